@@ -303,7 +303,7 @@ def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPa
 
 CLIENT = """#!/bin/sh
 for word in "$@"; do echo "word $word"; done
-env | grep -e ^ANTHROPIC -e ^CLAUDE -e ^OPENAI -e ^OPENCODE -e ^SOJOURN -e ^PYTHONPATH
+env | grep -e ^QWEN -e ^ANTHROPIC -e ^CLAUDE -e ^OPENAI -e ^OPENCODE -e ^SOJOURN -e ^PYTHONPATH
 """
 
 
@@ -348,7 +348,7 @@ def clients(tmp_path: Path) -> str:
             "qwen",
             [
                 "OPENAI_BASE_URL=URL/sojourn/session/run%207/v1", "OPENAI_MODEL=org/m", "OPENAI_API_KEY=key",
-                "SOJOURN_PROGRAM_ID=run 7",
+                "SOJOURN_PROGRAM_ID=run 7", "QWEN_CODE_MAX_OUTPUT_TOKENS=10000",
             ],
             "Qwen Code is the program run 7",
         ),

@@ -1,4 +1,5 @@
-"""Coding agents that people run, installed by npm and pip into a folder, and how each is pointed at a server.
+"""Coding agents that people run, installed by npm and pip into a folder, and how each is started: by
+``sojourn run``, or pointed at a server by settings of its own.
 
 The nightly tests and ``benchmarks/coding_agents.py`` use this module.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import venv
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,37 +19,17 @@ ROOT = Path(__file__).parents[2]
 INSTALLED = ROOT / ".tox" / "clients"
 """Default folder for the clients. Together they take 2 GB."""
 MODEL = "tiny"
+SOJOURN_RUN = (sys.executable, "-c", "from sojourn_server.cli import main; main()", "run")
 FINISHED = "Everything is done."
 """The last answer of every script."""
 
-_OPENCODE = """{"model": "sojourn/$model", "small_model": "sojourn/$model", "autoupdate": false,
-"provider": {"sojourn": {"npm": "@ai-sdk/openai-compatible",
-"options": {"baseURL": "$url/v1", "apiKey": "none"},
-"models": {"$model": {"limit": {"context": 65536, "output": 2048}}}}}}"""
 _PI = """{"providers": {"sojourn": {"baseUrl": "$url/v1", "api": "openai-completions", "apiKey": "none",
 "compat": {"sendSessionAffinityHeaders": true, "supportsDeveloperRole": false},
 "models": [{"id": "$model", "contextWindow": 65536, "maxTokens": 2048}]}}}"""
-_CODEX = """model = "$model"
-model_provider = "sojourn"
-model_context_window = 65536
-approval_policy = "never"
-sandbox_mode = "danger-full-access"
-check_for_update_on_startup = false
-[model_providers.sojourn]
-name = "sojourn"
-base_url = "$url/v1"
-wire_api = "responses"
-"""
-_CLAUDE = {
-    "ANTHROPIC_BASE_URL": "$url",
-    "ANTHROPIC_AUTH_TOKEN": "none",
-    "ANTHROPIC_MODEL": "$model",
-    "ANTHROPIC_DEFAULT_HAIKU_MODEL": "$model",
-    "ANTHROPIC_DEFAULT_SONNET_MODEL": "$model",
-    "ANTHROPIC_DEFAULT_OPUS_MODEL": "$model",
-    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "2048",
-    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-    "IS_SANDBOX": "1",
+_CLAUDE = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
+_CLAUDE_MODELS = {
+    f"ANTHROPIC_{name}": "$model"
+    for name in ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
 }
 _AGENT_SDK = """
 import asyncio, sys
@@ -98,8 +80,10 @@ class CodingClient:
     """Path below the home → text."""
     setup: str = ""
     """Script of the npm package that fetches nothing and makes its program ready."""
+    sojourn_run: bool = True
+    """Whether ``sojourn run`` starts it. Else ``env`` and ``files`` point it at the server."""
     session_in_url: bool = False
-    """Whether the session stands in the base URL, because the client sends no id."""
+    """Whether ``sojourn run`` writes the session into the base URL, because the client sends no id."""
     agents: bool = True
     """Whether the client has sub-agents."""
 
@@ -108,35 +92,27 @@ class CodingClient:
         return self.command[0] == "python"
 
     def install(self, folder: Path = INSTALLED) -> str:
-        """Install the newest release below ``folder``, if there is none, and return its version. Raises
-        ``CalledProcessError`` and ``OSError`` if npm, pip or the network is missing."""
+        """Install the newest release below ``folder`` and return its version. Raises ``CalledProcessError``
+        and ``OSError`` if npm, pip or the network is missing."""
         if self.python:
-            return self._install_by_pip(folder / "venv")
+            interpreter = str(folder / "venv" / "bin" / "python")
+            if not Path(interpreter).exists():
+                venv.create(folder / "venv", with_pip=True)
+            _run(interpreter, "-m", "pip", "install", "--quiet", "--upgrade", self.package)
+            asked = f"from importlib.metadata import version; print(version({self.package!r}))"
+            return _run(interpreter, "-c", asked)
         place = folder / "node_modules" / self.package
-        if not place.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            _run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), self.package)
-            if self.setup:
-                _run("node", str(place / self.setup), cwd=place)
+        folder.mkdir(parents=True, exist_ok=True)
+        _run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{self.package}@latest")
+        if self.setup:
+            _run("node", str(place / self.setup), cwd=place)
         return _run("node", "-p", f"require({str(place / 'package.json')!r}).version")
-
-    def _install_by_pip(self, folder: Path) -> str:
-        interpreter = str(folder / "bin" / "python")
-        if not folder.exists():
-            venv.create(folder, with_pip=True)
-        asked = f"from importlib.metadata import version; print(version({self.package!r}))"
-        try:
-            return _run(interpreter, "-c", asked)
-        except subprocess.CalledProcessError:
-            _run(interpreter, "-m", "pip", "install", "--quiet", self.package)
-            return _run(interpreter, "-c", asked)
 
     def start(
         self, url: str, home: Path, prompt: str, *, folder: Path = INSTALLED, model: str = MODEL
     ) -> subprocess.Popen[str]:
         """Start a session in ``home``, which is made. Its output is on the pipe ``stdout``."""
-        base = f"{url}/sojourn/session/{home.name}" if self.session_in_url else url
-        values = {"url": base, "model": model, "home": str(home), "session": home.name}
+        values = {"url": url, "model": model, "home": str(home), "session": home.name}
         work = home / "work"
         work.mkdir(parents=True)
         for path, text in self.files.items():
@@ -145,8 +121,9 @@ class CodingClient:
             file.write_text(Template(text).substitute(values))
         programs = folder / "venv" / "bin" if self.python else folder / "node_modules" / ".bin"
         program, *words = (Template(word).substitute(values) for word in self.command)
+        runner = [*SOJOURN_RUN, "--url", url, "--program", home.name, "--"] if self.sojourn_run else []
         return subprocess.Popen(
-            [str(programs / program), *words, prompt],
+            [*runner, str(programs / program), *words, prompt],
             cwd=work,
             env={
                 "PATH": os.environ["PATH"],
@@ -168,31 +145,34 @@ CLIENTS = (
     ),
     CodingClient(
         name="Codex", api="/v1/responses", package="@openai/codex",
-        command=("codex", "exec", "--skip-git-repo-check"),
-        env={"CODEX_HOME": "$home/.codex"}, files={".codex/config.toml": _CODEX},
+        command=("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
     ),
     CodingClient(
         name="OpenCode", api="/v1/chat/completions", package="opencode-ai", setup="postinstall.mjs",
-        command=("opencode", "run"), env={"OPENCODE_DISABLE_MODELS_FETCH": "1"},
-        files={".config/opencode/opencode.json": _OPENCODE},
+        command=("opencode", "run"),
+        env={"OPENCODE_DISABLE_MODELS_FETCH": "1", "OPENCODE_DISABLE_AUTOUPDATE": "1"},
     ),
     CodingClient(
         name="Qwen Code", api="/v1/chat/completions", package="@qwen-code/qwen-code", session_in_url=True,
-        command=("qwen", "--auth-type", "openai", "--yolo", "-p"),
-        env={"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "$url/v1", "OPENAI_MODEL": "$model"},
+        command=("qwen", "--yolo", "-p"),
     ),
     CodingClient(
         name="Pi", api="/v1/chat/completions", package="@mariozechner/pi-coding-agent", agents=False,
+        sojourn_run=False,
         command=("pi", "--provider", "sojourn", "--model", "$model", "-p"),
         env={"PI_OFFLINE": "1", "PI_CODING_AGENT_DIR": "$home/.pi"}, files={".pi/models.json": _PI},
     ),
     CodingClient(
         name="Claude Agent SDK", api="/v1/messages", package="claude-agent-sdk",
-        command=("python", "-c", _AGENT_SDK), env=_CLAUDE,
+        sojourn_run=False, command=("python", "-c", _AGENT_SDK),
+        env={
+            **_CLAUDE, **_CLAUDE_MODELS, "ANTHROPIC_BASE_URL": "$url", "ANTHROPIC_AUTH_TOKEN": "none",
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "2048",
+        },
     ),
     CodingClient(
         name="Anthropic SDK", api="/v1/messages", package="anthropic", agents=False,
-        command=("python", "-c", _ANTHROPIC),
+        sojourn_run=False, command=("python", "-c", _ANTHROPIC),
         env={"ANTHROPIC_BASE_URL": "$url", "ANTHROPIC_API_KEY": "none"},
     ),
 )  # fmt: skip

@@ -136,6 +136,8 @@ def _qwen(target: Target) -> ClientSettings:
     base_url = f"{target.url}/sojourn/session/{quote(program_id, safe='')}/v1"
     environment = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": target.api_key or NO_KEY}
     environment |= {"OPENAI_MODEL": target.model("OPENAI_MODEL"), "SOJOURN_PROGRAM_ID": program_id}
+    if context_tokens := target.context_tokens().get(environment["OPENAI_MODEL"]):
+        environment["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(output_tokens(context_tokens))
     said = f"Qwen Code is the program {program_id} (for its tools: sojourn hook qwen-code --install)"
     return ClientSettings(said, environment, ("--auth-type", "openai"), "OPENAI_BASE_URL")
 
