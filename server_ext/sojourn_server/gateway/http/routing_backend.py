@@ -91,7 +91,7 @@ class RequestDecisions:
 
     async def unless_decided(self, doing: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of ``doing``; ``None``: a decision came first, or the client left."""
-        if self.has_decision:
+        if self._decisions or self.client_gone:
             doing.close()
             return None
         with contextlib.suppress(TimeoutError):
@@ -133,7 +133,6 @@ class RoutingBackend:
         return decisions
 
     def close(self, over: routing_events.RequestFinished) -> None:
-        """Report a request's end, and stop adding decisions to its queue."""
         self.tell(over)
         self._open.pop(over.request_id, None)
 
