@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -174,6 +175,12 @@ async def test_the_base_url_or_the_operators_header_may_name_the_program() -> No
         await send(it, anonymous._replace(headers={"x-job": "job-2", "thread-id": "other"}), "ka")
         assert [headers["x-session-id"] for headers in fake.headers] == ["my job/1", "job-1", "job-2"]
         assert "x-job" not in fake.headers[-1]
+        await send(it, anonymous, "ka", "/sojourn/session/caf%C3%A9")
+        named = f"{uuid.UUID(int=1)}日"
+        await send(it, anonymous._replace(body={**anonymous.body, "prompt_cache_key": named}), "ka")
+        ids = {key[1] for key in it.gateway.routing_backend.core.programs}
+        assert ids == {headers["x-session-id"] for headers in fake.headers}
+        assert "caf%C3%A9" in ids
         keyed = {"Authorization": "Bearer ka"}
         for path, status in (("/sojourn/session/a/v1/models", 200), ("/sojourn/session/a/v2/models", 404)):
             async with it.http.get(it.url + path, headers=keyed) as answer:

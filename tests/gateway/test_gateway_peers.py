@@ -315,3 +315,15 @@ async def test_of_three_engines_and_two_gateways_one_each_is_killed_and_no_later
         await until(lambda: ready(dead, 2))
         again = await asyncio.gather(*map(turn, names))
         assert [(status, home) for status, _, home in again] == [(200, home) for home in homes.values()]
+
+
+async def test_a_conversation_that_meets_several_gateways_is_no_program() -> None:
+    async with engines(2) as fakes, gateways(fakes) as worlds:
+        keyed, previous, homes = {"Authorization": "Bearer key-a"}, {}, set()
+        for number in (0, 1, 1, 0, 0):
+            it, body = worlds[number], {"input": "x", **previous}
+            async with it.http.post(f"{it.url}/v1/responses", json=body, headers=keyed) as answer:
+                homes.add(answer.headers["X-Sojourn-Replica"])
+                previous = {"previous_response_id": (await answer.json())["id"]}
+        assert len(homes) == 1
+        assert [await known(it) for it in worlds] == [set(), set()]

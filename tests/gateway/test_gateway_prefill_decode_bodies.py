@@ -191,6 +191,7 @@ def test_what_is_wrong_with_a_request_is_no_failure(status: int) -> None:
         (b'data: {"error": {"message": "x", "code": "server_error"}}\n\n', True),
         (b'event: error\ndata: {"type": "error", "error": {"type": "api_error"}}\n\n', True),
         (b'data: {"error": {"message": "x", "code": 400}}\n\n', False),
+        (b"event: error\n", False),  # the rest is under way
         (b'data: {"choices": [{"delta": {"content": "error 500"}}]}\n\n', False),
         (b"", False),
     ],

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ async def test_a_session_in_the_body_names_no_other_tenants_program(
         assert fake.headers[-1]["x-session-id"] == f"bob/{known}"
         shown = (await it.get("/sojourn/v1/programs", "kb"))["programs"]
         assert [one["program_id"] for one in shown] == [known]
+
+
+@pytest.mark.parametrize("session", [5, True, [1], "", "\0"])
+async def test_a_session_that_is_no_id_hides_no_other_name_from_the_gateway(session: Any) -> None:
+    forged = f"alice/{uuid.UUID(int=1)}"
+    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
+        more = {"vllm_xargs": {"session_id": session}, "prompt_cache_key": forged}
+        assert (await it.chat(None, key="kb", **more)).status == 200
+        assert fake.headers[-1]["x-session-id"] == f"bob/{forged}"
 
 
 # -- what is told of programs -----------------------------------------------------
@@ -136,18 +146,27 @@ async def test_the_operators_key_reaches_no_engine() -> None:
 
 
 async def test_a_conversation_is_its_tenants() -> None:
-    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
-        assert await responded(it, "ka", input="x", request_id="resp_1") == 200
-        assert await responded(it, "kb", input="x", previous_response_id="resp_1") == 404
-        bobs = {"Authorization": "Bearer kb"}
-        async with it.http.get(f"{it.url}/v1/responses/resp_1", headers=bobs) as answer:
-            assert answer.status == 404
+    async with engines(1) as (fake,), world([fake], tenants=TENANTS, admin_key="root") as it:
+        first = (await responded(it, "ka", input="x", request_id="job-17"))["id"]
+        # The second one as after a restart, or at another gateway; the last two of no tenant here.
+        fake.stored[first + "0"] = fake.stored["resp_1"] = fake.stored["job-17"] = {"id": "old"}
+        assert first != "job-17", "another tenant could choose the same id"
+        for name in (first, first + "0", "resp_1", "job-17"):
+            assert "error" in await responded(it, "kb", input="x", previous_response_id=name)
+            for path in (f"/v1/responses/{name}", f"/v1/responses/{name}/cancel"):
+                method, bobs = "POST" if "cancel" in path else "GET", {"Authorization": "Bearer kb"}
+                async with it.http.request(method, it.url + path, headers=bobs) as answer:
+                    assert (answer.status, ".;" in await answer.text()) == (404, False)
+            assert await it.get(f"/v1/responses/{name}", "root")
         assert len(fake.requests) == 1
-        assert await responded(it, "ka", input="x", previous_response_id="resp_1") == 200
-        assert fake.headers[-1]["x-session-id"] == "alice/conversation-resp_1"
+        for name in (first, first + "0"):
+            assert (await it.get(f"/v1/responses/{name}", "ka"))["id"]
+            assert "error" not in await responded(it, "ka", input="x", previous_response_id=name)
+            assert fake.headers[-1]["x-session-id"] == f"alice/conversation-{name}"
 
 
-async def responded(it: World, key: str, **body: Any) -> int:
+async def responded(it: World, key: str, **body: Any) -> dict[str, Any]:
     headers, sent = {"Authorization": f"Bearer {key}"}, {"model": "tiny", **body}
     async with it.http.post(f"{it.url}{ClientApi.RESPONSES.value}", json=sent, headers=headers) as answer:
-        return answer.status
+        found: dict[str, Any] = await answer.json()
+        return found

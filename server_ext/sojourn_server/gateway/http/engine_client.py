@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from sojourn.dialects import header_text
 from yarl import URL
 
-from ...api.client_identity import HEADER_ROWS
+from ...api.client_identity import HEADER_ROWS, wire_id
 
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
@@ -104,11 +104,17 @@ def engine_request_headers(
     if rank is not None:
         sent[RANK] = str(rank)
     for header, text in identity.items():
-        try:
-            sent[header] = text.encode("latin-1").decode()  # the bytes that the client sent in a header
-        except UnicodeError:
-            sent[header] = header_text(text)
+        sent[header] = header_id(text).encode("latin-1").decode()  # aiohttp writes what the client sent
     return sent
+
+
+def header_id(text: str) -> str:
+    """Return an id as an engine reads it in a header that aiohttp writes, as UTF-8, decoded as Latin-1."""
+    try:
+        text.encode("latin-1").decode()
+    except UnicodeError:
+        return wire_id(header_text(text)) or ""
+    return text
 
 
 def end_to_end_headers(
@@ -357,7 +363,8 @@ def _error_fields(first: bytes, is_stream: bool) -> dict[str, Any] | None:
         if not first.startswith((b'data: {"error"', b"event: error")):
             return None
         first = next((line[6:] for line in first.splitlines() if line.startswith(b"data: ")), b"")
-    document = parse_json_object(first) or {}
+    if (document := parse_json_object(first)) is None:
+        return None
     error = document.get("error", document)
     fields: dict[str, Any] = error if isinstance(error, dict) else {}
     code = fields.get("code")

@@ -19,7 +19,7 @@ from starlette.types import Receive
 from ...api.client_identity import ClientIdentity, identify
 from ...core.request_hints import CONTEXT_KEY, NO_IDENTITY, clipped, read_identity
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
-from .engine_client import ClientHeaders
+from .engine_client import ClientHeaders, header_id
 
 Members = dict[str, msgspec.Raw]
 """Fields of a JSON object by name, as raw JSON."""
@@ -122,6 +122,7 @@ class _Body(msgspec.Struct):
     metadata: Any = None
     prompt_cache_key: Any = None
     store: Any = None
+    request_id: Any = None
     vllm_xargs: _XArgs | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -185,7 +186,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     not count, since its clients must send one and send the model's."""
     previous_response_id: str | None
     is_stored: bool
-    """Whether the engine may keep the answer of the responses API, so that it can be continued."""
+    """Whether the engine may keep the answer, under an id of the client's, so that it can be continued."""
     has_identity: bool
     """Whether the body names a program: by a hint, readable or not, or by a session id."""
     is_exact: bool
@@ -226,6 +227,7 @@ def parse_generation_request(
     elif identity.context is None and not (isinstance(own, str) and own):
         user_id = read.metadata.get("user_id") if isinstance(read.metadata, dict) else None
         program = identify(headers, session_header, user_id, read.prompt_cache_key, xargs.session_id)
+        program = program and program._replace(program_id=header_id(program.program_id))
     text = b"".join([bytes(getattr(read, name)) for name in _PROMPT_FIELDS[api]])
     embedded = _EMBEDDED.findall(text)
     ids, is_truncated = None, read.truncate_prompt_tokens is not None and api is not ClientApi.MESSAGES
@@ -254,7 +256,7 @@ def parse_generation_request(
         ids,
         min([MAX_TOKENS, *lengths]) if lengths else 0,
         read.previous_response_id,
-        read.store is not False,
+        api is ClientApi.RESPONSES and (read.store is not False or read.request_id is not None),
         identity.context is not None
         or identity.outcome is Outcome.REJECTED
         or (read.session_id, xargs.session_id) != (None, None),
@@ -276,14 +278,20 @@ def encode_raw(value: Any) -> msgspec.Raw:
 
 
 def with_identity(
-    body: bytes, rename: Callable[[str], str | None], hint: Callable[[Members], None] | None
+    body: bytes,
+    rename: Callable[[str], str | None],
+    hint: Callable[[Members], None] | None,
+    request_id: str | None = None,
 ) -> bytes:
     """Return a body that ``parse_generation_request`` accepted with changed session ids and a changed hint.
 
     ``rename`` maps each session id to its replacement; ``None``: the id is removed. ``hint`` changes the
-    fields of the hint in place; ``None``: the hint is removed. Raises ``InvalidGenerationRequest``.
+    fields of the hint in place; ``None``: the hint is removed. ``request_id``: a new one; ``None``: it stays.
+    Raises ``InvalidGenerationRequest``.
     """
     document = members_of(body)
+    if request_id is not None:
+        document["request_id"] = encode_raw(request_id)
     _rename_session(document, rename)
     if bytes(document.get("vllm_xargs", b"")).startswith(b"{"):
         xargs = members_of(document["vllm_xargs"])

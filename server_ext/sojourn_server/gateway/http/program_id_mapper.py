@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import secrets
 from collections.abc import Collection
 from typing import Any
 from urllib.parse import quote
@@ -68,9 +69,9 @@ class ProgramIdMapper:
         return msgspec.structs.replace(event, **fields)
 
     def request(self, tenant: str, body: bytes, question: GenerationRequest) -> bytes:
-        """Return a body that names a program with the engines' names, of one of several tenants. A hint that
-        cannot be read is removed, because an engine might read ids in it. Raises
-        ``InvalidGenerationRequest``."""
+        """Return a body of one of several tenants, with the engines' names of programs and an id of ours for
+        an answer that is stored. A hint that cannot be read is removed, because an engine might read ids in
+        it. Raises ``InvalidGenerationRequest``."""
 
         def change(hint: Members) -> None:
             for name in PROGRAM_ID_FIELDS:
@@ -83,7 +84,13 @@ class ProgramIdMapper:
             hint["sojourn"] = encode_raw(own)
 
         rename = functools.partial(self.engine_name, tenant)
-        return with_identity(body, rename, change if question.context is not None else None)
+        request_id = self.response_prefix(tenant) + secrets.token_hex(12) if question.is_stored else None
+        return with_identity(body, rename, change if question.context is not None else None, request_id)
+
+    def response_prefix(self, tenant: str) -> str:
+        """Return the beginning of the ids of a tenant's stored answers, of several tenants. No client chooses
+        these ids, so any gateway can tell by the id whose answer it is."""
+        return f"resp_{_digest(tenant)}" if self.only_tenant is None else ""
 
     def _named_events(self, tenant: str, events: msgspec.Raw) -> list[AnyEvent]:
         """Return the events of a hint with the engines' names, without those that cannot be read."""

@@ -85,7 +85,6 @@ MAX_RESPONSE_IDS = 20_000
 class StoredResponse(NamedTuple):
     """An answer of the responses API that an engine may have stored."""
 
-    tenant: str
     replica_id: str
     program_id: str | None
     """The program that the answer belongs to; ``None``: it gets one when a request continues it."""
@@ -169,15 +168,15 @@ class GenerationProxy:
         has it. Unless this gateway has passed the answer on, all engines are asked; only those with
         ``VLLM_ENABLE_RESPONSES_API_STORE=1`` store answers. ``tenant``: ``None`` for any. Raises
         ``RequestRejected`` if the answer is another tenant's."""
+        if tenant is not None and not response_id.startswith(self.events.names.response_prefix(tenant)):
+            raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found")
         found = self.responses.get(response_id)
         if found is None:
             path = f"/v1/responses/{quote(response_id, safe='')}"
             replies = await self.queries.every(path, authorization, others_s=0.0)
             urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
             at = next((one.replica_id for one in self.queries.replicas.engines() if one.url in urls), None)
-            return StoredResponse(tenant or "", at, None) if at is not None else None
-        if tenant not in (None, found.tenant):
-            raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found.")
+            return StoredResponse(at, None) if at is not None else None
         return found
 
     async def _refuse(self, send: Send, api: ClientApi, refused: RequestRejected) -> None:
@@ -212,7 +211,8 @@ class ProxyRequest:
         names = proxy.events.names
         are_several = names.only_tenant is None
         program = question.program
-        if program is None and stored is not None:
+        if program is None and stored is not None and not proxy.peers.others:
+            # Of several gateways none sees all turns, so each would name it after another answer.
             named = stored.program_id or wire_id(f"conversation-{question.previous_response_id}")
             program = ClientIdentity(named) if named is not None else None
         self._program_id = program_id = program.program_id if program is not None else None
@@ -227,7 +227,8 @@ class ProxyRequest:
                         self._identity[header] = names.engine_name(tenant, one)
                 if program.agent_type is not None:
                     self._identity[AGENT_TYPE_HEADER] = program.agent_type
-        self._body = names.request(tenant, body, question) if are_several and question.has_identity else body
+        rewrites = question.has_identity or question.is_stored
+        self._body = names.request(tenant, body, question) if are_several and rewrites else body
         query = scope.get("query_string", b"").decode("latin-1")
         self._path = f"{api.value}{'?' if query else ''}{query}"
         self._asked_s = time.monotonic()
@@ -295,11 +296,11 @@ class ProxyRequest:
             )
             if self._is_answered and counted is not None:
                 self._proxy.sizes.learn(self._question, counted)
-            if self._is_answered and self._api is ClientApi.RESPONSES and self._question.is_stored:
+            if self._is_answered and self._question.is_stored:
                 name = self.meter.response_id if self.meter is not None else None
                 if name is not None and self._sent_to is not None:
                     responses = self._proxy.responses
-                    responses[name] = StoredResponse(self._tenant, self._sent_to, self._program_id)
+                    responses[name] = StoredResponse(self._sent_to, self._program_id)
                     if len(responses) > MAX_RESPONSE_IDS:
                         del responses[next(iter(responses))]
         if self._program_id is not None and self._question.is_last and self._is_answered:
