@@ -71,24 +71,20 @@ def exec_agent_command(
     if problem is not None:
         raise CliError(f"--program {problem}", "give an id for this run, e.g. --program issue-1234-try-1")
     program = find_command(command[0])
+    name = Path(command[0]).name
     if url is not None:
         url = with_scheme(url)
     else:
-        variable = "ANTHROPIC_BASE_URL" if Path(command[0]).name == "claude" else OPENAI_BASE_URL
+        variable = "ANTHROPIC_BASE_URL" if name == "claude" else OPENAI_BASE_URL
         url = base_url_root(os.environ, note, variable) or DEFAULT_URL
-    is_client = Path(command[0]).name in (*CLIENTS, *NOT_FOLLOWED)
-    is_served = _note_unless_served(
-        url, note, "" if is_client else ", and the SDK tries again when it sends events"
-    )
-    environment: Mapping[str, str]
-    if is_client:
-        environment = os.environ
-        if is_served:
+    if name in (*CLIENTS, *NOT_FOLLOWED):
+        environment = dict(os.environ)
+        if _note_unless_served(url, note, ""):
             command, environment = configured_client(command, environment, url, note, program_id)
     else:
         environment = child_environment(os.environ, url, children=children, program_id=program_id)
-        if not is_served:
-            environment = {**environment, REPORTED_URL: url}
+        if not _note_unless_served(url, note, ", and the SDK tries again when it sends events"):
+            environment[REPORTED_URL] = url
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -205,8 +201,8 @@ def child_environment(
 
 
 def configured_client(
-    command: Sequence[str], environment: Mapping[str, str], url: str, note: Note, program_id: str | None
-) -> tuple[Sequence[str], Mapping[str, str]]:
+    command: Sequence[str], environment: dict[str, str], url: str, note: Note, program_id: str | None
+) -> tuple[Sequence[str], dict[str, str]]:
     """Return the command and the environment of a coding agent, with what directs it to the server at
     ``url``. Tells with ``note`` what was done.
 
