@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StatusRoutes:
-    """The routes of this module. A tenant sees only its own programs."""
-
     routing_backend: RoutingBackend
     queries: EngineQueries
     live: LiveHub
@@ -99,6 +97,7 @@ class StatusRoutes:
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def _programs(self, request: Request) -> Response:
+        """List the live programs with their homes, most recently active first. Engines know their status."""
         limit = _number(request, "limit", 100, 1, MAX_LISTED_PROGRAMS)
         if (status := request.query_params.get("status")) is not None:
             what = f"status is {status[:40]!r}; this list has all live programs"
@@ -108,14 +107,12 @@ class StatusRoutes:
         return json_response(RoutedProgramList(programs=shown, shown=len(shown), total=len(found)))
 
     def _visible_programs(self, request: Request) -> list[ProgramRouteStatus]:
-        """Return the live programs that the client may see, most recently active first."""
         tenant = request.state.tenant
         programs = self.routing_backend.core.program_statuses()
         return [program for program in programs if tenant in (None, program.tenant)]
 
     def _place(self, request: Request) -> tuple[ProgramRouteStatus, bool]:
-        """Return (status of the path's program, whether it is live). Of one that is not, only id and tenant
-        are known. Raises ``ApiError`` for the admin key if there are several tenants."""
+        """Return (status of the path's program, whether it is live), of others with only id and tenant."""
         program_id = request.path_params["program_id"]
         for place in self._visible_programs(request):
             if place.program_id == program_id:
@@ -128,8 +125,7 @@ class StatusRoutes:
     async def _ask(
         self, request: Request, place: ProgramRouteStatus, more: str = ""
     ) -> dict[str, EngineReply | None]:
-        """Ask the engine that served a program last; if that is unknown or gone, all. Return answers by name.
-        ``more``: rest of the route's path."""
+        """Ask the engine that served a program last; if that is unknown or gone, all."""
         name = self.queries.names.engine_name(place.tenant, place.program_id)
         path = f"{PREFIX}/programs/{quote(name, safe='')}{more}"
         authorization = engine_authorization(request)
@@ -183,10 +179,12 @@ class StatusRoutes:
         return Response(answer.body, answer.status, media_type=answer.media_type)
 
     async def _graphs(self, request: Request) -> Response:
+        """List the workflow graphs that the engines know. Needs the admin key, if there are keys."""
         self.access.only_admin(request)
         return json_response(await self.queries.graphs(engine_authorization(request)))
 
     async def _graph(self, request: Request) -> Response:
+        """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
         self.access.only_admin(request)
         path = f"{PREFIX}/graphs/{quote(request.path_params['graph_hash'], safe='')}"
         found = await self.queries.first(path, engine_authorization(request))
@@ -195,6 +193,7 @@ class StatusRoutes:
         return Response(found.body, media_type=found.media_type)
 
     async def _stats(self, request: Request) -> Response:
+        """Return the status of all replicas and the statistics of their engines."""
         self.access.only_admin(request)
         found = await self.queries.every(f"{PREFIX}/stats", engine_authorization(request))
         replicas, engines = self.routing_backend.replicas(), found.documents
@@ -211,6 +210,7 @@ class StatusRoutes:
         return await self.live.once(audience, within_s)
 
     async def _decisions(self, request: Request) -> Response:
+        """Return the decision log of one replica's engine. Needs the admin key, if there are keys."""
         self.access.only_admin(request)
         name = request.query_params.get("replica")
         if name is None and len(self.queries.replicas.engines()) > 1:
@@ -227,9 +227,11 @@ class StatusRoutes:
         return Response(found.body, found.status, {REPLICA: replica_id}, media_type=found.media_type)
 
     async def _moves(self, request: Request) -> Response:
+        """List the latest changes of programs' homes, oldest first. A tenant sees only its own programs."""
         return json_response(MoveList(moves=self.metrics.moves(request.state.tenant)))
 
     async def _replica_list(self, request: Request) -> Response:
+        """List the replicas with health, load and capacity."""
         states = self.routing_backend.replicas()
         listed = ReplicaList(
             policy=self.policy,
@@ -261,7 +263,6 @@ class StatusRoutes:
         return json_response(next((state for state in states if state.replica == replica_id), None))
 
     def _replica(self, name: str | None) -> ReplicaAddress:
-        """Return the address of a replica; ``None``: of the first one."""
         replicas = self.queries.replicas
         address = replicas.get(next(iter(replicas), None) if name is None else name)
         if address is None:
@@ -290,5 +291,4 @@ def _unknown_program() -> ApiError:
 
 
 def json_response(document: Any, status: int = 200) -> Response:
-    """Return ``document`` as a JSON answer."""
     return Response(msgspec.json.encode(document), status, media_type="application/json")
