@@ -119,9 +119,6 @@ def test_a_program_over_several_lines_is_told_so(tmp_path: Path) -> None:
         TraceError, match=r"line 1: not JSON: .*truncated; expected one whole program per line$"
     ):
         list(read_trace(path))
-    path.write_text(json.dumps(program())[:-5])  # cut off, as by a full disk
-    with pytest.raises(TraceError, match=r"line 1: not JSON: .*truncated$"):
-        list(read_trace(path))
 
 
 @pytest.mark.parametrize(

@@ -139,13 +139,11 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
         programs.append(program)
     ends = [turn["arrived_s"] + turn["seconds"]["wall"] for one in programs for turn in one["ledger"]]
     since_s = max(ends, default=0.0) - last_s
-    shown = []
     for program in sorted(programs, key=lambda one: -one.get("age_s", 0.0)):
         tenant = program.get("tenant")
         pid = trace.process(f"tenant {tenant}" if tenant else "programs")
-        shown += add_ledger_program(trace, pid, program, since_s=since_s)
+        add_ledger_program(trace, pid, program, since_s=since_s)
     engine = trace.process(f"engine {client.shown_url}")
-    trace.add_counters(engine, shown)
     pids = {one["program_id"]: one.get("tenant") for one in programs}
     decisions = _add_decisions(trace, client, engine, pids, since_s)
     return {

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .trace_file import write_packed
 
-WAITING_PARTS = frozenset({"queued", "held back", "preempted"})
-"""Parts of a turn during which its request does not run."""
 _SLACK_S = 1e-4
 
 
@@ -80,19 +77,6 @@ class PerfettoTrace:
         begin = {"ph": "b", **at, "ts": start_s, "args": dict(arguments)}
         self._groups.append([begin, {"ph": "e", **at, "ts": max(start_s, end_s)}])
 
-    def add_counters(self, pid: int, slices: Iterable[Slice]) -> None:
-        """Add the numbers of running and waiting requests over time, counted from the ``parts`` of turns."""
-        changes: dict[float, Counter[str]] = {}
-        for name, start_s, end_s in (part for found in slices for part in found.parts):
-            which = "waiting" if name in WAITING_PARTS else "running"
-            changes.setdefault(start_s, Counter())[which] += 1
-            changes.setdefault(end_s, Counter())[which] -= 1
-        now = {"running": 0, "waiting": 0}
-        for at_s, change in sorted(changes.items()):
-            now = {which: count + change[which] for which, count in now.items()}
-            event = {"ph": "C", "pid": pid, "tid": 0, "name": "requests", "ts": at_s, "args": now}
-            self._groups.append([event])
-
     def document(
         self, *, max_events: int = 200_000, notes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -125,10 +109,10 @@ def write_perfetto(path: Path, document: Mapping[str, Any]) -> None:
 
 def add_ledger_program(
     trace: PerfettoTrace, pid: int, program: Mapping[str, Any], *, since_s: float = float("-inf")
-) -> list[Slice]:
+) -> None:
     """Add the turns, gaps and leases of ``program``, an answer of ``GET /sojourn/v1/programs/{id}``, without
-    turns that ended before ``since_s``. Return the slices of turns and gaps, for ``add_counters``. Gaps are
-    ``inferred``: the engine sees the time between two requests; the tool may have been shorter."""
+    turns that ended before ``since_s``. Gaps are ``inferred``: the engine sees the time between two requests;
+    the tool may have been shorter."""
     program_id = str(program["program_id"])
     slices: list[Slice] = []
     turns = [one for one in program["ledger"] if one["arrived_s"] + one["seconds"]["wall"] >= since_s]
@@ -149,4 +133,3 @@ def add_ledger_program(
                 until_s = following["arrived_s"] + following["seconds"]["queued"]
             trace.add_lease(pid, program_id, end_s, until_s, {"ttl_s": ttl_s})
     trace.add_program(pid, program_id, slices)
-    return slices

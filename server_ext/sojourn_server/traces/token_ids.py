@@ -31,7 +31,6 @@ class TokenIdGenerator:
     ids. vLLM identifies a KV block by the hash of its prefix, so lists of different seeds share no block."""
 
     def __init__(self, vocabulary: int) -> None:
-        """Raises ``ValueError`` for a vocabulary below ``MIN_VOCABULARY``."""
         if vocabulary < MIN_VOCABULARY:
             raise ValueError(f"vocabulary is {vocabulary}; expected at least {MIN_VOCABULARY} ids")
         self._ids = list(range(FIRST_ID, vocabulary))

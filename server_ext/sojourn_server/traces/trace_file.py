@@ -57,7 +57,7 @@ def read_trace(path: str | Path) -> Iterator[TraceProgram]:
     are skipped. Raises ``TraceError``, which names file and line, also for a duplicate id or no program."""
     seen: dict[str, int] = {}
     data = read_bytes(Path(path)).removeprefix(codecs.BOM_UTF8)
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         if line.strip():
             try:
                 program = _decoder.decode(line)
@@ -65,10 +65,8 @@ def read_trace(path: str | Path) -> Iterator[TraceProgram]:
             except (TraceError, msgspec.ValidationError) as error:
                 raise TraceError(f"{path}, line {number}: {error}") from error
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                # A complete line with incomplete JSON is probably part of a document of several lines.
-                cut = line.endswith(b"\n") and "truncated" in str(error)
-                several = "; expected one whole program per line" if cut else ""
-                raise TraceError(f"{path}, line {number}: not JSON: {error}{several}") from error
+                expected = "expected one whole program per line"
+                raise TraceError(f"{path}, line {number}: not JSON: {error}; {expected}") from error
             if (first := seen.setdefault(program.program_id, number)) != number:
                 name = repr(program.program_id)
                 raise TraceError(f"{path}, line {number}: program {name} is already on line {first}")

@@ -9,14 +9,10 @@ from .program_explanation import turn_pairs, turn_phases
 
 
 def add_run(trace: PerfettoTrace, log: RunLog, name: str) -> None:
-    """Add a run to ``trace``, as the process ``name``: its programs, and counters of its requests."""
+    """Add the programs of a run to ``trace``, as the process ``name``."""
     pid = trace.process(name)
-    shown: list[Slice] = []
     for program in sorted(log.programs, key=lambda one: one.arrived_s):
-        slices = _slices(program, log.virtual_s)
-        shown += slices
-        trace.add_program(pid, program.program_id, slices)
-    trace.add_counters(pid, shown)
+        trace.add_program(pid, program.program_id, _slices(program, log.virtual_s))
 
 
 def _slices(program: ProgramLog, run_end_s: float) -> list[Slice]:

@@ -81,15 +81,11 @@ def _usable_turns(program: _LedgerProgram, left_out: Counter[str]) -> list[_Ledg
 
 
 def _program(record: Any, where: str) -> _LedgerProgram:
-    if isinstance(record, dict) and "ledger" not in record:
-        raise TraceError(  # the decision log alone lacks the lengths of prompts and outputs
-            f"{where}: no ledger, as in a decision log, in the list of programs, or from a gateway; expected "
-            "what GET /sojourn/v1/programs/{id} of an engine answers"
-        )
     try:
         return msgspec.convert(record, _LedgerProgram)
     except (msgspec.ValidationError, UnicodeError) as error:
-        raise TraceError(f"{where}: {error}") from None
+        expected = "expected what GET /sojourn/v1/programs/{id} of an engine answers"
+        raise TraceError(f"{where}: {error}; {expected}") from None
 
 
 def _recorded(program: _LedgerProgram, turns: list[_LedgerTurn]) -> RecordedProgram:

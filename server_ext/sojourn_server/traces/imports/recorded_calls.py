@@ -199,12 +199,8 @@ def _turn(program: RecordedProgram, index: int, started_s: float) -> TraceTurn:
     last = None if following is None else bisect_left(tools, following.start_s, key=_start_of)
     inside = tools[bisect_left(tools, call.start_s, key=_start_of) : last]
     latest_s = float("inf") if following is None else following.start_s + _BACKGROUND_S
-    runs = tuple(
-        TraceToolRun(
-            name=one.name, cmd=one.command, s=round(one.end_s - one.start_s, 6), bg=one.end_s > latest_s
-        )
-        for one in inside
-    )
+    made = [(one, round(one.end_s - one.start_s, 6), one.end_s > latest_s) for one in inside]
+    runs = tuple(TraceToolRun(name=one.name, cmd=one.command, s=s, bg=bg) for one, s, bg in made)
     gap_kind = "tool" if runs or call.asks_tools else "human" if call.asks_tools is False else None
     gap_kind = None if following is None else "human" if call.person else gap_kind
     before = calls[index - 1].usage if index else TokenUsage(0, 0)
