@@ -86,6 +86,11 @@ async def test_an_ended_program_is_explained_by_the_engine_that_remembers_most_o
 
 
 async def test_an_answer_that_is_no_explanation_is_the_engines_fault() -> None:
+    knows, fake = VirtualFakeEngine(), FakeEngine()
+    async with gateway(knows, fake) as it:
+        knows.virtual.turn("a/p", prompt(40))
+        knows.virtual.send(ProgramEnd(program_id="a/p", seq=-1, status="ok"))
+        assert (await explained(it, "key-a"))["replica"] == knows.name, "the other's answer does not count"
     fake = FakeEngine()
     async with gateway(fake) as it:
         assert (await it.chat("p", "key-a")).status == 200

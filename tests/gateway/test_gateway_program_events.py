@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -151,6 +153,18 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
 # -- who has been told -----------------------------------------------------------------
 
 
+async def test_a_program_that_moves_after_its_key_was_replaced_brings_its_state() -> None:
+    async with engines(2) as fakes, world(fakes, admin_key="root", poll_s=3600) as it:
+        home = (await it.chat("p", "old")).headers["X-Sojourn-Replica"]
+        await it.events(*({**event, "program_id": "p"} for event in (START, TOOL)), key="old")
+        for fake in fakes:
+            fake.key = "new"
+        await drain(it, home)
+        new = (await it.chat("p", "new")).headers["X-Sojourn-Replica"]
+        assert new != home
+        assert of(fakes, new).of("p") == ["program_start", "tool_start"]
+
+
 async def test_a_restarted_engine_gets_its_programs_and_graphs_again() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         await it.chat("p")
@@ -228,9 +242,8 @@ async def test_a_batch_that_is_refused_whole_costs_one_post(answers: bool) -> No
 # -- who is left ------------------------------------------------------------------------
 
 
-async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@asynccontextmanager
+async def two_ranks(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[FakeEngine, World]]:
     async def two(self: FakeEngine, request: Request) -> Response:
         info = 'vllm:cache_config_info{block_size="16",engine="%d",num_gpu_blocks="100"} 1.0\n'
         return PlainTextResponse("process_start_time_seconds 1\n" + "".join(info % rank for rank in (0, 1)))
@@ -242,13 +255,34 @@ async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
             return len(it.gateway.routing_backend.replicas()) == 2
 
         await until(both)
+        yield fakes[0], it
+
+
+async def test_a_stored_answer_of_unknown_rank_goes_on_at_the_least_loaded_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two_ranks(monkeypatch) as (fake, it):
+        fake.stored["resp_1"], fake.hold = {"id": "resp_1"}, asyncio.Event()
+        first = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: fake.requests)
+        body = {"input": "x", "previous_response_id": "resp_1"}
+        second = asyncio.ensure_future(it.http.post(f"{it.url}/v1/responses", json=body))
+        await until(lambda: len(fake.requests) == 2)
+        fake.hold.set()
+        assert {(await one).headers["X-Sojourn-Replica"][-2:] for one in (first, second)} == {"/0", "/1"}
+
+
+async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two_ranks(monkeypatch) as (fake, it):
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         await it.events({**START, "program_id": "p"})
         await drain(it, home)
         assert (await it.chat("p")).headers["X-Sojourn-Replica"] != home
         # Whatever is said of it now comes after what was said before.
         await it.events({**TOOL, "program_id": "p"})
-        assert "program_end" not in fakes[0].of("p")
+        assert "program_end" not in fake.of("p")
 
 
 class _Late:

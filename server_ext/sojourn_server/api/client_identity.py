@@ -106,10 +106,9 @@ def identify(
     return ClientIdentity(named) if named is not None else None
 
 
-def split_session_path(scope: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the program in the path of an ASGI scope, and the scope with the path behind it, which begins
-    with ``/v1/``, and with ``X-Session-ID``. ``None``: the path names no program, or an id that the wire does
-    not take.
+def split_session_path(scope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return an ASGI scope whose path names a program with the path behind it, which begins with ``/v1/``,
+    and the program in ``X-Session-ID``. ``None``: the path names none, or an id that the wire does not take.
 
     The id is percent-encoded in the path, so ``%2F`` is part of it. A server must check the API key itself
     for such a path, since vLLM checks paths that begin with ``/v1``.
@@ -125,7 +124,7 @@ def split_session_path(scope: Mapping[str, Any]) -> tuple[str, dict[str, Any]] |
         return None
     path = f"{root}/v1/{rest}"
     there = {**scope, "path": unquote(path), "raw_path": path.encode("latin-1")}
-    return program, with_session(there, program)
+    return with_session(there, program)
 
 
 def with_session(scope: Mapping[str, Any], program_id: str) -> dict[str, Any]:

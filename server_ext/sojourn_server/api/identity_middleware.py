@@ -80,7 +80,7 @@ class IdentityMiddleware:
             _is_refused.set(True)
             return
         if (found := split_session_path(scope)) is not None:
-            _, scope = found
+            scope = found
             # vLLM checks the key of paths that begin with /v1 only, and it saw another path.
             allowed = self._keys.allow(Headers(scope=scope).get("authorization"))
             if not allowed and scope.get("method") != "OPTIONS":

@@ -135,7 +135,7 @@ class _Program:
     heard_s: float = 0.0
     """Time of the last event."""
     authorization: str | None = None
-    """``Authorization`` header of the last event."""
+    """``Authorization`` header of the last event or request."""
     again_s: float = 0.0
     """Time before which no request waits for the events, after an engine did not accept them."""
 
@@ -317,6 +317,8 @@ class ProgramEvents:
         """Prepare a replica for a program's next request, and wait until the request may be sent."""
         replica_id = decision.replica_id
         self._cancel_release(key, replica_id)  # the program may have returned
+        if key in self.programs:
+            self.programs[key].authorization = authorization
         # After two moves without a request in between, the program's KV is still at the first home.
         moved_from = next(iter(self.leaving.get(key, ())), decision.moved_from)
         try:
@@ -404,7 +406,8 @@ class ProgramEvents:
     def _cancel_release(self, key: Key, former: str) -> None:
         timers = self.leaving.get(key, {})
         if former in timers:
-            timers.pop(former).cancel()
+            if (task := timers.pop(former)) is not asyncio.current_task():
+                task.cancel()
             if not timers:
                 del self.leaving[key]
 
@@ -514,14 +517,16 @@ class ProgramEvents:
         batch, authorization, size = EventBatch(v=WIRE_VERSION, emitter="", events=[]), None, 0
         told: list[tuple[_Program, _Entry]] = []
         for record, entry in lacking:
-            emitter = entry.emitter if entry in record.unsent else self._emitter
+            emitter, shown = entry.emitter, entry.authorization
+            if entry not in record.unsent:  # state that is sent again, maybe after its key was replaced
+                emitter, shown = self._emitter, record.authorization
             raw = encode(self._current(tenant, entry, emitter))
             is_full = size + len(raw) >= _BATCH_BYTES or len(told) >= MAX_BATCH_EVENTS
-            if is_full or (emitter, entry.authorization) != (batch.emitter, authorization):
+            if is_full or (emitter, shown) != (batch.emitter, authorization):
                 if told:
                     yield batch, authorization, told
                 batch, told = EventBatch(v=WIRE_VERSION, emitter=emitter, events=[]), []
-                authorization, size = entry.authorization, 0
+                authorization, size = shown, 0
             batch.events.append(msgspec.Raw(raw))
             told.append((record, entry))
             size += len(raw) + 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -175,7 +176,9 @@ class GenerationProxy:
             path = f"/v1/responses/{quote(response_id, safe='')}"
             replies = await self.queries.every(path, authorization, others_s=0.0)
             urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
-            at = next((one.replica_id for one in self.queries.replicas.engines() if one.url in urls), None)
+            loads = {one.replica: one.load for one in self.routing_backend.replicas()}
+            ranks = [one.replica_id for one in self.queries.replicas.values() if one.url in urls]
+            at = min(ranks, key=lambda one: loads.get(one, math.inf), default=None)
             return StoredResponse(at, None) if at is not None else None
         return found
 

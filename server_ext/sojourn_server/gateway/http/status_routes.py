@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -158,12 +159,13 @@ class StatusRoutes:
         place, is_live = self._place(request)
         replies = await self._ask(request, place, f"/explain{turn}")
         documents = {name: one.document for name, one in replies.items() if one is not None and one.document}
-        if documents:
-            try:
-                explained = [(msgspec.convert(one, Explanation), name) for name, one in documents.items()]
-            except msgspec.ValidationError as error:
-                what = f"the program's engine sent no explanation: {error}"
-                raise ApiError(502, what, "run one release everywhere") from None
+        explained = []
+        for name, document in documents.items():
+            with contextlib.suppress(msgspec.ValidationError):
+                explained.append((msgspec.convert(document, Explanation), name))
+        if documents and not explained:
+            raise ApiError(502, "the program's engine sent no explanation", "run one release everywhere")
+        if explained:
             found, replica = max(explained, key=lambda one: one[0].turn)
             shows_all = request.state.tenant is None
             shown = self.queries.names.explanation(place.tenant, found, replica, shows_all=shows_all)
