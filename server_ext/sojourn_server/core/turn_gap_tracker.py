@@ -47,7 +47,7 @@ class TurnGapTracker:
 
         1. There is no main context: the program is new or over, or the hashes were dropped.
         2. It continues the main context: it begins with the last prompt, since clients rewrite outputs, or
-           with more than half of it, if no turn runs (a rewind, an edited history).
+           with at least half of it, if no turn runs (a rewind, an edited history).
         3. A turn runs, and the request is longer. The turn's requests become side requests.
         4. No turn runs, the main context does not wait, and the request is at least half as long, or it
            continues the *branch*, the newest side request since the last turn. The conversation has moved
@@ -69,7 +69,7 @@ class TurnGapTracker:
         prompt_blocks = min(len(before), prompt_tokens // self._state.pool.block_size)
         shared = common_prefix_length(before, hashes)
         # The last block of a prompt may hold tokens that only begin an answer.
-        if shared >= prompt_blocks - 1 or (not live and 2 * shared > prompt_blocks):
+        if shared >= prompt_blocks - 1 or (not live and 2 * shared >= prompt_blocks):
             return []
         if live:
             is_longer = event.prompt_tokens > prompt_tokens
