@@ -248,25 +248,27 @@ async def test_one_bad_word_of_health_is_not_believed_and_two_are() -> None:
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_a_conversation_is_a_program_where_its_engine_is_once_it_is_continued(restarts: bool) -> None:
     async with engines(3) as fakes, contextlib.AsyncExitStack() as stack:
-        it = await stack.enter_async_context(world(fakes, preset=IN_TURN))
+        it = await stack.enter_async_context(world(fakes, preset=IN_TURN, poll_s=3600))
 
-        async def respond(number: int) -> str:
+        async def respond(number: int, status: int = 200) -> str | None:
             body: dict[str, Any] = {"input": "x", "request_id": f"resp_{number}"}
             if number:
                 body["previous_response_id"] = f"resp_{number - 1}"
             async with it.http.post(f"{it.url}/v1/responses", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-                return answer.headers["X-Sojourn-Replica"]
+                assert answer.status == status, await answer.text()
+                return answer.headers.get("X-Sojourn-Replica")
 
         home = await respond(0)
         assert not it.gateway.routing_backend.core.programs
         if restarts:
-            it = await stack.enter_async_context(world(fakes, preset=IN_TURN))
+            it = await stack.enter_async_context(world(fakes, preset=IN_TURN, poll_s=3600))
         assert [await respond(number) for number in (1, 2, 3)] == [home] * 3
         assert await it.home("conversation-resp_0") == home
         [engine] = [fake for fake in fakes if fake.name == home]
         sent = [headers.get("x-session-id") for headers in engine.headers]
         assert sent == [None, *["conversation-resp_0"] * 3]
+        await engine.kill()
+        await respond(4, status=502)
 
 
 async def test_a_stored_answer_is_read_and_cancelled_where_it_is() -> None:
