@@ -114,8 +114,6 @@ def split_session_path(scope: Mapping[str, Any]) -> dict[str, Any] | None:
     for such a path, since vLLM checks paths that begin with ``/v1``.
     """
     root = scope.get("root_path", "")
-    if SESSION_PATH not in scope["path"]:
-        return None
     raw = scope.get("raw_path") or quote(scope["path"]).encode()
     path = raw.decode("latin-1").removeprefix(root)
     encoded, mark, rest = path.removeprefix(SESSION_PATH).partition("/v1/")

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .api_keys import ApiKeys
-from .client_identity import ClientIdentity, identify, split_session_path, with_session
+from .client_identity import SESSION_PATH, ClientIdentity, identify, split_session_path, with_session
 from .engine_rpc import EngineError
 from .event_intake import EventIntake
 from .routes import unauthorised
@@ -79,7 +79,7 @@ class IdentityMiddleware:
             await answer(scope, receive, send)
             _is_refused.set(True)
             return
-        if (found := split_session_path(scope)) is not None:
+        if SESSION_PATH in scope["path"] and (found := split_session_path(scope)) is not None:
             scope = found
             # vLLM checks the key of paths that begin with /v1 only, and it saw another path.
             allowed = self._keys.allow(Headers(scope=scope).get("authorization"))

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from ...api.api_errors import ApiError
 from ...api.body_reader import read_body
-from ...api.client_identity import split_session_path
+from ...api.client_identity import SESSION_PATH, split_session_path
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
@@ -97,7 +97,8 @@ class GatewayApplication(Starlette):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         answer: Any = super().__call__
         if scope["type"] == "http":
-            scope = split_session_path(scope) or scope
+            if SESSION_PATH in scope["path"]:
+                scope = split_session_path(scope) or scope
             is_generation = scope["method"] == "POST" and scope["path"] in _GENERATING
             answer = self._generation if is_generation else websocket_refusal(scope, "") or answer
         await answer(scope, receive, send)
