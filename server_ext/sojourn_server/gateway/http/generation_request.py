@@ -17,7 +17,7 @@ from sojourn.wire_codec import Outcome
 from starlette.types import Receive
 
 from ...api.client_identity import ClientIdentity, identify
-from ...core.request_hints import CONTEXT_KEY, NO_IDENTITY, clipped, read_identity
+from ...core.request_hints import CONTEXT_KEY, clipped, read_identity
 from .client_apis import GATEWAY_FULL, ClientApi, RequestRejected
 from .engine_client import ClientHeaders, header_id
 
@@ -215,9 +215,7 @@ def parse_generation_request(
     xargs = read.vllm_xargs or _XArgs()
     # vLLM neither reads nor forwards this member of a messages request.
     own = read.session_id if api is not ClientApi.MESSAGES else None
-    identity = NO_IDENTITY
-    if own is not None or xargs.agentic_context is not None:
-        identity = read_identity(own, {CONTEXT_KEY: xargs.agentic_context})
+    identity = read_identity(own, {CONTEXT_KEY: xargs.agentic_context})
     hint = identity.context.sojourn if identity.context is not None else None
     program: ClientIdentity | None = None
     if identity.program_id is not None:
