@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
@@ -266,23 +266,18 @@ class AffinityStrategy(RoutingStrategy):
     def health_changed(self, replica: Replica, now: float) -> None:
         self.capacity_changed = True
         if replica.health is ReplicaHealth.DRAINING:
-            for request in list(self.queues.get(replica.replica_id, ())):
-                self._release(request)
+            self._release(self.queues.get(replica.replica_id, ()))
         else:
             self.freed.add(replica.replica_id)
 
     def lost(self, replica: Replica, now: float) -> None:
-        for request in list(self.queues.get(replica.replica_id, ())):
-            if request.only_replica_id is not None:
-                self._core.give_up(request, now)
-            else:
-                self._release(request)
+        self._release(self.queues.get(replica.replica_id, ()))
         self._prefixes.pop(replica.replica_id, None)
         self.capacity_changed = True
 
-    def _release(self, request: RoutedRequest) -> None:
-        """Let a request that waits for one replica wait for any, unless only that one may serve it."""
-        if request.only_replica_id is None:
+    def _release(self, requests: Iterable[RoutedRequest]) -> None:
+        """Let requests that wait for one replica wait for any, unless only that one may serve them."""
+        for request in [one for one in requests if one.only_replica_id is None]:
             self.dequeue(request)
             self.enqueue_again(request)
 
@@ -374,8 +369,6 @@ class AffinityStrategy(RoutingStrategy):
         return None if replica is None or self.queues_at(replica) else route
 
     def queues_at(self, replica: Replica) -> bool:
-        """Whether a new request for this replica has to wait, because the replica is full or other
-        requests wait for it."""
         return replica.replica_id in self.queues or replica.idle_since_s is None
 
     # -- prompts that replicas have computed -----------------------------------------
@@ -688,12 +681,10 @@ class AffinityStrategy(RoutingStrategy):
         found = []
         for one in [*waiting, *reversed(replica.in_flight.values())]:
             program = one.program
-            if program is None or program.home != replica.replica_id or one.only_replica_id is not None:
-                continue
-            if one.began or one.recalled:
+            if program is None or program.home != replica.replica_id or one.began or one.recalled:
                 continue
             is_alone = program.in_flight + program.waiting == 1 and self._core.knows(program)
-            if is_alone and program.moved_at_turn != program.turns:
+            if is_alone and program.moved_at_turn != program.turns and one.only_replica_id is None:
                 found.append(one)
         return found[:MAX_VICTIM_CANDIDATES]
 
@@ -810,8 +801,7 @@ class AffinityStrategy(RoutingStrategy):
                 continue
             self._core.leave_home(program)
             queue = self.queues.get(replica.replica_id)
-            for request in queue.of(program) if queue is not None else ():
-                self._release(request)
+            self._release(queue.of(program) if queue is not None else ())
             if program.is_reported and program.is_idle:
                 del self._core.programs[program.key]
         for one in event.programs:

@@ -520,8 +520,7 @@ class RoutingCore:
 
     def _retry(self, request: RoutedRequest, now: float) -> None:
         """Process a request that its replica did not answer, or answered only in part. If the answer has
-        begun, abort its stream. If the request failed too often, or no other replica may serve it, reject it.
-        Otherwise queue it again."""
+        begun, abort its stream. If it failed too often or no other may serve it, reject it; else queue it."""
         request.failures += 1
         limits = self.limits
         if request.began:
@@ -696,6 +695,8 @@ class RoutingCore:
             program.home, program.cached = None, False
             self.strategy.homed(program, -size_tokens)
         self.strategy.lost(replica, now)
+        for request in [one for one in self.waiting.values() if one.only_replica_id == replica.replica_id]:
+            self.give_up(request, now)
         for request in list(replica.in_flight.values()):
             request.lost_with = replica.replica_id
             self._retry(request, now)

@@ -211,8 +211,7 @@ class RoutedRequest:
     """Output length that the client expects; 0: the client stated none."""
     prefix: tuple[int, ...] = ()
     only_replica_id: str | None = None
-    """The replica that stores the conversation; any other would reject the request. ``None``: any may serve
-    it."""
+    """The replica that stores the conversation, which no other can continue; ``None``: there is none."""
     replica_id: str | None = None
     """The replica that the request waits for or was sent to; ``None``: the request waits for any replica."""
     sent: SendRequest | None = None
