@@ -439,7 +439,7 @@ async def test_too_many_waiting_are_turned_away() -> None:
     async with engines(1) as fakes, world(fakes, preset=gated, limits=RoutingLimits(most_waiting=1)) as it:
         fakes[0].hold = asyncio.Event()
         asking = [asyncio.ensure_future(it.chat(text="x" * 2000)) for _ in range(2)]
-        await until(lambda: it.gateway.metrics.waiting == 1)
+        await until(lambda: len(it.gateway.routing_backend.core.waiting) == 1)
         answer = await it.chat()
         assert answer.status == 429
         assert "Retry-After" in answer.headers

@@ -29,7 +29,7 @@ async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> No
         root = {"Authorization": "Bearer root"}
         await (await it.http.post(f"{drain}/drain", headers=root)).read()
         asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: it.gateway.metrics.waiting)
+        await until(lambda: it.gateway.routing_backend.core.waiting)
         assert await metric(it, "sojourn_gateway_waiting") == 1
         assert (await it.get("/health"))["waiting"] == 1
         await (await it.http.post(f"{drain}/stay", headers=root)).read()
@@ -38,10 +38,10 @@ async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> No
         await fakes[0].kill()
         await until(lambda: "no engine is left, requests wait for one" in caplog.text)
         asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: it.gateway.metrics.waiting)
+        await until(lambda: it.gateway.routing_backend.core.waiting)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await until(lambda: not it.gateway.metrics.waiting)
+        await until(lambda: not it.gateway.routing_backend.core.waiting)
 
 
 async def test_an_engine_of_a_pair_that_is_named_as_any_other_is_warned_of(caplog: Any) -> None:

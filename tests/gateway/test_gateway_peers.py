@@ -134,7 +134,9 @@ async def test_the_limit_of_requests_at_a_decode_engine_holds_behind_two_gateway
                 for it in worlds
                 for number in range(3)
             ]
-            await until(lambda: sorted(it.gateway.metrics.waiting for it in worlds) == [0, 4])
+            await until(
+                lambda: sorted(len(it.gateway.routing_backend.core.waiting) for it in worlds) == [0, 4]
+            )
             await until(lambda: len(decode.requests) == 2)
             decode.hold.set()
             assert [(await one).status for one in asked] == [200] * 6

@@ -45,7 +45,7 @@ async def test_a_client_that_waits_for_an_engine_gets_an_error() -> None:
     async with aiohttp.ClientSession() as http:
         async with world([]) as made:
             request = ask(http, made)
-            await until(lambda: made.gateway.metrics.waiting)
+            await until(lambda: made.gateway.routing_backend.core.waiting)
         await assert_told(request)
 
 

@@ -347,8 +347,8 @@ def _warnings(
         found.append(f"{RUST_FRONTEND} has no effect: the CPU build of vLLM runs its server in Python")
     elif in_rust and (options.policy != STOCK_POLICY or options.pair.any):
         found.append(
-            f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows no "
-            "coding agents, and has neither the live page nor sojourn's metrics; unset it to have them"
+            f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows "
+            "no coding agents, and has neither the live page nor sojourn's metrics; unset it to have them"
         )
     count = flags.value("--api-server-count")
     if count not in (None, "1") and not facts.has_vllm_cli:

@@ -96,8 +96,6 @@ class GatewayMetrics(Collector):
             buckets=_WAIT_BUCKETS_S,
             registry=self.registry,
         )
-        self.waiting = 0
-        """Requests that wait at the gateway."""
         self._values: Mapping[str, Mapping[Any, float]] = {}
         """Of the gauges, by the values of their labels."""
         self.registry.register(self)
@@ -135,6 +133,7 @@ class GatewayMetrics(Collector):
         uses: Mapping[str, float],
         missing: int = 0,
         up_by_role: Mapping[str, int] | None = None,
+        waiting: int = 0,
     ) -> bytes:
         """Return all metrics in Prometheus' text format. ``uses``: used capacity ÷ share, by tenant."""
         engines = [state for state in replicas if isinstance(state, PairEngineStatus)]
@@ -148,7 +147,7 @@ class GatewayMetrics(Collector):
                 f"replica_{field}": {(state.replica,): getattr(state, field) for state in replicas}
                 for field in _REPLICA_FIELDS
             },
-            "waiting": {(): self.waiting},
+            "waiting": {(): waiting},
             "replica_health": {
                 (state.replica, one.value): one.value == state.health
                 for state in replicas

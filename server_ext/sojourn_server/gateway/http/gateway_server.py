@@ -81,8 +81,7 @@ def raise_open_file_limit(most_waiting: int) -> int | None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             limit = wanted
     if limit < most_waiting:
-        what = "raise the hard limit (ulimit -n, systemd: LimitNOFILE) or lower the number of requests"
-        logger.warning("%d files may be open, but %d requests may wait; %s", limit, most_waiting, what)
+        logger.warning("%d files may be open, %d requests may wait; raise ulimit -n", limit, most_waiting)
     return limit
 
 

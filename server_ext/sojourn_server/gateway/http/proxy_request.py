@@ -317,15 +317,10 @@ class ProxyRequest:
 
     async def _until_answered(self) -> None:
         """Carry out the core's decisions until the client has an answer."""
-        metrics = self._proxy.metrics
         while True:
             decision = self.decisions.take()
             if decision is None:
-                metrics.waiting += 1
-                try:
-                    await self.decisions.wait()
-                finally:
-                    metrics.waiting -= 1
+                await self.decisions.wait()
             elif isinstance(decision, routing_events.RejectRequest):
                 raise RequestRejected(
                     decision.status, decision.code, decision.message, decision.retry_after_s

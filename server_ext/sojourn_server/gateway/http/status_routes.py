@@ -76,7 +76,12 @@ class StatusRoutes:
         states = self.routing_backend.replicas()
         up = sum(state.health != "suspect" for state in states)
         roles = self._roles(states)
-        health = {"replicas": len(states), "up": up, "waiting": self.metrics.waiting, **(roles or {})}
+        health = {
+            "replicas": len(states),
+            "up": up,
+            "waiting": len(self.routing_backend.core.waiting),
+            **(roles or {}),
+        }
         if self.peers.others:
             health["peers"] = len(self.peers.alive)
         return json_response(health, 200 if up and (roles is None or all(roles.values())) else 503)
@@ -92,9 +97,13 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states, uses = self.routing_backend.replicas(), self.routing_backend.core.strategy.shares_used()
-        missing = len(self.queries.monitor.missing())
-        page = self.metrics.exposition(states, uses, missing, self._roles(states) or {})
+        states, core, missing = (
+            self.routing_backend.replicas(),
+            self.routing_backend.core,
+            self.queries.monitor.missing(),
+        )
+        roles, uses = self._roles(states) or {}, core.strategy.shares_used()
+        page = self.metrics.exposition(states, uses, len(missing), roles, len(core.waiting))
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def _programs(self, request: Request) -> Response:
