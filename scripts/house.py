@@ -66,7 +66,7 @@ BUDGETS = {
     "api": 2_120,
     "launch": 1_772,
     "vllm": 8_275,
-    "gateway": 5_983,
+    "gateway": 5_946,
     "simulator": 7_423,
     "replay": 819,
     "profiling": 673,
@@ -74,7 +74,7 @@ BUDGETS = {
     "demo": 1_058,
     "cli": 5_631,
     "sojourn_server": 4,
-    "tests": 91_806,
+    "tests": 91_805,
     "benchmarks": 12_498,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as

@@ -179,10 +179,7 @@ _MUST_BE_EQUAL = (
     ("split over workers", " (--tensor-parallel-size, --pipeline-parallel-size)"),
     ("Full Block in bytes", ""),
     ("Full Block in tokens", ""),
-    (
-        "KV format",
-        "; start all with the same flags (--block-size, --kv-cache-dtype) and weights, in one release",
-    ),
+    ("KV format", "; start all with the same --block-size, --kv-cache-dtype and weights, in one release"),
 )
 """(name in errors, how it becomes equal) of each value of an ``EngineKind``."""
 
@@ -413,10 +410,9 @@ class EngineMonitor:
             sizes = (described.registered.capacity_tokens, described.registered.host_tokens)
             logger.info("%s is up: KV for %d tokens on the device, %d in host memory", watched.url, *sizes)
             if described.paths is not None and watched.role is None:
-                why = "but gets all requests, so that clients could read other clients' KV"
-                how = "start the gateway with --prefill and --decode, or the engine without --role"
+                why = "so clients could read others' KV; start the gateway with --prefill and --decode"
                 role = described.paths.role.value
-                logger.warning("%s was started with --role %s, %s; %s", watched.url, role, why, how)
+                logger.warning("%s was started with --role %s and gets all, %s", watched.url, role, why)
         elif known.registered.instance != described.registered.instance:
             logger.warning("%s was restarted: its KV is lost", watched.url)
 
@@ -506,14 +502,10 @@ class EngineMonitor:
         """Report an engine as gone, if one was there, and log the loss."""
         if watched.description is None:
             return
-        others = [one.role for one in self._watched.values() if one is not watched and one.places]
+        others = [one for one in self._watched.values() if one is not watched and one.places]
+        left = sum(one.role is watched.role for one in others)
         role = f"{watched.role.value} " if watched.role is not None else ""
-        if watched.role in others:
-            lost = f"other {role}engines go on"
-        else:
-            until = "requests are refused until one comes" if role else "requests wait for one"
-            lost = f"no {role}engine is left, {until}"
-        logger.warning("%s is gone (%s); %s", watched.url, why, lost)
+        logger.warning("%s is gone (%s); %sengines left: %d", watched.url, why, role, left)
         self._forget(watched)
         watched.description, watched.refused, watched.links = None, "", {}
         watched.polls = watched.errors = 0

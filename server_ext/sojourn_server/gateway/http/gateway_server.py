@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -66,10 +67,6 @@ def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
 
 def raise_open_file_limit(most_waiting: int) -> int | None:
     """Raise the soft limit of open files for so many requests. Return it; ``None``: there is none."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return None

@@ -1,6 +1,5 @@
-"""Reads a generation request: its body, and of the body what routing needs. Only the fields of ``_Body`` are
-decoded. All others reach the engine byte for byte, and the whole body does if nothing in it has to change.
-"""
+"""Reads a generation request's body, and of it what routing needs, the fields of ``_Body``. All others reach
+the engine byte for byte, and the whole body does if nothing in it has to change."""
 
 from __future__ import annotations
 
@@ -50,11 +49,7 @@ class BodyReader:
     """Reads the bodies of requests, within limits for each and for all together."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES, max_held_bytes: int = MAX_HELD_BYTES) -> None:
-        """Raises ``ValueError`` if no body fits."""
-        if not 0 < max_body_bytes <= max_held_bytes:
-            raise ValueError(f"max_body_bytes is {max_body_bytes}; expected 1 to {max_held_bytes}")
-        self._max_body_bytes = max_body_bytes
-        self._max_held_bytes = max_held_bytes
+        self._max_body_bytes, self._max_held_bytes = max_body_bytes, max_held_bytes
         self.held_bytes = 0
         """Bytes of all bodies that were read and not freed."""
 
@@ -170,15 +165,13 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     is_last: bool
     """Whether the client declares this to be the program's last turn."""
     prefix: tuple[int, ...]
-    """Hashes of the prompt's prefixes, one per whole piece of ``PREFIX_PIECE_BYTES``; each covers all earlier
-    pieces too. Empty if the routing policy does not read them."""
+    """Hashes of the prompt's prefixes of n × ``PREFIX_PIECE_BYTES``, if the routing policy reads them."""
     text_bytes: int
     """Length of the prompt as JSON, in bytes, without embedded files."""
     files: int
     """Number of embedded files (base64 data URLs) in the prompt."""
     is_sample: bool
-    """Whether the engine's count of tokens tells the model's tokens per byte. False for a prompt that is
-    short, given as token ids, has media, may be truncated, or continues a stored conversation."""
+    """Whether the engine's count of this prompt's tokens tells the model's tokens per byte."""
     prompt_tokens: int | None
     """Number of prompt tokens, if it is given as token ids."""
     output_tokens: int
@@ -285,7 +278,6 @@ def with_identity(
 
     ``rename`` maps each session id to its replacement; ``None``: the id is removed. ``hint`` changes the
     fields of the hint in place; ``None``: the hint is removed. ``request_id``: a new one; ``None``: it stays.
-    Raises ``InvalidGenerationRequest``.
     """
     document = members_of(body)
     if request_id is not None:
@@ -316,14 +308,9 @@ def without_events(body: bytes) -> bytes:
 
 def _rename_session(members: Members, rename: Callable[[str], str | None]) -> None:
     """Replace the session id in ``members``, in place. Remove it if it is no text."""
-    raw = members.get(SESSION_KEY)
-    if raw is not None and raw != b"null":
-        name = msgspec.json.decode(raw)
-        name = rename(name) if isinstance(name, str) else None
-        if name is None:
-            del members[SESSION_KEY]
-        else:
-            members[SESSION_KEY] = encode_raw(name)
+    name = msgspec.json.decode(members.pop(SESSION_KEY, b"null"))
+    if isinstance(name, str) and (name := rename(name)) is not None:
+        members[SESSION_KEY] = encode_raw(name)
 
 
 def _prefix(text: bytes) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """Handles proxied requests. Each is submitted to the routing core, sent to an engine, or to a prefill and a
 decode engine, and its answer passed to the client. After a failure before the answer's first byte, it is sent
-to another engine.
-"""
+to another engine."""
 
 from __future__ import annotations
 
@@ -165,22 +164,20 @@ class GenerationProxy:
     async def stored_response(
         self, tenant: str | None, response_id: str, authorization: str | None
     ) -> StoredResponse | None:
-        """Return the replica that stores an answer of the responses API. ``None``: no engine that answers
-        has it. Unless this gateway has passed the answer on, all engines are asked; only those with
-        ``VLLM_ENABLE_RESPONSES_API_STORE=1`` store answers. ``tenant``: ``None`` for any. Raises
-        ``RequestRejected`` if the answer is another tenant's."""
+        """Return the replica that stores an answer of the responses API, if any. All engines are asked unless
+        this gateway has passed the answer on; only those with ``VLLM_ENABLE_RESPONSES_API_STORE=1`` store
+        some. Raises ``RequestRejected`` if it is not ``tenant``'s; ``None``: any tenant."""
         if tenant is not None and not response_id.startswith(self.events.names.response_prefix(tenant)):
             raise RequestRejected(404, "not_found", f"Response with id {response_id!r} not found")
-        found = self.responses.get(response_id)
-        if found is None:
-            path = f"/v1/responses/{quote(response_id, safe='')}"
-            replies = await self.queries.every(path, authorization, others_s=0.0)
-            urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
-            loads = {one.replica: one.load for one in self.routing_backend.replicas()}
-            ranks = [one.replica_id for one in self.queries.replicas.values() if one.url in urls]
-            at = min(ranks, key=lambda one: loads.get(one, math.inf), default=None)
-            return StoredResponse(at, None) if at is not None else None
-        return found
+        if (found := self.responses.get(response_id)) is not None:
+            return found
+        path = f"/v1/responses/{quote(response_id, safe='')}"
+        replies = await self.queries.every(path, authorization, others_s=0.0)
+        urls = {url for url, reply in replies.items() if reply is not None and reply.status == 200}
+        loads = {one.replica: one.load for one in self.routing_backend.replicas()}
+        ranks = [one.replica_id for one in self.queries.replicas.values() if one.url in urls]
+        at = min(ranks, key=lambda one: loads.get(one, math.inf), default=None)
+        return StoredResponse(at, None) if at is not None else None
 
     async def _refuse(self, send: Send, api: ClientApi, refused: RequestRejected) -> None:
         self.metrics.refused(refused.code)
@@ -320,7 +317,7 @@ class ProxyRequest:
         while True:
             decision = self.decisions.take()
             if decision is None:
-                await self.decisions.wait()
+                await self.decisions.unless_decided(asyncio.Event().wait())
             elif isinstance(decision, routing_events.RejectRequest):
                 raise RequestRejected(
                     decision.status, decision.code, decision.message, decision.retry_after_s

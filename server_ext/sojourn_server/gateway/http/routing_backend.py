@@ -67,9 +67,6 @@ class RequestDecisions:
         """Whether ``take`` would return a decision or raise."""
         return bool(self._decisions) or self.client_gone
 
-    async def wait(self) -> None:
-        await self.unless_decided(asyncio.Event().wait())
-
     def take(self) -> RequestDecision | None:
         """Remove and return the next decision; ``None``: there is none yet. Raises ``ClientDisconnected``."""
         if self.client_gone:

@@ -97,13 +97,9 @@ class StatusRoutes:
         }
 
     async def _exposition(self, request: Request) -> Response:
-        states, core, missing = (
-            self.routing_backend.replicas(),
-            self.routing_backend.core,
-            self.queries.monitor.missing(),
-        )
-        roles, uses = self._roles(states) or {}, core.strategy.shares_used()
-        page = self.metrics.exposition(states, uses, len(missing), roles, len(core.waiting))
+        states, core = self.routing_backend.replicas(), self.routing_backend.core
+        missing, uses = len(self.queries.monitor.missing()), core.strategy.shares_used()
+        page = self.metrics.exposition(states, uses, missing, self._roles(states) or {}, len(core.waiting))
         return Response(page, media_type="text/plain; version=0.0.4")
 
     async def _programs(self, request: Request) -> Response:
@@ -180,9 +176,6 @@ class StatusRoutes:
             shown = self.queries.names.explanation(place.tenant, found, replica, shows_all=shows_all)
             return json_response(shown)
         if not is_live:
-            known = await self._remembered(request, place) if turn else None
-            if known is not None and known.get("status") in OVER_STATUSES:
-                raise ApiError(404, "the turn is no longer known", "leave turn out for the newest one")
             raise _unknown_program()
         answer = next(iter(replies.values())) if len(replies) == 1 else None
         if answer is None:
