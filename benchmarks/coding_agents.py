@@ -111,7 +111,7 @@ def page(rounds: list[dict[str, Any]], version: str, made: Provenance, wall_s: f
     """Return the result page in Markdown."""
     told = [each["sojourn"] for each in rounds if "sojourn" in each] or [{"context_tokens": 0, "ledger": 0}]
     context, found = (statistics.fmean(run[name] for run in told) for name in ("context_tokens", "ledger"))
-    return f"""# Sessions of a coding agent that nobody instrumented
+    return f"""# Sessions of an unchanged coding agent
 
 {made_by(made, wall_s)}
 

@@ -91,7 +91,7 @@ def _go_on_in_a_child() -> None:
     if os.fork():
         os._exit(0)
     null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # the agent waits until nobody has them open
+    for stream in (0, 1, 2):  # the agent waits until they are closed
         os.dup2(null, stream)
     os.setsid()
 
