@@ -45,7 +45,7 @@ class RequestArrived(_Event, frozen=True):
     priority, see ``ReclaimRequest.priority``."""
     block_hashes: Sequence[Any] | None = None
     """Chained hashes of the prompt's full blocks, which tell side requests from turns
-    (``TurnGapTracker.join_turn``). ``None``: the request is a turn, since its client sends hints."""
+    (``TurnGapTracker.join_turn``). ``None``: not known, or the request names no program."""
 
 
 class UntrackedRequestArrived(_Event, frozen=True):

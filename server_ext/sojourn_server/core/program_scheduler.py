@@ -216,10 +216,12 @@ class ProgramScheduler:
         self._now_s = now
         self._end_missing_request(event.request_id, now)
         program_id, context = event.identity.program_id, event.identity.context
+        # A client that sends hints names each conversation itself, so all its requests are turns.
+        hashes = event.block_hashes if context is None else None
         program = named = self._lifecycle.open(program_id, now) if program_id is not None else None
         if program is None:
             self._requests.count_untracked(event.request_id)
-        elif event.block_hashes is not None:
+        elif hashes is not None:
             sides = self._turns.join_turn(program, event, now)
             if event.request_id in sides:
                 self._decision_recorder.side_request(program.id, event.prompt_tokens, now)
@@ -228,7 +230,7 @@ class ProgramScheduler:
                 for side in sides:
                     self._become_side_request(self._requests.states[side], now)
         request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
-        request_state.priority, request_state.block_hashes = event.priority, event.block_hashes
+        request_state.priority, request_state.block_hashes = event.priority, hashes
         if named is not None:
             request_state.rank = named.rank  # of a side request, too
         ttl_clipped = self._requests.apply_hint(request_state, context, self.limits.max_hinted_ttl_s)

@@ -243,9 +243,7 @@ class SchedulerAdapter:
         self.service.client_event_decoder.apply_attached_events(identity, now)
         ended_s = self._clock()
         self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
-        # A client that sends hints names each conversation itself.
-        named = identity.program_id is not None and identity.context is None
-        hashes = request.block_hashes if named else None
+        hashes = request.block_hashes if identity.program_id is not None else None
         self.handle(
             RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority, hashes),
             now,
