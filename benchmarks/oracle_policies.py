@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import exp, pi, sqrt
 from statistics import NormalDist
 
-from sojourn_server.policies.forecasting.output_length_prediction import (
+from sojourn_server.policies.forecasting import (
     QUANTILE_POINTS,
     OutputLengthView,
     RemainingTokens,

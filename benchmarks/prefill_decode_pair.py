@@ -34,14 +34,12 @@ from prefill_decode_engines import MEGABYTES_S, PATIENCE_S, Engine, all_idle, lo
 from prefill_decode_router import PairResponse, Router, RoutingQuery, http_client, text_of, through
 from result_pages import marked, opening, show, write_result
 from rich.progress import Progress
-from sojourn_server.policies.prefill_decode.prefill_decode_views import (
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
-    StorageReadView,
-)
-from sojourn_server.policies.prefill_decode.read_side_policies import (
     PrefillSideRead,
     ReadSidePolicy,
     ShorterQueueRead,
+    StorageReadView,
 )
 from sojourn_server.simulator.report.results_file import made_with
 

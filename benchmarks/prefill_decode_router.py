@@ -18,9 +18,11 @@ import httpx
 from prefill_decode_engines import MEGABYTES_S, PATIENCE_S, TOKEN_BYTES, Engine
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, parse_transfer_params, prefill_body
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler
-from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
-from sojourn_server.policies.prefill_decode.read_side_policies import ReadSidePolicy
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
+    FULL_BLOCK_TOKENS,
+    PairScheduler,
+    ReadSidePolicy,
+)
 from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (

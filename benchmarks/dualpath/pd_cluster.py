@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS
 from sojourn_server.simulator.workloads.synthetic_workloads import DUALPATH, synthetic_programs
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 

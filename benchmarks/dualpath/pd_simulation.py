@@ -32,16 +32,17 @@ from statistics import fmean
 
 import msgspec
 from pd_cluster import PdCluster, PdModel, Trajectory, Workload, load_trajectories, sample_agents
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillSelectionLimits
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
+    FULL_BLOCK_TOKENS,
+    EnginePair,
+    PairScheduler,
+    PdRequest,
+    PrefillSelectionLimits,
+)
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     AttentionCosts,
     PrefillComputeQuota,
     StepQuotaUsage,
-)
-from sojourn_server.policies.prefill_decode.prefill_decode_views import (
-    FULL_BLOCK_TOKENS,
-    EnginePair,
-    PdRequest,
 )
 from sojourn_server.simulator.event_queue import EventQueue
 

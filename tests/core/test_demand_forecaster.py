@@ -15,7 +15,7 @@ from sojourn_server.core.demand_forecaster import (
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.core.program_scheduler import QueueState
 from sojourn_server.policies.policy_views import RunningRequestView
-from sojourn_server.policies.preemption.preemption_recovery import AlwaysRecompute, RecoveryMethod
+from sojourn_server.policies.preemption_policies import AlwaysRecompute, RecoveryMethod
 from sojourn_server.policies.preset import Preset, load_preset
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 

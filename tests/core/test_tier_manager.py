@@ -23,7 +23,7 @@ from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.tier_manager import (
     MAX_FURTHER_WAITING_IN_VIEW,
 )
-from sojourn_server.policies.eviction.eviction_policies import BlockLabel
+from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
     LOOKAHEAD,
     MoveReason,
@@ -43,7 +43,7 @@ from sojourn_server.policies.placement.relative_idleness import RelativeIdleness
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import Preset, load_preset
-from sojourn_server.policies.retention.retention_policies import FixedRetention
+from sojourn_server.policies.retention_policies import FixedRetention
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import VirtualEngine, prompt
 

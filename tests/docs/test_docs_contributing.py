@@ -37,12 +37,12 @@ def turn(history: ToolHistory, tool: str | None) -> FinishedTurnView:
 def test_the_policy_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
     source = code("example-policy", "python")
     assert len(source.splitlines()) <= 22
-    module = types.ModuleType("sojourn_server.policies.retention.retention_median")
+    module = types.ModuleType("sojourn_server.policies.retention_median")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
     assert '`POLICY_CLASSES["retention"]`' in CONTRIBUTING
-    assert '`"median": "retention.retention_median:MedianRetention"`' in CONTRIBUTING
-    monkeypatch.setitem(POLICY_CLASSES["retention"], "median", "retention.retention_median:MedianRetention")
+    assert '`"median": "retention_median:MedianRetention"`' in CONTRIBUTING
+    monkeypatch.setitem(POLICY_CLASSES["retention"], "median", "retention_median:MedianRetention")
 
     preset = parse_preset(code("example-preset", "toml"), source="CONTRIBUTING.md")
     history = ToolHistory()
@@ -63,5 +63,5 @@ def test_the_policy_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_files_on_the_map_exist() -> None:
     named = set(re.findall(r"`([\w/]+(?:\.py|\.md|\.toml|/))`", CONTRIBUTING)) - {"my.toml"}
     assert len(named) > 20
-    for name in named - {"policies/retention/retention_median.py", "vllm/compat.py"}:
+    for name in named - {"policies/retention_median.py", "vllm/compat.py"}:
         assert (ROOT / name).exists() or (SERVER / name).exists(), name

@@ -30,7 +30,7 @@ from engine_tools import (
     with_tiers,
 )
 from sojourn_server.kv_offload.cpu_device_backend import CpuCopy, CpuDeviceBackend
-from sojourn_server.policies.preemption.victim_policies import BestFitVictim
+from sojourn_server.policies.preemption_policies import BestFitVictim
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -33,9 +33,8 @@ from sojourn_server.gateway.http.tenant_keys import (
     load_tenant_keys,
 )
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
-from sojourn_server.policies.fairness.fair_share import FcfsSharing
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.policies.fairness_policies import FcfsSharing
+from sojourn_server.policies.routing_policies import NoStealing, SessionAffinityRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
 from sojourn_server.routing.pair_strategy import PairStrategy

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from admission_views import admission_view
-from sojourn_server.policies.admission.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
-from sojourn_server.policies.forecasting.context_growth import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN
+from sojourn_server.policies.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
+from sojourn_server.policies.forecasting import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN
 from sojourn_server.policies.policy_views import ProgramGrowthView
 
 NEWCOMER = admission_view(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.ids import ProgramId
-from sojourn_server.policies.admission.admission_policies import WholeProgramAdmission
-from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import LaterProgramsReclaim
+from sojourn_server.policies.admission_policies import WholeProgramAdmission
+from sojourn_server.policies.lease_reclaim_policies import LaterProgramsReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (
     AdmissionView,
@@ -23,15 +23,15 @@ from sojourn_server.policies.policy_views import (
     RunningRequestView,
     WaitingRequestView,
 )
-from sojourn_server.policies.preemption.victim_policies import MostAttainedServiceVictim
+from sojourn_server.policies.preemption_policies import MostAttainedServiceVictim
 from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
-from sojourn_server.policies.queue_order.queue_order_policies import (
+from sojourn_server.policies.queue_order_policies import (
     LeastAttainedService,
     ProgramFcfs,
     ServiceLevels,
     StrictProgramFcfs,
 )
-from sojourn_server.policies.retention.retention_policies import LeastWasteRetention, UntilProgramEndRetention
+from sojourn_server.policies.retention_policies import LeastWasteRetention, UntilProgramEndRetention
 from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
 # -- admit --------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.policies.admission.admission_policies import DemandForecastAdmission
-from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS, needed_blocks
+from sojourn_server.policies import preemption_policies
+from sojourn_server.policies.admission_policies import DemandForecastAdmission
+from sojourn_server.policies.forecasting import STEP_POINTS, needed_blocks
 from sojourn_server.policies.policy_views import AdmissionView, BlockShortage, RunningRequestView
-from sojourn_server.policies.preemption import victim_policies
-from sojourn_server.policies.preemption.victim_policies import (
+from sojourn_server.policies.preemption_policies import (
     MAX_CANDIDATES_COMPARED,
     BestFitVictim,
     EngineVictim,
@@ -163,19 +163,19 @@ def test_of_very_many_a_bounded_number_is_weighed_and_a_good_one_is_among_them(
     ]  # fmt: skip
     need = BlockShortage(1, sum(view.blocks for view in running) + 40, 16, step_s=0.05)
     weighed: list[int] = []
-    original = victim_policies.needed_blocks
+    original = preemption_policies.needed_blocks
 
     def counted(views: list[RunningRequestView], size: int) -> list[float]:
         weighed.append(len(views))
         return original(views, size)
 
-    monkeypatch.setattr(victim_policies, "needed_blocks", counted)
+    monkeypatch.setattr(preemption_policies, "needed_blocks", counted)
     BestFitVictim().victim(running, need, 0.0)
     assert sum(weighed) <= 400 + MAX_CANDIDATES_COMPARED
     # Where nobody by leaving makes room for the others, whoever frees most is among them.
     tight = need._replace(available_blocks=need.available_blocks // 2)
     chosen = BestFitVictim(horizon_steps=1.0).victim(running, tight, 0.0)
-    monkeypatch.setattr(victim_policies, "MAX_CANDIDATES_COMPARED", 1000)
+    monkeypatch.setattr(preemption_policies, "MAX_CANDIDATES_COMPARED", 1000)
     assert BestFitVictim(horizon_steps=1.0).victim(running, tight, 0.0) == chosen
 
 

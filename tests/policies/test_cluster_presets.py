@@ -17,9 +17,11 @@ from sojourn_server.policies.cluster_preset import (
     read_cluster_preset,
 )
 from sojourn_server.policies.preset import preset_names
-from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
-from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
+from sojourn_server.policies.routing_policies import (
+    CapacityRouting,
+    RoundRobinRouting,
+    SessionAffinityRouting,
+)
 
 ABLATIONS = Path(__file__).parents[2] / "benchmarks" / "cluster_ablations"
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol, get_type_hints
 
 import pytest
-from sojourn_server.policies.custom_policies import custom_class_loader
 from sojourn_server.policies.preset import (
     POLICY_CLASSES,
     Preset,
@@ -15,6 +14,7 @@ from sojourn_server.policies.preset import (
     parse_preset,
     read_preset,
 )
+from sojourn_server.policies.preset_store import custom_class_loader
 from sojourn_server.vllm.plugin_settings import PluginSettings
 
 BASE = 'extends = "continuum"\n'
@@ -82,11 +82,11 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("allowed", ["sojourn_server", "other, sojourn_server.policies"])
 def test_an_installed_module_that_is_allowed_does_too(allowed: str) -> None:
-    place = "sojourn_server.policies.retention.retention_policies:FixedRetention"
+    place = "sojourn_server.policies.retention_policies:FixedRetention"
     text = f'{BASE}retention = {{ policy = "{place}", ttl_s = 3.0 }}'
     own = custom_class_loader(Path("/nowhere"), allowed)
     assert parse_preset(text, source="t", own=own).retention.ttl_s == 3.0
-    for other in ("", "sojourn_serve", "sojourn_server.policies.eviction"):
+    for other in ("", "sojourn_serve", "sojourn_server.policies.placement"):
         with pytest.raises(PresetError, match="--allow-policy-modules sojourn_server"):
             parse_preset(text, source="t", own=custom_class_loader(Path("/nowhere"), other))
 

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     DecodeEngine,
+    EnginePair,
     PairScheduler,
+    PdRequest,
     PrefillEngine,
     PrefillSelectionLimits,
     StorageNic,
@@ -17,7 +19,6 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     choose_prefill,
     high_token_threshold,
 )
-from sojourn_server.policies.prefill_decode.prefill_decode_views import EnginePair, PdRequest
 
 BLOCK_S = 0.1
 

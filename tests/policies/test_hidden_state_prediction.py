@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.forecasting.output_length_prediction import (
+from sojourn_server.policies.forecasting import (
     MIN_OUTPUTS,
     HiddenStatePrediction,
     OutputLengthView,

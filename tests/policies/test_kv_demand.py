@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sojourn_server.policies.forecasting.kv_demand import (
+from sojourn_server.policies.forecasting import (
     STEP_POINTS,
     first_shortage_step,
     needed_blocks,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import (
+from sojourn_server.policies.lease_reclaim_policies import (
     LatestProgramReclaim,
     SoonestExpiringReclaim,
 )

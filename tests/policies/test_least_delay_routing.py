@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.routing.least_delay_routing import (
-    LeastDelayRouting,
-    mutual_delay,
-    peak_resident_tokens,
-)
-from sojourn_server.policies.routing.replica_views import (
+from sojourn_server.policies.routing_policies import (
     NO_REPLICA,
+    LeastDelayRouting,
     ReplicaView,
     ResidentProgramGroup,
     RoutingDecision,
     RoutingView,
+    mutual_delay,
+    peak_resident_tokens,
 )
 
 POOL = 1000

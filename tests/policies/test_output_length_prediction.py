@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.forecasting.output_length_prediction import (
+from sojourn_server.policies.forecasting import (
     MIN_OUTPUTS,
     QUANTILE_POINTS,
     MeanLengthPrediction,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.eviction.eviction_policies import (
+from sojourn_server.policies.eviction_policies import (
     DEVICE_EVICTION_ORDER,
     LABEL_OF_TIER,
     BlockLabel,

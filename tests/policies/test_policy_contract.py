@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
-from sojourn_server.policies.forecasting.kv_demand import STEP_POINTS, KvDemandView
-from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView
-from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import LaterProgramsReclaim
+from sojourn_server.policies.eviction_policies import LatestProgramEviction
+from sojourn_server.policies.forecasting import STEP_POINTS, KvDemandView, OutputLengthView
+from sojourn_server.policies.lease_reclaim_policies import LaterProgramsReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (
     BlockShortage,
@@ -37,10 +36,10 @@ from sojourn_server.policies.policy_views import (
     WaitingRequestView,
     WorkflowStepView,
 )
-from sojourn_server.policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
+from sojourn_server.policies.preemption_policies import PreemptedRequestView, RecoveryMethod
 from sojourn_server.policies.preset import POLICY_CLASSES, Preset, load_preset, preset_names
-from sojourn_server.policies.queue_order.queue_order_policies import ProgramFcfs, RequestFcfs
-from sojourn_server.policies.retention.retention_policies import UntilProgramEndRetention
+from sojourn_server.policies.queue_order_policies import ProgramFcfs, RequestFcfs
+from sojourn_server.policies.retention_policies import UntilProgramEndRetention
 from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
 SERVER = Path(sojourn_server.__file__).parent

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
-from sojourn_server.policies.preemption.preemption_recovery import (
+from sojourn_server.policies.preemption_policies import (
     NO_OFFLOAD_S_PER_TOKEN,
     AlwaysOffload,
     AlwaysRecompute,

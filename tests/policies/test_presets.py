@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.policies.admission.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
+from sojourn_server.policies.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
 from sojourn_server.policies.preset import (
     POLICY_CLASSES,
     PresetError,
@@ -11,8 +11,7 @@ from sojourn_server.policies.preset import (
     parse_preset,
     preset_names,
 )
-from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
-from sojourn_server.policies.retention.retention_policies import FixedRetention, NoRetention
+from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, NoRetention
 
 BASE = 'extends = "continuum"\n'
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.policies.prefill_decode.prefill_decode_views import StorageReadView
-from sojourn_server.policies.prefill_decode.read_side_policies import PrefillSideRead, ShorterQueueRead
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
+    PrefillSideRead,
+    ShorterQueueRead,
+    StorageReadView,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
-from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
-from sojourn_server.policies.retention.retention_policies import FixedRetention, NoRetention
+from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, NoRetention
 from sojourn_server.programs.tool_and_turn_history import ToolHistory
 
 NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)

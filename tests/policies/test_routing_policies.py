@@ -8,29 +8,25 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.fairness.fair_share import (
+from sojourn_server.policies.fairness_policies import (
     AgentFairShare,
     FcfsSharing,
     RunningTaskView,
     TenantView,
     WaitingTenantView,
 )
-from sojourn_server.policies.routing.baseline_routing import (
+from sojourn_server.policies.routing_policies import (
+    NO_REPLICA,
+    CapacityRouting,
+    LeastDelayRouting,
+    NoStealing,
     PrefixAffinityRouting,
     RandomRouting,
-    RoundRobinRouting,
-)
-from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
-from sojourn_server.policies.routing.replica_views import (
-    NO_REPLICA,
     ReplicaView,
+    RoundRobinRouting,
     RoutingDecision,
     RoutingView,
-)
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import (
-    NoStealing,
+    SessionAffinityRouting,
     StealDecision,
     StealingReplicaView,
     WorkStealing,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.policies.admission.admission_policies import NoAdmissionControl
-from sojourn_server.policies.eviction.eviction_policies import WorkflowAwareLruEviction
-from sojourn_server.policies.lease_reclaim.lease_reclaim_policies import EvictionOrderReclaim
+from sojourn_server.policies.admission_policies import NoAdmissionControl
+from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
+from sojourn_server.policies.lease_reclaim_policies import EvictionOrderReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (
     EvictionCandidateView,
@@ -26,16 +26,16 @@ from sojourn_server.policies.policy_views import (
     ReclaimRequest,
     WorkflowStepView,
 )
-from sojourn_server.policies.prefetch.prefetch_policies import (
+from sojourn_server.policies.prefetch_policies import (
     NO_LOAD_AHEAD,
     LikeliestSuccessorPrefetch,
     LoadAhead,
     PrefetchTiming,
 )
 from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset, read_preset
-from sojourn_server.policies.queue_order.queue_order_policies import RequestFcfs
-from sojourn_server.policies.retention.tool_type_ttl import ToolTypeRetention
-from sojourn_server.policies.workflow.workflow_prediction import (
+from sojourn_server.policies.queue_order_policies import RequestFcfs
+from sojourn_server.policies.retention_policies import ToolTypeRetention
+from sojourn_server.policies.workflow_prediction import (
     NO_NEXT_STEP_PREDICTION,
     NextStepPrediction,
     PredictionSource,

@@ -10,8 +10,8 @@ import pytest
 from admission_views import admission_view
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.admission.admission_policies import DemandForecastAdmission
-from sojourn_server.policies.forecasting.kv_demand import (
+from sojourn_server.policies.admission_policies import DemandForecastAdmission
+from sojourn_server.policies.forecasting import (
     STEP_POINTS,
     ExpectedDemandForecast,
     KvDemandView,

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.costs.step_time_estimator import StepTimeEstimator
+from sojourn_server.policies.costs.reload_estimate import StepTimeEstimator
 
 
 def decoding(*kv_tokens: int, fixed_s: float, token_s: float, rounds: int = 50) -> StepTimeEstimator:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.policies.fairness.tenant_preemption import (
+from sojourn_server.policies.fairness_policies import (
     BlockedRequestView,
     NoTenantPreemption,
     PreemptibleRequestView,

@@ -11,7 +11,7 @@ from sojourn_server.policies.cluster_preset import (
     load_cluster_preset,
     with_waiting_order,
 )
-from sojourn_server.policies.routing.waiting_order import (
+from sojourn_server.policies.routing_policies import (
     ArrivalOrder,
     IdlenessOrder,
     LargestFirstOrder,

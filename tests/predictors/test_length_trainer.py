@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from sojourn_server.policies.forecasting.output_length_prediction import OutputLengthView, SurvivalPrediction
+from sojourn_server.policies.forecasting import OutputLengthView, SurvivalPrediction
 
 torch = pytest.importorskip("torch")
 

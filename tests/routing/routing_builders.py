@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn_server.policies.fairness.fair_share import FcfsSharing
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing
+from sojourn_server.policies.fairness_policies import FcfsSharing
+from sojourn_server.policies.routing_policies import NoStealing, SessionAffinityRouting
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
 from sojourn_server.routing.routing_core import RoutingCore

@@ -9,8 +9,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from routing_builders import only
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillSelectionLimits
-from sojourn_server.policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
+    FULL_BLOCK_TOKENS,
+    PairScheduler,
+    PrefillSelectionLimits,
+)
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore

@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from routing_builders import build_core, kv_lost, sends
-from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
-from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.replica_views import ReplicaView, RoutingDecision, RoutingView
-from sojourn_server.policies.routing.waiting_order import IdlenessOrder, LargestFirstOrder
+from sojourn_server.policies.fairness_policies import AgentFairShare, FcfsSharing
+from sojourn_server.policies.routing_policies import (
+    CapacityRouting,
+    IdlenessOrder,
+    LargestFirstOrder,
+    ReplicaView,
+    RoutingDecision,
+    RoutingView,
+)
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_records import RoutedRequest

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from routing_builders import CAPACITY, only, seen, sends, with_replicas
 from routing_builders import build_core as core
-from sojourn_server.policies.fairness.fair_share import AgentFairShare
-from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
-from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.replica_views import RoutingDecision
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import WorkStealing
+from sojourn_server.policies.fairness_policies import AgentFairShare
+from sojourn_server.policies.routing_policies import (
+    CapacityRouting,
+    RoundRobinRouting,
+    RoutingDecision,
+    SessionAffinityRouting,
+    WorkStealing,
+)
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (

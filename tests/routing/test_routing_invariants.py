@@ -9,16 +9,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from routing_builders import kv_lost
-from sojourn_server.policies.fairness.fair_share import AgentFairShare, FcfsSharing
-from sojourn_server.policies.fairness.tenant_preemption import NoTenantPreemption, UrgencyPreemption
-from sojourn_server.policies.routing.baseline_routing import (
+from sojourn_server.policies.fairness_policies import (
+    AgentFairShare,
+    FcfsSharing,
+    NoTenantPreemption,
+    UrgencyPreemption,
+)
+from sojourn_server.policies.routing_policies import (
+    CapacityRouting,
+    NoStealing,
     PrefixAffinityRouting,
     RandomRouting,
     RoundRobinRouting,
+    SessionAffinityRouting,
+    WorkStealing,
 )
-from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
-from sojourn_server.policies.routing.work_stealing import NoStealing, WorkStealing
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
 from sojourn_server.routing.routing_core import RoutingCore

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_builders import build_core, kv_lost, sends, with_replicas
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
-from sojourn_server.policies.fairness.fair_share import AgentFairShare
-from sojourn_server.policies.routing.least_delay_routing import LeastDelayRouting
-from sojourn_server.policies.routing.replica_views import (
+from sojourn_server.policies.fairness_policies import AgentFairShare
+from sojourn_server.policies.routing_policies import (
+    LeastDelayRouting,
     ReplicaView,
     ResidentProgramGroup,
     RoutingDecision,

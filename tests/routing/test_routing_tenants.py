@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from routing_builders import build_core, seen
-from sojourn_server.policies.fairness.fair_share import AgentFairShare
-from sojourn_server.policies.fairness.tenant_preemption import UrgencyPreemption
-from sojourn_server.policies.routing.baseline_routing import RoundRobinRouting
-from sojourn_server.policies.routing.capacity_routing import CapacityRouting
-from sojourn_server.policies.routing.session_affinity_routing import SessionAffinityRouting
+from sojourn_server.policies.fairness_policies import AgentFairShare, UrgencyPreemption
+from sojourn_server.policies.routing_policies import (
+    CapacityRouting,
+    RoundRobinRouting,
+    SessionAffinityRouting,
+)
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (

@@ -77,7 +77,7 @@ def test_the_past_does_not_depend_on_the_future(policy: str):
 def test_a_policy_that_peeks_is_caught(monkeypatch: pytest.MonkeyPatch):
     """The test above can fail: here the time-to-live is the gap itself, as an early probe once had it."""
     from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
-    from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
+    from sojourn_server.policies.retention_policies import ContinuumRetention
 
     plans: dict[str, list[float]] = {}
     turns: dict[str, int] = {}

@@ -269,7 +269,7 @@ def test_another_constant_is_found_where_it_first_tells(continuum_recording, tmp
 def test_the_last_bit_of_a_lease_is_compared(continuum_recording, monkeypatch):
     """One part in 2**52 more, where a tool's own history decides: found at the first such lease."""
     from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
-    from sojourn_server.policies.retention.continuum_ttl import ContinuumRetention
+    from sojourn_server.policies.retention_policies import ContinuumRetention
 
     path, _ = continuum_recording
     ttl = ContinuumRetention.ttl

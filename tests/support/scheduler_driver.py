@@ -12,7 +12,7 @@ from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest, WaitingRequestView
-from sojourn_server.policies.preemption.preemption_recovery import RecoveryMethod
+from sojourn_server.policies.preemption_policies import RecoveryMethod
 
 
 def check_tables(program_scheduler: ProgramScheduler) -> None:

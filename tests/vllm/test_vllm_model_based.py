@@ -48,7 +48,7 @@ class EngineLife(RuleBasedStateMachine):
             lambda: self.now,
         )
         if self.eviction == "latest-program":
-            from sojourn_server.policies.eviction.eviction_policies import LatestProgramEviction
+            from sojourn_server.policies.eviction_policies import LatestProgramEviction
             from sojourn_server.vllm.eviction_heap import EvictionHeap
 
             adapter = self.engine.scheduler.sojourn

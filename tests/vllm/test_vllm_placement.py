@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.eviction.eviction_policies import BlockLabel
+from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_views import PlacementTrigger, Tier
 
 BLOCK = 16

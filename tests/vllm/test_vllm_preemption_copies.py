@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
+from sojourn_server.policies.preemption_policies import NO_OFFLOAD_S_PER_TOKEN
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN
 from test_vllm_preemption_faults import COPY_S, HOST, SHAPE, Timed, away, kept, some_tokens
 

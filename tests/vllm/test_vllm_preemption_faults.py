@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sojourn_server.core.events_and_actions import RequestChosen, VictimNeeded
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.preemption.victim_policies import BestFitVictim
+from sojourn_server.policies.preemption_policies import BestFitVictim
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
 from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_at, hash_of
 

@@ -188,8 +188,8 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
 
 
 def _check_policy(policy: str, policy_file: str | None) -> None:
-    from sojourn_server.policies.custom_policies import did_you_mean
     from sojourn_server.policies.preset import preset_names
+    from sojourn_server.policies.preset_store import did_you_mean
 
     known = (STOCK_POLICY, *preset_names())
     if policy_file is None and policy not in known:
@@ -261,7 +261,7 @@ def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[
 def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-    from sojourn_server.policies.retention.retention_policies import NoRetention
+    from sojourn_server.policies.retention_policies import NoRetention
     from sojourn_server.vllm.plugin_settings import (
         PluginSettings,
         SettingsError,

@@ -12,7 +12,7 @@ from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import LossCause
 from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.policy_protocols import DecisionReason
-from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..policies.preemption_policies import RecoveryMethod
 from ..programs.program_state import ProgramState
 from .request_table import RequestState
 from .scheduler_state import SchedulerState

@@ -12,10 +12,16 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 
 from ..policies.costs.reload_estimate import restore_s
-from ..policies.forecasting.kv_demand import STEP_POINTS, KvDemandView, RequestGrowth, needed_blocks
-from ..policies.forecasting.output_length_prediction import OutputLengthView, RemainingTokens
+from ..policies.forecasting import (
+    STEP_POINTS,
+    KvDemandView,
+    OutputLengthView,
+    RemainingTokens,
+    RequestGrowth,
+    needed_blocks,
+)
 from ..policies.policy_views import BlockShortage, RunningRequestView
-from ..policies.preemption.preemption_recovery import PreemptedRequestView, RecoveryMethod
+from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
 from ..programs.tool_and_turn_history import SlidingMean
 from .request_table import RequestState
 from .scheduler_state import SchedulerState

@@ -20,7 +20,7 @@ from sojourn.wire_events import AnyEvent
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
-from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..policies.preemption_policies import RecoveryMethod
 from ..programs.output_length_history import MAX_OUTPUT_TOKENS
 from ..programs.tool_call_parsers import ParsedToolCall
 from .lease_table import Lease

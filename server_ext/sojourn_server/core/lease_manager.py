@@ -8,7 +8,7 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import EvictedBlock, LossCause
-from ..policies.lease_reclaim.lease_reclaim_policies import reclaim_for_overdue
+from ..policies.lease_reclaim_policies import reclaim_for_overdue
 from ..policies.policy_protocols import DecisionReason, EndedKvHandling, RetentionDecision
 from ..policies.policy_views import FinishedTurnView, ReclaimRequest
 from ..programs.program_state import ProgramState

@@ -12,7 +12,7 @@ from sojourn.ids import ProgramId
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
-from ..policies.retention.retention_policies import NoRetention
+from ..policies.retention_policies import NoRetention
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramStatus
 from .request_hints import HINTED_TTL, unused_hint_fields

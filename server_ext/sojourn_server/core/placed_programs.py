@@ -10,7 +10,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.forecasting.context_growth import GrowthStatistics, expected_growth_tokens
+from ..policies.forecasting import GrowthStatistics, expected_growth_tokens
 from ..policies.placement.placement_policy import WaitingKey
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
 from ..policies.policy_views import ProgramGrowthView

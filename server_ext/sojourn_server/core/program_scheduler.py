@@ -23,12 +23,12 @@ from sojourn.ids import EmitterId, ProgramId
 from sojourn.wire_codec import Outcome
 
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
-from ..policies.eviction.eviction_policies import LABEL_OF_TIER, BlockLabel
+from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, RunningRequestView, WaitingRequestView
-from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..policies.preemption_policies import RecoveryMethod
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from .admission_controller import AdmissionController

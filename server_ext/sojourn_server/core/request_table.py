@@ -12,7 +12,7 @@ from sojourn.ids import ProgramId
 
 from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import TurnRecord
-from ..policies.forecasting.output_length_prediction import RemainingTokens
+from ..policies.forecasting import RemainingTokens
 from ..policies.policy_views import RunningRequestView, WaitingRequestView
 from ..programs.program_state import ProgramState
 from ..programs.program_table import ProgramTable

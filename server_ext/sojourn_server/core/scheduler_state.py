@@ -12,8 +12,7 @@ from ..metrics.decision_log import DecisionLog
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import EvictionLog, TurnLedger
 from ..policies.costs.engine_profile import PrefillCurve
-from ..policies.costs.reload_estimate import HostLink
-from ..policies.costs.step_time_estimator import StepTimeEstimator
+from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.declared_graphs import GraphStore

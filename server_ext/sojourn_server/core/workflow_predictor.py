@@ -22,8 +22,8 @@ from ..policies.policy_views import (
     PrefetchView,
     WorkflowStepView,
 )
-from ..policies.prefetch.prefetch_policies import NO_LOAD_AHEAD, LoadAhead
-from ..policies.workflow.workflow_prediction import hinted_continuation_probability
+from ..policies.prefetch_policies import NO_LOAD_AHEAD, LoadAhead
+from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
 from ..programs.tool_and_turn_history import SlidingMean, recent_entry

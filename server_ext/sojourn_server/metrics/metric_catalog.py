@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming
 from sojourn_server.policies.placement.placement_views import Tier
-from sojourn_server.policies.preemption.preemption_recovery import RecoveryMethod
+from sojourn_server.policies.preemption_policies import RecoveryMethod
 from sojourn_server.programs.program_status import ProgramOutcome, ProgramStatus
 
 from .turn_ledger import LossCause

@@ -6,39 +6,42 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .custom_policies import CustomClassLoader, custom_class_loader
-from .fairness.fair_share import SharePolicy
-from .fairness.tenant_preemption import TenantPreemptionPolicy
-from .preset_store import PresetError, PresetStore, number_option, read_preset_text
-from .routing.routing_policy import RoutingPolicy
-from .routing.waiting_order import WaitingOrderPolicy
-from .routing.work_stealing import StealingPolicy
+from .fairness_policies import SharePolicy, TenantPreemptionPolicy
+from .preset_store import (
+    CustomClassLoader,
+    PresetError,
+    PresetStore,
+    custom_class_loader,
+    number_option,
+    read_preset_text,
+)
+from .routing_policies import RoutingPolicy, StealingPolicy, WaitingOrderPolicy
 
 POLICY_CLASSES: dict[str, dict[str, str]] = {
     "routing": {
-        "random": "routing.baseline_routing:RandomRouting",
-        "round-robin": "routing.baseline_routing:RoundRobinRouting",
-        "prefix-affinity": "routing.baseline_routing:PrefixAffinityRouting",
-        "session-affinity": "routing.session_affinity_routing:SessionAffinityRouting",
-        "room-for-all": "routing.capacity_routing:CapacityRouting",
-        "least-delay": "routing.least_delay_routing:LeastDelayRouting",
+        "random": "routing_policies:RandomRouting",
+        "round-robin": "routing_policies:RoundRobinRouting",
+        "prefix-affinity": "routing_policies:PrefixAffinityRouting",
+        "session-affinity": "routing_policies:SessionAffinityRouting",
+        "room-for-all": "routing_policies:CapacityRouting",
+        "least-delay": "routing_policies:LeastDelayRouting",
     },
     "stealing": {
-        "none": "routing.work_stealing:NoStealing",
-        "work-stealing": "routing.work_stealing:WorkStealing",
+        "none": "routing_policies:NoStealing",
+        "work-stealing": "routing_policies:WorkStealing",
     },
     "sharing": {
-        "in-order": "fairness.fair_share:FcfsSharing",
-        "agent-fair-share": "fairness.fair_share:AgentFairShare",
+        "in-order": "fairness_policies:FcfsSharing",
+        "agent-fair-share": "fairness_policies:AgentFairShare",
     },
     "waiting_order": {
-        "arrival": "routing.waiting_order:ArrivalOrder",
-        "idleness": "routing.waiting_order:IdlenessOrder",
-        "largest-first": "routing.waiting_order:LargestFirstOrder",
+        "arrival": "routing_policies:ArrivalOrder",
+        "idleness": "routing_policies:IdlenessOrder",
+        "largest-first": "routing_policies:LargestFirstOrder",
     },
     "tenant_preemption": {
-        "none": "fairness.tenant_preemption:NoTenantPreemption",
-        "to-urgent": "fairness.tenant_preemption:UrgencyPreemption",
+        "none": "fairness_policies:NoTenantPreemption",
+        "to-urgent": "fairness_policies:UrgencyPreemption",
     },
 }
 """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""

@@ -29,8 +29,8 @@ from .policy_views import (
 )
 
 if TYPE_CHECKING:
-    from .prefetch.prefetch_policies import LoadAhead, PrefetchTiming
-    from .workflow.workflow_prediction import NextStepPrediction
+    from .prefetch_policies import LoadAhead, PrefetchTiming
+    from .workflow_prediction import NextStepPrediction
 
 
 class DecisionReason(str, Enum):

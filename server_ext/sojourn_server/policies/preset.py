@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .custom_policies import CustomClassLoader, custom_class_loader
-from .forecasting.kv_demand import ShortageForecastPolicy
-from .forecasting.output_length_prediction import RemainingTokensPolicy
+from .forecasting import RemainingTokensPolicy, ShortageForecastPolicy
 from .placement.placement_policy import PlacementPolicy
 from .policy_protocols import (
     AdmissionPolicy,
@@ -21,51 +19,51 @@ from .policy_protocols import (
     VictimPolicy,
     WorkflowPredictionPolicy,
 )
-from .preemption.preemption_recovery import RecoveryPolicy
-from .preset_store import PresetError, PresetStore, read_preset_text
+from .preemption_policies import RecoveryPolicy
+from .preset_store import CustomClassLoader, PresetError, PresetStore, custom_class_loader, read_preset_text
 
 POLICY_CLASSES: dict[str, dict[str, str]] = {
     "retention": {
-        "none": "retention.retention_policies:NoRetention",
-        "fixed": "retention.retention_policies:FixedRetention",
-        "continuum": "retention.continuum_ttl:ContinuumRetention",
-        "until-the-end": "retention.retention_policies:UntilProgramEndRetention",
-        "least-waste": "retention.retention_policies:LeastWasteRetention",
-        "tool-type": "retention.tool_type_ttl:ToolTypeRetention",
+        "none": "retention_policies:NoRetention",
+        "fixed": "retention_policies:FixedRetention",
+        "continuum": "retention_policies:ContinuumRetention",
+        "until-the-end": "retention_policies:UntilProgramEndRetention",
+        "least-waste": "retention_policies:LeastWasteRetention",
+        "tool-type": "retention_policies:ToolTypeRetention",
     },
     "admission": {
-        "everyone": "admission.admission_policies:NoAdmissionControl",
-        "forecast-fits": "admission.admission_policies:DemandForecastAdmission",
-        "room-to-grow": "admission.admission_policies:ExpectedGrowthAdmission",
-        "whole-program": "admission.admission_policies:WholeProgramAdmission",
+        "everyone": "admission_policies:NoAdmissionControl",
+        "forecast-fits": "admission_policies:DemandForecastAdmission",
+        "room-to-grow": "admission_policies:ExpectedGrowthAdmission",
+        "whole-program": "admission_policies:WholeProgramAdmission",
     },
     "order": {
-        "request-fcfs": "queue_order.queue_order_policies:RequestFcfs",
-        "program-fcfs": "queue_order.queue_order_policies:ProgramFcfs",
-        "programs-in-line": "queue_order.queue_order_policies:StrictProgramFcfs",
-        "least-attained": "queue_order.queue_order_policies:LeastAttainedService",
+        "request-fcfs": "queue_order_policies:RequestFcfs",
+        "program-fcfs": "queue_order_policies:ProgramFcfs",
+        "programs-in-line": "queue_order_policies:StrictProgramFcfs",
+        "least-attained": "queue_order_policies:LeastAttainedService",
     },
     "lease_reclaim": {
-        "latest-program-first": "lease_reclaim.lease_reclaim_policies:LatestProgramReclaim",
-        "later-programs-first": "lease_reclaim.lease_reclaim_policies:LaterProgramsReclaim",
-        "any-lease": "lease_reclaim.lease_reclaim_policies:SoonestExpiringReclaim",
-        "least-wanted-first": "lease_reclaim.lease_reclaim_policies:EvictionOrderReclaim",
+        "latest-program-first": "lease_reclaim_policies:LatestProgramReclaim",
+        "later-programs-first": "lease_reclaim_policies:LaterProgramsReclaim",
+        "any-lease": "lease_reclaim_policies:SoonestExpiringReclaim",
+        "least-wanted-first": "lease_reclaim_policies:EvictionOrderReclaim",
     },
     "victim": {
-        "best-fit": "preemption.victim_policies:BestFitVictim",
-        "engine": "preemption.victim_policies:EngineVictim",
-        "latest-program": "preemption.victim_policies:LatestProgramVictim",
-        "most-attained": "preemption.victim_policies:MostAttainedServiceVictim",
+        "best-fit": "preemption_policies:BestFitVictim",
+        "engine": "preemption_policies:EngineVictim",
+        "latest-program": "preemption_policies:LatestProgramVictim",
+        "most-attained": "preemption_policies:MostAttainedServiceVictim",
     },
     "eviction": {
-        "lru": "eviction.eviction_policies:BlockLruEviction",
-        "latest-program": "eviction.eviction_policies:LatestProgramEviction",
-        "workflow-aware-lru": "eviction.eviction_policies:WorkflowAwareLruEviction",
-        "typed-labels": "eviction.eviction_policies:TypedLabelEviction",
+        "lru": "eviction_policies:BlockLruEviction",
+        "latest-program": "eviction_policies:LatestProgramEviction",
+        "workflow-aware-lru": "eviction_policies:WorkflowAwareLruEviction",
+        "typed-labels": "eviction_policies:TypedLabelEviction",
     },
     "workflow_prediction": {
-        "none": "workflow.workflow_prediction:NoWorkflowPrediction",
-        "three-tiers": "workflow.workflow_prediction:ThreeTierPrediction",
+        "none": "workflow_prediction:NoWorkflowPrediction",
+        "three-tiers": "workflow_prediction:ThreeTierPrediction",
     },
     "placement": {
         "stay": "placement.placement_policy:NoPlacement",
@@ -73,24 +71,24 @@ POLICY_CLASSES: dict[str, dict[str, str]] = {
         "residency-price": "placement.residency_price:ResidencyPricePlacement",
     },
     "prefetch": {
-        "none": "prefetch.prefetch_policies:NoPrefetch",
-        "tool-end": "prefetch.prefetch_policies:ToolEndPrefetch",
-        "likeliest-successor": "prefetch.prefetch_policies:LikeliestSuccessorPrefetch",
+        "none": "prefetch_policies:NoPrefetch",
+        "tool-end": "prefetch_policies:ToolEndPrefetch",
+        "likeliest-successor": "prefetch_policies:LikeliestSuccessorPrefetch",
     },
     "output_length": {
-        "none": "forecasting.output_length_prediction:NoLengthPrediction",
-        "mean": "forecasting.output_length_prediction:MeanLengthPrediction",
-        "survival": "forecasting.output_length_prediction:SurvivalPrediction",
-        "hidden-states": "forecasting.output_length_prediction:HiddenStatePrediction",
+        "none": "forecasting:NoLengthPrediction",
+        "mean": "forecasting:MeanLengthPrediction",
+        "survival": "forecasting:SurvivalPrediction",
+        "hidden-states": "forecasting:HiddenStatePrediction",
     },
     "forecast": {
-        "none": "forecasting.kv_demand:NoShortageForecast",
-        "expected-need": "forecasting.kv_demand:ExpectedDemandForecast",
+        "none": "forecasting:NoShortageForecast",
+        "expected-need": "forecasting:ExpectedDemandForecast",
     },
     "recovery": {
-        "recompute": "preemption.preemption_recovery:AlwaysRecompute",
-        "offload": "preemption.preemption_recovery:AlwaysOffload",
-        "cheaper": "preemption.preemption_recovery:CheaperRecovery",
+        "recompute": "preemption_policies:AlwaysRecompute",
+        "offload": "preemption_policies:AlwaysOffload",
+        "cheaper": "preemption_policies:CheaperRecovery",
     },
 }
 """Question (a key of a preset) → policy name → ``module:class`` in this package, imported when chosen."""

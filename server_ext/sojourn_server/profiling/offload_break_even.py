@@ -7,7 +7,7 @@ import math
 from typing import Any, NamedTuple
 
 from sojourn_server.policies.costs.engine_profile import EngineProfile
-from sojourn_server.policies.preemption.preemption_recovery import measured_break_even_tokens
+from sojourn_server.policies.preemption_policies import measured_break_even_tokens
 
 
 class OffloadBreakEven(NamedTuple):

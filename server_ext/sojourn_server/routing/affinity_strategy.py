@@ -31,18 +31,26 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
-from ..policies.fairness.fair_share import SharePolicy
-from ..policies.fairness.tenant_preemption import (
+from ..policies.fairness_policies import (
     BlockedRequestView,
     NoTenantPreemption,
     PreemptibleRequestView,
+    SharePolicy,
     TenantPreemptionPolicy,
     TenantStanding,
 )
-from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup, RoutingDecision, RoutingView
-from ..policies.routing.routing_policy import RoutingPolicy
-from ..policies.routing.waiting_order import ArrivalOrder, WaitingOrderPolicy, WaitingProgramView
-from ..policies.routing.work_stealing import StealingPolicy, StealingReplicaView
+from ..policies.routing_policies import (
+    ArrivalOrder,
+    ReplicaView,
+    ResidentProgramGroup,
+    RoutingDecision,
+    RoutingPolicy,
+    RoutingView,
+    StealingPolicy,
+    StealingReplicaView,
+    WaitingOrderPolicy,
+    WaitingProgramView,
+)
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import KvReported, ResidentKv
 from .routing_limits import PolicyCallError

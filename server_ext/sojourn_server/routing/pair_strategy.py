@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from itertools import count
 
-from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
-from ..policies.prefill_decode.prefill_decode_views import FULL_BLOCK_TOKENS, PdRequest
+from ..policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS, PairScheduler, PdRequest
 from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole

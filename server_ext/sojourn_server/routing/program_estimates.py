@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from ..policies.forecasting.output_length_prediction import OutputLengthView, SurvivalPrediction
+from ..policies.forecasting import OutputLengthView, SurvivalPrediction
 from .routing_records import RoutedProgram
 
 MIN_FINISHED_PROGRAMS = 16

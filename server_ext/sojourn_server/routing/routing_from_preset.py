@@ -10,8 +10,10 @@ from ..policies.prefill_decode.engine_pair_scheduler import (
     HIGH_TOKENS_RATIO,
     PairScheduler,
     PrefillSelectionLimits,
+    PrefillSideRead,
+    ReadSidePolicy,
+    ShorterQueueRead,
 )
-from ..policies.prefill_decode.read_side_policies import PrefillSideRead, ReadSidePolicy, ShorterQueueRead
 from .affinity_strategy import PREEMPTED_REASON, RELOCATED_REASON, AffinityStrategy, steal_reason
 from .pair_strategy import PairStrategy
 from .program_estimates import ProgramEstimator

@@ -12,8 +12,8 @@ from enum import Enum
 import msgspec
 
 from ..core.engine_answers import LinkStats
-from ..policies.fairness.fair_share import RunningTaskView
-from ..policies.routing.replica_views import ReplicaView, ResidentProgramGroup
+from ..policies.fairness_policies import RunningTaskView
+from ..policies.routing_policies import ReplicaView, ResidentProgramGroup
 from ..programs.idleness import IdlenessTracker
 from .routing_events import PairEngineRegistered, ReplicaRegistered, SendRequest
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from itertools import islice
 
-from ..policies.fairness.fair_share import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
+from ..policies.fairness_policies import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
 from .routing_core import RoutingCore
 from .routing_records import DEFAULT_MAX_RUNNING, Key, RoutedProgram
 from .waiting_queues import TenantQueue

@@ -6,7 +6,7 @@ from collections.abc import Sized
 
 from ..core.program_scheduler import ProgramScheduler
 from ..kv_offload.host_block_pool import RetentionRank
-from ..policies.preemption.preemption_recovery import NO_OFFLOAD_S_PER_TOKEN
+from ..policies.preemption_policies import NO_OFFLOAD_S_PER_TOKEN
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 

@@ -11,7 +11,7 @@ from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import OutputLengthPredicted
 from ..launch.serve_command import WORKER_CLASSES
 from ..launch.weights_fingerprint import weights_digest
-from ..policies.forecasting.output_length_prediction import QUANTILE_POINTS
+from ..policies.forecasting import QUANTILE_POINTS
 from ..predictors.background_trainer import BackgroundTrainer
 from .hidden_state_capture import HiddenStateRows
 from .plugin_settings import rank_file

@@ -19,7 +19,7 @@ from ..kv_offload.context_keys import ContextEnds
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
-from ..policies.eviction.eviction_policies import HOST_EVICTION_ORDER, BlockLabel
+from ..policies.eviction_policies import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
 from .block_owners import BlockOwners
 from .compat import KVCacheBlock

@@ -19,10 +19,9 @@ from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..launch.kv_offload_options import OFFLOAD_CONNECTOR
 from ..launch.prefill_decode_options import PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
-from ..policies.custom_policies import custom_class_loader
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
 from ..policies.preset import Preset, parse_preset, preset_text
-from ..policies.preset_store import DEFAULT_PRESET
+from ..policies.preset_store import DEFAULT_PRESET, custom_class_loader
 from .compat import running_vllm
 
 if TYPE_CHECKING:

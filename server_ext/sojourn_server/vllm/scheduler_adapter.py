@@ -39,7 +39,7 @@ from ..core.events_and_actions import (
     answer_of,
 )
 from ..core.request_hints import read_identity
-from ..policies.preemption.preemption_recovery import RecoveryMethod
+from ..policies.preemption_policies import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, without_common_prefix

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..toml_document import TomlError, load_toml
-from .least_squares import non_negative_least_squares
+from .step_costs import non_negative_least_squares
 from .step_costs import StepCosts, StepSample
 
 PROFILE_VERSION = 2

@@ -1,9 +1,14 @@
 """Estimates the seconds to bring a context back to the device: by copying, and by the faster of copying and
-computing (``restore_s``). Policies use these times as the price of lost KV."""
+computing (``restore_s``). Policies use these times as the price of lost KV.
+
+Learns from the steps of an engine how long a context takes to compute.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+from .engine_profile import PrefillCurve
 
 
 class HostLink:
@@ -73,3 +78,121 @@ def restore_s(compute_s: float, copy_s: float | None) -> float:
     if copy_s is None:
         return compute_s
     return min(compute_s, copy_s) if compute_s > 0 else copy_s
+
+
+MIN_STEP_TOKENS = 64
+"""Steps with fewer tokens do not count for the prefill speed, about which they say nothing."""
+
+MIN_TOKENS_A_REQUEST = 8
+"""Steps with fewer tokens per request consist mostly of decoding. They do not count for the prefill speed."""
+
+SMOOTHING = 0.1
+"""Weight of the newest prefill step in the mean seconds per token."""
+
+SHARE_WINDOW_S = 60.0
+"""Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
+
+GROWTH_WINDOW_S = 600.0
+"""Seconds of decode steps over which ``kv_read_share`` is averaged, with exponential weights. The contexts
+must vary in this window."""
+GROWTH_EVIDENCE = 30.0
+"""Reduces ``kv_read_share`` while there is little evidence: the share is multiplied by
+n / (n + ``GROWTH_EVIDENCE``). n is the number of recent decode steps times R² of the linear fit of their
+durations to their context lengths."""
+
+_ROUNDING = 1e-9
+"""A variance below this share of the squared mean counts as a rounding error."""
+
+
+class StepTimeEstimator:
+    """Learns from engine steps how long a prefill takes, and on what the steps spend their time.
+
+    ``seconds`` estimates PrefillReload(r), the seconds to compute a context again (Continuum §4.1). With a
+    measured ``PrefillCurve``, the estimate is the value of the curve. Without a curve, it is the number of
+    tokens times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and
+    0 before the first such step.
+    """
+
+    def __init__(self, curve: PrefillCurve | None = None) -> None:
+        self._curve = curve
+        self._s_per_token: float | None = None
+        self._busy_s = self._prefill_s = self._request_s = 0.0
+        """Sums over recent steps, in which older steps weigh less: seconds, seconds spent on prompts, and
+        seconds · requests."""
+        self._decodes = self._kv_tokens = self._decode_s = 0.0
+        self._tokens_squared = self._seconds_squared = self._products = 0.0
+        """Sums over recent decode steps, in which older steps weigh less: number of steps, context tokens,
+        seconds, tokens², seconds², and tokens · seconds."""
+
+    def observe_step(self, tokens: int, seconds: float, requests: int = 1, kv_tokens: int = 0) -> None:
+        """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``
+        seconds. ``kv_tokens``: total context length of these requests in tokens; 0: unknown."""
+        if 0 < seconds < SHARE_WINDOW_S:
+            kept = 1.0 - seconds / SHARE_WINDOW_S
+            prompts_s = min(seconds, self.seconds(max(0, tokens - requests)))
+            self._busy_s = self._busy_s * kept + seconds
+            self._prefill_s = self._prefill_s * kept + prompts_s
+            self._request_s = self._request_s * kept + seconds * requests
+            if tokens < MIN_TOKENS_A_REQUEST * requests and kv_tokens > 0:
+                self._observe_decode(kv_tokens, seconds)
+        if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
+            return
+        sample = seconds / tokens
+        if self._s_per_token is None:
+            self._s_per_token = sample
+        else:
+            self._s_per_token += SMOOTHING * (sample - self._s_per_token)
+
+    def _observe_decode(self, kv_tokens: int, seconds: float) -> None:
+        kept = 1.0 - seconds / GROWTH_WINDOW_S
+        self._decodes = self._decodes * kept + 1.0
+        self._kv_tokens = self._kv_tokens * kept + kv_tokens
+        self._decode_s = self._decode_s * kept + seconds
+        self._tokens_squared = self._tokens_squared * kept + float(kv_tokens) * kv_tokens
+        self._seconds_squared = self._seconds_squared * kept + seconds * seconds
+        self._products = self._products * kept + kv_tokens * seconds
+
+    @property
+    def kv_read_share(self) -> float:
+        """Share of a decode step's time, 0 to 1, that is proportional to the total context length of the
+        step's requests. Computed by least squares over recent steps; 0 while nothing is known.
+
+        In this part of a step the device reads KV. With long contexts it is most of a step.
+        """
+        if not self._decodes:
+            return 0.0
+        kv_tokens, seconds = self._kv_tokens / self._decodes, self._decode_s / self._decodes
+        variance = self._tokens_squared / self._decodes - kv_tokens * kv_tokens
+        seconds_variance = self._seconds_squared / self._decodes - seconds * seconds
+        covariance = self._products / self._decodes - kv_tokens * seconds
+        if (
+            variance <= _ROUNDING * kv_tokens**2
+            or seconds_variance <= _ROUNDING * seconds**2
+            or covariance <= 0
+        ):
+            return 0.0
+        explained = self._decodes * min(1.0, covariance / variance * (covariance / seconds_variance))
+        believed = explained / (explained + GROWTH_EVIDENCE)
+        return min(1.0, believed * covariance / variance * kv_tokens / seconds)
+
+    @property
+    def prefill_share(self) -> float:
+        """Share of the time of recent steps that computing prompts took, 0 to 1; 0 before any step."""
+        return self._prefill_s / self._busy_s if self._busy_s else 0.0
+
+    @property
+    def mean_running(self) -> float:
+        """Mean number of requests in recent steps, weighted by the steps' durations; 0 before any step."""
+        return self._request_s / self._busy_s if self._busy_s else 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a curve or at least one learned step."""
+        return self._curve is not None or self._s_per_token is not None
+
+    def seconds(self, tokens: int) -> float:
+        """Return the seconds to compute a context of ``tokens`` tokens from scratch; 0.0 while nothing is
+        known."""
+        if self._curve is not None:
+            return self._curve.seconds(tokens)
+        return tokens * self._s_per_token if self._s_per_token is not None else 0.0

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import islice
 
 from ...programs.idleness import WINDOW_CYCLES
-from ..forecasting.context_growth import growth_reserve
+from ..forecasting import growth_reserve
 from .placement_plan import PlacementPlan, has_elapsed, is_ready
 from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey, check_times
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier

@@ -15,7 +15,7 @@ from typing import Protocol
 from sojourn.ids import ProgramId
 
 from ..costs.reload_estimate import restore_s
-from ..forecasting.context_growth import growth_reserve
+from ..forecasting import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, PlacementRules, has_elapsed, is_ready
 from .placement_policy import LOOKAHEAD, MoveReason, MoveTiming, TierMove, WaitingKey

@@ -1,13 +1,89 @@
-"""Assigns a prefill engine, a decode engine and a read side to requests (DualPath §6.1; mechanisms D4–D6)."""
+"""Values of prefill/decode disaggregation: requests, engine pairs and storage reads (DualPath §6).
+
+An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers the
+engines and nodes. Of equally good engines, the engine with the lowest number is chosen.
+
+Read-side policies: which node reads a request's KV from storage (DualPath §6.1; mechanism D6)?
+
+Assigns a prefill engine, a decode engine and a read side to requests (DualPath §6.1; mechanisms D4–D6).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-from .prefill_decode_views import EnginePair, PdRequest, StorageReadView
-from .read_side_policies import ReadSidePolicy, ShorterQueueRead
+FULL_BLOCK_TOKENS = 64
+"""Tokens of a Full Block, with all layers: the unit of storage (DualPath §4.1, A.5)."""
+
+
+class PdRequest(NamedTuple):
+    """A request to prefill on one engine and decode on another."""
+
+    request_id: int | str
+    tokens: int
+    """Prompt length in tokens: the paper's estimate of the request's cost for devices, NICs and memory."""
+    hit_blocks: int = 0
+    """Number of the prompt's first Full Blocks whose KV is in storage."""
+    kv_tokens: int = 0
+    """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
+
+
+class StorageReadView(NamedTuple):
+    """A request's read from storage, and the state of the two storage NICs that could do the read. One NIC is
+    on the prefill engine's node, the other on the decode engine's node."""
+
+    prefill_queue_s: float
+    """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
+    decode_queue_s: float
+    """Seconds of reads queued at the decode engine's node; negative: seconds since its NIC became idle."""
+    one_node: bool = False
+    """Whether both engines are on one node and share its NIC."""
+
+
+class EnginePair(NamedTuple):
+    """A request's engines, and the side of its storage read."""
+
+    request: PdRequest
+    prefill: int
+    decode: int
+    decode_reads: bool
+    """Whether the decode engine's node reads the stored blocks. If not, the prefill engine's node does."""
+
+
+class ReadSidePolicy(Protocol):
+    """Chooses the engine whose node reads all of a request's stored blocks."""
+
+    def decode_reads(self, view: StorageReadView) -> bool:
+        """Return whether the decode engine's node reads the blocks. If not, the prefill engine's node
+        does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSideRead:
+    """The prefill engine's node reads everything: one path, as in systems before DualPath."""
+
+    def decode_reads(self, view: StorageReadView) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ShorterQueueRead:
+    """The side with the shorter read queue reads everything (DualPath §6.1).
+
+    If neither side has queued reads, the side that has been idle longer reads. The prefill side reads if both
+    sides are equal, or if both engines are on one node.
+
+    The paper does not say which of two idle sides reads. A fixed choice would give one side all reads of a
+    lightly loaded fleet.
+    """
+
+    def decode_reads(self, view: StorageReadView) -> bool:
+        return view.decode_queue_s < view.prefill_queue_s and not view.one_node
+
 
 SPEED_WINDOW_S = 60.0
 """Seconds of engines' work over which their speed is averaged, with exponential weights."""

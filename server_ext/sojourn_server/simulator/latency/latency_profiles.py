@@ -19,7 +19,7 @@ from typing import Any
 
 from sojourn.errors import InputError
 
-from ...policies.custom_policies import did_you_mean
+from ...policies.preset_store import did_you_mean
 from ...policies.toml_document import TomlError, load_toml
 
 SHIPPED_PROFILES = Path(__file__).parent / "profiles"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..forecasting.context_growth import (
+from .forecasting import (
     PRIOR_GROWTH,
     PRIOR_TURNS,
+    STEP_POINTS,
     GrowthStatistics,
     expected_growth_tokens,
     growth_reserve,
+    needed_blocks,
+    peak_demand_blocks,
 )
-from ..forecasting.kv_demand import STEP_POINTS, needed_blocks, peak_demand_blocks
-from ..policy_views import AdmissionView, ProgramGrowthView
+from .policy_views import AdmissionView, ProgramGrowthView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sojourn.ids import ProgramId
 
-from ..policy_views import LeaseView, ReclaimRequest
+from .policy_views import LeaseView, ReclaimRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

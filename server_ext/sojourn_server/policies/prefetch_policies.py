@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..costs.reload_estimate import copies_back
-from ..policy_views import LoadAheadView, PrefetchView
+from .costs.reload_estimate import copies_back
+from .policy_views import LoadAheadView, PrefetchView
 
 
 class PrefetchTiming(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sojourn.aeg import END
 
-from ..policy_views import WorkflowStepView
+from .policy_views import WorkflowStepView
 
 
 class PredictionSource(str, Enum):

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from ..placement.placement_views import Tier
-from ..policy_views import EvictionCandidateView, EvictionScoreScale
+from .placement.placement_views import Tier
+from .policy_views import EvictionCandidateView, EvictionScoreScale
 
 
 class BlockLabel(str, Enum):

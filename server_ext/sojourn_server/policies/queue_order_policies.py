@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..policy_views import WaitingRequestView
+from .policy_views import WaitingRequestView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,582 @@
+"""Frozen snapshots for the gateway's policies: routing, stealing, fairness.
+
+A replica is one engine, or one data-parallel rank of an engine: the unit with its own KV memory. A program's
+home is the replica that serves the program's turns. Sizes are in tokens.
+
+The protocol of routing policies: which replica serves a request?
+
+Routing without sessions: random, round robin, and by prompt prefix.
+
+Session affinity with a load bound (SAGA §5.1).
+
+Routing by capacity: a program goes to a replica with free memory for all of its KV, or waits (MORI §4.3.1;
+mechanism M7).
+
+Routing by delay: a program goes to the replica on which it and the other programs slow each other least.
+
+A decode step for several programs reads the KV of all of them. So a program slows the other programs of its
+replica until the program ends. The best replica depends on how long each program stays. A small agent of ten
+turns does best beside programs that are about to end. A large agent does best where few contexts are left
+when the agent has grown.
+
+Order of the requests that no replica has capacity for: which request is routed first when capacity is
+free?
+
+From time to time, the gateway serves the oldest request first under every policy
+(``routing/capacity_queue.py``), so that no request waits for ever.
+
+Work stealing: a program moves to an idle replica while requests wait for other replicas (SAGA §5.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import ClassVar, NamedTuple, Protocol
+
+
+class ReplicaView(NamedTuple):
+    """A replica as the gateway knows it from the requests and answers that passed through the gateway."""
+
+    replica_id: str
+    load: float
+    """The larger of two shares: the used share of the device's KV memory, and the used share of the request
+    limit. Requests that wait for the replica at the gateway count as well, so the load may exceed 1."""
+    in_flight: int
+    """Number of requests that were sent to the replica and have not ended."""
+    room_tokens: int
+    """KV capacity of device and host memory, in tokens, minus the expected sizes of all programs whose home
+    is this replica; may be negative."""
+    homed: int = 0
+    """Number of programs whose home is this replica."""
+    takes_new: bool = True
+    """Whether the replica accepts programs with another home or none: it is healthy and not draining."""
+    queued: int = 0
+    """Requests that wait for the replica at the gateway."""
+    memory_tokens: int = 0
+    """KV capacity of device and host memory, in tokens."""
+
+
+class ResidentProgramGroup(NamedTuple):
+    """One or several resident programs with the same numbers of past and expected turns.
+
+    A resident program has a request or is expected to return. Token counts are sums over the programs."""
+
+    context_tokens: int
+    """Sum of the longest contexts that the programs have had so far."""
+    size_tokens: int
+    """Sum of the longest contexts that the programs are expected to reach; at least ``context_tokens``."""
+    turns: int
+    """Answered turns of each program."""
+    turns_left: float
+    """Expected further turns of each program, at least 1. For an unknown agent type: the number of past
+    turns."""
+    programs: int = 1
+    """Number of programs in the group."""
+
+
+class RoutingView(NamedTuple):
+    """A request that needs a replica."""
+
+    request_id: str
+    number: int
+    """Number of requests before this one, over all programs."""
+    context_tokens: int
+    """Prompt length in tokens."""
+    size_tokens: int
+    """Expected longest context of the request's program; at least the prompt."""
+    home: ReplicaView | None = None
+    """The home of the request's program; ``None``: the program has no home, or has to leave its home."""
+    cached: bool = False
+    """Whether the program's KV is still on ``home``, as far as the gateway knows."""
+    parent_home: ReplicaView | None = None
+    """Home of the parent program. ``None``: there is none, or the request's program has had an answer
+    already."""
+    prefix_tokens: Mapping[str, int] = {}
+    """Estimated number of leading prompt tokens that each replica has computed already, by replica id.
+    Replicas with none are absent. Empty if the policy does not set ``reads_prefixes``."""
+    turns_left: float = 1.0
+    """Expected number of the program's turns from now on, this one included."""
+    residents: Mapping[str, Sequence[ResidentProgramGroup]] = {}
+    """Other programs by their home replica; replicas without programs are absent."""
+
+
+class RoutingDecision(NamedTuple):
+    """The chosen replica, and the reason as a metric label. ``replica_id`` is ``None`` if the request has to
+    wait."""
+
+    replica_id: str | None
+    reason: str
+    needs_tokens: int = 0
+    """Free KV tokens that a request without a replica waits for. The request is routed again when a replica
+    that accepts programs has that many free tokens, or is no program's home. Requests that need fewer tokens
+    may be routed first.
+
+    0: the need is unknown. Then other requests wait behind this request, with two exceptions: requests that
+    go to their program's home, and requests whose decision has ``passes``."""
+    passes: bool = False
+    """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
+
+
+NO_REPLICA = RoutingDecision(None, "no_replica")
+"""Decision to wait because no replica accepts programs."""
+
+
+def wait_for_capacity(needs_tokens: int) -> RoutingDecision:
+    """Return a decision to wait until a replica has ``needs_tokens`` free."""
+    return RoutingDecision(None, "no_room", max(1, needs_tokens))
+
+
+class RoutingPolicy(Protocol):
+    """Chooses the replica for a request.
+
+    ``replicas`` are all registered replicas (but see ``reads_residents``), in order of registration. A
+    replica with ``takes_new`` False serves only programs whose home it is. A policy may have three more
+    attributes:
+
+    - ``reads_residents``: if true, the policy gets ``RoutingView.residents`` and ``turns_left`` for programs
+      without KV. For these programs, ``replicas`` has only the few replicas with the most free memory.
+    - ``resident_for_s``: seconds for which a program without a request counts as resident after its last
+      activity (default: for ever).
+    - ``reasons``: all reasons of its decisions, so that metrics can start each count at 0.
+    """
+
+    reads_prefixes: bool
+    """Whether the policy uses ``RoutingView.prefix_tokens``, which needs an index of computed prefixes."""
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomRouting:
+    """Picks a random replica by a hash of the request's id, like a load balancer without sessions."""
+
+    seed: int = 0
+    reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("random",)
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NO_REPLICA
+        chosen = open_ones[stable_hash(self.seed, view.request_id, len(open_ones))]
+        return RoutingDecision(chosen.replica_id, "random")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRobinRouting:
+    """Sends request number n to replica n modulo the number of replicas. Only replicas that accept programs
+    count."""
+
+    reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("in_turn",)
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NO_REPLICA
+        return RoutingDecision(open_ones[view.number % len(open_ones)].replica_id, "in_turn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixAffinityRouting:
+    """Routes to the replica that has computed the longest prefix of the prompt, if the prefix is long enough.
+
+    This is the rule of SGLang's and vLLM's routers. The prefix must be at least the share ``least_match`` of
+    the prompt, and loads must not differ too much. Otherwise the replica with the fewest requests is chosen.
+    Loads differ too much if one replica has over ``most_ahead`` requests more than another, and over
+    ``most_ratio`` times as many. Only replicas that accept programs are considered. Raises ``ValueError`` for
+    ``least_match`` outside 0 to 1, ``most_ahead`` < 0 or ``most_ratio`` < 1.
+    """
+
+    least_match: float = 0.5
+    most_ahead: int = 64
+    most_ratio: float = 1.5
+    reads_prefixes: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("prefix", "fewest_requests", "unbalanced")
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.least_match <= 1 and self.most_ahead >= 0 and self.most_ratio >= 1):
+            raise ValueError(
+                f"least_match {self.least_match}, most_ahead {self.most_ahead}, most_ratio "
+                f"{self.most_ratio}; expected 0 to 1, ≥ 0, ≥ 1"
+            )
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        if not open_ones:
+            return NO_REPLICA
+        fewest = open_ones[0]
+        least = most = fewest.in_flight + fewest.queued
+        for replica in open_ones:
+            requests = replica.in_flight + replica.queued
+            if requests < least:
+                fewest, least = replica, requests
+            elif requests > most:
+                most = requests
+        if most - least > self.most_ahead and most > self.most_ratio * least:
+            return RoutingDecision(fewest.replica_id, "unbalanced")
+        if view.prefix_tokens:
+            matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
+            matched = view.prefix_tokens.get(matching.replica_id, 0)
+            if matched and matched >= self.least_match * view.context_tokens:
+                return RoutingDecision(matching.replica_id, "prefix")
+        return RoutingDecision(fewest.replica_id, "fewest_requests")
+
+
+def stable_hash(seed: int, what: str, many: int) -> int:
+    """Hash ``seed`` and ``what`` to a number from 0 to ``many`` - 1, the same in every process."""
+    digest = blake2b(f"{seed}/{what}".encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionAffinityRouting:
+    """Routes to the replica with the program's KV. If that replica is overloaded, routes to the least loaded
+    replica.
+
+    This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
+    sub-agent goes to its parent's replica unless that replica is overloaded. A program leaves its replica
+    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper). A move recomputes the
+    KV, and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0 or
+    ``leaves_for`` < 0.
+    """
+
+    most_load: float = 0.8
+    leaves_for: float = 0.0
+    reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = (
+        "home", "near_parent", "least_loaded", "home_too_full", "home_all_full",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if not self.most_load > 0:
+            raise ValueError(f"most_load is {self.most_load}; expected > 0")
+        if not self.leaves_for >= 0:
+            raise ValueError(f"leaves_for is {self.leaves_for}; expected ≥ 0")
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        home = view.home if view.cached else None
+        if home is not None and home.load < self.most_load:
+            return RoutingDecision(home.replica_id, "home")
+        near = view.parent_home
+        if view.home is None and near is not None and near.takes_new and near.load < self.most_load:
+            return RoutingDecision(near.replica_id, "near_parent")
+        least: ReplicaView | None = None
+        for replica in replicas:
+            # Equal loads: the replica with fewer resident programs, since programs return from their tools.
+            if replica.takes_new and (
+                least is None or (replica.load, replica.homed) < (least.load, least.homed)
+            ):
+                least = replica
+        if least is None:
+            return RoutingDecision(home.replica_id, "home") if home is not None else NO_REPLICA
+        if home is not None and home.load - least.load < self.leaves_for:
+            return RoutingDecision(home.replica_id, "home_all_full")
+        return RoutingDecision(least.replica_id, "least_loaded" if home is None else "home_too_full")
+
+
+SIZE_MEASURES = ("peak", "context")
+"""Values of ``CapacityRouting.size_by``."""
+FIT_RULES = ("most-room", "least-room")
+"""Values of ``CapacityRouting.fit``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityRouting:
+    """Routes a program to the replica that has its KV in any tier, or else to a replica with enough free
+    memory.
+
+    ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
+    in MORI (``context``). With ``context``, a replica may accept young programs that later outgrow the
+    replica. ``fit`` selects among replicas with enough free memory: the replica with the most free memory, as
+    in MORI (``most-room``), or the replica with the least (``least-room``). The parent's replica is preferred
+    for a new sub-agent. A replica that is no program's home accepts a program of any size. If no replica
+    fits, the program waits. Raises ``ValueError`` for other values of ``size_by`` or ``fit``.
+    """
+
+    size_by: str = "peak"
+    fit: str = "most-room"
+    reads_prefixes: bool = False
+    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "fits", "returns")
+
+    def __post_init__(self) -> None:
+        if self.size_by not in SIZE_MEASURES or self.fit not in FIT_RULES:
+            raise ValueError(
+                f"size_by {self.size_by!r}, fit {self.fit!r}; expected one of {SIZE_MEASURES} "
+                f"and one of {FIT_RULES}"
+            )
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        if view.home is not None and view.cached:
+            return RoutingDecision(view.home.replica_id, "home")
+        size = view.size_tokens if self.size_by == "peak" else view.context_tokens
+        near = view.parent_home
+        if near is not None and near.takes_new and near.room_tokens >= size:
+            return RoutingDecision(near.replica_id, "near_parent")
+        open_ones = [replica for replica in replicas if replica.takes_new]
+        # An empty replica admits its first program whatever its size.
+        possible = [replica for replica in open_ones if replica.room_tokens >= size or not replica.homed]
+        if not possible:
+            return wait_for_capacity(size) if open_ones else NO_REPLICA
+        sign = 1.0 if self.fit == "most-room" else -1.0
+        best = max(possible, key=lambda replica: (replica.room_tokens >= size, sign * replica.room_tokens))
+        return RoutingDecision(best.replica_id, "fits" if view.home is None else "returns")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastDelayRouting:
+    """Routes a program to the replica that has its KV, or else to a replica with enough memory. Of several
+    replicas with enough memory, it chooses the replica with the least ``mutual_delay`` of the program and the
+    replica's programs.
+
+    A new sub-agent goes to its parent's replica, because the parent holds memory on that replica until the
+    sub-agent ends.
+
+    The memory check assumes that contexts grow evenly to their programs' expected sizes, and that all
+    programs take turns at the same pace. Memory is enough if all contexts together never exceed the share
+    ``most_full`` of the memory. Programs end at different times, so more programs fit than if memory were
+    reserved for every program's full size. A replica without other programs always counts as having enough
+    memory. So does a replica without requests, since its resident programs may never return.
+
+    If no replica has enough memory for a program, the program and all programs behind it wait. A request that
+    is expected to be its program's last does not wait: the request goes to the least loaded replica.
+
+    ``resident_for_s``: seconds for which a program without a request counts as resident after its last
+    activity. A limit is needed, since many clients never report a program's end. The default is the longest
+    time for which SAGA (§4.2) keeps KV. Raises ``ValueError`` if ``most_full`` is not in (0, 1] or the time
+    is negative.
+    """
+
+    most_full: float = 0.9
+    resident_for_s: float = 300.0
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "least_loaded", "least_delay", "returns")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.most_full <= 1:
+            raise ValueError(f"most_full is {self.most_full}; expected above 0, at most 1")
+        if not self.resident_for_s >= 0:
+            raise ValueError(f"resident_for_s is {self.resident_for_s}; expected seconds ≥ 0")
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        if view.home is not None and view.cached:
+            return RoutingDecision(view.home.replica_id, "home")
+        near = view.parent_home
+        if view.home is None and near is not None and near.takes_new:
+            return RoutingDecision(near.replica_id, "near_parent")
+        newcomer = ResidentProgramGroup(view.context_tokens, view.size_tokens, 0, max(1.0, view.turns_left))
+        alone = newcomer.turns_left <= 1.0
+        ranks: list[tuple[tuple[float, float, int], ReplicaView]] = []
+        for replica in replicas:
+            if replica.takes_new:
+                delayed = mutual_delay(newcomer, view.residents.get(replica.replica_id, ()))
+                load = replica.load
+                rank = (load, delayed, replica.homed) if alone else (delayed, load, replica.homed)
+                ranks.append((rank, replica))
+        # The memory check costs more than the rank, so replicas are checked from the best on.
+        ranks.sort(key=lambda one: one[0])
+        chosen = next(
+            (replica for _, replica in ranks if alone or self._memory_suffices(newcomer, view, replica)), None
+        )
+        if chosen is None:
+            return RoutingDecision(None, "no_room") if ranks else NO_REPLICA
+        if alone:
+            return RoutingDecision(chosen.replica_id, "least_loaded", passes=True)
+        return RoutingDecision(chosen.replica_id, "least_delay" if view.home is None else "returns")
+
+    def _memory_suffices(
+        self, newcomer: ResidentProgramGroup, view: RoutingView, replica: ReplicaView
+    ) -> bool:
+        """Return whether the replica has enough memory for the new program, by the rules of the class
+        docstring."""
+        there = view.residents.get(replica.replica_id, ())
+        if not there or not (replica.in_flight or replica.queued):
+            return True
+        return peak_resident_tokens((*there, newcomer)) <= self.most_full * replica.memory_tokens
+
+
+def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
+    """Return how much a new program and the other programs of a replica delay each other, in KV tokens.
+
+    In a shared decode step, each program waits while the KV of the others is read. The new program's delay is
+    the number of the others' KV tokens, as a mean over the new program's expected turns. Another program's
+    delay is the number of the new program's KV tokens, as a mean over the other program's past and expected
+    turns. Past turns count, since a delay matters relative to a program's duration. All delays are added up.
+    A growing context counts with its mean length.
+    """
+    own = caused = 0.0
+    begins, turns_left = newcomer.context_tokens, newcomer.turns_left
+    grows = newcomer.size_tokens - begins
+    for context, size, turns, left, programs in others:
+        together = min(turns_left, left)
+        own += together / turns_left * (context + (size - context) * together / left / 2)
+        late = together / (turns + left)
+        caused += programs * late * (begins + grows * together / turns_left / 2)
+    return own + caused
+
+
+def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
+    """Return the largest total of the programs' context tokens from now on, if no further programs arrive.
+
+    Each context is assumed to grow evenly to its expected size, and all programs to take turns at the same
+    pace."""
+    rows = sorted(
+        (one.turns_left, one.context_tokens, (one.size_tokens - one.context_tokens) / one.turns_left)
+        for one in programs
+    )
+    tokens = float(sum(context for _, context, _ in rows))
+    growth = sum(each for _, _, each in rows)
+    at = most = 0.0
+    for left, context, each in rows:
+        # The sum peaks just before a program ends, since it only grows in between.
+        tokens += growth * (left - at)
+        at = left
+        most = max(most, tokens)
+        tokens -= context + each * left
+        growth -= each
+    return most
+
+
+class WaitingProgramView(NamedTuple):
+    """A request that waits at the gateway for capacity on any replica, and its program."""
+
+    number: int
+    """Number of requests that arrived before this one."""
+    returning: bool
+    """Whether the program has had an answer before."""
+    idleness: float
+    """Share of the program's recent time that it spent in tools (MORI equation 1); 0 for a new program."""
+    context_tokens: int
+    """Length of the prompt."""
+    size_tokens: int
+    """Expected longest context of the program; at least the prompt."""
+
+
+class WaitingOrderPolicy(Protocol):
+    """Orders the waiting requests of a tenant, lowest ``key`` first. A request's key is computed once, when
+    the request begins to wait."""
+
+    by_arrival: bool
+    """Whether the order is that of arrival."""
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalOrder:
+    """First come, first served."""
+
+    by_arrival: bool = True
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]:
+        return (request.number,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdlenessOrder:
+    """Orders requests of returning programs by idleness, the least idle first, and then requests of new
+    programs. Equally idle programs, and new programs, are ordered by context length, the shortest first (MORI
+    §4.3.1)."""
+
+    by_arrival: bool = False
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]:
+        idleness = request.idleness if request.returning else 0.0
+        return (not request.returning, idleness, request.context_tokens, request.number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestFirstOrder:
+    """Orders requests by the program's expected longest context, the largest first, as in best-fit decreasing
+    (Johnson 1974, MORI §4.3.1). ``CapacityRouting.fit`` is the other part of that rule: it chooses the
+    replica."""
+
+    by_arrival: bool = False
+
+    def key(self, request: WaitingProgramView) -> tuple[float, ...]:
+        return (-request.size_tokens, request.number)
+
+
+class StealingReplicaView(NamedTuple):
+    """A replica as the stealing policy sees it: a possible thief or a possible victim."""
+
+    replica_id: str
+    load: float
+    """The larger of two shares: used KV memory of the device, and used request limit. May exceed 1."""
+    queued: int
+    """Requests that wait for the replica at the gateway."""
+    idle_s: float
+    """Seconds since the replica stopped being full; 0: it is full, or requests wait for it."""
+    takes_new: bool = True
+    """Whether the replica accepts new programs, and programs whose home (the replica that keeps their KV) is
+    another one. If false, it cannot be a thief."""
+    may_leave: int = 0
+    """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
+    has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""
+
+
+class StealDecision(NamedTuple):
+    """Decision that the replica ``thief`` takes over a request from the replica ``victim``, and the request's
+    program. The request is the oldest waiting one that may be stolen."""
+
+    thief: str
+    victim: str
+    reason: str
+
+
+class StealingPolicy(Protocol):
+    """Chooses a replica that steals a waiting request (the thief), and a replica that loses it (the victim).
+
+    The routing core calls ``steal`` while requests wait for a particular replica: at each ``Tick`` event, and
+    when a replica joins or stops being full. It repeats the call until the result is ``None``. A policy may
+    have an attribute ``reasons``: all reasons of its decisions, so that metrics can start each count at 0.
+    """
+
+    is_used: bool
+    """Whether the policy is used; false: no request is ever stolen."""
+
+    def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoStealing:
+    """Never steals: a waiting request stays with its replica."""
+
+    is_used: bool = False
+
+    def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkStealing:
+    """Lets an idle replica, the thief, steal from a replica with a higher load, the victim (SAGA §5.2).
+
+    The victim's load must be more than ``load_ratio`` times the thief's load, and the thief must have been
+    idle for ``idle_s`` seconds, as the paper's safeguard (a) requires. The victim is drawn at random. The
+    thief becomes the home of the stolen program. Raises ``ValueError`` for times below 0 or a ratio below 1.
+    """
+
+    idle_s: float = 0.1
+    load_ratio: float = 2.0
+    seed: int = 0
+    is_used: bool = True
+    reasons: ClassVar[tuple[str, ...]] = ("idle",)
+
+    def __post_init__(self) -> None:
+        if not (self.idle_s >= 0 and self.load_ratio >= 1):
+            raise ValueError(f"idle_s {self.idle_s}, load_ratio {self.load_ratio}; expected ≥ 0, ≥ 1")
+
+    def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
+        thieves = [r for r in replicas if r.takes_new and not r.queued and r.idle_s >= self.idle_s]
+        if not thieves:
+            return None
+        thief = min(thieves, key=lambda r: (r.load, -r.idle_s))
+        full = [r for r in replicas if r.may_leave and r.load > self.load_ratio * thief.load]
+        if not full:
+            return None
+        victim = full[stable_hash(self.seed, f"{now}/{thief.replica_id}", len(full))]
+        return StealDecision(thief.replica_id, victim.replica_id, "idle")
