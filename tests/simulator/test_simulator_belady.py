@@ -12,7 +12,7 @@ import pytest
 from script_modules import benchmark
 from simulator_small_runs import SmallRun
 from simulator_small_workload import small_workload
-from sojourn_server.policies.forecasting.output_length_prediction import NoLengthPrediction, OutputLengthView
+from sojourn_server.policies.forecasting import NoLengthPrediction, OutputLengthView
 
 with benchmark("belady") as belady, benchmark("oracle_policies") as oracles:
     pass
