@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, identity, key, payload
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
@@ -58,21 +58,6 @@ def test_the_format_is_what_it_was(tmp_path: Path) -> None:
         + bytes(range(20)).hex() + "00" * 44 + "00" * 20 + "60eeedbb"
     )  # fmt: skip
     assert content[HEADER_BYTES:] == b"payload"
-
-
-@given(position=st.integers(0, FILE_BYTES - 1), change=st.integers(1, 255))
-@example(position=0, change=1)
-@example(position=FILE_BYTES - 1, change=128)
-def test_no_flipped_byte_goes_unseen(file: tuple[Path, bytes], position: int, change: int) -> None:
-    path, good = file
-    damaged = bytearray(good)
-    damaged[position] ^= change
-    path.write_bytes(damaged)
-    reason = refused(path)
-    if position >= HEADER_BYTES:
-        assert reason is BlockDefect.CHECKSUM
-    path.write_bytes(good)
-    assert read(path) == payload(KEY)
 
 
 def test_every_byte_of_a_file_is_guarded(file: tuple[Path, bytes]) -> None:
@@ -164,34 +149,6 @@ def test_round_trip_whatever_the_cut_and_however_short_the_transfers(
     assert found == data
     assert files.paths == {}, "a descriptor was left open"
     assert os.listdir(path.parent) == ["block.kv"]
-
-
-def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
-    path = tmp_path / "block.kv"
-    data = payload(KEY, 3000)
-    views = byte_views(pieces(data, list(range(3000))))
-    assert len(views) == 3000
-    write_block(FileSystem(), path, path.with_suffix(".partial"), KEY, DIGEST, views)
-    found = bytearray(3000)
-    targets = byte_views(pieces(memoryview(found), list(range(3000))), writable=True)
-    read_block(FileSystem(), path, KEY, DIGEST, targets)
-    assert found == data
-
-
-def test_buffers_that_cannot_do_are_refused() -> None:
-    with pytest.raises(ValueError, match="writable"):
-        byte_views([b"constant"], writable=True)
-    with pytest.raises(ValueError, match="contiguous"):
-        byte_views([memoryview(b"abcdef")[::2]])
-    with pytest.raises(TypeError):
-        byte_views(["text"])  # type: ignore[list-item]
-
-
-def test_an_identity_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="block_bytes must be at least 1, not 0"):
-        identity(block_bytes=0)
-    with pytest.raises(ValueError, match="tp_rank 2 is not below tp_size 2"):
-        identity(tp_rank=2, tp_size=2)
 
 
 def test_the_digest_is_the_same_in_every_process_and_differs_with_every_field() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from faulty_file_system import key
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,44 +21,6 @@ def ends(tree: BlockPrefixTree) -> list[int]:
     while (end := tree.pop_lru_leaf()) is not None:
         found.append(KEYS.index(end))
     return found
-
-
-def test_a_context_goes_from_its_end_though_its_beginning_is_the_longest_unused() -> None:
-    tree = BlockPrefixTree()
-    chain(tree, 0, 1, 2)
-    chain(tree, 5)
-    tree.touch(KEYS[2])
-    assert ends(tree) == [5, 2, 1, 0]
-    assert len(tree) == 0
-
-
-def test_of_two_branches_the_longer_unused_goes_and_what_they_share_goes_last() -> None:
-    tree = BlockPrefixTree()
-    chain(tree, 0, 1, 2)
-    chain(tree, 0, 1, 3)
-    tree.touch(KEYS[2])
-    assert ends(tree) == [3, 2, 1, 0]
-
-
-def test_a_beginning_that_comes_later_than_what_follows_it_is_kept_like_any() -> None:
-    """As where it had been lost and was computed again, and where files are found in any order."""
-    tree = BlockPrefixTree()
-    tree.add(KEYS[1], KEYS[0])
-    tree.add(KEYS[0])
-    assert ends(tree) == [1, 0]
-
-
-def test_a_parent_is_known_by_its_first_sixteen_bytes() -> None:
-    tree = BlockPrefixTree()
-    tree.add(KEYS[1], KEYS[0][:16])
-    tree.add(KEYS[0])
-    tree.touch(KEYS[1])
-    assert ends(tree) == [1, 0]
-
-
-def test_no_block_follows_itself() -> None:
-    with pytest.raises(ValueError, match="cannot follow itself"):
-        BlockPrefixTree().add(KEYS[0], KEYS[0])
 
 
 def test_the_heap_does_not_grow_with_uses() -> None:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from sojourn_server.kv_offload.context_keys import ContextEnds, ContextKeys, GroupLayout
+from sojourn_server.kv_offload.context_keys import ContextKeys, GroupLayout
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -146,21 +146,3 @@ def test_a_sample_is_spread_over_all_groups_and_makes_no_other_key(monkeypatch: 
     assert context.sample(2000) == (1002, needed)
     short = ContextKeys(groups, hashes[:1], step_tokens=4, start_tokens=0, end_tokens=3)
     assert short.sample(16) == (0, [])
-
-
-def test_the_ends_of_programs_that_never_end_are_bounded() -> None:
-    ends = ContextEnds(max_keys=100)
-    for number in range(1000):
-        keys = [b"%d.%d" % (number, index) for index in range(7)]
-        ends.put_prompt(f"p{number}", keys[:3])
-        ends.put_turn(f"p{number}", keys)
-    assert all(key in ends for key in keys)
-    assert b"900.0" not in ends
-    assert len(ends._users) <= 100
-    ends.put_turn("huge", [b"%d" % index for index in range(300)])
-    assert b"299" in ends, "the newest is kept, however long"
-    ends.forget("huge")
-    ends.forget("p999")
-    ends.forget("never seen")
-    assert not ends._users
-    assert not ends._keys

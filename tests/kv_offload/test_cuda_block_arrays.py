@@ -189,21 +189,3 @@ def test_it_has_the_sizes_and_the_order_of_bytes_of_a_cpu() -> None:
     assert cpu.scatter(2, found, 0, list(range(5))) == list(range(5))
     assert (rows["layer2"][:5] == device.expected[2, :5]).all()
     assert cpu.gather(2, range(5)) == found
-
-
-def test_a_refused_copy_is_an_error_of_its_caller() -> None:
-    device = Device(0)
-    device.cuda.fails_next = True
-    with pytest.raises(RuntimeError, match="the driver refuses"):
-        device.kv.gather(0, [1], device.kv.fence())
-    device.cuda.fails_next = True
-    with pytest.raises(RuntimeError, match="the driver refuses"):
-        device.kv.scatter(0, [memoryview(bytes(PER_FULL * ROW))], 0, [1], after=device.kv.fence())
-    device.gather()
-    assert device.end() == 0
-
-
-def test_layers_of_different_sizes_are_refused() -> None:
-    pages = {"a": [KvPages(1 << 20, 48, 48)], "b": [KvPages(1 << 21, 64, 64)]}
-    with pytest.raises(ValueError, match=r"blocks of \[48, 64\] bytes; expected one size"):
-        CudaBlockArrays(pages, PER_FULL, FakeCuda(0))

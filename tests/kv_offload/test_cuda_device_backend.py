@@ -79,18 +79,6 @@ def test_without_this_wait_a_byte_is_wrong(missing: str) -> None:
     assert noticed > 20, f"only {noticed} of 40 lives notice that {missing} wait is missing"
 
 
-def test_the_last_copy_into_a_slot_wins() -> None:
-    for seed in range(20):
-        cuda = FakeCuda(seed)
-        layers, pages = device_memory()
-        backend = CudaDeviceBackend(pages, SLOTS, cuda)
-        for layer in layers:
-            layer[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None]
-        backend.to_host([BlockCopy(1, 0), BlockCopy(2, 3), BlockCopy(4, 0)], backend.fence()).wait()
-        assert set(bytes(backend.slot(0))) == {4}
-        assert set(bytes(backend.slot(3))) == {2}
-
-
 def during_the_wait(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
     """Call ``run`` once, when a thread next begins to wait for a copy."""
     wait, ran = CudaCopy.wait, list[object]()
@@ -120,19 +108,6 @@ def test_a_load_from_a_slot_that_is_waited_for_is_right(monkeypatch: pytest.Monk
         assert all((layer[5] == 3).all() for layer in layers), "a wrong token would follow"
 
 
-def test_a_copy_that_begins_while_its_slot_is_waited_for_is_waited_for_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda(0)
-    backend = CudaDeviceBackend(device_memory()[1], SLOTS, cuda)
-    backend.to_host([BlockCopy(3, 0)], backend.fence())
-    later: list[CudaCopy] = []
-    during_the_wait(monkeypatch, lambda: later.append(backend.to_host([BlockCopy(4, 0)], backend.fence())))
-    backend.slot(0)
-    backend.slot(0)
-    assert later[0].done()
-
-
 def test_the_thread_of_the_model_never_waits() -> None:
     """Nothing runs while it queues: a wait of the host would never end."""
     cuda = FakeCuda(0)
@@ -156,17 +131,6 @@ def test_a_refused_copy_is_an_error_of_its_caller() -> None:
     backend.to_host([BlockCopy(0, 0)], backend.fence()).wait()
 
 
-@pytest.mark.parametrize("slot", [-1, SLOTS])
-def test_a_slot_that_does_not_exist_is_refused(slot: int) -> None:
-    """A copy by address would reach other memory of the process."""
-    cuda = FakeCuda(0)
-    backend = CudaDeviceBackend(device_memory()[1], SLOTS, cuda)
-    with pytest.raises(IndexError, match=f"slots 0 to {slot}" if slot > 0 else f"slots {slot} to 0"):
-        backend.to_host([BlockCopy(0, 0), BlockCopy(1, slot)], backend.fence())
-    with pytest.raises(IndexError, match="expected 0 to 5"):
-        backend.to_device([BlockCopy(0, slot)], backend.fence())
-
-
 def test_host_memory_is_pinned_in_chunks_and_unpinned_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sojourn_server.kv_offload.cuda_device_backend.PIN_CHUNK_BYTES", 3 * 4096)
     cuda = FakeCuda(0)
@@ -174,19 +138,4 @@ def test_host_memory_is_pinned_in_chunks_and_unpinned_at_the_end(monkeypatch: py
     assert sum(cuda.pinned.values()) == 1000 * 48
     assert len(cuda.pinned) == 4  # of 256 slots: 12,288 bytes are both whole slots and whole pages
     backend.close()
-    assert not cuda.pinned
-
-
-def test_no_host_memory_stays_pinned_if_a_part_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.kv_offload.cuda_device_backend.PIN_CHUNK_BYTES", 4096)
-
-    class Small(FakeCuda):
-        def pin(self, address: int, size_bytes: int) -> None:
-            if len(self.pinned) == 2:
-                raise RuntimeError("no more")
-            super().pin(address, size_bytes)
-
-    cuda = Small(0)
-    with pytest.raises(RuntimeError, match="no more"):
-        CudaDeviceBackend([KvPages(1 << 20, 4096, 4096)], 5, cuda)
     assert not cuda.pinned

@@ -20,7 +20,7 @@ from faulty_file_system import (
     put,
 )
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
-from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
+from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore
 
 KEYS = [key(number) for number in range(10)]
@@ -28,28 +28,6 @@ KEYS = [key(number) for number in range(10)]
 
 def block_file(store: DiskStore, key: bytes) -> Path:
     return store.path / key.hex()[:2] / f"{key.hex()}.kv"
-
-
-def test_layers_go_in_and_come_out_each_in_its_own_buffer(tmp_path: Path) -> None:
-    data = payload(KEYS[0])
-    layers = [bytearray(32) for _ in range(3)]
-    with open_store(tmp_path) as store:
-        assert (
-            store.put(KEYS[0], [data[:32], memoryview(data)[32:64], bytearray(data[64:])])
-            is PutOutcome.STORED
-        )
-        store.get_into(KEYS[0], layers)
-    assert [bytes(layer) for layer in layers] == [data[:32], data[32:64], data[64:]]
-
-
-def test_a_block_that_is_there_is_not_written_again(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        put(store, KEYS[0])
-        written = block_file(store, KEYS[0]).stat().st_ino
-        assert store.put(KEYS[0], [bytes(BLOCK_BYTES)]) is PutOutcome.ALREADY
-        assert block_file(store, KEYS[0]).stat().st_ino == written
-        assert get(store, KEYS[0]) == payload(KEYS[0])
-        assert len(store) == 1
 
 
 def test_the_budget_is_kept_to_the_byte(tmp_path: Path) -> None:
@@ -69,28 +47,6 @@ def test_the_budget_is_kept_to_the_byte(tmp_path: Path) -> None:
     with DiskStore.open(tmp_path, identity(), budget_bytes=0) as store:
         assert len(store) == store.used_bytes == 0
         assert put(store, KEYS[1]) is PutOutcome.FULL
-
-
-def test_a_damaged_block_is_refused_once_and_gone(tmp_path: Path) -> None:
-    with open_store(tmp_path) as store:
-        for name in KEYS[:3]:
-            put(store, name)
-        file = block_file(store, KEYS[0])
-        file.write_bytes(file.read_bytes()[:-1] + b"\0")
-        with pytest.raises(BlockCorrupt) as caught:
-            get(store, KEYS[0])
-        assert caught.value.reason is BlockDefect.CHECKSUM
-        # A good block, of another key.
-        shutil.copy(block_file(store, KEYS[2]), block_file(store, KEYS[1]))
-        with pytest.raises(BlockCorrupt) as caught:
-            get(store, KEYS[1])
-        assert caught.value.reason is BlockDefect.KEY
-        assert files_below(store.path) == [f"{KEYS[2].hex()}.kv"]
-        assert (store.keys(), store.used_bytes) == ([KEYS[2]], FILE_BYTES)
-        with pytest.raises(BlockNotFound):
-            get(store, KEYS[0])
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-        assert get(store, KEYS[0]) == payload(KEYS[0])
 
 
 def test_a_block_from_another_models_store_is_refused(tmp_path: Path) -> None:
@@ -215,25 +171,3 @@ def test_a_restart_with_something_else_is_refused_and_explained(tmp_path: Path, 
     assert sorted(tmp_path.rglob("*")) == before
     with open_store(tmp_path) as store:
         assert get(store, KEYS[0]) == payload(KEYS[0])
-
-
-def test_a_folder_of_the_right_name_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
-    folder = tmp_path / identity().digest().hex()[:16]
-    folder.mkdir()
-    (folder / "thesis.tex").write_text("text")
-    with pytest.raises(IncompatibleStore, match=r"manifest.json: found 'none'"):
-        open_store(tmp_path)
-    assert (folder / "thesis.tex").read_text() == "text"
-    # Where only the manifest is missing because the last opener died before it wrote one, all is well.
-    (folder / "thesis.tex").unlink()
-    (folder / f"{MANIFEST}.partial").write_text("{")
-    with open_store(tmp_path) as store:
-        assert put(store, KEYS[0]) is PutOutcome.STORED
-
-
-def test_a_root_that_cannot_be_is_a_store_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="Not a directory"):
-        open_store(tmp_path / "file")
-    with open_store(tmp_path / "several" / "new" / "folders") as store:
-        put(store, KEYS[0])

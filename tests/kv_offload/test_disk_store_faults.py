@@ -11,16 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_file_system import (
-    BLOCK_BYTES,
     FILE_BYTES,
-    WRITES,
-    FailAt,
     FaultyFiles,
     broken,
     files_below,
@@ -46,31 +43,6 @@ def failing(files: FaultyFiles, fault: Callable[[str, Path], None]) -> Iterator[
         files.before = lambda name, path: None
 
 
-def test_a_disk_that_is_full_at_any_write_leaves_nothing(tmp_path: Path) -> None:
-    files = FaultyFiles(max_bytes=20)
-    outcomes: list[PutOutcome] = []
-    with open_store(tmp_path, files=files) as store:
-        put(store, KEYS[0])
-        while PutOutcome.STORED not in outcomes:
-            for code in (errno.ENOSPC, errno.EDQUOT):
-                with failing(files, FailAt(WRITES, code, at=len(outcomes) // 2)):
-                    outcomes.append(put(store, KEYS[1]))
-                if outcomes[-1] is PutOutcome.STORED:
-                    break
-                assert files_below(store.path) == [f"{KEYS[0].hex()}.kv"]
-                assert not store.has(KEYS[1])
-                assert (store.keys(), store.used_bytes) == ([KEYS[0]], FILE_BYTES)
-                assert files.paths == {}, "a descriptor was left open"
-                with suppress(FileNotFoundError):
-                    (store.path / KEYS[1].hex()[:2]).rmdir()
-        assert outcomes[:-1] == [PutOutcome.DISK_FULL] * (len(outcomes) - 1)
-        # No folder, the folder, the file, its twelve parts, closing, renaming.
-        assert len(outcomes) == 2 * 17 + 1
-        assert get(store, KEYS[1]) == payload(KEYS[1])
-    with open_store(tmp_path) as store:
-        assert store.keys() == KEYS[:2]
-
-
 @pytest.mark.parametrize("name", ["open", "size", "readv", "close"])
 def test_a_block_that_cannot_be_read_is_put_aside_and_kept(tmp_path: Path, name: str) -> None:
     files = FaultyFiles()
@@ -88,18 +60,6 @@ def test_a_block_that_cannot_be_read_is_put_aside_and_kept(tmp_path: Path, name:
     with open_store(tmp_path) as store:  # the cable was loose
         assert store.keys() == KEYS[:2]
         assert get(store, KEYS[0]) == payload(KEYS[0])
-
-
-def test_a_read_error_half_way_fills_half_and_says_so(tmp_path: Path) -> None:
-    files = FaultyFiles(max_bytes=50)
-    found = bytearray(BLOCK_BYTES)
-    with open_store(tmp_path, files=files) as store:
-        put(store, KEYS[0])
-        fault = FailAt(frozenset({"readv"}), errno.EIO, at=3)
-        with failing(files, fault), pytest.raises(StoreError):
-            store.get_into(KEYS[0], [found])
-    assert found != payload(KEYS[0])
-    assert any(found), "the fault came too early to show anything"
 
 
 def test_opening_on_a_broken_disk_says_so_and_lets_go_of_the_lock(tmp_path: Path) -> None:
@@ -154,31 +114,6 @@ def _work(store: DiskStore) -> None:
     put(store, KEYS[2])
     get(store, KEYS[0])
     store.drop(KEYS[0])
-
-
-def test_the_same_block_put_twice_at_a_time_is_written_once(tmp_path: Path) -> None:
-    arrived, go_on = threading.Event(), threading.Event()
-
-    def stall(name: str, path: Path) -> None:
-        if name == "writev":
-            arrived.set()
-            assert go_on.wait(60.0)
-
-    files = FaultyFiles()
-    outcomes: list[PutOutcome] = []
-    with open_store(tmp_path, files=files) as store, failing(files, stall):
-        threads = [threading.Thread(target=lambda: outcomes.append(put(store, KEYS[0]))) for _ in range(2)]
-        threads[0].start()
-        assert arrived.wait(60.0)
-        assert not store.has(KEYS[0])
-        assert store.used_bytes == FILE_BYTES, "what is being written must count"
-        threads[1].start()
-        threads[1].join(0.1)
-        assert outcomes == [], "the second cannot know yet how the first ends"
-        go_on.set()
-        for thread in threads:
-            thread.join()
-    assert outcomes == [PutOutcome.STORED, PutOutcome.ALREADY]
 
 
 # Processes that die

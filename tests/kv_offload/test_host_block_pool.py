@@ -33,19 +33,6 @@ def not_on_disk(host: HostBlockPool, most: int = 100) -> list[bytes]:
 # -- take, get, entry_in_slot
 
 
-def test_each_block_gets_a_slot_of_its_own() -> None:
-    host = HostBlockPool(3)
-    assert (host.free, len(host)) == (3, 0)
-    entries = filled(host, A, B, C)
-    assert [entry.slot for entry in entries] == [0, 1, 2]
-    assert (host.free, len(host)) == (0, 3)
-    assert list(host) == entries
-    for entry in entries:
-        assert host.get(entry.key) is entry
-        assert host.entry_in_slot(entry.slot) is entry
-    assert host.get(D) is None
-
-
 def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_counted() -> None:
     counts: Counter[str] = Counter()
     host = HostBlockPool(2, counts)
@@ -70,31 +57,7 @@ def test_of_what_a_reader_releases_the_end_is_reused_first() -> None:
     assert order_of_reuse(host) == [C, B, A]
 
 
-def test_what_is_being_filled_is_found_but_not_reused() -> None:
-    host = HostBlockPool(2)
-    entry = host.take(A, 0, 7)
-    filled(host, B)
-    assert host.get(A) is entry
-    assert order_of_reuse(host) == [B]
-    assert entry is not None
-    host.end_fill(entry)
-    assert entry.job is None
-    assert order_of_reuse(host) == [A]
-
-
 # -- the order of reuse
-
-
-def test_the_longest_unused_is_reused_first_and_its_slot_is_free() -> None:
-    host = HostBlockPool(3)
-    first, *_ = filled(host, A, B, C)
-    assert host.reuse(at_most=9) is first
-    assert host.get(A) is None
-    assert host.entry_in_slot(first.slot) is None
-    assert host.free == 1
-    (again,) = filled(host, D)
-    assert again.slot == first.slot
-    assert order_of_reuse(host) == [B, C, D]
 
 
 def test_a_lower_rank_goes_first_however_lately_used() -> None:
@@ -109,31 +72,7 @@ def test_a_lower_rank_goes_first_however_lately_used() -> None:
 # -- pins
 
 
-def test_what_is_pinned_is_not_reused_before_its_last_reader_is_through() -> None:
-    host = HostBlockPool(2)
-    a, _ = filled(host, A, B)
-    host.pin(a)
-    host.pin(a)
-    host.unpin(a)
-    assert order_of_reuse(host) == [B]
-    host.unpin(a)
-    assert order_of_reuse(host) == [A]
-
-
 # -- removal
-
-
-def test_what_is_removed_is_found_no_more_and_its_slot_is_free() -> None:
-    host = HostBlockPool(2)
-    a, _ = filled(host, A, B)
-    host.remove(a)
-    assert a.removal_pending
-    assert host.get(A) is None
-    assert host.entry_in_slot(a.slot) is None
-    assert host.free == 1
-    host.remove(a)  # nothing happens the second time
-    assert host.free == 1
-    assert order_of_reuse(host) == [B]
 
 
 # -- what is on disk
@@ -163,17 +102,3 @@ def test_what_is_worth_more_does_not_make_way_for_what_is_worth_less() -> None:
 
 
 # -- room
-
-
-def test_room_is_what_is_free_and_what_would_make_way() -> None:
-    host = HostBlockPool(6)
-    low, _ = filled(host, A, B, rank=1)
-    filled(host, C, rank=3)
-    host.take(D, 1, 7)
-    assert [host.room(rank) for rank in (0, 1, 2, 3)] == [2, 4, 4, 5]
-    host.pin(low)
-    assert host.room(9) == 4
-    host.remove(low)
-    assert host.room(9) == 4, "it is read still"
-    host.unpin(low)
-    assert host.room(9) == 5

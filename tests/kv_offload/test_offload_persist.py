@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.kv_offload.disk_planner import DiskBackoff, TierLimits
+from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
@@ -89,51 +89,6 @@ def test_what_host_memory_has_is_written_from_there() -> None:
     step(kept)
     step(kept)
     assert kept.persist(chain, {}) == PersistStatus(6, 0)
-
-
-def test_a_context_larger_than_host_memory_goes_in_parts() -> None:
-    kept, chain = planner(host_slots=6, disk_blocks=40), keys(30)
-    stored = []
-    for _ in range(40):
-        stored.append(kept.persist(chain, placed(chain)).stored)
-        step(kept)
-        step(kept)
-    assert stored == sorted(stored)
-    assert stored[-1] == 30
-
-
-@pytest.mark.parametrize("how", ["fails", "hangs"])
-def test_a_broken_disk_leaves_host_memory_to_others(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was to be written to it used to fill host memory, and no block of a busy program was saved."""
-    monkeypatch.setattr(DiskBackoff, "LONGEST_STEPS", 64)
-    kept = planner(host_slots=32, disk_blocks=64, max_spilling=4)
-    last: OffloadJobs | None = None
-
-    def broken_step() -> None:
-        nonlocal last
-        jobs = kept.take_jobs()
-        results = answered(jobs, CopyResult.FAILED)
-        if how == "hangs":
-            last, results.spilled = (jobs if jobs.spills else last), {}
-        kept.take_results(results)
-
-    for program in range(8):
-        chain = keys(4, start=100 * program)
-        kept.persist(chain, placed(chain))
-        broken_step()
-    for _ in range(500):
-        broken_step()
-    for start in (1000, 2000):
-        assert all(kept.plan_save(each, 0, RetentionRank.PLAIN) for each in keys(32, start=start))
-        chain = keys(4, start=start + 500)
-        kept.persist(chain, placed(chain))
-        broken_step()
-    if last is not None:
-        kept.take_results(answered(last))
-    for _ in range(200):
-        kept.persist(chain, placed(chain))
-        step(kept)
-    assert kept.persist(chain, placed(chain)) == PersistStatus(4, 0), "once it works again"
 
 
 @settings(max_examples=150, deadline=None)

@@ -12,34 +12,6 @@ def key(number: int) -> bytes:
     return b"%032d" % number
 
 
-def answered(planner: OffloadPlanner) -> None:
-    """One step whose spills succeed at once."""
-    jobs = planner.take_jobs()
-    spilled = {job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()}
-    planner.take_results(OffloadResults(spilled=spilled))
-
-
-def test_what_is_on_disk_makes_way_before_what_is_not() -> None:
-    """A spill used to count as a use: what was safe stayed, and what was not was lost with room on disk."""
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
-    planner.take_results(OffloadResults(on_disk=[]))
-    for number in range(600):
-        planner.plan_save(key(number), 1)
-        if number % 10 == 9:
-            answered(planner)
-    assert planner.counts["dropped"] == 0
-    assert planner.counts["dropped_on_disk"] == 500
-    assert all(key(number) in planner.disk for number in range(500))
-
-
-def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=4))
-    assert planner.has_jobs
-    planner.take_results(OffloadResults(on_disk=[key(1)]))
-    assert not planner.has_jobs
-    assert planner.lookup("r", [key(1)], 0.0) is None, "it is being read"
-
-
 def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
     """Copied ahead of need, in a step."""
     planner.store([(each, 1) for each in keys], rank)
@@ -63,32 +35,6 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
     assert in_host(planner, context) == [True] * 50 + [False] * 30
 
 
-def test_what_a_request_waits_for_is_pinned_until_it_is_loaded_or_given_up() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100))
-    stored(planner, keys(0, 20))
-    assert planner.pinned_host_blocks == 0
-    assert planner.lookup("r", keys(0, 20), 0.0) == 20
-    assert planner.pinned_host_blocks == 20
-    planner.abandon("r")
-    assert planner.pinned_host_blocks == 0
-    assert planner.lookup("s", keys(0, 20), 0.0) == 20
-    planner.load("s", keys(0, 20), range(20))
-    planner.take_jobs()
-    planner.take_jobs()
-    assert planner.pinned_host_blocks == 20
-    assert planner.take_loaded("s") == 20
-    assert planner.pinned_host_blocks == 0
-    planner.store([(key(50), 1)])
-    assert planner.pinned_host_blocks == 1, "a copy fills it"
-
-
-def test_where_room_is_short_the_beginning_is_stored() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=50))
-    assert planner.store([(each, 1) for each in keys(0, 80)]) == 50
-    assert in_host(planner, keys(0, 80)) == [True] * 50 + [False] * 30
-    assert planner.counts["no_room"] == 0, "nothing is lost: it is still on the device"
-
-
 def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
     planner.take_results(OffloadResults(on_disk=[]))
@@ -107,19 +53,6 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert not planner.take_jobs().spills
     planner.write_to_disk(cold, 0)
     assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
-
-
-def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
-    planner.take_results(OffloadResults(on_disk=[]))
-    stored(planner, keys(0, 30), 3)
-    planner.write_to_disk(keys(0, 30), 1)
-    jobs = planner.take_jobs()
-    full = {job: {file.key: CopyResult.FULL for file in files} for job, files in jobs.spills.items()}
-    planner.take_results(OffloadResults(spilled=full))
-    for _ in range(200):
-        assert not planner.take_jobs().spills
-    assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
 
 
 def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
@@ -172,16 +105,6 @@ def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> N
     planner.take_results(OffloadResults(staged={read: dict.fromkeys(contexts[0], CopyResult.MOVED)}))
     assert planner.lookup("again", contexts[0], 30.0) == 20
     assert planner.lookup("other", contexts[2], 30.0) is None, "the disk answers, so it is read"
-
-
-def test_whoever_waits_for_a_disk_as_it_begins_to_hang_goes_on_with_the_first() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
-    first, second = keys(0, 20), keys(20, 20)
-    planner.take_results(OffloadResults(on_disk=[*first, *second]))
-    assert planner.lookup("first", first, 0.0) is None
-    assert planner.lookup("second", second, 9.0) is None
-    assert planner.lookup("first", first, 10.0) == 0
-    assert planner.lookup("second", second, 10.0) == 0
 
 
 def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:

@@ -15,7 +15,6 @@ from sojourn_server.kv_offload.offload_planner import OffloadPlanner
 pytest.importorskip("torch")
 
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
-from sojourn_server.kv_offload.disk_store import block_path
 
 
 def key(number: int) -> bytes:
@@ -50,31 +49,6 @@ def test_what_one_engine_has_written_another_loads(pair: tuple[Engine, Engine]) 
     assert (len(a.disk), len(b.disk)) == (10, 0)
 
 
-def test_on_the_way_back_each_reads_what_the_other_has_added(pair: tuple[Engine, Engine]) -> None:
-    """What a request waits for is read together, wherever it lies."""
-    a, b = pair
-    more = [*CHAIN, key(100), key(101)]
-    assert b.persist(more, b.compute(more)) == (12, 0)
-    # Of the beginning nothing is left above a's disk.
-    for entry in list(a.planner.host):
-        a.planner.host.remove(entry)
-    a.load(more)
-    assert (a.planner.counts["staged"], a.planner.counts["shared"]) == (10, 2)
-
-
-def test_a_torn_file_is_computed_and_stays_its_owners(pair: tuple[Engine, Engine]) -> None:
-    a, b = pair
-    assert a.disk is not None
-    path = block_path(a.disk.path, CHAIN[3])
-    spoilt = path.read_bytes()[:-1] + b"\x55"
-    path.write_bytes(spoilt)
-    assert b.wait_for(CHAIN) == 3
-    assert b.planner.counts["stage_corrupt"] == 1
-    b.planner.abandon("r")
-    b.rest()
-    assert path.read_bytes() == spoilt
-
-
 def test_a_store_of_other_weights_is_nobodys_sibling(tmp_path: Path) -> None:
     import torch
 
@@ -88,12 +62,6 @@ def test_a_store_of_other_weights_is_nobodys_sibling(tmp_path: Path) -> None:
     assert b.planner.counts["shared"] == 0
     a.close()
     b.close()
-
-
-def test_whoever_has_no_name_reads_no_others(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
-    plain = Engine(tmp_path, blocks=12, slots=12, disk_blocks=12)
-    assert plain.wait_for(CHAIN) == 0
-    plain.close()
 
 
 # -- the planner's rules ---------------------------------------------------------------------
@@ -121,21 +89,6 @@ def test_others_are_asked_once_a_request_and_never_for_little() -> None:
     assert not asked.take_jobs().probes
     asked.abandon("s")
     assert asked.lookup("s", CHAIN, 0.4) is None, "a request that was preempted may find more"
-
-
-def test_a_request_waits_for_others_for_so_long_and_no_longer() -> None:
-    asked = planner(max_probe_wait_s=1.0)
-    assert asked.lookup("r", CHAIN, 10.0) is None
-    (job,) = asked.take_jobs().probes
-    assert asked.lookup("r", CHAIN, 10.9) is None
-    assert asked.lookup("r", CHAIN, 11.0) == 0
-    assert not asked.take_jobs().probes
-    # What comes too late for one is there for the next.
-    asked.take_results(OffloadResults(probed={job: ProbeResult(10, 1)}))
-    assert asked.lookup("r", CHAIN, 11.1) == 0
-    assert asked.lookup("s", CHAIN, 11.2) is None
-    ((_, files),) = asked.take_jobs().stages.items()
-    assert [(file.key, file.shared) for file in files] == [(each, True) for each in CHAIN]
 
 
 def test_after_a_reset_nothing_of_others_is_read_and_nothing_is_written_for_them() -> None:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from sojourn_server.kv_offload.offload_jobs import (
-    SPEED_MAX_AGE_S,
     SPEED_SAMPLES,
     TRANSFER_DIRECTIONS,
     OffloadResults,
     OffloadStats,
 )
 from sojourn_server.metrics import metric_catalog
-
-
-def test_before_the_first_copy_nothing_is_said_of_overlap() -> None:
-    totals = OffloadStats().totals()
-    assert totals["overlapped"] is None
-    assert totals["moved_bytes"] == dict.fromkeys(TRANSFER_DIRECTIONS, 0)
 
 
 def test_overlap_is_the_share_of_copying_that_nobody_waited_for() -> None:
@@ -29,27 +22,12 @@ def test_overlap_is_the_share_of_copying_that_nobody_waited_for() -> None:
     assert totals["waited_s"] == 1.0
 
 
-def test_more_waiting_than_copying_is_no_overlap() -> None:
-    traffic = OffloadStats()
-    traffic.add(OffloadResults(seconds={"to_device": 1.0}, waited_s=2.0), 0.0)
-    assert traffic.totals()["overlapped"] == 0.0
-
-
 def test_the_metrics_know_all_lanes() -> None:
     assert set(TRANSFER_DIRECTIONS) == metric_catalog.LANES
 
 
 def moved(seconds: float, size: int) -> OffloadResults:
     return OffloadResults(seconds={"to_host": seconds}, moved_bytes={"to_host": size})
-
-
-def test_speed_is_that_of_all_reports_together_while_they_are_few() -> None:
-    traffic = OffloadStats()
-    assert traffic.seconds_a_byte("to_host", 0.0) is None
-    traffic.add(moved(3.0, 300), 0.0)
-    traffic.add(moved(3.0, 100), 0.0)
-    assert traffic.seconds_a_byte("to_host", 0.0) == 6.0 / 400
-    assert traffic.seconds_a_byte("to_device", 0.0) is None
 
 
 def test_a_link_that_has_slowed_is_told_soon_however_long_it_was_fast() -> None:
@@ -64,12 +42,3 @@ def test_a_link_that_has_slowed_is_told_soon_however_long_it_was_fast() -> None:
     for _ in range(SPEED_SAMPLES):
         traffic.add(moved(0.1, 1000), 0.0)
     assert round(traffic.seconds_a_byte("to_host", 0.0) or 0.0, 9) == 0.1 / 1000, "and fast again"
-
-
-def test_what_was_measured_long_ago_is_not_believed_for_ever() -> None:
-    traffic = OffloadStats()
-    traffic.add(moved(10.0, 1000), 100.0)
-    traffic.add(moved(1.0, 1000), 101.0)
-    assert traffic.seconds_a_byte("to_host", 100.0 + SPEED_MAX_AGE_S) == 11.0 / 2000
-    assert traffic.seconds_a_byte("to_host", 100.5 + SPEED_MAX_AGE_S) == 1.0 / 1000
-    assert traffic.seconds_a_byte("to_host", 102.0 + SPEED_MAX_AGE_S) is None

@@ -5,7 +5,6 @@ What is slow here waits for an event, not for time.
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_cuda import FakeCuda  # noqa: E402
-from faulty_file_system import WRITES, FaultyFiles, broken, key  # noqa: E402
+from faulty_file_system import FaultyFiles, broken, key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned  # noqa: E402
 from sojourn_server.kv_offload.cpu_device_backend import CpuCopy  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, CopyResult, OffloadJobs  # noqa: E402
@@ -84,15 +83,6 @@ def waits(event: threading.Event, *names: str) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_saved_and_loaded(make: Callable[..., Engine], dtype: Any) -> None:
-    engine = make(dtype=dtype)
-    engine.save([A, B, C])
-    engine.step()
-    engine.load([A, B, C])
-    engine.load([C, A], "r2")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_spilled_and_staged_by_the_next_engine(
     make: Callable[..., Engine], tmp_path: Path, dtype: Any
 ) -> None:
@@ -155,25 +145,6 @@ def test_a_load_is_answered_when_its_blocks_have_arrived(make: Callable[..., Eng
     assert engine.mover.take_loaded() == ({"r"}, set())
     assert engine.mover.take_loaded() == (set(), set()), "and once"
     assert engine.holds(4, A)
-
-
-def test_a_slot_keeps_its_block_until_the_load_has_ended(make: Callable[..., Engine]) -> None:
-    engine = make(slots=2)
-    engine.save([A, B])
-    engine.step()
-    arrives = threading.Event()
-    engine.device.before = waits(arrives, "to_device")
-    assert engine.ask([A]) == 1
-    engine.planner.load("r", [A], [4])
-    engine.begin()
-    for number, each in enumerate((C, D)):  # what the device loses meanwhile finds one slot only
-        engine.write(number, each)
-        engine.planner.plan_save(each, number)
-        engine.begin()
-    arrives.set()
-    assert engine.end() == set()
-    assert engine.holds(4, A)
-    assert nothing_is_pinned(engine.planner)
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
@@ -271,17 +242,6 @@ def test_a_store_that_is_needed_now_does_not_wait_for_those_in_front_of_it() -> 
 # -- a device that fails
 
 
-def test_a_store_that_fails_is_found_by_nobody(make: Callable[..., Engine], reported: list[Any]) -> None:
-    engine = make()
-    engine.write(0, A)
-    engine.device.before = fails("to_host")
-    engine.planner.store([(A, 0)])
-    engine.steps_until(lambda: not engine.planner.under_way)
-    assert engine.ask([A]) == 0
-    assert engine.planner.counts["failed"] == 1
-    assert engine.planner.host.free == 6
-
-
 def broken_step(*_: Any) -> Any:
     raise Broken("on purpose")
 
@@ -316,39 +276,7 @@ def test_every_job_of_a_step_that_failed_is_answered(
     engine.load([C])
 
 
-def test_blocks_that_cannot_be_loaded_are_invalid(make: Callable[..., Engine]) -> None:
-    engine = make()
-    engine.save([A, B])
-    engine.step()
-    engine.device.before = fails("to_device")
-    assert engine.ask([A, B]) == 2
-    engine.planner.load("r", [A, B], [4, 5])
-    assert engine.step() == {4, 5}
-    engine.device.before = lambda name: None
-    assert engine.ask([A, B], "r2") == 0, "else it would be tried again for ever"
-    assert nothing_is_pinned(engine.planner)
-
-
 # -- a disk that fails
-
-
-def test_a_full_disk_keeps_what_it_has(make: Callable[..., Engine], tmp_path: Path) -> None:
-    files = FaultyFiles()
-    engine = make(tmp_path, files=files, slots=4, spill_below=1.0)
-    engine.save([A, B])
-    engine.steps_until(lambda: len(engine.planner.disk) == 2)
-    files.before = broken(*WRITES, code=errno.ENOSPC)
-    engine.save([C, D])
-    engine.steps_until(lambda: engine.planner.counts["spill_full"] == 2)
-    engine.load([A, B, C, D])
-    for _ in range(10):
-        engine.step()
-    assert engine.disk is not None
-    assert set(engine.disk.keys()) == {A, B}
-    assert engine.planner.counts["spilled"] == 2  # not one in place of the other, and back
-    files.before = lambda name, path: None
-    engine.steps_until(lambda: len(engine.planner.disk) == 4)  # it has room again, and is tried again
-    assert set(engine.disk.keys()) == set(engine.planner.disk)
 
 
 def test_a_disk_that_cannot_be_written_is_left_alone_and_tried_again(
@@ -416,52 +344,7 @@ def test_a_block_that_cannot_be_read_is_computed_again(
     engine.load([A, B, C])
 
 
-def test_who_has_waited_for_the_disk_long_enough_computes(
-    make: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = make(tmp_path, spill_below=1.0)
-    engine.save([A, B])
-    engine.steps_until(lambda: len(engine.planner.disk) == 2)
-    engine.close()
-
-    files = FaultyFiles()
-    engine = make(tmp_path, files=files, max_stage_wait_s=10.0)
-    engine.step()
-    arrives = threading.Event()
-    files.before = waits(arrives, "readv")
-    assert engine.ask([A, B]) is None
-    engine.step()
-    engine.now += 9.9
-    assert engine.ask([A, B]) is None
-    engine.now += 0.2
-    assert engine.ask([A, B]) == 0
-    assert engine.planner.counts["gave_up"] == 2
-    engine.step()
-    assert engine.ask([A, B]) == 0  # it does not begin to wait once more
-    arrives.set()
-    engine.rest()
-    engine.load([A, B], "r2")  # what comes all the same is the next one's
-    engine.planner.abandon("r")
-    engine.step()
-    assert nothing_is_pinned(engine.planner)
-
-
 # -- the end
-
-
-def test_what_was_begun_is_done_when_it_is_closed(make: Callable[..., Engine], tmp_path: Path) -> None:
-    files = FaultyFiles()
-    engine = make(tmp_path, files=files, spill_below=1.0)
-    engine.step()
-    files.before = lambda name, path: time.sleep(0.003)
-    engine.save(KEYS[:6])
-    engine.step()
-    engine.close()
-
-    engine = make(tmp_path)
-    engine.step()
-    assert len(engine.planner.disk) == 6
-    engine.load(KEYS[:6])
 
 
 def test_a_disk_that_hangs_does_not_hold_up_the_end(

@@ -6,34 +6,10 @@ import random
 
 import pytest
 from sojourn_server.kv_offload.disk_planner import TierLimits
-from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult, RankResults
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, RankResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
 
 MOVED, FULL, MISSING, CORRUPT, FAILED = CopyResult
-
-
-def test_an_engine_with_one_worker_reports_as_it_does_alone() -> None:
-    report = OffloadResults(
-        on_disk=[b"a", b"b"],
-        stored={1: MOVED},
-        spilled={2: {b"a": MOVED, b"b": FULL}},
-        staged={3: {b"c": CORRUPT}},
-        probed={4: ProbeResult(2, 1)},
-        lost_slots=[7],
-        seconds={"to_host": 0.5},
-        moved_bytes={"to_host": 100},
-        waited_s=0.25,
-    )
-    assert RankResults(1).add([report]) == report
-
-
-def test_a_job_ends_when_the_last_worker_has_answered() -> None:
-    combined = RankResults(2)
-    assert combined.add(
-        [OffloadResults(stored={1: MOVED, 2: MOVED}), OffloadResults(stored={2: MOVED})]
-    ).stored == {2: MOVED}
-    assert not combined.add([OffloadResults()])
-    assert combined.add([OffloadResults(), OffloadResults(stored={1: MOVED})]).stored == {1: MOVED}
 
 
 @pytest.mark.parametrize("bad", [FULL, MISSING, CORRUPT, FAILED])
@@ -60,19 +36,6 @@ def test_what_an_earlier_engine_left_counts_where_all_ranks_have_it() -> None:
     complete = combined.add([OffloadResults(on_disk=[b"c", b"d", b"a"])])
     assert complete.on_disk == [b"a", b"c"]
     assert sorted(complete.partly_on_disk) == [b"b", b"d"]
-
-
-def test_a_slot_lost_by_one_rank_is_lost_at_once() -> None:
-    combined = RankResults(3)
-    assert combined.add([OffloadResults(lost_slots=[4, 5]), OffloadResults(lost_slots=[5])]).lost_slots == [
-        4,
-        5,
-    ]
-
-
-def test_a_search_finds_what_all_ranks_find() -> None:
-    reports = [OffloadResults(probed={1: ProbeResult(5, 2)}), OffloadResults(probed={1: ProbeResult(3, 1)})]
-    assert RankResults(2).add(reports).probed == {1: ProbeResult(3, 1)}
 
 
 def test_speeds_are_of_the_engine() -> None:

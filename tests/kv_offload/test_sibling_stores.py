@@ -16,7 +16,6 @@ from sojourn_server.kv_offload.store_folder import (
     MANIFEST,
     StoreInUse,
     is_store_name,
-    store_name,
 )
 
 KEYS = [key(number) for number in range(10)]
@@ -49,16 +48,6 @@ def of(store: DiskStore, files: FaultyFiles | None = None) -> SiblingStores:
 
 
 # -- names ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["a", "0", "engine-1", "10.0.0.7_8000", "x" * 64])
-def test_a_named_store_is_a_folder_of_its_own(tmp_path: Path, name: str) -> None:
-    with open_store(tmp_path, None, KEYS[0]) as plain, open_store(tmp_path, name, KEYS[1]) as named:
-        assert named.path == plain.path.parent / f"{plain.path.name}-{name}"
-        assert (store_name(plain.path), store_name(named.path)) == (None, name)
-        assert (plain.keys(), named.keys()) == ([KEYS[0]], [KEYS[1]])
-    with open_store(tmp_path, name) as again:
-        assert again.keys() == [KEYS[1]]
 
 
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a/b", "..", "a b", "ä", "a\n", "x" * 65])
@@ -135,34 +124,3 @@ def test_the_store_of_something_else_is_no_sibling(tmp_path: Path, changed: dict
             read(sibling_stores, KEYS[0])
         assert caught.value.reason is BlockDefect.IDENTITY
         assert block_path(disguised, KEYS[0]).exists(), "it is not ours to remove"
-
-
-@pytest.mark.parametrize("how", ["cut off", "longer", "flipped"])
-def test_a_torn_file_is_never_taken_for_a_block_and_left_to_its_owner(tmp_path: Path, how: str) -> None:
-    with open_store(tmp_path, "a", *KEYS[:2]) as owner, open_store(tmp_path, "b") as own:
-        path = block_path(owner.path, KEYS[0])
-        whole = path.read_bytes()
-        spoilt = {"cut off": whole[:-1], "longer": whole + b"\0", "flipped": whole[:-1] + b"\x55"}[how]
-        path.write_bytes(spoilt)
-        sibling_stores = of(own)
-        # Only what is of the wrong size shows without being read.
-        assert sibling_stores.leading(KEYS) == ProbeResult(2 if how == "flipped" else 0, 1)
-        with pytest.raises(BlockCorrupt):
-            read(sibling_stores, KEYS[0])
-        assert path.read_bytes() == spoilt
-        # Somebody else's copy is as good as any.
-        with open_store(tmp_path, "c", KEYS[0]):
-            assert sibling_stores.leading(KEYS[:1]) == ProbeResult(1, 2)
-            assert read(sibling_stores, KEYS[0]) == payload(KEYS[0])
-
-
-def test_mistakes_of_the_caller(tmp_path: Path) -> None:
-    with open_store(tmp_path, "a", KEYS[0]), open_store(tmp_path, "b") as own:
-        sibling_stores = of(own)
-        sibling_stores.leading(KEYS)
-        with pytest.raises(ValueError, match="95 bytes; expected 96"):
-            sibling_stores.get_into(KEYS[0], [bytearray(95)])
-        with pytest.raises(ValueError, match="writable"):
-            sibling_stores.get_into(KEYS[0], [bytes(BLOCK_BYTES)])
-        with pytest.raises(ValueError, match="16 to 64 bytes"):
-            sibling_stores.get_into(b"short", [bytearray(BLOCK_BYTES)])
