@@ -68,13 +68,6 @@ def test_a_dial_that_succeeds_after_its_patience_is_hung_up_and_not_taken_for_th
     assert (offer.conn, type(offer.message)) == (SECOND, OfferMessage)
 
 
-def test_a_dial_that_fails_after_its_patience_does_not_end_the_next() -> None:
-    dialling = Dialling()
-    dialling.core.peers.dial_failed(dialling.first, "connection refused", dialling.now)
-    assert dialling.core.take(dialling.now)[1] == []
-    dialling.goes_well()
-
-
 def test_the_next_dial_may_fail_by_itself() -> None:
     dialling = Dialling()
     dialling.core.peers.dial_failed(dialling.second, "connection refused", dialling.now)

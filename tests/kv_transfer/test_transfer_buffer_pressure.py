@@ -49,16 +49,6 @@ def queued(world: World, engine: Engine, *names: str, seconds: float) -> None:
         world.run(min(0.5, end - world.now))
 
 
-def test_a_context_whose_request_is_in_the_queue_stays_however_long_that_is() -> None:
-    world, p, d = two_engines(limits={"slots": 16})
-    context = pushed(world, p, "t", 0)
-    queued(world, d, "t", seconds=200.0)
-    d.do(d.core.prompts.expect, "t")
-    assert d.over(PromptTransferEnded, "t").complete
-    assert d.prompt("t") == [content(one) for one in context]
-    assert_clean(p, d)
-
-
 def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants() -> None:
     world, p, d = two_engines(limits={"slots": 16})
     pushed(world, p, "wanted", 0)
@@ -76,45 +66,5 @@ def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants()
     d.do(d.core.prompts.forget, "left")
     d.do(d.core.prompts.expect, "wanted")
     assert len(d.prompt("wanted")) == 8
-    world.run(1.0)
-    assert_clean(p, d)
-
-
-def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
-    """The last in the queue yields, and of those before it none."""
-    world, p, d = two_engines(limits={"slots": 32})
-    names = [f"t{number}" for number in range(4)]
-    for number, name in enumerate(names):
-        pushed(world, p, name, 100 * number)
-        queued(world, d, *names[: number + 1], seconds=0.5)
-    queued(world, d, *names, seconds=40.0)
-    assert d.core.ctx.counts["prompts_evicted"] == 0, "nobody else wants the room"
-    for number in range(3):
-        pushed(world, p, f"live{number}", 1000 + 100 * number)
-        d.do(d.core.prompts.expect, f"live{number}")
-        queued(world, d, *names, seconds=1.4)
-        assert len(d.prompt(f"live{number}")) == 8
-    assert d.core.ctx.counts["prompts_evicted"] == 1
-    for name in names:
-        d.do(d.core.prompts.expect, name)
-    assert [d.over(PromptTransferEnded, name).complete for name in names] == [True, True, True, False]
-    assert "queue" in d.over(PromptTransferEnded, "t3").why
-    for name in names:
-        d.do(d.core.prompts.forget, name)
-    world.run(1.0)
-    assert_clean(p, d)
-
-
-def test_a_context_that_fills_the_buffers_is_kept_for_the_first_in_the_queue() -> None:
-    world, p, d = two_engines(limits={"slots": 8})
-    pushed(world, p, "t", 0)
-    queued(world, d, "t", seconds=1.0)
-    pushed(world, p, "next", 100)
-    d.do(d.core.prompts.expect, "next")
-    queued(world, d, "t", seconds=3.0)
-    assert not d.over(PromptTransferEnded, "next").complete, "who has nothing yet loses nothing"
-    d.do(d.core.prompts.forget, "next")
-    d.do(d.core.prompts.expect, "t")
-    assert len(d.prompt("t")) == 8
     world.run(1.0)
     assert_clean(p, d)

@@ -9,13 +9,11 @@ from simulated_transfers import (
     World,
     assert_clean,
     content,
-    key,
     keys,
     layers_of,
     two_engines,
 )
 from sojourn_server.kv_transfer.transfer_actions import (
-    LayerLoaded,
     LoadEnded,
     PromptTransferEnded,
     PushEnded,
@@ -23,19 +21,6 @@ from sojourn_server.kv_transfer.transfer_actions import (
 from sojourn_server.kv_transfer.transfer_wire import DataMessage, NeedMessage, OfferMessage, ReadMessage
 
 CONTEXT = keys(*range(8))
-
-
-def test_what_is_stored_is_read_here(  # the prefill side's path
-) -> None:
-    world = World()
-    engine = world.engine("p")
-    world.put(*CONTEXT)
-    assert engine.load("a", CONTEXT) == 8
-    world.run()
-    assert engine.over(LoadEnded, "a") == LoadEnded("a", 8)
-    assert [event.layer for event in engine.events if isinstance(event, LayerLoaded)] == list(range(LAYERS))
-    assert engine.taken("a") == [content(one) for one in CONTEXT]
-    assert_clean(engine)
 
 
 def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
@@ -119,19 +104,6 @@ def test_reads_are_first_come_first_served_by_request() -> None:
     assert over == list(contexts)
     for name in contexts:
         engine.taken(name)
-    assert_clean(engine)
-
-
-def test_blocks_are_stored_in_order() -> None:
-    world = World()
-    engine = world.engine("d", rates={"storage_write": 960.0})
-    for before, number in enumerate(range(1, 5)):
-        assert engine.do(engine.core.store, key(number), key(before), [memoryview(content(key(number)))])
-    assert not world.stored
-    world.run()
-    assert list(world.stored) == keys(1, 2, 3, 4)
-    assert world.stored[key(4)] == content(key(4))
-    assert engine.core.ctx.counts["write_stored"] == 4
     assert_clean(engine)
 
 

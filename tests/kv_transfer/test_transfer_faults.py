@@ -20,7 +20,6 @@ from simulated_transfers import (
 )
 from sojourn_server.kv_transfer.peer_table import _FIELD_DESCRIPTIONS
 from sojourn_server.kv_transfer.transfer_actions import (
-    LayerLoaded,
     LoadEnded,
     PromptTransferEnded,
     PushEnded,
@@ -162,25 +161,6 @@ def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_patience_and_no_mor
     release_buffers(world, here, there)
 
 
-def test_a_push_to_nobody_fails_at_once() -> None:
-    world = World()
-    here = world.engine("p")
-    here.push("t", "nowhere", CONTEXT)
-    world.run(1.0)
-    assert here.over(PushEnded, "t") == PushEnded("t", False, "cannot reach nowhere: connection refused")
-    assert_clean(here)
-
-
-def test_a_fetch_from_nobody_fails_at_once_and_good_for_nothing() -> None:
-    world = World()
-    here = world.engine("p")
-    here.load("t", CONTEXT, address="nowhere")
-    world.run(1.0)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "missing"), "it was looked for here then"
-    assert here.taken("t") == []
-    assert_clean(here)
-
-
 def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
     world = World()
     here = world.engine("p", limits={"slots": 8})
@@ -199,32 +179,6 @@ def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
     world.run(0.1)
     assert here.taken("next") == [content(one) for one in others]
     assert_clean(here)
-
-
-def test_once_a_layer_has_come_nobody_is_made_to_wait_for_storage_instead() -> None:
-    world, here, _ = two_engines(rates={"compute": 400.0})
-    world.put(*CONTEXT)
-    here.load("t", CONTEXT, address="d")
-    world.run(5.0, until=lambda: any(isinstance(event, LayerLoaded) for event in here.events))
-    reads = len(world.reads)
-    world.kill("d")
-    world.run(0.1)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the connection has ended")
-    assert len(world.reads) == reads
-    here.do(here.core.loads.end, "t")
-    world.run(1.0)
-    assert_clean(here)
-
-
-def test_a_push_that_never_comes_is_waited_for_no_longer_than_patience() -> None:
-    world = World()
-    there = world.engine("d")
-    began = world.now
-    there.do(there.core.prompts.expect, "t")
-    assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", False, "it makes no progress")
-    assert PATIENCE_S <= world.now - began <= PATIENCE_S + 0.5
-    there.do(there.core.prompts.forget, "t")
-    assert_clean(there)
 
 
 # -- the store ---------------------------------------------------------------------------------
@@ -262,24 +216,6 @@ def test_storage_that_never_answers_costs_patience_and_its_slot_until_it_does(si
         (item,) = engine.core.ctx.reads._in_flight
         engine.do(engine.core.ctx.read_done, item, None)
     assert_clean(here, there)
-
-
-def test_a_store_that_is_full_says_so_and_nothing_waits_on() -> None:
-    world = World()
-    engine = world.engine("d")
-    writes: list[int] = []
-    original = world._write
-
-    def full(of: Engine, action: object) -> None:
-        writes.append(1)
-        of.do(of.core.write_done, action.item, "disk_full")  # type: ignore[attr-defined]
-
-    world._write = full  # type: ignore[method-assign, assignment]
-    assert engine.do(engine.core.store, key(1), b"", [memoryview(content(key(1)))])
-    world.run(1.0)
-    world._write = original  # type: ignore[method-assign]
-    assert engine.core.ctx.counts["write_disk_full"] == 1
-    assert_clean(engine)
 
 
 # -- aborts in each phase ----------------------------------------------------------------------
@@ -340,20 +276,6 @@ def test_a_push_may_be_given_up_in_any_phase_by_either(who: str, layers: int) ->
 # -- leases, epochs, sizes, handshakes -----------------------------------------------------------
 
 
-def test_what_nobody_takes_is_given_back_by_itself() -> None:
-    world, here, there = two_engines()
-    world.put(*CONTEXT)
-    here.load("t", CONTEXT, address="d", total=9)
-    here.wait(LoadEnded, "t")
-    assert here.core.ctx.buffers.used == 8
-    assert there.core.ctx.buffers.used == 9
-    world.run(LEASE_S + 2.0)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 0, "the lease on its buffers has expired")
-    assert here.core.ctx.counts["leases_expired"] == 1
-    assert there.core.ctx.counts["leases_expired"] == 1
-    assert_clean(here, there)
-
-
 def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     world, here, there = two_engines()
     epoch = there.core.peers.epoch
@@ -391,18 +313,6 @@ def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() ->
     here.do(here.core.loads.end, "r")
     there.do(there.core.prompts.forget, "t")
     assert_clean(here, there)
-
-
-def test_a_load_larger_than_ones_own_buffers_is_cut_to_what_fits() -> None:
-    world = World()
-    engine = world.engine("p", limits={"slots": 6})
-    world.put(*CONTEXT)
-    assert engine.load("t", CONTEXT) == 6
-    world.run(1.0)
-    assert engine.over(LoadEnded, "t") == LoadEnded("t", 6)
-    assert engine.taken("t") == [content(one) for one in CONTEXT[:6]]
-    assert engine.core.ctx.counts["loads_cut"] == 1
-    assert_clean(engine)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from simulated_transfers import LAYER_BYTES, World, assert_clean, content, keys, layers_of
-from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
+from simulated_transfers import LAYER_BYTES, World, assert_clean, content, keys
+from sojourn_server.kv_transfer.transfer_actions import PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_wire import AbortMessage, DataMessage, NeedMessage
 
 CONTEXT = keys(*range(4))
@@ -34,33 +34,6 @@ def test_a_block_that_somebody_else_brings_is_not_taken_from_a_peer_who_was_not_
     assert d.prompt("first") == [content(one) for one in CONTEXT]
     world.run(1.0)
     assert_clean(p, q, d)
-
-
-def test_a_block_of_which_some_layers_came_is_not_gone_on_with_by_another() -> None:
-    world = World()
-    p, q, d = world.engine("p"), world.engine("q"), world.engine("d")
-    p.offer("first", "d", CONTEXT)
-    p.do(p.core.pushes.give, "first", 0, layers_of(CONTEXT, 0))
-    world.run(0.1)
-    q.offer("second", "d", CONTEXT)
-    world.run(0.1)
-    slots = list(d.core.ctx.buffers._used.values())
-    assert [slot.filled for slot in slots] == [1] * 4
-    world.kill("p")
-    world.run(0.2)
-    # Layers come in order from one sender: the half of another is of no use to anybody, nor ever found.
-    assert all(slot.bad for slot in slots)
-    world.run(0.2)
-    d.do(d.core.prompts.expect, "second")
-    world.run(3.0)
-    assert not d.over(PromptTransferEnded, "second").complete
-    d.do(d.core.prompts.forget, "second")
-    q.push("third", "d", CONTEXT)
-    d.do(d.core.prompts.expect, "third")
-    world.run(1.0)
-    assert d.prompt("third") == [content(one) for one in CONTEXT]
-    world.run(40.0)
-    assert_clean(q, d)
 
 
 def test_a_sender_that_computes_for_long_has_its_patience_from_its_last_layer_on() -> None:

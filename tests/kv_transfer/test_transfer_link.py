@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.kv_transfer.transfer_link import (
@@ -137,31 +136,3 @@ def test_kv_has_all_that_is_idle_and_saves_nothing_up() -> None:
     assert [lane.take({KV: 1000}) for _ in range(50)] == [KV] * 50
     assert [lane.take({MODEL: 1000}) for _ in range(500)] == [MODEL] * 500
     assert lane.take({MODEL: 1000, KV: 1000}) is MODEL, "what it did not ask for is not owed to it"
-
-
-@pytest.mark.parametrize("width", [1, 2, 4])
-@pytest.mark.parametrize("stagger_s", [0.0, 0.125])
-def test_the_queue_of_a_link_that_moves_several_at_a_time_is_as_long_as_it_takes(
-    width: int, stagger_s: float
-) -> None:
-    link, ends = TransferLink("x", width=width), list[tuple[float, int]]()
-
-    def serve(items: int, now: float) -> float:
-        """Move items that take a second each. Returns the time of the last end."""
-        for _ in range(items):
-            link.put("r", 100, None)
-        while link.waiting or link.in_flight:
-            began = [item.number for item in link.take(now)]
-            ends.extend((now + 1.0 + place * stagger_s, number) for place, number in enumerate(began))
-            ends.sort()
-            now, number = ends.pop(0)
-            link.finish(number, now)
-        return now
-
-    now = serve(40, 100.0)
-    for _ in range(40):
-        link.put("q", 100, None)
-    told = link.queued_s
-    assert told is not None
-    link.close("q")
-    assert serve(0, now) - now == pytest.approx(told, rel=0.1)

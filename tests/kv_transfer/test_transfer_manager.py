@@ -18,7 +18,6 @@ from simulated_transfers import LAYER_BYTES, LAYERS, content, identity, key, key
 from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_transfer.load_table import ReadingPeer
-from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
 from sojourn_server.kv_transfer.transfer_actions import (
     LoadEnded,
     PromptTransferEnded,
@@ -93,32 +92,6 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
 
 
-def test_a_large_transfer_over_small_chunks_and_both_ways_at_once(
-    pair: tuple[TransferManager, TransferManager], store: MemoryStore
-) -> None:
-    here, there = pair
-    (to,) = there.addresses
-    contexts = {f"t{number}": keys(*range(100 * number, 100 * number + 40)) for number in range(6)}
-    for wanted in contexts.values():
-        store.fill(*wanted)
-    handles = {}
-    for name, wanted in contexts.items():
-        handles[name] = here.load(name, wanted[:20], peer=ReadingPeer(address=to, transfer=name, total=40))
-    for name, wanted in contexts.items():
-        outcome = handles[name].wait(PATIENCE_S)
-        assert outcome == LoadEnded(name, 20)
-        handles[name].end()
-        push = here.offer(name, to, wanted)
-        for layer in range(LAYERS):
-            push.give(layer, layers_of(wanted, layer))
-        prompt = there.expect(name)
-        assert prompt.wait(PATIENCE_S) == PromptTransferEnded(name, True)
-        assert take(prompt.blocks()) == [content(one) for one in wanted]
-        prompt.end()
-        assert push.wait(PATIENCE_S) == PushEnded(name, True)
-    assert_clean(here, there)
-
-
 def test_blocks_are_stored_with_their_parents(tmp_path: Path) -> None:
     own = DiskStore.open(tmp_path, identity(), budget_bytes=1 << 20, name="d")
     with (
@@ -136,20 +109,6 @@ def test_blocks_are_stored_with_their_parents(tmp_path: Path) -> None:
         load.end()
         assert own.parent_of(CONTEXT[1]) == CONTEXT[0][:16]
         assert_clean(made)
-
-
-def test_a_prompt_that_no_request_will_ask_for_is_discarded_unless_one_waits(store: MemoryStore) -> None:
-    with manager(store, "d", ["tcp:127.0.0.1:0"]) as there, manager(store, "p") as here:
-        push = here.offer("t", there.addresses[0], CONTEXT)
-        eventually(lambda: there.stats()["leases"] == 1)
-        assert there.discard("t")
-        outcome = push.wait(PATIENCE_S)
-        assert outcome is not None
-        assert not outcome.complete
-        prompt = there.expect("u")
-        assert not there.discard("u")
-        prompt.end()
-        assert_clean(there)
 
 
 def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(store: MemoryStore) -> None:
@@ -254,30 +213,6 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> N
     path.write_text("not a socket")
     with pytest.raises(FileExistsError, match="not a socket"):
         manager(MemoryStore(), "e", [to])
-
-
-def test_only_its_owner_may_use_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "d.sock"
-    with manager(MemoryStore(), "d", [f"unix:{path}"]):
-        assert path.stat().st_mode & 0o077 == 0
-    assert not path.exists()
-
-
-def test_addresses_that_are_none_are_said_to_be() -> None:
-    for wrong in ("here", "unix:", "tcp:host", "tcp:host:port", "tcp::80", "tcp:host:99999"):
-        with pytest.raises(ValueError, match=r"not an address|not a host and port"):
-            manager(MemoryStore(), "d", [wrong])
-    with pytest.raises(ValueError, match="at most 107 bytes"):
-        manager(MemoryStore(), "d", ["unix:/" + "x" * 107])
-    with pytest.raises(UnknownTransport, match="unknown transport 'ib'; use tcp or unix"):
-        check_address("ib:x")
-    made = manager(MemoryStore(), "p")
-    push = made.offer("t", "nixl:decode-0", CONTEXT)
-    outcome = push.wait(PATIENCE_S)
-    assert outcome is not None
-    assert "NIXL is not built in; use tcp or unix" in outcome.why
-    assert_clean(made)
-    assert made.close()
 
 
 # -- whoever dials ----------------------------------------------------------------

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from simulated_transfers import content, identity, key, keys
-from sojourn_server.kv_transfer import peer_transport
-from sojourn_server.kv_transfer.peer_transport import PIECE_BYTES, PeerConnection
-from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded, SendMessage
-from sojourn_server.kv_transfer.transfer_link import TrafficClass
+from simulated_transfers import identity, keys
+from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
-    DataMessage,
     NeedMessage,
     OfferMessage,
     WelcomeMessage,
@@ -136,76 +131,7 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     assert threads_of("p") + threads_of("d") == []
 
 
-def test_what_waits_for_a_peer_that_reads_nothing_is_bounded_in_bytes(
-    stuck: Stuck, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peer_transport, "MAX_QUEUED_BYTES", 300_000)
-    here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
-    push = here.offer("t", stuck.address, CONTEXT)
-    give_all(push)
-    assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.core.ctx.peer_send.in_flight > 0)
-    [conn] = here._conns.values()
-    most = 0
-    offers = []
-    for number in range(100):
-        offers.append(here.offer(f"more {number}", stuck.address, keys(*range(500))))
-        most = max(most, conn.waiting_bytes)
-        if push.outcome is not None:
-            break
-    assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer accepts no data")
-    assert most <= 300_000
-    eventually(lambda: not any(conn is each for each in here._conns.values()))
-    assert conn.waiting_bytes == 0
-    assert here.close(PATIENCE_S)
-    assert all(each.outcome is not None for each in offers)
-
-
 # -- what is read of a peer -------------------------------------------------------
 
 
-DATA = DataMessage(transfer="t", layer=0, indices=[0], traffic_class=TrafficClass.KV)
-
-
 # -- one connection ---------------------------------------------------------------
-
-
-class Slow:
-    """A stream that takes what it is let take."""
-
-    def __init__(self, takes: int) -> None:
-        self.sizes: list[int] = []
-        self.is_closed = asyncio.Event()
-        self._takes = takes
-
-    async def read(self, count: int) -> bytes:
-        raise EOFError
-
-    async def write(self, parts: Sequence[bytes | memoryview]) -> None:
-        if len(self.sizes) == self._takes:
-            await self.is_closed.wait()
-            raise OSError("closed")
-        self.sizes.append(sum(len(part) for part in parts))
-
-    def close(self) -> None:
-        self.is_closed.set()
-
-
-def test_a_message_goes_in_pieces_so_that_patience_is_for_each() -> None:
-    """A large one over a slow network takes as long as it takes."""
-
-    async def run_sender() -> None:
-        stream, sent, stalls = Slow(takes=100), [], []
-        conn = PeerConnection(stream, 60.0, sent.append, lambda: stalls.append(1))
-        payload = [memoryview(content(key(1))), memoryview(bytes(3 * PIECE_BYTES))]
-        assert conn.send(SendMessage(1, DATA, payload, 7))
-        head = len(encode(DATA, sum(part.nbytes for part in payload)))
-        assert conn.waiting_bytes == head
-        conn.finish()
-        await conn.run_sender()
-        assert sum(stream.sizes) == head + sum(part.nbytes for part in payload)
-        assert stream.sizes[:-1] == [PIECE_BYTES] * 3
-        assert stream.sizes[-1] <= PIECE_BYTES
-        assert (sent, stalls, conn.waiting_bytes) == ([7], [], 0)
-
-    asyncio.run(run_sender())

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from types import SimpleNamespace
 
-import pytest
-from script_modules import benchmark
 from simulated_transfers import LAYERS, identity, keys, layers_of
 from sojourn_server.kv_transfer.transfer_stats import transfer_manager_stats
 from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, manager
 
 CONTEXT = keys(*range(4))
 BLOCK_BYTES = identity().block_bytes
-
-
-def test_before_anything_has_moved_all_is_there_and_nothing() -> None:
-    with manager(MemoryStore(), "p", ["tcp:127.0.0.1:0"]) as here:
-        told = transfer_manager_stats(here, {"errors": 0})
-    assert json.loads(json.dumps(told)) == told
-    assert told["addresses"] == here.addresses
-    assert told["kv"] == identity().digest().hex()
-    assert told["kv"] != identity(hash_scheme="sha256/seed=1/16").digest().hex()
-    assert not told["addresses"][0].endswith(":0"), "the real port"
-    assert (told["epoch"], told["block_s"]) == (here.epoch, 0.0)
-    assert (told["slots"], told["slots_used"], told["received_bytes"]) == (64, 0, 0)
-    assert told["counts"] == {"errors": 0}
-    still = {"queued_bytes": 0, "queued_s": 0.0, "moved_bytes": 0}
-    assert told["links"] == dict.fromkeys(("storage read", "storage write", "compute network"), still)
 
 
 def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
@@ -75,16 +56,3 @@ def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
 
 def assert_in_time(gate: threading.Event) -> None:
     assert gate.wait(PATIENCE_S)
-
-
-def test_the_connector_of_the_benchmarks_reads_the_state_of_the_links() -> None:
-    pytest.importorskip("vllm")
-    worker = SimpleNamespace(open_operations=0, counts={})
-    with benchmark("instrumented_connector") as script, manager(MemoryStore(), "p") as here:
-        connector = SimpleNamespace(
-            _worker=worker, _traffic=here, settings=SimpleNamespace(identity=identity())
-        )
-        told = script.WatchedPaths._look(connector)
-    assert json.loads(json.dumps(told)) == told
-    still = {"queued_bytes": 0, "moved_bytes": 0}
-    assert told["links"] == dict.fromkeys(("storage read", "storage write", "compute network"), still)

@@ -52,37 +52,6 @@ def test_a_hit_is_fetched_while_the_request_has_no_blocks_and_then_streamed() ->
     assert not planner._entries["r"].ask
 
 
-def test_at_least_one_token_is_left_to_compute() -> None:
-    planner = make()
-    begin(planner, Request("r", prompt(1, 128)))
-    planner.ask("r", 0)
-    assert len(planner.take_jobs().fetches[0].keys) == 1
-    begin(planner, Request("s", prompt(1, 64)))
-    assert planner.ask("s", 0) == NO_MATCH
-
-
-def test_what_the_store_does_not_have_is_asked_for_once() -> None:
-    planner = make()
-    begin(planner, Request("r", prompt(1, 400)))
-    planner.ask("r", 0)
-    planner.take_results(TransferResults(ready={planner.take_jobs().fetches[0].ask: 0}))
-    assert planner.ask("r", 0) == NO_MATCH
-    assert planner.ask("r", 0) == NO_MATCH
-    assert not planner.take_jobs().fetches
-
-
-def test_a_preempted_request_asks_again_for_what_it_has_stored() -> None:
-    planner = make()
-    request = begin(planner, Request("r", prompt(1, 100)))
-    planner.ask("r", 0)
-    planner.take_results(TransferResults(ready={planner.take_jobs().fetches[0].ask: 0}))
-    planner.ask("r", 0)
-    planner.allocated("r", ids(100), 0)
-    request.output += [7] * 60
-    assert planner.ask("r", 0) == MATCH_PENDING
-    assert len(planner.take_jobs().fetches[0].keys) == 2
-
-
 def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_over() -> None:
     planner = make()
     params = to_prefill("t", "unix:d", decode_reads=True, epoch="e1")
@@ -185,26 +154,6 @@ def test_a_context_that_was_wanted_and_will_not_be_asked_for_is_let_go_of(how: s
     assert planner.take_jobs().drops == [ExpectJob(0, answer["context"], None)]
 
 
-def test_contexts_are_wanted_in_the_order_of_the_queue() -> None:
-    planner = make()
-    contexts = {}
-    for number, name in enumerate("abcd", 1):
-        answer = answer_of(prompt(number, 400))
-        contexts[name] = answer["context"]
-        begin(planner, Request(name, prompt(number, 400), answer))
-    planner.order_wants("abcd")
-    assert planner.take_jobs().wants == [*contexts.values()]
-    planner.order_wants("abcd")
-    assert not planner.take_jobs(), "nothing has changed"
-    planner.ask("c", 0)
-    planner.take_jobs()
-    planner.order_wants(["d", "elsewhere", "c", "a"])
-    assert planner.take_jobs().wants == [contexts["d"], contexts["a"], contexts["b"]]
-    for name in "abd":
-        planner.finished(name, False)
-    assert not planner.wanted
-
-
 def decode(planner: TransferPlanner, tokens: list[int], **said: Any) -> Request:
     """A request whose prompt is here and whose last token has been computed."""
     request = begin(planner, Request("r", tokens, {**answer_of(tokens), **said}))
@@ -219,41 +168,6 @@ def decode(planner: TransferPlanner, tokens: list[int], **said: Any) -> Request:
     step(planner, "r", len(tokens))
     request.output.append(1)
     return request
-
-
-def test_what_a_short_answer_left_unstored_is_stored_from_blocks_that_are_held() -> None:
-    planner = make(max_saves=2)
-    tokens = prompt(1, 20 * FULL_TOKENS + 5)
-    decode(planner, tokens)
-    assert [save.place for save in planner.take_jobs().saves] == [0, 1]
-    assert planner.finished("r", True, ids(len(tokens))) == (True, None)
-    orders = planner.take_jobs()
-    assert orders.holds == ["r"]
-    # Whether the last step's were taken is told only after the end: they are asked for again.
-    assert [save.place for save in orders.saves] == list(range(20))
-    keys = full_keys(tokens)
-    assert [save.key for save in orders.saves] == keys
-    assert [save.parent for save in orders.saves] == [b"", *keys[:-1]]
-    assert orders.saves[3].block_ids == ids(len(tokens))[12:16]
-    assert not any(save.before for save in orders.saves)
-    assert len(planner) == 0
-
-
-def test_an_abort_ends_what_was_asked_for() -> None:
-    planner = make()
-    tokens = prompt(1, 400)
-    begin(planner, Request("a", tokens))
-    begin(planner, Request("b", tokens, answer_of(tokens)))
-    planner.ask("a", 0)
-    planner.ask("b", 0)
-    orders = planner.take_jobs()
-    asks = [orders.fetches[0].ask, orders.expects[0].ask]
-    planner.take_results(TransferResults(ready={asks[0]: 3}))
-    for name in "ab":
-        assert planner.finished(name, False) == (False, None)
-    assert planner.take_jobs().ends == asks
-    planner.take_results(TransferResults(prompts={asks[1]: 7}))  # too late
-    assert len(planner) == 0
 
 
 def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> None:

@@ -70,20 +70,6 @@ def test_waiting_and_copying_are_told_apart(make: Make, monkeypatch: pytest.Monk
     assert not engine.worker.take_times()
 
 
-def test_what_is_pushed_is_copied_beside_the_computing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, d = make("p"), make("d")
-    clock = Clock()
-    monkeypatch.setattr(transfer_worker.time, "perf_counter", clock.perf_counter)
-    p.kv.gather = clock.spend(3.0, p.kv.gather)  # type: ignore[method-assign]
-    p.add(Request("r", prompt(1, 100), to_prefill("t", d.address)))
-    run(lambda: "r" in p.done, p)
-    times = p.worker.times
-    assert times.gathered_s == 3.0 * LAYERS
-    assert 0.0 <= times.push_waited_s <= times.gathered_s
-    d.add(Request("r", prompt(1, 100), p.done["r"].answer))
-    settle(p, d)
-
-
 def test_a_stream_takes_from_its_first_layer_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(transfer_manager.time, "perf_counter", clock.perf_counter)

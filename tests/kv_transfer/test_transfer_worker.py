@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,18 +113,6 @@ def test_full_blocks_are_stored_as_they_fill_prompt_and_output(make: Make, store
         assert store.blocks[key] == b"".join(rows.tobytes() for rows in layers)
 
 
-def test_a_preempted_request_comes_back_from_the_store(make: Make) -> None:
-    engine = make("e")
-    tokens = prompt(1, 300)
-    job = engine.add(Request("r", tokens), max_tokens=40)
-    run(lambda: len(job.request.output) == 20, engine)
-    run(lambda: not engine.manager.stats()["links"]["storage write"]["queued_bytes"], engine)
-    engine.preempt("r")
-    settle(engine)
-    assert job.request.output == expected(tokens, 40)
-    assert job.prefilled < 300 + 300 - 4 * FULL_TOKENS + 1
-
-
 @pytest.mark.parametrize("decode_reads", [False, True])
 @pytest.mark.parametrize("broken", [0, 2, 5])
 def test_a_block_that_cannot_be_read_is_computed(
@@ -137,27 +124,6 @@ def test_a_block_that_cannot_be_read_is_computed(
     store.broken.add(full_keys(start)[broken])
     first, _ = through(p, d, [*start, *prompt(2, 50)], decode_reads=decode_reads)
     assert first.prefilled == 50 + (6 - broken) * FULL_TOKENS
-
-
-@pytest.mark.parametrize("after", [0, 1, 2, 3, 5, 10])
-def test_an_abort_at_any_time_leaves_nothing(make: Make, store: MemoryStore, after: int) -> None:
-    options = {"limits": {"lease_s": 2.0}, "rates": {"compute": 200_000.0, "storage_read": 100_000.0}}
-    p, d = make("p", chunk=200, **options), make("d", **options)
-    tokens = prompt(1, 400)
-    through(p, d, tokens, "before")
-    longer = [*tokens, *prompt(2, 300)]
-    job = p.add(Request("r", longer, to_prefill("t", d.address, decode_reads=True)))
-    for _ in range(after):
-        p.step()
-    p.abort("r")
-    settle(p, d)
-    job = p.add(Request("s", longer, to_prefill("u", d.address, decode_reads=True)))
-    run(lambda: "s" in p.done, p, d)
-    d.add(Request("s", longer, job.answer))
-    for _ in range(after):
-        d.step()
-    d.abort("s")
-    settle(p, d)
 
 
 QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
@@ -224,44 +190,3 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     for at, key in enumerate(full_keys(longer)):
         rows = [kv_of(longer[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
         assert store.blocks[key] == b"".join(each.tobytes() for each in rows)
-
-
-def test_a_peer_that_dies_while_its_layers_are_streamed(make: Make, store: MemoryStore) -> None:
-    p, d = make("p"), make("d", rates={"compute": 20_000.0})
-    start = prompt(1, 6 * FULL_TOKENS)
-    through(p, d, start, "before")
-    whole = [*start, *prompt(2, 50)]
-    p.add(Request("r", whole, to_prefill("t", d.address, decode_reads=True)))
-    p.after_layer = lambda layer: None if layer else d.close()
-    run(lambda: "r" in p.done, p)
-    settle(p)
-    assert p.done["r"].request.output == expected(whole, 1)
-    assert p.done["r"].prefilled > 50, "it died too late"
-
-
-def test_open_pushes_hold_at_most_what_the_buffers_do(make: Make, tmp_path: Path) -> None:
-    """Also if a live peer has no room, and so keeps pushes open for as long as it reports progress."""
-    p, d = make("p", limits={"slots": 2, "patience_s": 300.0, "lease_s": 600.0}), make("d")
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(str(tmp_path / "silent"))
-        silent.listen()
-        address = f"unix:{tmp_path / 'silent'}"
-        for name in ("first", "second"):
-            p.add(Request(name, prompt(len(name), FULL_TOKENS), to_prefill(f"t-{name}", address)))
-        refused = p.add(Request("third", prompt(3, FULL_TOKENS), to_prefill("t-third", d.address)))
-        run(lambda: "third" in p.done, p, d)
-        assert len(p.manager.core.pushes) == 2
-        assert p.worker.counts["pushes_refused"] == 1
-        second = d.add(Request("third", prompt(3, FULL_TOKENS), refused.answer))
-        run(lambda: "third" in d.done, p, d)
-        assert second.prefilled == FULL_TOKENS, "the decode side computes it"
-    settle(p, d)
-    through(p, d, prompt(4, 2 * FULL_TOKENS), "fourth")
-    assert p.worker.counts["pushes_refused"] == 1
-
-
-def test_a_prompt_that_is_larger_than_the_buffers_is_pushed_alone(make: Make) -> None:
-    """The peer may have larger buffers."""
-    p, d = make("p", limits={"slots": 2}), make("d")
-    _first, second = through(p, d, prompt(1, 4 * FULL_TOKENS))
-    assert (p.worker.counts["pushes_refused"], second.prefilled) == (0, 1)
