@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 import sojourn
-from sojourn.config import Config, Environment, canonical_host, host_key, written_host
+from sojourn.config import Config, Environment
 
 EMPTY = Environment()
 
@@ -132,24 +132,3 @@ def test_switches_can_be_off(word):
 
 def test_the_openai_key_is_never_taken_for_events():
     assert Environment.read({"OPENAI_API_KEY": "secret"}).api_key is None
-
-
-def test_hosts_have_one_spelling():
-    assert host_key("http://GPU.example/v1") == "gpu.example:80"
-    assert host_key("gpu.example", like="https://x") == "gpu.example:443"
-    assert host_key("127.0.0.1:8000") == host_key("localhost:8000") == host_key("http://[::1]:8000")
-    assert canonical_host("GPU.", 1) == "gpu:1"
-    assert host_key("localhost:8000") != host_key("localhost:8001")
-
-
-@pytest.mark.parametrize(
-    ("url", "written"),
-    [
-        ("http://GPU:8000/v1", "GPU:8000"),
-        ("http://me:secret@gpu/v1", "gpu:80"),
-        ("https://gpu:/v1", "gpu:443"),
-        ("http://[::1]/v1", "[::1]:80"),
-    ],
-)
-def test_a_host_is_told_as_the_user_wrote_it(url: str, written: str) -> None:
-    assert written_host(url) == written

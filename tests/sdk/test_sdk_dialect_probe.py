@@ -7,14 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import sojourn
-from json_server import JsonServer
-from sojourn import dialect_probe, event_sender, runtime
+from sojourn import dialect_probe, event_sender
 from sojourn.dialect_probe import ServerDialect, probe_dialect
 from sojourn.http_transport import HttpResponse
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
-from sojourn.wire_events import ProgramEnd, ProgramStart
-from waiting import wait_until
 
 
 class Says:
@@ -162,76 +159,6 @@ def test_the_events_themselves_teach_when_the_probe_came_too_early():
         assert (sojourn.stats().dialect, sojourn.stats().dialect_known) == ("sojourn", True)
 
 
-@pytest.fixture
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(event_sender, "FIRST_RECOVERY_PAUSE_S", 0.001)
-    monkeypatch.setattr(event_sender, "MAX_RECOVERY_PAUSE_S", 0.01)
-    monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 0.001)
-    monkeypatch.setattr(event_sender, "MAX_STOCK_PAUSE_S", 0.01)
-
-
-@pytest.mark.parametrize("from_the_start", [True, False])
-def test_a_server_that_answered_404_for_a_moment_is_used_again(server, short_pauses, from_the_start, caplog):
-    """As a gateway does in a rolling restart."""
-    server.sojourn = not from_the_start
-    sojourn.init(server.url, probe_timeout_s=30)
-    server.sojourn = False
-    with sojourn.program("refused"):
-        pass
-    assert sojourn.flush(60)
-    assert (sojourn.stats().dialect, sojourn.stats().dialect_known) == ("vllm", True)
-    assert server.events() == []
-    server.sojourn = True
-    wait_until(lambda: sojourn.stats().dialect == "sojourn")
-    wait_until(lambda: runtime.session().event_sender.supported)
-    with sojourn.program("p"):
-        assert sojourn.request_fields()["vllm_xargs"]
-    assert sojourn.flush(60)
-    assert [type(event) for event in server.program_events()] == [ProgramStart, ProgramEnd]
-    assert caplog.text == ""
-
-
-@pytest.mark.parametrize("refusals", [1, 6, 12])
-def test_events_arrive_within_90_s_of_the_restart_however_long_it_took(server, refusals):
-    """The clock is moved to the end of each pause. The pauses are the real ones."""
-    sojourn.init(server.url, probe_timeout_s=30)
-    sender, now = runtime.session().event_sender, [0.0]
-    sender._clock = lambda: now[0]
-    server.sojourn = False
-    with sojourn.program("refused"):
-        pass
-    assert sojourn.flush(60)
-    wait_until(lambda: sender.ask_at_s is not None)
-
-    def end_pause():
-        """Let the sender ask, and return the length of the pause."""
-        before_s, now[0] = now[0], sender.ask_at_s
-        asked = sender.ask_at_s
-        sender.heartbeats_changed()  # wakes it
-        wait_until(lambda: sender.supported or sender.ask_at_s not in (None, asked))
-        return asked - before_s
-
-    for _ in range(refusals):
-        end_pause()
-    server.sojourn = True
-    assert end_pause() < 90
-    assert sender.supported
-    with sojourn.program("p"):
-        pass
-    assert sojourn.flush(60)
-    assert [type(event) for event in server.program_events()] == [ProgramStart, ProgramEnd]
-
-
-def test_a_later_answer_of_a_stock_server_changes_no_recognised_dialect(short_pauses):
-    pages = {"/scheduling/diagnostics": {"enabled": True, "retained_requests": 0, "resume_order": "x"}}
-    with JsonServer(pages) as peer:
-        sojourn.init(peer.url, probe_timeout_s=30)
-        assert sojourn.stats().dialect == "vllm_router"
-        peer.pages = {}
-        wait_until(lambda: peer.gets >= 20)
-        assert sojourn.stats().dialect == "vllm_router"
-
-
 @pytest.mark.parametrize("probe_timeout_s", [0.0, 0.2])
 def test_init_waits_no_longer_than_it_may(probe_timeout_s, monkeypatch):
     waits = []
@@ -300,29 +227,3 @@ def test_a_server_that_does_not_answer_is_named_and_so_is_the_sender(python, con
     assert "; the agent continues without it; the SDK tries again when it sends events" in said
     assert "secret" not in said
     assert "sojourn: sojourn" not in said
-
-
-@pytest.mark.parametrize(
-    ("status", "warning"),
-    [
-        pytest.param(200, "the server has wire version [2]", id="wire version"),
-        pytest.param(401, "the server wants a key (401)", id="key"),
-        pytest.param(500, "the server answered 500", id="error"),
-        pytest.param(None, None, id="no answer"),
-    ],
-)
-def test_a_reported_address_silences_only_the_warning_that_it_does_not_answer(
-    status, warning, monkeypatch, caplog
-):
-    def warnings():
-        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-
-    with JsonServer({"/sojourn/v1/capabilities": {"name": "sojourn", "wire": [2]}}) as peer:
-        peer.page_status = status
-        url = peer.url if status is not None else refusing_url()
-        monkeypatch.setenv("SOJOURN_URL", url)
-        monkeypatch.setenv("SOJOURN_REPORTED_URL", url)
-        sojourn.init(probe_timeout_s=30)
-        assert [one.startswith(warning or "no warning") for one in warnings()] == [True] * bool(warning)
-        sojourn.init(url, probe_timeout_s=29)  # the user was not told of an address that the code names
-        assert len(warnings()) == 1 + bool(warning)

@@ -7,12 +7,11 @@ import time
 
 import pytest
 from scripted_transport import Script, Source
-from sojourn import event_sender as event_sender_module
 from sojourn.dialect_probe import ServerDialect
 from sojourn.event_queue import PendingEvent
 from sojourn.event_sender import EventSender
 from sojourn.event_transport import SojournEventTransport
-from sojourn.http_transport import HttpResponse, HttpTransport
+from sojourn.http_transport import HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
 from sojourn.wire_codec import MAX_BATCH_BYTES, decode_batch
@@ -193,20 +192,6 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
     assert list(pauses(1)) == growing_s[:1]
 
 
-def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
-    monkeypatch.setattr(event_sender_module, "FIRST_RECOVERY_PAUSE_S", 0.001)
-    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.001)
-    script = Script(404)
-    server = Server(script, [OSError(), None, SojournEventTransport(script, Counters())])
-    sender = senders(script, server=server)
-    assert sender.put(Source(), Heartbeat)
-    assert sender.flush(30)
-    wait_until(lambda: sender.put(Source(), Heartbeat))
-    assert sender.flush(30)
-    assert len(script.events()) == 2
-    assert sender.counters["internal_error"] == 1
-
-
 def test_the_key_travels_and_a_wrong_one_is_counted():
     with FakeServer(api_key="right") as server:
         for key, status in (("right", 200), ("wrong", 401), (None, 401)):
@@ -246,26 +231,6 @@ def test_what_cannot_be_encoded_costs_only_itself(senders):
     assert sender.flush(30)
     assert [e.call_id for e in script.events()] == ["c"]
     assert sender.counters["encode_error"] + sender.counters["internal_error"] == 3
-
-
-def test_taken_events_are_not_sent_and_sent_ones_not_taken(senders):
-    script = Script()
-    script.hold.clear()
-    sender = senders(script)
-    mine, other = Source("mine"), Source("other")
-    sender.put(mine, Heartbeat)
-    assert script.entered.wait(30)
-    for _ in range(100):
-        sender.put(mine, Heartbeat)
-        sender.put(other, Heartbeat)
-    taken = sender.take("mine", max_events=64, max_bytes=10**6)
-    assert [p.seq for p in taken] == list(range(1, 129, 2))  # one row of numbers for all programs
-    script.hold.set()
-    assert sender.flush(30)
-    sent = [e.seq for e in script.events() if e.program_id == "mine"]
-    assert sent == [0, *range(129, 201, 2)]
-    assert sender.take("mine", max_events=64, max_bytes=10**6) == []
-    assert len([e for e in script.events() if e.program_id == "other"]) == 100
 
 
 def test_many_threads_and_a_taker_lose_and_double_nothing(senders):
@@ -309,18 +274,6 @@ def test_close_is_bounded_final_and_repeatable(senders):
     assert sender.put(Source(), Heartbeat) is False
     assert sender.counters["dropped_closed"] == 1
     script.hold.set()
-
-
-def test_an_unreadable_answer_is_counted_and_nothing_else(senders):
-    class Chatty(Script):
-        def post(self, path, body):
-            super().post(path, body)
-            return HttpResponse(200, b"<html>\xff")
-
-    sender = senders(Chatty())
-    sender.put(Source(), Heartbeat)
-    assert sender.flush(30)
-    assert sender.counters["answer_unreadable"] == 1
 
 
 class Beats:
@@ -367,17 +320,3 @@ def test_put_does_not_wake_a_polling_thread(senders, monkeypatch):
         sender.put(Source(), Heartbeat)
         wait_for_events(script, count)
     assert rung == []
-
-
-def test_events_that_did_not_fit_are_as_if_never_taken(senders):
-    script = Script()
-    sender = senders(script, linger_s=30)
-    source = Source()
-    fill(sender, source, 3)
-    taken = sender.take("p", max_events=64)
-    assert [p.seq for p in taken] == [0, 1, 2]
-    assert sender.pending == 0
-    sender.undo_take(taken)
-    assert sender.counters["events_piggybacked"] == sender.counters["events_returned"] == 0
-    assert sender.flush(30)
-    assert [e.seq for e in script.events()] == [0, 1, 2]

@@ -8,13 +8,11 @@ import threading
 import pytest
 import sojourn
 from json_server import JsonServer
-from sojourn import event_sender, process_hooks, runtime
+from sojourn import event_sender, runtime
 from sojourn.dialects import DIALECTS
 from sojourn.event_queue import PendingEvent
-from sojourn.event_sender import EventSender
 from sojourn.event_transport import MAX_PROGRAMS, DeliveryResult, EndNotifier, PendingBatch
 from sojourn.http_transport import HttpResponse
-from sojourn.program import process_program
 from sojourn.stats import Counters
 from sojourn.testing import refusing_url
 from sojourn.wire_events import ProgramEnd, ProgramStart
@@ -51,56 +49,6 @@ def test_programs_still_open_are_released_at_the_close_and_by_a_second_init(name
             assert peer.bodies[2:] == [{field: "left open"}], "it went on in the second session"
 
 
-@pytest.mark.parametrize("name", ENDS)
-def test_a_second_init_ends_no_program_whose_request_is_in_flight(name):
-    """The server would close the session under the running request."""
-    field = ENDS[name][1]
-    with JsonServer() as peer, sojourn.program(id="idle"), sojourn.program(id="busy") as busy:
-        sojourn.init(peer.url, dialect=name)
-        own = process_program(runtime.session())
-        silent = sojourn.program(id="silent", heartbeat=False).make().start()
-        paused = sojourn.program(id="paused").make().start()
-        paused.pause_heartbeats()
-        for program in (busy, own, silent, paused):
-            program.open_requests.add("request")
-        sojourn.init(peer.url, dialect=name, hosts=["10.0.0.9:8000"])
-        assert peer.bodies == [{field: "idle"}]
-        own.open_requests.clear()
-        own.end_if_deferred()
-        assert sojourn.flush(60)
-        assert peer.bodies[1:] == [{field: own.id}] * DIALECTS[name].takes_implicit
-        sojourn.shutdown()
-        assert {field: "busy"} in peer.bodies
-
-
-@pytest.mark.parametrize("error", [OSError, sojourn.ConfigError])
-def test_an_init_that_fails_late_leaves_no_thread_and_reports_no_end(monkeypatch, error):
-    """It fails after its event sender has started."""
-    with JsonServer() as peer, sojourn.program(id="p"):
-        sojourn.init(peer.url, dialect="sglang")
-        assert sojourn.flush(60)
-        threads = set(threading.enumerate())
-
-        def fail(session):
-            late.extend(set(threading.enumerate()) - threads)
-            raise error("late")
-
-        late = []
-        with monkeypatch.context() as patched:
-            patched.setattr(process_hooks, "observe_process", fail)
-            with pytest.raises(sojourn.ConfigError, match="late"):
-                sojourn.init(peer.url, dialect="sglang", hosts=["10.0.0.9:8000"])
-            patched.setattr(EventSender, "start", lambda self: 1 / 0)
-            with pytest.raises(sojourn.ConfigError):
-                sojourn.init(peer.url, dialect="sglang", hosts=["10.0.0.9:8000"])
-        (sender,) = late
-        sender.join(60)
-        assert not sender.is_alive()
-        assert peer.bodies == []
-        sojourn.shutdown()
-        assert peer.bodies == [{"session_id": "p"}]
-
-
 def test_thunderagent_is_told_the_end_of_an_implicit_program_and_sglang_knows_none():
     with JsonServer() as peer:
         sojourn.init(peer.url, dialect="thunderagent")
@@ -111,26 +59,6 @@ def test_thunderagent_is_told_the_end_of_an_implicit_program_and_sglang_knows_no
         assert sojourn.request_fields() == {}
         sojourn.shutdown()
         assert len(peer.posts) == 1
-
-
-def test_a_child_does_not_release_its_parents_programs_and_the_exit_does(python):
-    with JsonServer() as peer:
-        python(
-            f"""
-            import os, sojourn
-            sojourn.init({peer.url!r}, dialect="thunderagent")
-            sojourn.program(id="never ended").make().start()
-            sojourn.flush(5)
-            pid = os.fork()
-            if pid == 0:
-                with sojourn.program(id="child's"):
-                    pass
-                sojourn.shutdown()
-                os._exit(0)
-            os.waitpid(pid, 0)
-            """
-        )
-        assert [body["program_id"] for body in peer.bodies] == ["child's", "never ended"]
 
 
 class Script:
@@ -164,28 +92,6 @@ def test_an_end_that_failed_is_tried_again_with_the_next():
     assert sorted(script.posts[2:]) == ["a", "b", "c"]
     assert counters["events_sent"] == 1
     assert counters["dropped_unsupported"] == 1
-
-
-@pytest.mark.parametrize("status", [400, 422, 500])
-def test_an_end_that_is_never_taken_does_not_keep_the_others_waiting(status):
-    """It is one program the server stumbles over, and it does so each time."""
-    counters = Counters()
-    posts = []
-
-    class Picky:
-        def post(self, path, body):
-            posts.append(json.loads(body)["id"])
-            return HttpResponse(status if posts[-1] == "bad" else 200, b"")
-
-    ends = EndNotifier(Picky(), counters, "/x", "id")
-    for id in ("bad", "a", "b", "c"):
-        ends.deliver(batch((id, ProgramEnd)))
-    ends.close()
-    assert {"a", "b", "c"} <= set(posts)
-    if status != 500:
-        assert posts == ["bad", "a", "b", "c"]
-        assert counters["events_sent"] == 3
-        assert counters["dropped_send"] == 1
 
 
 def test_the_close_stops_at_the_first_failure_and_what_is_remembered_is_bounded():
@@ -283,18 +189,3 @@ def test_a_peer_that_came_up_late_is_recognised_by_its_refusal(monkeypatch):
             assert sojourn.request_fields() == {"program_id": "second"}
         assert sojourn.flush(60)
         assert peer.posts[-1][:2] == ("/programs/release", {"program_id": "second"})
-
-
-@pytest.mark.parametrize("withdrawn", ["history", "tool_events"])
-def test_a_withdrawn_setting_is_ignored_with_one_line(withdrawn, monkeypatch, caplog):
-    sojourn.init(refusing_url(), dialect="sojourn", **{withdrawn: "tcp://h:1"})
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{withdrawn} is withdrawn and ignored; see CHANGELOG.md"
-    ]
-    caplog.clear()
-    monkeypatch.setenv("SOJOURN_HISTORY", "off")
-    sojourn.init(refusing_url(), dialect="sojourn", history=False)
-    assert not caplog.records
-    monkeypatch.setenv(f"SOJOURN_{withdrawn.upper()}", "x")
-    sojourn.init(refusing_url(), dialect="sojourn")
-    assert withdrawn in caplog.text

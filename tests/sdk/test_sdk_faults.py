@@ -24,7 +24,6 @@ from sojourn import runtime
 from sojourn.config import Config
 from sojourn.event_sender import EventSender
 from sojourn.testing import FakeServer, ToolUse, refusing_url
-from sojourn.wire_events import ProgramEnd, ToolStart
 from waiting import wait_until, wait_until_async
 
 SINKS = ("refused", "hang", "500", "404", "ok")
@@ -291,64 +290,6 @@ def test_a_cancellation_arrives_where_it_was_sent(session: None) -> None:
 
 
 # -- forks and signals ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sink", ["ok", "hang", "refused"])
-def test_forks_in_a_thread_pool_while_events_are_put(python: Any, sink: str) -> None:
-    with FakeServer() as server:
-        server.mode = "hang" if sink == "hang" else "ok"
-        url = refusing_url() if sink == "refused" else server.url
-        code = f"""
-        import os, signal, threading, time, sojourn
-        from concurrent.futures import ThreadPoolExecutor
-        from sdk_settings import resolve_with
-        signal.alarm(40)
-        # No heartbeat: all events are counted.
-        sojourn.config.Config.resolve = resolve_with(heartbeat_s=3600)
-        sojourn.init({url!r}, threads=True, dialect="sojourn")
-        stop = threading.Event()
-
-        def put():
-            n = 0
-            while not stop.is_set() and n < 1500:  # so that all have room in the queue
-                with sojourn.tool_call("put"):
-                    sojourn.request_fields()
-                n += 1
-            return n
-
-        def fork(n):
-            pid = os.fork()
-            if pid == 0:
-                signal.alarm(20)
-                try:
-                    with sojourn.program("kid"), sojourn.tool_call(f"kid {{n}}"):
-                        pass
-                    sojourn.flush(0.2 if {sink!r} != "ok" else 10)
-                    stats = sojourn.stats()
-                    told = sum(stats[name] for name in ("events_sent", "dropped_send", "dropped_full"))
-                    os._exit(0 if told + stats.events_pending == 4 else 9)
-                finally:
-                    os._exit(8)
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-        with sojourn.program("parent", id="parent"), ThreadPoolExecutor(6) as pool:
-            putting = [pool.submit(put) for _ in range(3)]
-            codes = list(pool.map(fork, range(12)))
-            stop.set()
-            tools = sum(future.result() for future in putting)
-        assert codes == [0] * 12, codes
-        sojourn.flush(0.2 if {sink!r} != "ok" else 20)
-        stats = sojourn.stats()
-        told = sum(stats[name] for name in ("events_sent", "dropped_send", "dropped_full"))
-        assert told + stats.events_pending == 2 * tools + 2, (stats, tools)
-        print("fine")
-        """
-        assert python(code).stdout == "fine\n"
-        if sink == "ok":
-            kids = sorted(e.tool for e in server.events() if isinstance(e, ToolStart) and e.tool != "put")
-            assert kids == sorted(f"kid {n}" for n in range(12))
-            ends = [e.program_id for e in server.events() if isinstance(e, ProgramEnd)]
-            assert ends.count("parent") == 1
 
 
 def test_no_thread_is_left(threads_before: set[threading.Thread]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import sojourn
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, DefaultHttpxClient, InternalServerError, OpenAI
-from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -122,23 +121,3 @@ def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
     stats = sojourn.stats()
     assert stats["requests_started"] == stats["request_attempts"] == 2
     assert stats["requests_failed"] == int(fails)
-
-
-def test_a_finished_request_holds_no_client(online: FakeServer) -> None:
-    """A listener may keep the request for long."""
-    seen: list[Any] = []
-
-    class Keeps(ProgramListener):
-        def request_started(self, request: Any) -> None:
-            seen.append(request)
-
-    add_listener(keeps := Keeps())
-    try:
-        with OpenAI(base_url=online.base_url, api_key="k", max_retries=0) as client, sojourn.program():
-            ask(client)
-            online.fail_next = 1
-            with pytest.raises(InternalServerError):
-                ask(client)
-    finally:
-        remove_listener(keeps)
-    assert [request.client for request in seen] == [None, None]

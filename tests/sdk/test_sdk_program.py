@@ -292,22 +292,6 @@ def asked():
     return decode_context(sojourn.request_fields()["vllm_xargs"]["agentic_context"])
 
 
-def test_requests_that_overlap_are_not_one_loop(server, monkeypatch, caplog):
-    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
-    sojourn.init(server.url)
-    first = asked()
-    session = runtime.session()
-    left_unread = LogicalRequest(session.counters, session.program)
-    left_unread.got_bytes()
-    assert asked().program_id == first.program_id, "a stream that is not read on is no second loop"
-    waiting = LogicalRequest(session.counters, session.program)
-    assert asked().sojourn.implicit
-    assert "requests of this process overlap" in caplog.text
-    waiting.end()
-    assert asked().sojourn.implicit, "it stays so"
-    assert len(caplog.records) == 1
-
-
 @pytest.fixture
 def session(server, monkeypatch):
     """A session of a process that is one loop and has sent a request."""
@@ -327,15 +311,6 @@ def test_the_processs_own_program_ends_after_its_requests(server, session):
     second.end()
     assert not own.is_open
     assert told(server, 2)[-1].status == "cancelled"
-
-
-def test_the_processs_own_program_ends_with_the_process(server, session):
-    own = session.program
-    kept = [LogicalRequest(session.counters, own) for _ in range(2)]
-    assert own.is_open
-    sojourn.shutdown()
-    assert server.events()[-1].status == "cancelled"
-    kept.clear()
 
 
 def test_the_process_can_be_named_from_outside(server, monkeypatch):

@@ -69,14 +69,6 @@ def test_inner_steps_win_and_the_outer_ones_come_back(online):
     assert (bare.sojourn.node, bare.step_id, bare.priority) == (None, None, 1)
 
 
-def test_a_childs_requests_know_nothing_of_the_parents_step(online):
-    with sojourn.program(priority=9), sojourn.step("parent-node", final=True), sojourn.program():
-        context = context_of(sojourn.request_fields())
-    assert context.sojourn.node is None
-    assert context.sojourn.final is False
-    assert context.priority is None
-
-
 def test_the_last_turn_sets_final_and_expected_resume(online):
     with sojourn.program(), sojourn.step(final=True):
         context = context_of(sojourn.request_fields())
@@ -232,14 +224,6 @@ def test_adapters_answer_where_our_own_context_cannot(online):
         remove_resolver(broken)
     assert (context.program_id, context.sojourn.node) == ("by-framework", "model")
     assert sojourn.stats()["resolver_error"] >= 1
-
-
-def test_a_node_that_an_adapter_set_is_in_the_hint(online):
-    with sojourn.program() as p:
-        p.node = "researcher"
-        assert context_of(sojourn.request_fields()).sojourn.node == "researcher"
-        with sojourn.step("mine"):
-            assert context_of(sojourn.request_fields()).sojourn.node == "mine"
 
 
 def test_our_own_fault_leaves_a_bare_request(online, monkeypatch):

@@ -9,7 +9,6 @@ import sojourn
 import sojourn.dialects
 from openai import OpenAI
 from sojourn import request_warnings, runtime
-from sojourn.request_warnings import logger
 from sojourn.testing import FakeServer
 
 OUTSIDE = (
@@ -109,19 +108,6 @@ def test_servers_of_other_kinds_take_requests_outside_programs(server, said, dia
     assert said() == []
 
 
-def test_a_warning_that_fails_costs_the_agent_nothing(server):
-    def broken(record):
-        raise RuntimeError("theirs")
-
-    begin(server)
-    logger.addFilter(broken)
-    try:
-        assert all(ask(server).choices for _ in range(3))
-    finally:
-        logger.removeFilter(broken)
-    assert sojourn.stats()["internal_error"] == 1
-
-
 def unlisted(server, other):
     here, there = (each.url.removeprefix("http://") for each in (server, other))
     return (
@@ -165,27 +151,3 @@ def test_a_server_that_init_does_not_name_is_corrected_where_it_was_named(
         f"3 requests went to {there} and none to {here}, which {named_by} names: they carry no program; "
         f"if {there} is the same server or a replica, give {advice.format(there=there)}"
     ]
-
-
-@pytest.mark.parametrize("how", ["client", "parts"])
-def test_programs_that_ask_the_listed_host_too_may_ask_any_other(server, said, how):
-    with FakeServer() as other, sojourn.program("p"):
-        begin(server)
-        for _ in range(2):
-            ask(other)
-        if how == "client":
-            ask(server)
-        else:
-            assert sojourn.request_parts()[0]
-        for _ in range(5):
-            ask(other)
-    assert said() == []
-
-
-def test_requests_outside_programs_that_go_to_another_port_are_warned_of_once(server, said):
-    """As where ``init()`` names the gateway, and the client's ``base_url`` an engine behind it."""
-    with FakeServer() as other:
-        begin(server)
-        for asked in range(5):
-            ask(other)
-            assert said() == ([unlisted(server, other)] if asked >= 2 else [])

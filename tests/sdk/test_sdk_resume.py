@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import sojourn
-from sojourn import runtime
 from sojourn.heartbeats import Heartbeats
 from sojourn.ids import ProgramId
-from sojourn.program import Program, process_program
-from sojourn.wire_events import ProgramEnd, ProgramStart
+from sojourn.program import Program
+from sojourn.wire_events import ProgramEnd
 
 
 def keys(server):
@@ -42,34 +39,6 @@ def test_closing_one_block_does_not_silence_another_of_the_same_id():
     assert beats.take_due(3.0) == ([second], 3.0)
     beats.closed(second)
     assert beats.take_due(6.0) == ([], None)
-
-
-def test_threads_that_meet_agree_on_the_process_program(online, monkeypatch):
-    import time
-
-    made = Program.__init__
-
-    def slowly(self, *args, **kwargs):
-        time.sleep(0.02)
-        made(self, *args, **kwargs)
-
-    monkeypatch.setattr(Program, "__init__", slowly)
-    runtime.session().counts_as_one_run = True  # an implicit program sends no start
-    barrier = threading.Barrier(8)
-    found = []
-
-    def ask():
-        barrier.wait(5)
-        found.append(process_program(runtime.session()))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, found))) == 1
-    assert sojourn.flush(60)
-    assert sum(isinstance(e, ProgramStart) for e in online.events()) == 1
 
 
 NAMED = """
@@ -107,17 +76,3 @@ def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, b
         if isinstance(sojourn.wire_codec.decode_event(raw), ProgramEnd)
     ]
     assert enders == [mine]
-
-
-def test_the_claim_is_given_up_with_the_session(server, monkeypatch):
-    import os
-
-    monkeypatch.setenv("SOJOURN_PROGRAM_ID", "run-7")
-    before = set(os.environ)
-    for _ in range(2):
-        sojourn.init(server.url)
-        sojourn.tool_call("t").start().stop()
-        assert set(os.environ) - before
-        sojourn.shutdown()
-        assert set(os.environ) == before
-    assert sum(isinstance(e, ProgramEnd) for e in server.events()) == 2

@@ -81,27 +81,6 @@ def test_two_processes_at_once_are_two_programs(server, path):
     assert again == its_id
 
 
-def test_a_worker_that_outlives_its_parent_does_not_keep_the_next_attempt_out(server, path):
-    fork = """import os
-    if os.fork() == 0:
-        os.write(1, b"forked\\n")
-        os.close(1)
-        time.sleep(30)
-        os._exit(0)
-    time.sleep(60)"""
-    code = AGENT.format(url=server.url, path=str(path), then=fork)
-    agent = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        its_id = agent.stdout.readline().strip()
-        assert agent.stdout.readline() == "forked\n"
-        killed(agent)
-        assert run(path) == its_id
-    finally:
-        os.killpg(agent.pid, signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     "error", [ValueError(), KeyboardInterrupt(), asyncio.CancelledError(), SystemExit(1)]
 )
@@ -201,38 +180,6 @@ def timed(seconds=5):
 def test_an_id_and_a_file_for_it_contradict_each_other(path):
     with pytest.raises(ArgumentError, match="both id and resume"):
         sojourn.program("fix", id="x", resume=path)
-    assert not path.exists()
-
-
-def test_a_file_that_fails_when_the_run_begins_costs_the_agent_nothing(path):
-    path.parent.joinpath("sub").mkdir()
-    scope = sojourn.program("fix", resume=path.parent / "sub" / "run.id")
-    path.parent.joinpath("sub").rmdir()
-    before = sojourn.stats()["resume_failed"]
-    with scope as p:
-        assert p.is_open
-    assert sojourn.stats()["resume_failed"] == before + 1
-
-
-def test_a_second_run_in_the_same_process_is_a_program_of_its_own(path):
-    with sojourn.program(resume=path) as outer:
-        with sojourn.program(resume=path) as inner:
-            assert inner.id != outer.id
-            assert inner.parent_id == outer.id
-        assert path.read_text() == outer.id + "\n"
-    assert not path.exists()
-    assert sojourn.stats()["resume_busy"] == 1
-
-
-def test_a_forked_child_that_leaves_the_block_removes_nothing(path):
-    with sojourn.program(resume=path) as p:
-        pid = os.fork()
-        if pid == 0:
-            p.end("ok")
-            os._exit(0 if path.exists() else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        with sojourn.program(resume=path) as other:
-            assert other.id != p.id, "the child gave up its copy of the lock, not the lock"
     assert not path.exists()
 
 

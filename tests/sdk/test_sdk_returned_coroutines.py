@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import types
 
 import pytest
 import sojourn
@@ -91,43 +90,6 @@ def test_generators_that_a_plain_function_returns(online):
     asyncio.run(main())
     assert ends(online) == ["ok", "cancelled"]
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_other_results_are_returned_as_they_are(online):
-    @types.coroutine
-    def awaitable_generator():
-        yield
-        return "done"
-
-    async def main():
-        future = asyncio.get_running_loop().create_future()
-        future.set_result("done")
-        for result in (future, iter([1]), 3, None):
-            assert sojourn.tool(lambda result=result: result)() is result
-        made = awaitable_generator()
-        assert sojourn.tool(lambda: made)() is made
-        return await made
-
-    with sojourn.program():
-        assert asyncio.run(main()) == "done"
-    assert ends(online) == ["ok"] * 6
-
-
-def test_errors_of_the_function_and_of_what_it_returns_pass_and_end_the_scope(online):
-    @passed_on
-    async def fails():
-        await asyncio.sleep(0)
-        raise LookupError("theirs")
-
-    def fails_at_once():
-        raise LookupError("theirs")
-
-    with pytest.raises(LookupError, match="theirs"):
-        asyncio.run(sojourn.program(fails)())
-    with pytest.raises(LookupError, match="theirs"):
-        sojourn.program(fails_at_once)()
-    assert ends(online) == ["error", "error"]
-    assert sojourn.current_program() is None
 
 
 # ---- async generators and the end of their loop

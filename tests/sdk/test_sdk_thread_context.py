@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import multiprocessing
-import multiprocessing.pool
 import queue
 import sys
 import threading
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import sojourn
 from sojourn.wire_events import ProgramEnd, ProgramStart
 
@@ -49,27 +46,6 @@ def test_threads_and_pools_carry_the_place_when_asked_for(server):
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
 
 
-def test_threads_that_serve_a_pool_belong_to_no_program(server):
-    """They outlive the program that happened to start them, and so would their share of it."""
-    sojourn.init(server.url, threads=True)
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    with sojourn.program():
-        before = set(threading.enumerate())
-        with ProcessPoolExecutor(1, mp_context=context) as pool:
-            pool.submit(int, "1").result()
-            served = set(threading.enumerate()) - before
-            assert any("ExecutorManagerThread" in type(thread).__name__ for thread in served)
-            assert not any("run" in vars(thread) for thread in served)
-        with multiprocessing.pool.ThreadPool(2) as threads:
-            assert not any("run" in vars(t) for t in set(threading.enumerate()) - before)
-            assert threads.apply(sojourn.current_program) is None
-        queue.put(1)
-        assert not any("run" in vars(t) for t in set(threading.enumerate()) - before)
-        queue.close()
-        queue.join_thread()
-
-
 def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
     jobs = queue.Queue()
     seen = []
@@ -91,17 +67,6 @@ def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
     assert sojourn.flush(60)
     kinds = [type(e) for e in online.program_events() if isinstance(e, (ProgramStart, ProgramEnd))]
     assert kinds == [ProgramStart] * 2 + [ProgramEnd] * 2, "being there starts and ends nothing"
-
-
-def test_here_nests_and_can_be_entered_again(online):
-    with sojourn.program() as p:
-        scope = p.here()
-        with sojourn.program() as other, scope, other.here(), scope:
-            assert sojourn.current_program() is p
-        assert sojourn.current_program() is p
-    with pytest.raises(LookupError), p.here():
-        raise LookupError
-    assert sojourn.current_program() is None
 
 
 def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
@@ -126,35 +91,6 @@ def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
             thread.join()
     assert seen == {("in", True): p, ("in", False): p, ("after", True): None, ("after", False): None}
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_generators_that_other_contexts_leave_keep_no_blocks(online):
-    """As of a server that begins each stream in one context and lets another one end it."""
-    from sojourn.program import MAX_ENTERED, _entered
-
-    def running(block):
-        with block() if callable(block) else block:
-            yield
-
-    def begin_here_and_end_elsewhere(block):
-        generator = running(block)
-        next(generator)
-        elsewhere.run(generator.close)
-
-    def streams():
-        for block in (lambda: sojourn.step("s"), p.here):
-            for _ in range(20):
-                begin_here_and_end_elsewhere(block)
-                assert len(_entered.get()) <= 2
-        shared = sojourn.step("shared")
-        for _ in range(MAX_ENTERED + 20):
-            begin_here_and_end_elsewhere(shared)
-        assert len(_entered.get()) == MAX_ENTERED
-
-    elsewhere = contextvars.copy_context()
-    with sojourn.program() as p:
-        contextvars.copy_context().run(streams)
-        assert sojourn.current_program() is p
 
 
 def test_every_way_of_asyncio_to_run_something_knows_its_program(online):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
-import dis
 import subprocess
 import time
-import types
 
 import pytest
 import sojourn
 from sojourn.event_sender import EventSender
-from sojourn.program import current_context
 from sojourn.wire_events import ToolStart, ToolStop
 
 
@@ -85,35 +81,6 @@ def test_a_call_may_run_again_and_inside_itself(online):
     assert len(calls(online)) == 6
 
 
-def test_tasks_that_share_a_call_have_calls_of_their_own(online):
-    async def main():
-        shared, together = sojourn.tool_call("batch"), asyncio.Event()
-
-        async def worker(n):
-            async with shared as call:
-                ids.append(call.call_id)
-                if len(ids) == 3:
-                    together.set()
-                await together.wait()
-                assert current_context.get().tool_call is call
-                if n == 1:
-                    raise LookupError
-            assert current_context.get().tool_call is None
-            return n
-
-        with sojourn.program() as p:
-            found = await asyncio.gather(*map(worker, range(3)), return_exceptions=True)
-            assert not p.running_tools
-            return found
-
-    ids = []
-    first, error, last = asyncio.run(main())
-    assert (first, type(error), last) == (0, LookupError, 2)
-    stops = {e.call_id: e.status for e in calls(online) if isinstance(e, ToolStop)}
-    assert stops == dict(zip(ids, ["ok", "error", "ok"], strict=True))
-    assert sojourn.stats()["context_reset_failed"] == 0
-
-
 def test_a_status_set_by_hand_wins(online):
     with sojourn.program():
         with sojourn.tool_call("t") as call:
@@ -168,29 +135,6 @@ def test_functions_of_every_kind_can_be_tools(online):
         ("plain", None), ("search", "web"), ("generator", None), ("agenerator", None),
     ]  # fmt: skip
     assert len(calls(online)) == 8
-
-
-def test_a_wrapper_has_the_globals_of_its_function_and_reads_none():
-    """AutoGen and others look up the names in annotations there. A name of the user's module must not replace
-    one of ours."""
-
-    def plain(): ...
-
-    async def coroutine(): ...
-
-    def generator():
-        yield
-
-    async def agenerator():
-        yield
-
-    module = {"__name__": "mine", **vars(builtins), "BaseException": None, "GeneratorExit": None}
-    for function in (plain, coroutine, generator, agenerator):
-        theirs = types.FunctionType(function.__code__, module)
-        for wrapper in (sojourn.tool(theirs), sojourn.program(theirs), sojourn.tool(sojourn.program(theirs))):
-            assert wrapper.__globals__ is module
-            assert not [each for each in dis.get_instructions(wrapper) if each.opname == "LOAD_GLOBAL"]
-    assert sojourn.tool(len)([1]) == 1  # has no globals
 
 
 def test_user_code_runs_exactly_once_and_internal_errors_stay_inside(online, monkeypatch):
