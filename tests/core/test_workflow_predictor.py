@@ -416,6 +416,7 @@ def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() ->
 
 
 def test_histories_outlive_the_engine() -> None:
-    known = WorkflowHistory.restore(json.loads(json.dumps(with_history().workflows.snapshot())))
+    known = WorkflowHistory()
+    known.restore(json.loads(json.dumps(with_history().workflows.snapshot())))
     agents = Agents(histories=Histories(workflows=known))
     assert agents.turn("p").prediction_source == "inferred"

@@ -12,7 +12,7 @@ from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.preset import POLICY_CLASSES, parse_preset
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 

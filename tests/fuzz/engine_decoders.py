@@ -217,7 +217,7 @@ def save_histories(path: Path) -> None:
 def use_histories(path: Path) -> Any:
     """Load a server's histories, and call the queries that policies use."""
     histories = HistoryFile(str(path), 0.0).load()
-    histories.turns.mean_turns()
+    histories.turns.mean()
     histories.turns.memoryfulness()
     histories.tools.quantiles("bash:pytest", 4)
     histories.output_lengths.sorted_lengths("coder", None, 1)

@@ -32,7 +32,7 @@ from sojourn_server.policies.queue_order_policies import (
     StrictProgramFcfs,
 )
 from sojourn_server.policies.retention_policies import LeastWasteRetention, UntilProgramEndRetention
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 
 # -- admit --------------------------------------------------------------------------
 

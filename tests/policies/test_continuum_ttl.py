@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.retention_policies import ContinuumRetention
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 
 # Durations are eighths and their number a power of two, so that the objective is exact in floating
 # point and ties are ties: a property of the rule then cannot fail by rounding.

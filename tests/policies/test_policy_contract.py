@@ -40,7 +40,7 @@ from sojourn_server.policies.preemption_policies import PreemptedRequestView, Re
 from sojourn_server.policies.preset import POLICY_CLASSES, Preset, load_preset, preset_names
 from sojourn_server.policies.queue_order_policies import ProgramFcfs, RequestFcfs
 from sojourn_server.policies.retention_policies import UntilProgramEndRetention
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 
 SERVER = Path(sojourn_server.__file__).parent
 PURE_PACKAGES = ("policies", "programs")

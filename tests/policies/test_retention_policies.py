@@ -10,7 +10,7 @@ from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, NoRetention
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 
 NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
 

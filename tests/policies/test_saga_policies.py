@@ -42,7 +42,7 @@ from sojourn_server.policies.workflow_prediction import (
     ThreeTierPrediction,
     hinted_continuation_probability,
 )
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 
 # -- WA-LRU (S3) -----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from sojourn_server.cli import build_app
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
 from sojourn_server.policies.preset import load_preset, read_preset
-from sojourn_server.programs.tool_and_turn_history import ToolHistory
+from sojourn_server.programs.windowed_history import ToolHistory
 from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy
 

@@ -83,7 +83,7 @@ class AdmissionController:
             observed_turns=growth.count(),
             mean_growth_tokens=growth.mean(),
             observed_programs=turns.count(),
-            mean_turns=turns.mean_turns(),
+            mean_turns=turns.mean(),
             idle_s=self._state.requests.idle_s(now, event.anything_running),
             own=own,
             needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),

@@ -22,7 +22,7 @@ from ..policies.forecasting import (
 )
 from ..policies.policy_views import BlockShortage, RunningRequestView
 from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
-from ..programs.tool_and_turn_history import SlidingMean
+from ..programs.windowed_history import SlidingWindow
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -71,8 +71,8 @@ class DemandForecaster:
         """Policy that predicts remaining tokens. The simulator may set a policy that knows the true
         lengths."""
         self._step_s = 0.0
-        self._network_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
-        self._baseline_errors = SlidingMean(PREDICTION_ERROR_WINDOW)
+        self._network_errors = SlidingWindow(PREDICTION_ERROR_WINDOW)
+        self._baseline_errors = SlidingWindow(PREDICTION_ERROR_WINDOW)
         """Mean prediction errors over the newest outputs. ``_network_errors`` is the error of the neural
         network, ``_baseline_errors`` the error of the predictor without the network, at the same
         positions."""
@@ -143,7 +143,7 @@ class DemandForecaster:
         program = request_state.program
         if not self.predicts or program is None or output_tokens < 1:
             return
-        self._lengths.observe(program.agent_type, request_state.tool, output_tokens)
+        self._lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
         # An output cut at its maximum length cannot refute a hint of at least that length.
         if not cut or (request_state.hinted_tokens or 0) < output_tokens:
             self._judge_hint(request_state, output_tokens)

@@ -21,8 +21,8 @@ from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from ..policies.preemption_policies import RecoveryMethod
-from ..programs.output_length_history import MAX_OUTPUT_TOKENS
 from ..programs.tool_call_parsers import ParsedToolCall
+from ..programs.windowed_history import MAX_OUTPUT_TOKENS
 from .lease_table import Lease
 from .request_hints import RequestIdentity
 

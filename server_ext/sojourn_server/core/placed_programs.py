@@ -16,7 +16,7 @@ from ..policies.placement.placement_views import ProgramActivity, ProgramTierVie
 from ..policies.policy_views import ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from ..programs.tool_and_turn_history import estimated_durations
+from ..programs.windowed_history import estimated_durations
 from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
 
@@ -230,4 +230,4 @@ class PlacedProgramViews:
 
     def _growth_stats(self) -> GrowthStatistics:
         growth, turns = self._histories.growth_tokens, self._histories.turns
-        return GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean_turns())
+        return GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean())

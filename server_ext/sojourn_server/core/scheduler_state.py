@@ -16,9 +16,14 @@ from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
 from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.declared_graphs import GraphStore
-from ..programs.output_length_history import HintErrors, OutputLengthHistory
 from ..programs.program_table import ProgramTable
-from ..programs.tool_and_turn_history import SlidingMean, ToolHistory, TurnHistory
+from ..programs.windowed_history import (
+    KeyedHistory,
+    OutputLengthHistory,
+    SlidingWindow,
+    ToolHistory,
+    TurnHistory,
+)
 from ..programs.workflow_history import WorkflowHistory
 from .context_hashes import ContextHashStore
 from .events_and_actions import Action
@@ -79,17 +84,17 @@ class Histories:
 
     tools: ToolHistory = field(default_factory=ToolHistory)
     turns: TurnHistory = field(default_factory=TurnHistory)
-    evicted_waits: SlidingMean = field(default_factory=SlidingMean)
+    evicted_waits: SlidingWindow = field(default_factory=SlidingWindow)
     """Queueing delays, in seconds, of requests whose program's KV had been evicted; their mean is T̄."""
-    growth_tokens: SlidingMean = field(default_factory=SlidingMean)
+    growth_tokens: SlidingWindow = field(default_factory=SlidingWindow)
     """Growth of contexts, in tokens per turn: a turn's context minus the longest earlier context of its
     program. First turns do not count."""
     workflows: WorkflowHistory = field(default_factory=WorkflowHistory)
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
-    service: ToolHistory = field(default_factory=ToolHistory)
+    service: KeyedHistory[str] = field(default_factory=KeyedHistory)
     """Seconds that the requests of ended programs ran, by agent type."""
-    hints_off: HintErrors = field(default_factory=HintErrors)
-    """Errors of hinted output lengths."""
+    hints_off: KeyedHistory[str] = field(default_factory=lambda: KeyedHistory(64, max_all=1))
+    """Errors |ln(actual ÷ hinted)| of hinted output lengths, by agent type."""
 
     def snapshot(self) -> dict[str, Any]:
         """Return the content of all histories as JSON values, by name."""
@@ -98,9 +103,11 @@ class Histories:
     @classmethod
     def restore(cls, document: dict[str, Any]) -> Histories:
         """Return the histories of which ``document`` is the ``snapshot``. Raises ``KeyError`` for a missing
-        one, and what the histories raise for invalid content."""
-        kinds: dict[str, Any] = {each.name: each.default_factory for each in fields(cls)}
-        return cls(**{name: kind.restore(document[name]) for name, kind in kinds.items()})
+        one, and ``ValueError`` for invalid content."""
+        histories = cls()
+        for each in fields(cls):
+            getattr(histories, each.name).restore(document[each.name])
+        return histories
 
 
 class SchedulerState:

@@ -8,7 +8,6 @@ The engine reads that list before each engine step if evictions are ordered by p
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..policies.prefetch_policies import NO_LOAD_AHEAD, LoadAhead
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
-from ..programs.tool_and_turn_history import SlidingMean, recent_entry
+from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
 from .decision_recorder import DecisionRecorder
@@ -68,8 +67,8 @@ class WorkflowPredictor:
         self._table = state.programs
         self._predicts = preset.workflow_prediction.is_used
         self._evicts_by_program = preset.eviction.by_program
-        self._reused_shares: OrderedDict[str, SlidingMean] = OrderedDict()
-        """Agent type → mean share of a context that the next prompt reused."""
+        self._reused_shares: KeyedHistory[str] = KeyedHistory(256, MAX_TYPES, max_all=1)
+        """Shares of a context that the next prompt reused, by agent type."""
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
@@ -118,8 +117,7 @@ class WorkflowPredictor:
         if shared_blocks is not None and before_blocks and 2 * before_blocks >= context_blocks:
             share = shared_blocks / before_blocks
             program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
-            name = agent_type_name(program)
-            recent_entry(self._reused_shares, name, SlidingMean, MAX_TYPES).observe(share)
+            self._reused_shares.observe(agent_type_name(program), share)
         if not self._predicts:
             return
         if program.prompt_type is None and not program.turns:
@@ -132,9 +130,9 @@ class WorkflowPredictor:
         end. ``blocks``: number of blocks that the turn left in the cache."""
         program.last_turn_s = now
         program.cached_blocks = blocks
-        of_type = self._reused_shares.get(agent_type_name(program))
-        if program.turns == 1 and of_type is not None:
-            program.reused_share = of_type.mean()
+        if program.turns == 1:
+            mean = self._reused_shares.mean(agent_type_name(program), 1)
+            program.reused_share = program.reused_share if mean is None else mean
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
         if self._predicts:

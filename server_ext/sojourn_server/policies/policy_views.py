@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from sojourn.ids import ProgramId
 
-from ..programs.tool_and_turn_history import ToolHistory
+from ..programs.windowed_history import ToolHistory
 from .costs.reload_estimate import restore_s
 from .placement.placement_views import Tier
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+import msgspec
 from sojourn.ids import CallId, EmitterId, ProgramId
 
 from .gap_tool_time import GapToolTime
 from .program_status import ProgramOutcome, ProgramStatus
+from .windowed_history import Amount
 
 SEQ_WINDOW = 1024
 """Number of sequence numbers that are tracked per emitter (the sender of events in one client process).
@@ -70,17 +71,18 @@ class SequenceWindow:
         return True
 
 
-class HintReliability:
+class HintReliability(msgspec.Struct, array_like=True):
     """Measures how well hints predicted whether a turn is followed by another turn (the turn's outcome).
 
     Keeps squared errors of the hinted probabilities and of a baseline. Older errors lose weight. The baseline
     always predicts the share of earlier turns that were followed by another turn.
     """
 
-    __slots__ = ("base_error", "came_back", "declared", "error", "weight")
-
-    def __init__(self) -> None:
-        self.weight = self.came_back = self.declared = self.error = self.base_error = 0.0
+    weight: Amount = 0.0
+    came_back: Amount = 0.0
+    declared: Amount = 0.0
+    error: Amount = 0.0
+    base_error: Amount = 0.0
 
     def observe(self, declared: float | None, came_back: bool) -> None:
         """Record the outcome of a turn. ``came_back``: whether another turn followed. ``declared``: hinted
@@ -109,21 +111,6 @@ class HintReliability:
         follows every turn except the last one. So the baseline is almost always right.
         """
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
-
-    def numbers(self) -> list[float]:
-        """Return the errors and weights as five numbers, to save them. ``restored`` reads them back."""
-        return [self.weight, self.came_back, self.declared, self.error, self.base_error]
-
-    @classmethod
-    def restored(cls, numbers: Sequence[float]) -> HintReliability:
-        """Build an object from a result of ``numbers``. Raises ``ValueError`` for other values."""
-        if len(numbers) != 5 or not all(isinstance(n, (int, float)) and 0 <= n < 1e9 for n in numbers):
-            raise ValueError(f"credit: {list(numbers)[:6]!r}; expected five numbers ≥ 0")
-        credit = cls()
-        credit.weight, credit.came_back, credit.declared, credit.error, credit.base_error = map(
-            float, numbers
-        )
-        return credit
 
 
 @dataclass(slots=True)
@@ -256,19 +243,10 @@ class ProgramState:
         Data that the client has declared since the old program ended stays, because it is about the new
         program. ``context_tokens`` stays too, because the ledger compares it with the new prompt.
         """
-        self.arrived_s = now
-        self.turns = self.first_prompt_tokens = self.peak_tokens = self.cached_blocks = 0
-        self.turns_at_last_end = self.gap_started_s = self.last_turn_s = self.pending_tool = None
-        self.gap_leased = self.gap_reported = self.turn_final = self.turn_resumes = False
-        self.gap_inferred_s = self.hinted_ttl_s = self.node = self.expected_steps_left = None
-        self.prompt_type = self.turn_node = self.turn_steps_left = None
-        self.steps, self.steps_begin, self.reused_share = [], True, 1.0
-        self.continuation_probability = self.p_reuse = self.prediction_source = None
-        self.pending_declaration = self.credit = self.prefetch_at_s = self.successor = None
-        self.prefetch_tries = 0
-        self.attained_s = self.waited_s = self.saved_s = 0.0
-        self.ttft_s = self.client_request_id = None
-        self.reused_tokens = self.lost_tokens = 0
+        fresh = ProgramState(self.id, self.rank, now)
+        for each in fields(self):
+            if each.name not in _KEPT_ON_REUSE:
+                setattr(self, each.name, getattr(fresh, each.name))
 
     def silent_outcome(self) -> ProgramOutcome:
         """The outcome of a program whose client has fallen silent."""
@@ -309,3 +287,11 @@ class ProgramState:
     def tools_ended(self) -> bool:
         """Whether the client reported a tool's end in this gap, and no reported tool call runs."""
         return self.gap_reported and not self.tools
+
+
+_KEPT_ON_REUSE = frozenset({
+    "id", "rank", "ranked", "status", "outcome", "last_contact_s", "heartbeats", "disconnected", "seen",
+    "parent_id", "root_id", "name", "agent_type", "tenant", "graph_hash", "priority", "live_requests",
+    "tools", "tools_ended_s", "calls_before_request", "context_tokens", "prompt_tokens",
+})  # fmt: skip
+"""Fields that ``ProgramState.reset_for_reuse`` does not reset."""

@@ -60,26 +60,23 @@ class ProgramSignal(str, Enum):
     SILENCE = "silence"
 
 
-STATUS_TRANSITIONS: dict[tuple[ProgramStatus, ProgramSignal], ProgramStatus] = {
-    (ProgramStatus.ACTING, ProgramSignal.REQUEST_ARRIVED): ProgramStatus.REASONING,
-    (ProgramStatus.ENDED, ProgramSignal.REQUEST_ARRIVED): ProgramStatus.REASONING,
-    (ProgramStatus.EXPIRED, ProgramSignal.REQUEST_ARRIVED): ProgramStatus.REASONING,
-    (ProgramStatus.REASONING, ProgramSignal.TURN_OVER): ProgramStatus.ACTING,
-    (ProgramStatus.GATED, ProgramSignal.TURN_OVER): ProgramStatus.ACTING,
-    (ProgramStatus.REASONING, ProgramSignal.GATE): ProgramStatus.GATED,
-    (ProgramStatus.GATED, ProgramSignal.UNGATE): ProgramStatus.REASONING,
-    (ProgramStatus.REASONING, ProgramSignal.END): ProgramStatus.ENDED,
-    (ProgramStatus.ACTING, ProgramSignal.END): ProgramStatus.ENDED,
-    (ProgramStatus.GATED, ProgramSignal.END): ProgramStatus.ENDED,
-    (ProgramStatus.EXPIRED, ProgramSignal.END): ProgramStatus.ENDED,
-    (ProgramStatus.ACTING, ProgramSignal.SILENCE): ProgramStatus.EXPIRED,
-    (ProgramStatus.EXPIRED, ProgramSignal.CONTACT): ProgramStatus.ACTING,
+_REASONING, _ACTING, _GATED, _ENDED, _EXPIRED = ProgramStatus
+_TRANSITIONS = {
+    ProgramSignal.REQUEST_ARRIVED: ({_ACTING, _ENDED, _EXPIRED}, _REASONING),
+    ProgramSignal.TURN_OVER: ({_REASONING, _GATED}, _ACTING),
+    ProgramSignal.GATE: ({_REASONING}, _GATED),
+    ProgramSignal.UNGATE: ({_GATED}, _REASONING),
+    ProgramSignal.CONTACT: ({_EXPIRED}, _ACTING),
+    ProgramSignal.END: ({_REASONING, _ACTING, _GATED, _EXPIRED}, _ENDED),
+    ProgramSignal.SILENCE: ({_ACTING}, _EXPIRED),
 }
+"""Signal → the statuses that it ends, and the status that follows."""
 
-OVER_STATUSES = frozenset({ProgramStatus.ENDED, ProgramStatus.EXPIRED})
+OVER_STATUSES = frozenset({_ENDED, _EXPIRED})
 """Statuses of programs that are over. Such programs are the first to be removed from the table."""
 
 
 def next_status(status: ProgramStatus, signal: ProgramSignal) -> ProgramStatus:
     """The status after ``signal``; unchanged if the table has no transition."""
-    return STATUS_TRANSITIONS.get((status, signal), status)
+    ended, following = _TRANSITIONS[signal]
+    return following if status in ended else status

@@ -8,25 +8,25 @@ type share a system prompt. The classes are plain containers without a clock, I/
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from sojourn.aeg import END, START
 
 from .program_state import HintReliability, ProgramState
-from .tool_and_turn_history import SlidingMax, non_negative, recent_entry
-from .transitions import MAX_KINDS, ORDER, Transitions
+from .transitions import MAX_TYPES, ORDER, Transitions
+from .windowed_history import Amount, SlidingMax, checked, recent_entry
 
 REPLY_STEP = "(reply)"
 """Step of a turn that called no tool."""
 MAX_STEPS = 256
 """Maximum number of steps kept per program. The history learns a longer program in pieces."""
+MAX_TOOLS = 512
+"""Maximum number of tools in ``ToolOutputTokens``."""
 MAX_UNCONFIRMED_TYPES = 4096
 """Maximum number of unconfirmed agent types; the oldest is dropped. A type named by a prompt hash is
 unconfirmed after its first program, whose steps are not learned. The second program confirms the type."""
-
-OBSERVATIONS_VERSION = 1
 NEWEST_WEIGHT = 0.2
 """Weight of the newest value in the moving averages of ``ToolOutputTokens``."""
 
@@ -34,19 +34,48 @@ Successors = tuple[tuple[str, float], ...]
 """Possible next steps with their probabilities, likeliest first; ``sojourn.aeg.END`` may be one."""
 
 
+class ToolOutputTokens(msgspec.Struct):
+    """Moving averages of the tokens that a tool's output adds to the next prompt: n̂_obs (SAGA §4.1)."""
+
+    tools: dict[str, Amount] = {}
+    """Average of each tool, the least recently observed first."""
+    overall: Amount | None = None
+    """Average of all tools; ``None`` before any observation."""
+
+    def observe(self, tool: str, tokens: float) -> None:
+        """Record that a call of ``tool`` added ``tokens`` tokens."""
+        self.overall = _updated_average(self.overall, tokens)
+        self.tools[tool] = _updated_average(self.tools.pop(tool, None), tokens)
+        if len(self.tools) > MAX_TOOLS:
+            del self.tools[next(iter(self.tools))]
+
+    def expected(self, tool: str) -> float:
+        """Expected tokens that a call of ``tool`` adds to the prompt. For an unknown tool, the average of
+        all tools is returned; 0.0 before any observation."""
+        return self.tools.get(tool, self.overall or 0.0)
+
+
+class _SavedWorkflows(msgspec.Struct):
+    transitions: Any
+    observations: ToolOutputTokens
+    gaps_s: Any
+    context_blocks: Any
+    credits: dict[str, HintReliability]
+    unconfirmed_types: list[str]
+
+
 class WorkflowHistory:
     """History of the steps of programs of each agent type, and of the reliability of their hints."""
 
-    def __init__(self, transitions: Transitions | None = None) -> None:
-        self.transitions = transitions if transitions is not None else Transitions()
+    def __init__(self) -> None:
+        self.transitions = Transitions()
         self.observations = ToolOutputTokens()
-        """Tokens that a tool's output adds to the prompt: n̂_obs (SAGA §4.1)."""
         self.gaps_s = SlidingMax()
         """τ_max: the longest recent time between two turns, in seconds."""
         self.context_blocks = SlidingMax()
         """size_max: the largest number of blocks that a program had in the cache at the end of a turn."""
-        self._credits: OrderedDict[str, HintReliability] = OrderedDict()
-        self._unconfirmed_types: OrderedDict[str, None] = OrderedDict()
+        self._credits: dict[str, HintReliability] = {}
+        self._unconfirmed_types: dict[str, None] = {}
 
     # -- what happens ------------------------------------------------------------
 
@@ -59,7 +88,7 @@ class WorkflowHistory:
         self.gaps_s.observe(gap_s)
         self._observe_hint_error(program, came_back=True)
         if prompt_tokens >= program.context_tokens:
-            self.observations.observe(step_name(tool), prompt_tokens - program.context_tokens)
+            self.observations.observe(step_name(tool), float(prompt_tokens - program.context_tokens))
         program.steps.append(step_name(tool))
         if len(program.steps) >= MAX_STEPS:
             self._learn(program, program.steps, ends=False)
@@ -84,7 +113,7 @@ class WorkflowHistory:
 
     def finished_programs(self, program: ProgramState) -> int:
         """Number of finished programs of this program's agent type."""
-        return self.transitions.finished(agent_type_name(program))
+        return self.transitions.stats(agent_type_name(program)).finished
 
     def successors(self, program: ProgramState) -> Successors:
         """Return the steps that may follow the program's current turn, as learned from programs of its agent
@@ -115,33 +144,27 @@ class WorkflowHistory:
     # -- saved ---------------------------------------------------------------------
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the history as a JSON-able document."""
-        return {
-            "transitions": self.transitions.snapshot(),
-            "observations": self.observations.snapshot(),
-            "gaps_s": self.gaps_s.snapshot(),
-            "context_blocks": self.context_blocks.snapshot(),
-            "credits": [[name, *credit.numbers()] for name, credit in self._credits.items()],
-            "strange": list(self._unconfirmed_types),
-        }
+        """Return the history as JSON values."""
+        saved: dict[str, Any] = msgspec.to_builtins(
+            _SavedWorkflows(
+                self.transitions.snapshot(),
+                self.observations,
+                self.gaps_s.snapshot(),
+                self.context_blocks.snapshot(),
+                self._credits,
+                list(self._unconfirmed_types),
+            )
+        )
+        return saved
 
-    @classmethod
-    def restore(cls, document: Any) -> WorkflowHistory:
-        """Restore a history from a ``snapshot``. Raises ``ValueError`` for other documents."""
-        if not isinstance(document, dict):
-            raise ValueError("workflows: not an object")
-        workflows = cls(Transitions.restore(document.get("transitions")))
-        workflows.observations = ToolOutputTokens.restore(document.get("observations"))
-        workflows.gaps_s = SlidingMax.restore(document.get("gaps_s"))
-        workflows.context_blocks = SlidingMax.restore(document.get("context_blocks"))
-        try:
-            for name, *numbers in document["credits"][-MAX_KINDS:]:
-                workflows._credits[str(name)] = HintReliability.restored(numbers)
-            strange = document["strange"][-MAX_UNCONFIRMED_TYPES:]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"workflows: {type(error).__name__} {error}") from None
-        workflows._unconfirmed_types = OrderedDict.fromkeys(str(name) for name in strange)
-        return workflows
+    def restore(self, document: Any) -> None:
+        """Replace the history by that of a ``snapshot``. Raises ``ValueError`` for other documents."""
+        saved = checked(document, _SavedWorkflows)
+        self.transitions.restore(saved.transitions)
+        self.gaps_s.restore(saved.gaps_s)
+        self.context_blocks.restore(saved.context_blocks)
+        self.observations, self._credits = saved.observations, saved.credits
+        self._unconfirmed_types = dict.fromkeys(saved.unconfirmed_types)
 
     # -- inside --------------------------------------------------------------------
 
@@ -152,71 +175,24 @@ class WorkflowHistory:
         The error counts for the program and for the agent type that it had at the time of the hint."""
         name, declared = program.pending_declaration or (agent_type_name(program), None)
         program.pending_declaration = None
-        self._credit(name).observe(declared, came_back)
+        recent_entry(self._credits, name, HintReliability, MAX_TYPES).observe(declared, came_back)
         if declared is not None:
             if program.credit is None:
                 program.credit = HintReliability()
             program.credit.observe(declared, came_back)
 
-    def _credit(self, name: str) -> HintReliability:
-        return recent_entry(self._credits, name, HintReliability, MAX_KINDS)
-
     def _learn(self, program: ProgramState, steps: Sequence[str], *, ends: bool) -> None:
         name = agent_type_name(program)
-        is_unconfirmed = not program.agent_type and not self.transitions.runs(name)
+        is_unconfirmed = not program.agent_type and not self.transitions.stats(name).runs
         if is_unconfirmed and (name not in self._unconfirmed_types or not program.steps_begin):
             # Each unrelated chat would be a type of its own. Such types must not displace types with many
             # programs. Only another program confirms a type, not a later piece of the same program.
             self._unconfirmed_types[name] = None
             if len(self._unconfirmed_types) > MAX_UNCONFIRMED_TYPES:
-                self._unconfirmed_types.popitem(last=False)
+                del self._unconfirmed_types[next(iter(self._unconfirmed_types))]
             return
         self._unconfirmed_types.pop(name, None)
         self.transitions.learn(name, steps, begins=program.steps_begin, ends=ends)
-
-
-class ToolOutputTokens:
-    """Moving averages of the tokens that a tool's output adds to the next prompt: per tool, and for all
-    tools."""
-
-    def __init__(self, max_tools: int = 512) -> None:
-        self._max_tools = max_tools
-        self._tools: OrderedDict[str, float] = OrderedDict()
-        self._all: float | None = None
-
-    def observe(self, tool: str, tokens: float) -> None:
-        """Record that a call of ``tool`` added ``tokens`` tokens. Raises ``ValueError`` unless ``tokens`` is
-        finite and ≥ 0."""
-        tokens = non_negative(tokens, "a number of tokens")
-        self._all = _updated_average(self._all, tokens)
-        self._tools[tool] = _updated_average(self._tools.get(tool), tokens)
-        self._tools.move_to_end(tool)
-        if len(self._tools) > self._max_tools:
-            self._tools.popitem(last=False)
-
-    def expected(self, tool: str) -> float:
-        """Expected tokens that a call of ``tool`` adds to the prompt. For an unknown tool, the average of
-        all tools is returned; 0.0 before any observation."""
-        return self._tools.get(tool, self._all if self._all is not None else 0.0)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the averages as a JSON-able document, least recently seen tool first."""
-        return {"version": OBSERVATIONS_VERSION, "tools": dict(self._tools), "all": self._all}
-
-    @classmethod
-    def restore(cls, document: Any, max_tools: int = 512) -> ToolOutputTokens:
-        """Restore the averages from a ``snapshot``. Raises ``ValueError`` for other documents."""
-        if not isinstance(document, dict) or document.get("version") != OBSERVATIONS_VERSION:
-            raise ValueError(f"tokens per tool: not a document of version {OBSERVATIONS_VERSION}")
-        tools = document.get("tools")
-        if not isinstance(tools, dict):
-            raise ValueError("tokens per tool: field 'tools' is missing or not an object")
-        restored = cls(max_tools)
-        for tool, tokens in list(tools.items())[-max_tools:]:
-            restored._tools[str(tool)] = non_negative(tokens, "a number of tokens")
-        if document.get("all") is not None:
-            restored._all = non_negative(document["all"], "a number of tokens")
-        return restored
 
 
 def agent_type_name(program: ProgramState) -> str:

@@ -14,7 +14,7 @@ from sojourn.ids import ProgramId
 
 from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import AbandonedBranch
-from ..programs.tool_and_turn_history import BranchReuseRate
+from ..programs.windowed_history import BranchReuseRate
 from .compat import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock, get_block_hash
 from .eviction_heap import Score, Standing
 from .free_block_queue import BeforeReuse, OnEvicted, ProgramFreeBlockQueue
