@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from routing_builders import only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
-    FULL_BLOCK_TOKENS,
     PairScheduler,
     PrefillSelectionLimits,
 )
@@ -180,17 +179,6 @@ def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> Non
     assert stored(it) == 720
 
 
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 128, "p"), 1.0)
-    it.take(routing_events.RequestFinished("a", 0, "d1"), 2.0)
-    it.take(asked("b", 128, "p"), 3.0)
-    assert it.strategy.pairs.in_flight["b"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS - 1
-    it.take(routing_events.RequestFinished("b", 0, "d1"), 4.0)
-    it.take(asked("c", 129, "p"), 5.0)
-    assert it.strategy.pairs.in_flight["c"].request.hit_blocks == 128 // FULL_BLOCK_TOKENS
-
-
 def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
     it = core("p1")
     it.take(seen("d1", "1", epoch="e1"), 0.0)
@@ -226,12 +214,6 @@ def test_what_an_engine_has_in_flight_counts_the_requests_of_all_gateways_once()
     assert it.replica_statuses()[1].load == 0.25
 
 
-def test_a_prefill_engine_with_too_much_to_do_gets_nothing_until_a_prompt_is_computed() -> None:
-    it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=1500)))
-    assert [len(it.take(asked(name), 1.0)) for name in "abc"] == [1, 1, 0]
-    assert only(it.take(routing_events.PrefillFinished("a", "p1"), 2.0)).request_id == "c"
-
-
 @pytest.mark.parametrize("lost", ["p1", "d1"])
 def test_a_request_whose_engine_fails_goes_to_others_and_that_one_is_left_alone(lost: str) -> None:
     it = core("p1", "d1")
@@ -248,17 +230,6 @@ def test_a_request_whose_engine_fails_goes_to_others_and_that_one_is_left_alone(
     it.take(seen(lost), 4.0)
     later = [only(it.take(asked(name), 5.0)) for name in "ef"]
     assert any(lost in (one.prefill_id, one.replica_id) for one in later)
-
-
-def test_after_some_failures_a_request_is_refused() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    for number in range(2):
-        it.take(routing_events.RequestFailed("a", "p1"), 2.0 + number)
-        it.take(seen("p1"), 2.5 + number)
-    actions = it.take(routing_events.RequestFailed("a", "p1"), 5.0)
-    assert [one.code for one in actions if isinstance(one, RejectRequest)] == ["replicas_failed"]
-    assert not it.requests
 
 
 def lose_its_engine(it: RoutingCore, *, computing: bool) -> str:
@@ -286,54 +257,6 @@ def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> N
     assert (len(it.strategy.pairs.in_flight), it.waiting) == (0, {})
 
 
-def test_an_engine_that_computed_the_request_counts_as_such_although_it_is_gone() -> None:
-    it = core("p1", *(f"d{number}" for number in range(6)))
-    it.take(asked("a"), 1.0)
-    first = lose_its_engine(it, computing=True)
-    it.take(routing_events.RequestFailed("a", first, computing=True), 2.2)
-    assert it.requests["a"].failures_computing == 1, "one event for each engine counts"
-    second = it.requests["a"].replica_id
-    assert second is not None
-    actions = it.take(routing_events.RequestFailed("a", second, computing=True), 3.0)
-    [refused] = [one for one in actions if isinstance(one, RejectRequest)]
-    assert refused.status == 502
-    assert "accepted by a pair of engines 2 times" in refused.message
-    assert not it.requests
-
-
-def test_an_expected_output_reserves_no_more_than_the_longest_context() -> None:
-    it = core()
-    it.take(seen("p1", max_context_tokens=500), 0.0)
-    it.take(seen("d1", max_context_tokens=2_000), 0.0)
-    for name in "abcde":
-        assert only(it.take(asked(name, 100, output_tokens=2**31), 1.0)).replica_id == "d1"
-    assert it.take(asked("f", 100, output_tokens=2**31), 1.0) == []
-    [view] = it.strategy.pairs.decode.values()
-    assert view.free_kv_tokens == KV_TOKENS - 5 * 2_000
-    assert view.tokens == 500
-
-
-def test_a_drained_engine_gets_no_new_requests_after_a_short_absence() -> None:
-    it = core("p1", "d1", "d2")
-    it.take(routing_events.ReplicaDrainStarted("d1"), 1.0)
-    assert {only(it.take(asked(name), 2.0)).replica_id for name in "ab"} == {"d2"}
-    it.take(routing_events.ReplicaGone("d1", "1"), 3.0)
-    it.take(seen("d1"), 4.0)
-    assert only(it.take(asked("c"), 5.0)).replica_id == "d2"
-    it.take(routing_events.ReplicaDrainCancelled("d1"), 6.0)
-    assert only(it.take(asked("d"), 7.0)).replica_id == "d1"
-
-
-def test_a_request_larger_than_the_remaining_engines_waits_for_their_size() -> None:
-    it = core("p1")
-    it.take(seen("d1", kv_tokens=20_000), 0.0)
-    assert only(it.take(asked("a", 15_000), 1.0)).replica_id == "d1"
-    assert it.take(asked("b", 15_000), 1.0) == []
-    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
-    assert only(it.take(seen("d2", kv_tokens=5_000), 3.0)).request_id == "a"
-    assert only(it.take(routing_events.RequestFinished("a", 1, "d2"), 4.0)).request_id == "b"
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"kv_tokens": 0}, {"block_s": 0.0}, {"block_s": float("inf")}, {"node": ""}, {"max_running": -1}],
@@ -343,23 +266,6 @@ def test_an_engine_that_cannot_be_is_refused_and_the_one_there_goes_on(wrong: di
     with pytest.raises(ValueError, match="expected"):
         it.take(seen("d1", "2", **wrong), 1.0)
     assert only(it.take(asked("a"), 2.0)).replica_id == "d1"
-
-
-def test_two_that_hold_what_the_other_waits_for_line_up_anew() -> None:
-    it = core("p1", "d1", pairs=PairScheduler(PrefillSelectionLimits(most_tokens=5000)))
-    for name in "abc":
-        it.take(asked(name, KV_TOKENS), 1.0)
-    it.take(routing_events.Tick(), 20.0)  # neither is heard of for long, and one has begun anew
-    it.take(seen("p1", "2"), 21.0)
-    it.take(seen("p2"), 21.0)
-    sent: list[Any] = it.take(seen("d1"), 21.0)
-    for second in range(40):
-        sent += it.take(routing_events.Tick(), 22.0 + second)
-        it.take(seen("d1"), 22.0 + second)
-        sent += [a for f in list(it.requests.values()) if f.sent
-                 for a in it.take(RequestFinished(f.request_id, 1, "d1"), 22.5 + second)]  # fmt: skip
-        it.take(seen("p1", "2"), 22.5 + second)
-    assert not it.requests
 
 
 NAMES = ("p1", "p2", "d1", "d2", "d3")

@@ -150,38 +150,6 @@ def test_a_large_request_is_passed_by_a_limited_number_and_then_gets_a_reserved_
     assert small_ones_pass(core(queue_patience_requests=10**9, queue_patience_s=5.0), 500) <= 50 + 10
 
 
-def test_an_older_request_that_lost_its_replica_takes_no_reserved_replica_from_a_late_one() -> None:
-    it = core(queue_patience_s=30.0, queue_patience_requests=10**6)
-    it.take(seen("a"), 0.0)
-    assert sends(it.take(asked("first", 1000), 0.0)) == ["first"]
-    it.take(seen("b"), 1.0)
-    for number in range(10):
-        assert sends(it.take(asked(f"s{number}", 100), 1.0)) == [f"s{number}"]
-    assert it.take(asked("large", 900), 2.0) == []
-    it.take(routing_events.Tick(), 40.0)
-    assert it.take(asked("small", 100), 41.0) == []
-    assert ends(it, "s0", 41.0) == [], "a replica is reserved for the large one, which is late"
-    assert sends(it.take(routing_events.ReplicaGone("a", "1"), 42.0)) == []
-    assert sends(it.take(routing_events.Tick(), 43.0)) == []
-    for number in range(1, 9):
-        assert ends(it, f"s{number}", 44.0) == []
-    assert ends(it, "s9", 45.0) == ["first"]
-
-
-def test_a_late_request_that_loses_its_replica_is_still_late() -> None:
-    it = ordered(LargestFirstOrder(), queue_patience_s=30.0, queue_patience_requests=10**6)
-    for name in ("a", "b"):
-        it.take(seen(name), 0.0)
-        assert it.take(asked(f"at {name}", 990), 0.0)[-1].replica_id == name
-    for name, tokens in (("unlucky", 600), ("large", 990)):
-        assert it.take(asked(name, tokens), 0.0) == []
-    it.take(routing_events.Tick(), 1.0)
-    assert ends(it, "at a", 35.0) == ["unlucky"]
-    assert sends(it.take(routing_events.ReplicaGone("a", "1"), 36.0)) == []
-    it.take(routing_events.Tick(), 37.0)
-    assert ends(it, "at b", 38.0) == ["unlucky"]
-
-
 def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
     routing = Counted(CapacityRouting())
     it = core(routing, queue_patience_s=30.0)
@@ -197,42 +165,6 @@ def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
     assert it.take(routing_events.Tick(), 31.1) == []
     assert routing.asked == 0, "and nobody is asked about it"
     assert ends(it, "x", 32.0) == ["large", "s1"], "what it leaves is anybody's"
-
-
-def test_no_replica_is_kept_from_those_whose_turn_comes_first() -> None:
-    it = core(sharing=AgentFairShare(), queue_patience_requests=0)
-    it.take(seen("a"), 0.0)
-    it.take(asked("h0", 500, "hoarder"), 0.0)
-    it.take(asked("l0", 50, "light"), 0.0)
-    it.take(routing_events.Tick(), 0.1)
-    it.take(asked("h1", 600, "hoarder"), 0.2)
-    it.take(routing_events.Tick(), 0.3)
-    assert it.take(asked("h2", 100, "hoarder"), 0.4) == [], "room is kept for the one before it"
-    assert sends(it.take(asked("l1", 100, "light"), 0.4)) == ["l1"]
-
-
-def test_a_request_that_failed_at_its_home_waits_for_room_elsewhere() -> None:
-    it = core()
-    for name in ("a", "b"):
-        it.take(seen(name), 0.0)
-    it.take(asked("p", 600), 0.0)
-    home = it.programs.get(("t", "p")).home
-    it.take(routing_events.RequestFinished("p", 0, home), 1.0)
-    other = "b" if home == "a" else "a"
-    it.take(routing_events.RequestReceived("fill", "t", 600, "q"), 1.0)
-    assert sends(it.take(routing_events.RequestReceived("p/2", "t", 600, "p"), 2.0)) == ["p/2"]
-    assert sends(it.take(routing_events.RequestFailed("p/2", home), 3.0)) == [], (
-        "not there again, and nowhere else is room"
-    )
-    assert sends(it.take(seen(home), 4.0)) == [], "it lives, and failed it"
-    assert it.programs.get(("t", "p")).home == home
-    assert sends(it.take(routing_events.RequestReceived("p/3", "t", 600, "p"), 5.0)) == ["p/3"], (
-        "its next request may go there"
-    )
-    it.take(routing_events.RequestFinished("p/3", 0, home), 5.0)
-    it.take(routing_events.RequestFinished("fill", 0, other), 6.0)
-    assert ends(it, "q", 6.0) == ["p/2"]
-    assert it.programs.get(("t", "p")).home == other
 
 
 # -- other orders than that of arrival ------------------------------------------------------------

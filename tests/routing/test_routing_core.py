@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from routing_builders import CAPACITY, only, seen, sends, with_replicas
 from routing_builders import build_core as core
-from sojourn_server.policies.fairness_policies import AgentFairShare
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
     RoundRobinRouting,
@@ -16,7 +14,6 @@ from sojourn_server.policies.routing_policies import (
     WorkStealing,
 )
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     AbortStream,
     ProbeReplica,
@@ -112,18 +109,6 @@ def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> Non
     assert len(it.waiting) == 4
 
 
-def test_a_program_that_goes_on_after_its_end_keeps_its_home() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    it.take(asked("r0", "p", 700), 0.0)
-    it.take(routing_events.ProgramEnded("p", "t"), 1.0)
-    it.take(asked("r1", "p", 700), 2.0)
-    for name in ("r0", "r1"):
-        it.take(routing_events.RequestFinished(name, 1, "a"), 3.0)
-    assert it.home("t", "p") == "a"
-    it.take(routing_events.ProgramEnded("p", "t"), 4.0)
-    assert it.programs.get(("t", "p")) is None
-
-
 def test_requests_that_fit_go_before_those_that_do_not() -> None:
     it = with_replicas(core(CapacityRouting()), "a")
     it.take(asked("r0", "p", 700), 0.0)
@@ -154,21 +139,6 @@ def test_an_estimate_causes_no_rejection_and_counts_at_most_the_longest_context(
     assert (replica.in_flight_tokens, replica.homed_tokens) == (800, 800)
 
 
-@pytest.mark.parametrize("program", ["p", None])
-@pytest.mark.parametrize("first", [True, False])
-def test_an_expected_output_counts_at_most_the_longest_context(program: str | None, first: bool) -> None:
-    it = core(CapacityRouting())
-    if first:
-        it.take(seen("a", host_tokens=10 * CAPACITY), 0.0)
-    it.take(asked("r0", program, 10, output_tokens=10**12), 0.0)
-    if not first:
-        it.take(seen("a", host_tokens=10 * CAPACITY), 0.0)
-    assert it.requests["r0"].size_tokens == CAPACITY
-    assert only(it.take(asked("r1", "q"), 1.0)).reason == "fits", "there is room beside it"
-    it.take(routing_events.RequestFinished("r0", output_tokens=10**12), 2.0)
-    assert it.fleet.get("a").homed_tokens <= 2 * CAPACITY
-
-
 def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> None:
     it = with_replicas(core(CapacityRouting(), wait_s=60.0), "a")
     it.take(asked("r0", "p", 900), 0.0)
@@ -188,27 +158,6 @@ def test_a_full_queue_rejects_new_requests_and_leaves_running_ones_alone() -> No
         assert it.take(asked(name, name, 900), 0.0) == []
     refused = only(it.take(asked("r3", "r3", 900), 0.0))
     assert (refused.request_id, refused.status) == ("r3", 429)
-
-
-def flooded(sharing: Any, most: int) -> RoutingCore:
-    """Somebody's requests wait, as many as may."""
-    it = with_replicas(core(CapacityRouting(), sharing=sharing, most_waiting=most), "a")
-    it.take(asked("r", "r", 900), 0.0)
-    for number in range(most):
-        assert it.take(asked(f"f{number}", f"f{number}", 900, tenant="flood"), 0.0) == []
-    return it
-
-
-def test_a_flood_of_one_tenant_shuts_out_no_other_where_they_take_turns() -> None:
-    it = flooded(AgentFairShare(), 6)
-    assert only(it.take(asked("more", "more", 900, tenant="flood"), 0.0)).status == 429
-    for number in range(3):
-        assert it.take(asked(f"l{number}", f"l{number}", 900, tenant="light"), 0.0) == []
-    refused = only(it.take(asked("l3", "l3", 900, tenant="light"), 0.0))
-    assert refused.status == 429, "it has its half"
-    it.take(routing_events.RequestFinished("l0"), 1.0)
-    assert it.take(asked("l4", "l4", 900, tenant="light"), 1.0) == []
-    assert only(it.take(asked("again", "again", 900, tenant="flood"), 1.0)).status == 429
 
 
 class Broken:
@@ -258,20 +207,6 @@ def test_a_waiting_request_whose_policy_fails_blocks_no_other() -> None:
     routing.opens = True
     actions = it.take(routing_events.Tick(), 1.0)
     assert [(type(a), a.request_id) for a in actions] == [(RejectRequest, "bad"), (SendRequest, "good")]
-
-
-def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
-    broken = Broken()
-    routing = SessionAffinityRouting(most_load=10.0)
-    it = core(routing, broken, broken, preemption=broken, send_below_load=1.0, lease_s=1e6)
-    it.take(seen("a"), 0.0)
-    for number in range(12):
-        it.take(asked(f"r{number}", f"p{number}", tenant=f"t{number % 2}"), float(number))
-    it.take(seen("b"), 20.0)
-    it.take(routing_events.Tick(), 21.0)
-    assert len(it.waiting) == 2
-    assert it.counts.policy_failures >= 2
-    assert only(it.take(routing_events.RequestFinished("r0"), 22.0)).request_id == "r10"
 
 
 def test_the_gateway_keeps_what_an_engine_would_only_queue() -> None:
@@ -346,48 +281,6 @@ def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> Non
     assert len(it.waiting) == 0
 
 
-def test_a_request_that_waits_for_another_replica_blocks_no_other() -> None:
-    it = with_replicas(core(CapacityRouting(), queue_patience_requests=0), "a", "b")
-    home = only(it.take(asked("failed", "p", 400), 0.0)).replica_id
-    assert only(it.take(asked("full", "full", 900), 0.0)).replica_id != home
-    assert [type(one) for one in it.take(routing_events.RequestFailed("failed", home), 1.0)] == [ProbeReplica]
-    it.take(seen(home), 2.0)
-    assert len(it.waiting) == 1, "the other is full"
-    assert only(it.take(asked("large", "large", 600), 3.0)).replica_id == home
-    assert it.requests["failed"].sent is None, "there was room where it failed"
-    it.take(routing_events.RequestFinished("full"), 4.0)
-    sent = it.take(routing_events.ProgramEnded("full", "t"), 5.0)
-    assert [(one.request_id, one.replica_id != home) for one in sent if isinstance(one, SendRequest)] == [
-        ("failed", True)
-    ]
-
-
-def test_a_dead_replica_takes_nothing_with_it() -> None:
-    it = with_replicas(core(), "a", "b")
-    began = only(it.take(asked("stream", "p"), 0.0))
-    it.take(routing_events.FirstByteSent("stream", began.replica_id), 0.0)
-    home = began.replica_id
-    silent = _sent_to(it, home)
-    actions = it.take(routing_events.ReplicaGone(home, "1"), 1.0)
-    assert AbortStream("stream", home) in actions
-    resent = [action for action in actions if isinstance(action, SendRequest)]
-    assert {action.request_id for action in resent} == silent
-    assert all(action.replica_id != home for action in resent)
-    assert it.home("t", "p") is None
-
-
-def _sent_to(it: RoutingCore, home: str) -> set[str]:
-    """Requests until two are on their way there."""
-    sent: set[str] = set()
-    number = 0
-    while len(sent) < 2:
-        action = only(it.take(asked(f"s{number}", f"s{number}"), 0.0))
-        if action.replica_id == home:
-            sent.add(action.request_id)
-        number += 1
-    return sent
-
-
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
     it = with_replicas(core(lease_s=10.0), "a", "b")
     home = only(it.take(asked("r0", "p"), 0.0)).replica_id
@@ -411,21 +304,6 @@ def test_programs_of_a_draining_replica_move_at_their_next_turn() -> None:
     it.take(routing_events.RequestFinished("r0"), 1.0)
     sent = next(a for a in it.take(asked("r1", "p"), 2.0) if isinstance(a, SendRequest))
     assert (sent.replica_id != home, sent.moved_from, sent.left_because) == (True, home, "drain")
-
-
-def test_only_the_move_has_the_reason_for_leaving() -> None:
-    it = with_replicas(core(), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0))
-    assert first.left_because == ""
-    again = next(
-        a
-        for a in it.take(routing_events.RequestFailed("r0", first.replica_id), 1.0)
-        if isinstance(a, SendRequest)
-    )
-    assert (again.moved_from, again.left_because) == (first.replica_id, "failed")
-    assert {again.left_because, "drain"} == {*routing_events.HOME_LEFT_REASONS}
-    it.take(routing_events.RequestFinished("r0"), 2.0)
-    assert only(it.take(asked("r1", "p"), 3.0)).left_because == ""
 
 
 def test_a_replica_that_is_drained_is_drained_after_a_blip_and_not_after_a_restart() -> None:
@@ -461,14 +339,6 @@ def test_an_idle_replica_steals_the_oldest_movable_request_of_one_twice_as_loade
     assert it.programs.get(("t", "p10")).home == "b"
 
 
-def test_queued_requests_count_at_the_replica_they_wait_for() -> None:
-    it = with_replicas(core(send_below_load=1.0), "a", "b", "c")
-    for number in range(90):
-        it.take(asked(f"r{number}", f"p{number}"), 0.0)
-    assert len(it.waiting) == 60
-    assert {len(list(queue)) for queue in it.strategy.queues.values()} == {20}, "not all where one was first"
-
-
 def test_a_replica_that_comes_steals_at_once_if_it_may() -> None:
     it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
     it.take(seen("a"), 0.0)
@@ -476,13 +346,3 @@ def test_a_replica_that_comes_steals_at_once_if_it_may() -> None:
         it.take(asked(f"r{number}", f"p{number}"), 0.0)
     sent = [action for action in it.take(seen("b"), 1.0) if isinstance(action, SendRequest)]
     assert [one.request_id for one in sent] == ["r10", "r11", "r12"]
-
-
-def test_a_program_with_a_request_at_home_is_not_split() -> None:
-    it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
-    it.take(seen("a"), 0.0)
-    for number in range(10):
-        it.take(asked(f"r{number}", "p"), 0.0)
-    it.take(asked("r10", "p"), 0.0)
-    it.take(seen("b"), 1.0)
-    assert it.take(routing_events.Tick(), 2.0) == []

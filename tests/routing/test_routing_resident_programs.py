@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_builders import build_core, kv_lost, sends, with_replicas
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
-from sojourn_server.policies.fairness_policies import AgentFairShare
 from sojourn_server.policies.routing_policies import (
     LeastDelayRouting,
     ReplicaView,
@@ -20,7 +19,6 @@ from sojourn_server.policies.routing_policies import (
     RoutingView,
 )
 from sojourn_server.routing import routing_events
-from sojourn_server.routing.affinity_strategy import MAX_REPLICAS_COMPARED
 from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS, ProgramEstimator
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_records import RoutedProgram
@@ -102,19 +100,6 @@ def test_the_policy_sees_residents_and_their_turns_left() -> None:
     assert set(routing.views[-1].residents) <= {"e1"}
 
 
-def test_of_agents_of_which_nothing_is_known_as_much_is_left_as_was() -> None:
-    routing = Noted()
-    it = core(routing)
-    for turn in range(3):
-        it.take(asked(f"a{turn}", 100 + turn, program="a"), float(turn))
-        it.take(routing_events.RequestFinished(f"a{turn}", 5, "e0"), turn + 0.5)
-    it.take(asked("b"), 9.0)
-    assert routing.views[-1].residents == {}, "nobody knows whether it comes back"
-    it.take(asked("a3", 110, program="a"), 10.0)
-    it.take(asked("c"), 11.0)
-    assert ResidentProgramGroup(107, 110, 3, 3.0) in routing.views[-1].residents["e0"]
-
-
 @pytest.mark.parametrize("resident_for_s", [300.0, 7.0])
 def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'
@@ -125,17 +110,6 @@ def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     assert sends(it.take(asked("b"), 2.0)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s - 0.1)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
-
-
-def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
-    routing = Noted()
-    it = core(routing, replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
-    for number in range(2 * MAX_REPLICAS_COMPARED):
-        it.take(asked(f"a{number}", 100 + number), 0.0)
-    homed = [len(replica.programs) for replica in it.fleet.values()]
-    assert max(homed) == 1, "an empty one goes before all others"
-    assert len(it.waiting) == 2 * MAX_REPLICAS_COMPARED - len(homed)
-    assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in routing.views)
 
 
 def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
@@ -160,27 +134,6 @@ def test_requests_without_a_program_do_not_wait() -> None:
     assert sends(it.take(asked("b"), 1.0)) == []
     assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
     assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
-    assert len(it.waiting) == 1
-
-
-def test_programs_without_an_end_block_no_other_on_an_idle_replica() -> None:
-    it = core(LeastDelayRouting(), estimator=expectations())
-    for number in range(5):
-        assert sends(it.take(asked(f"a{number}"), float(number))) == [f"a{number}"]
-        it.take(routing_events.RequestFinished(f"a{number}", 5, "e0"), number + 0.5)
-
-
-def test_a_tenant_that_has_less_goes_first_among_those_that_wait() -> None:
-    it = core(LeastDelayRouting(), sharing=AgentFairShare(), estimator=expectations())
-    keep_busy(it)
-    it.take(asked("a", tenant="busy"), 0.0)
-    it.take(asked("b", tenant="busy"), 1.0)
-    it.take(asked("c", tenant="calm"), 2.0)
-    it.take(routing_events.Tick(), 2.1)
-    it.take(routing_events.RequestFinished("a", 5, "e0"), 3.0)
-    it.take(routing_events.Tick(), 3.1)
-    gone = it.take(routing_events.ProgramEnded("a", "busy"), 3.2)
-    assert len(sends(gone)) == 1
     assert len(it.waiting) == 1
 
 

@@ -57,24 +57,3 @@ def test_one_whose_other_request_is_open_or_that_had_a_turn_stays() -> None:
     program = it.programs.get(("t", "p"))
     assert program is not None
     assert (program.turns, program.context_tokens) == (1, 110)
-
-
-def test_one_that_is_given_up_in_the_queue_of_its_replica_leaves_too() -> None:
-    it = core("a", send_below_load=0.05)
-    ask(it, "busy", None)
-    assert ask(it, "r0") == []
-    assert home(it) == "a"
-    it.take(routing_events.RequestFinished("r0", answered=False), 2.0)
-    assert home(it) is None
-
-
-def test_programs_silent_for_long_are_found_behind_one_whose_turn_has_just_ended() -> None:
-    it = core("a", silent_program_s=100.0)
-    ask(it, "long", "first", now=1.0)
-    ask(it, "r0", "p", now=2.0)
-    it.take(routing_events.RequestFinished("r0", 1, "a"), 3.0)
-    it.take(routing_events.RequestFinished("long", 1, "a"), 90.0)
-    it.take(routing_events.ReplicaRegistered("a", "1", 1000), 104.0)
-    it.take(routing_events.Tick(), 104.0)
-    assert home(it) is None
-    assert home(it, "first") == "a"
