@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import resource
 
 import pytest
-from fake_engine import engines
-from gateway_harness import world
 from sojourn_server.gateway.http.gateway_server import (
     MAX_OPEN_FILES,
     raise_open_file_limit,
@@ -44,28 +40,3 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
     assert limits[-1] == (limit, hard)
     assert uvicorn_settings()["limit_concurrency"] == (limit // 2 if limit > 0 else None)
     assert bool(caplog.records) == warns
-
-
-def test_a_limit_of_open_files_that_cannot_be_raised_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(which: int, both: tuple[int, int]) -> None:
-        raise ValueError("not allowed to raise maximum limit")
-
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, resource.RLIM_INFINITY))
-    monkeypatch.setattr(resource, "setrlimit", refuse)
-    raise_open_file_limit(20_000)
-    assert "1024" in caplog.text
-    assert "ulimit -n" in caplog.text
-
-
-async def test_bytes_that_are_no_http_get_an_answer_that_is_counted() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(it.url.rpartition(":")[2]))
-        writer.write(b"POST /v1/messages HTTP/1.1\r\nno header at all\r\n\r\n")
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
-        assert head.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(body)["error"]["code"] == "invalid_http"
-        counted = it.gateway.metrics.registry.get_sample_value
-        assert counted("sojourn_gateway_refused_total", {"code": "invalid_http"}) == 1

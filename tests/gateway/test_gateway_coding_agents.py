@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import engines
 from gateway_harness import World, world
-from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.generation_request import parse_generation_request
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 ROOT, OTHER = "0b1f6c1e-6a0e-4a3e-9d53-0c4b1b4f2c77", "7d2f4e9a-1c55-4f0c-8f6e-2b7a90e1d3aa"
@@ -233,25 +231,3 @@ async def test_a_websocket_offer_is_answered_so_that_codex_falls_back_at_once() 
         for path in ("/v1/responses", "/sojourn/session/s/v1/responses", "/v1/realtime"):
             async with it.http.get(it.url + path, headers=offer) as answer:
                 assert (answer.status, bool((await answer.json())["error"]["message"])) == (426, True)
-
-
-async def test_equal_prompts_of_the_messages_api_are_estimated_alike_whatever_the_cache_had() -> None:
-    class Cached(FakeEngine):
-        """Says of each prompt that all but 30 of its 8,030 tokens were cached."""
-
-        async def _stream(self, request: Any) -> Any:
-            usage = {"input_tokens": 30, "cache_read_input_tokens": 8000, "output_tokens": 5}
-            yield b"event: message_delta\ndata: " + json.dumps({"usage": usage}).encode() + b"\n\n"
-
-    engine = Cached()
-    await engine.start()
-    async with world([engine]) as it:
-        shape = claude_code(0)
-        shape.body["messages"][0]["content"][0]["text"] = "x" * 24_000
-        for _ in range(40):
-            await send(it, shape)
-        [program] = it.gateway.routing_backend.core.programs.values()
-        assert 7800 < program.context_tokens < 8300
-        question = parse_generation_request(ClientApi.MESSAGES, json.dumps(shape.body).encode(), {})
-        assert 7800 < it.gateway.generation.sizes.tokens(question) < 8300
-    await engine.kill()

@@ -80,15 +80,6 @@ def test_a_stream_cut_anywhere_comes_through_in_whole_events(
     assert passed + through.rest() == text
 
 
-@pytest.mark.parametrize("text", [b": ping\n", b": ping\r\n", b"data: x\r\r", b"data: x\r\n\r\n", b"\n"])
-def test_comments_and_every_kind_of_line_end_pass_at_once(text: bytes) -> None:
-    through = ResponseMeter(is_stream=True)
-    assert through.push(b"data: 1\n\n") == b"data: 1\n\n"
-    assert through.push(text) == text
-    assert through.push(b"data: 2\n") == b""
-    assert through.push(b"\n") == b"data: 2\n\n"
-
-
 def test_token_counts_are_read_from_an_answer() -> None:
     meter = ResponseMeter(is_stream=False)
     meter.push(b'{"id": "resp_1", "usage": {"input_tokens": 7, "output_tokens": 3}}')
@@ -246,30 +237,6 @@ def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
 
 
 # -- the log ----------------------------------------------------------------------
-
-
-def test_a_failing_policy_is_logged_with_its_reason_and_not_at_each_request(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Fails(SessionAffinityRouting):
-        def route(self, view: Any, replicas: Any, now: float) -> Any:
-            raise RuntimeError(f"lost its way at {view.request_id}")
-
-    now = [100.0]
-    policies: list[Any] = [Fails(), NoStealing(), FcfsSharing()]
-    core = RoutingCore(AffinityStrategy(*policies), RoutingLimits())
-    routing_backend = RoutingBackend(core, lambda: now[0])
-    routing_backend.tell(routing_events.ReplicaRegistered("a", "1", 1000))
-    with caplog.at_level("ERROR"):
-        for number in range(5):
-            routing_backend.open(routing_events.RequestReceived(f"r{number}", "t", 10))
-        assert [one.message for one in caplog.records] == [
-            "the routing policy failed: RuntimeError: lost its way at r0; please report this"
-        ]
-        now[0] += 11
-        routing_backend.open(routing_events.RequestReceived("r5", "t", 10))
-    assert "at r5; please report this (4 more since the last one)" in caplog.records[-1].message
-    assert len(caplog.records) == 2
 
 
 @pytest.mark.parametrize("spare", [True, False])

@@ -139,27 +139,6 @@ async def test_a_live_frame_has_every_engine_and_each_tenant_sees_its_programs()
         assert {row.program_id for row in delta.programs} == {"new"}
 
 
-async def test_a_live_frame_names_an_engine_that_is_lost_until_it_is_back() -> None:
-    fake, other = VirtualFakeEngine(), VirtualFakeEngine()
-    other.virtual.turn("a/p", prompt(8))
-    async with gateway(fake, other) as it:
-        await until(lambda: len(it.gateway.replicas) == 2)
-        await fake.kill()
-        await until(lambda: len(it.gateway.replicas) == 1)
-        found = await frame(it, "root")
-        assert {row.engine: row.error for row in found.engines} == {
-            fake.name: "does not answer",
-            other.name: None,
-        }
-        assert found.full, "a lost engine has no programs any more"
-        await fake.restart()
-
-        async def all_answer() -> bool:
-            return {row.error for row in (await frame(it, "root")).engines} == {None}
-
-        await until(all_answer)  # frames are shared for a moment
-
-
 async def test_a_live_frame_says_why_an_engine_gets_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, odd = VirtualFakeEngine(), VirtualFakeEngine()
     async with gateway(fake, odd) as it:

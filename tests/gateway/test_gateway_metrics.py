@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,21 +20,6 @@ from sojourn_server.policies.cluster_preset import (
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_from_preset import routing_reasons
 from sojourn_server.routing.routing_records import PairEngineStatus, ReplicaStatus
-
-DOCS = Path(__file__).parents[2] / "docs"
-_NAME = re.compile(r"sojourn_gateway_[a-z_]+[a-z]")
-
-
-def exposed() -> set[str]:
-    """Names of the series, as a query writes them."""
-    metrics = GatewayMetrics()
-    return {sample for family in metrics.registry.collect() for sample in _series(family.name, family.type)}
-
-
-def _series(name: str, kind: str) -> list[str]:
-    if kind == "counter":
-        return [f"{name}_total"]
-    return [f"{name}_bucket"] if kind == "histogram" else [name]
 
 
 @pytest.mark.parametrize("name", cluster_preset_names())

@@ -60,22 +60,6 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
         assert (await it.get("/sojourn/v1/stats"))["silent"] == [], "of numbers each engine's are wanted"
 
 
-async def test_one_silent_engine_holds_up_no_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent engine that is asked first counts as long as the others, and no answer waits for its own."""
-    monkeypatch.setattr(multi_engine_queries, "QUERY_TIMEOUT_S", 3600.0)
-    async with beside_odd(2) as (odd, it):
-        assert it.gateway.replicas.engines()[0].url == odd.url
-        odd.mute = True
-        assert (await it.get("/v1/models"))["data"]
-
-
-async def test_without_an_engine_that_answers_there_is_no_list_of_models() -> None:
-    async with beside_odd(0) as (odd, it):
-        odd.lists_models = False
-        async with it.http.get(f"{it.url}/v1/models") as answer:
-            assert answer.status == 503
-
-
 @pytest.mark.parametrize(
     "says",
     [b"\xff", b'"\xff"', b'{"a":' * 5000, b"[]", b"{}", b'{"ok": true}', b'{"name": "other", "engines": 4}'],
@@ -92,13 +76,6 @@ async def test_an_engine_without_the_plugin_is_not_silent() -> None:
         odd.says, odd.status = b'{"detail": "Not Found"}', 404
         told = await it.get(PATH)
         assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
-
-
-async def test_without_an_engine_with_sojourn_there_is_no_answer() -> None:
-    async with beside_odd(0) as (odd, it):
-        odd.says = b"{}"
-        async with it.http.get(it.url + PATH) as answer:
-            assert answer.status == 503
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
@@ -177,19 +154,3 @@ async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
         assert pairs_check.detail.startswith("1 prefill, 0 decode; ")
         assert f"{decode.url} is rejected: its Full Block in bytes is 8192" in pairs_check.detail
         assert "--prefill" in pairs_check.next_step
-
-
-async def test_the_doctor_names_replicas_without_the_plugin() -> None:
-    async with beside_odd(1) as (odd, it):
-        odd.says, odd.status = b"{}", 404
-        checks = await examined(it.url)
-        assert checks["plugin"].ok is True
-        check = checks["plugin of each replica"]
-        assert check.ok is False
-        assert odd.url in check.detail
-        assert "sojourn serve" in check.next_step
-        odd.status = 200
-        check = (await examined(it.url))["answer of each replica"]
-        assert check.ok is False
-        assert odd.url in check.detail
-        assert "logs" in check.next_step

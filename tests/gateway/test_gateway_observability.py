@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from fake_engine import engines
-from fake_pair_engine import pair_engines
 from gateway_harness import World, until, world
 from sojourn.errors import InputError
 from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
@@ -42,22 +41,6 @@ async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> No
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await until(lambda: not it.gateway.routing_backend.core.waiting)
-
-
-async def test_an_engine_of_a_pair_that_is_named_as_any_other_is_warned_of(caplog: Any) -> None:
-    async with pair_engines(0, 1) as (_, [decode]), engines(1) as fakes, world([decode, *fakes]) as it:
-        [warned] = [line for line in caplog.messages if "--role decode" in line]
-        assert warned.startswith(f"{decode.url} was started with --role decode")
-        assert "--prefill and --decode" in warned
-        assert (await it.chat()).status == 200
-
-
-@pytest.mark.parametrize("status", ["acting", "bogus"])
-async def test_programs_are_not_chosen_by_what_only_engines_know(status: str) -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        error = (await it.get(f"/sojourn/v1/programs?status={status}"))["error"]
-        assert error["message"].startswith(f"status is '{status}'")
-        assert "/sojourn/v1/programs/ID" in error["next"]
 
 
 async def test_decisions_are_of_one_replica_and_name_it() -> None:

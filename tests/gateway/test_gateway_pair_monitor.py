@@ -21,16 +21,6 @@ from sojourn_server.gateway.http.engine_monitor import (
 from sojourn_server.routing.routing_events import NicQueueReported, PairRole
 from sojourn_server.routing.routing_records import LinkStats
 
-PATHS: dict[str, Any] = {
-    "role": "decode",
-    "peer": "tcp:10.0.0.2:7000",
-    "node": "n2",
-    "epoch": "e",
-    "block_s": 0.01,
-    "block_bytes": 4096,
-    "block_tokens": 64,
-}
-
 
 def known(it: World) -> set[str]:
     return {*engines_of(it)}
@@ -108,15 +98,6 @@ async def test_an_engine_that_is_no_longer_what_it_was_is_sent_nothing_more() ->
         assert not decode[0].requests
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
-async def test_what_most_have_is_what_counts(odd: int) -> None:
-    async with pair_engines(1, 2) as (prefill, decode):
-        engines = [*prefill, *decode]
-        engines[odd].paths = {"block_bytes": 8192}
-        async with gateway_of(prefill, decode, taken=2) as it:
-            assert [*await refused(it)] == [engines[odd].url]
-
-
 @pytest.mark.parametrize("listed", [0, 1])
 async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int) -> None:
     async with pair_engines(1, 2) as (prefill, decode):
@@ -133,18 +114,6 @@ async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int)
             await watch.poll_all()
             assert known(it) == {prefill[0].name, good.name}
             assert [*watch.refused()] == [odd.url]
-
-
-async def test_when_all_of_a_kind_have_gone_another_one_is_served() -> None:
-    async with pairs(1, 1) as (it, prefill, decode):
-        for engine in (*prefill, *decode):
-            await engine.kill()
-        await until(lambda: not known(it))
-        for engine in (*prefill, *decode):
-            engine.model = "large"
-            await engine.restart()
-        await until(lambda: len(known(it)) == 2)
-        assert (await it.chat()).status == 200
 
 
 async def test_engines_with_ranks_are_not_for_pairs() -> None:
@@ -187,24 +156,6 @@ async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
         await engine.kill()
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_the_log_names_the_effect_of_a_lost_engine(role: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    async with pairs(2, 2) as (it, prefill, decode):
-        first, second = prefill if role == "prefill" else decode
-        await first.kill()
-        await until(lambda: first.name not in known(it))
-        assert f"{first.url} is gone (it refuses connections" in caplog.text
-        assert f"; {role} engines left: 1" in caplog.text
-        await second.kill()
-        await until(lambda: second.name not in known(it))
-        assert f"; {role} engines left: 0" in caplog.text
-        assert "its programs go on elsewhere" not in caplog.text
-        for engine in (first, second):
-            await engine.restart()
-        await until(lambda: len(known(it)) == 4)
-
-
 async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
         before = engines_of(it)[decode.name].seen
@@ -214,30 +165,6 @@ async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() 
             lambda: decode.name in known(it) and engines_of(it)[decode.name].seen.epoch == decode.epoch
         )
         assert engines_of(it)[decode.name].seen.instance != before.instance
-
-
-async def test_how_many_an_engine_runs_at_once_is_learnt() -> None:
-    async with pairs(1, 1) as (it, _, decode):
-        engine = engines_of(it)[decode[0].name]
-        assert engine.seen.max_running == 64
-        [view] = core_of(it).strategy.pairs.decode.values()
-        assert view.most_requests == 64
-
-
-async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
-    async with pairs(1, 1) as (it, _, [decode]):
-        before = engines_of(it)[decode.name].seen
-        decode.epoch = "e2"
-        await until(lambda: engines_of(it)[decode.name].seen.epoch == "e2")
-        assert engines_of(it)[decode.name].seen.instance != before.instance
-
-
-async def test_an_engine_that_reports_that_it_is_unhealthy_is_given_up() -> None:
-    async with pairs(1, 2) as (it, _, decode):
-        decode[0].healthy = False
-        await until(lambda: decode[0].name not in known(it))
-        decode[0].healthy = True
-        await until(lambda: decode[0].name in known(it))
 
 
 async def test_an_engine_without_a_description_for_a_while_stays_what_it_was() -> None:
@@ -294,9 +221,6 @@ async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, decode_
 # -- what is told -------------------------------------------------------------------------
 
 
-LINK = {"queued_bytes": 4096, "queued_s": 0.5, "moved_bytes": 7}
-
-
 def kind(kv: str, shape: str) -> EngineKind:
     return "tiny", shape, 4096, 64, kv
 
@@ -308,15 +232,6 @@ def test_kv_is_compared_if_both_engines_report_it(kv: str, ours: str, alike: boo
     assert (why == "") is alike
     assert alike or "start all with the same --block-size" in why
     assert alike or "--block-size" in why
-
-
-def test_engines_whose_workers_split_the_model_otherwise_are_named_with_both_shapes() -> None:
-    two, one = ("tensor parallel 2, pipeline parallel 1", "tensor parallel 1, pipeline parallel 1")
-    why = incompatibility(kind("a", two), kind("b", one))
-    assert two in why
-    assert one in why
-    assert "--tensor-parallel-size" in why
-    assert incompatibility(kind("a", two), kind("a", two)) == ""
 
 
 def test_an_unknown_queue_is_not_reported_as_a_short_one() -> None:

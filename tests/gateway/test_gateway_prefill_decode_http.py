@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from fake_pair_engine import core_of, engines_of, pairs
 from gateway_harness import World, lines, until
-from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 ADMIN = "admin"
@@ -62,31 +61,6 @@ async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more:
         await until(lambda: not core_of(it).requests)
 
 
-async def test_the_prefill_engine_is_free_while_the_answer_is_written() -> None:
-    async with pairs(1, 1) as (it, _, [decode]):
-        decode.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat())
-        await until(lambda: decode.requests)
-        [view] = core_of(it).strategy.pairs.prefill.values()
-        assert view.tokens == 0
-        assert core_of(it).requests
-        decode.hold.set()
-        assert (await asking).status == 200
-
-
-@pytest.mark.parametrize("read_side", [*READ_SIDE_POLICIES])
-async def test_what_was_stored_of_a_program_is_read_by_the_side_that_the_operator_chose(
-    read_side: str,
-) -> None:
-    async with pairs(1, 1, read_side=read_side) as (it, [prefill], [decode]):
-        prefill.prompt_tokens = decode.prompt_tokens = 1000
-        for _ in range(4):
-            assert (await it.chat("p", text="x" * 4000)).status == 200
-        decode_reads = [one["kv_transfer_params"]["decode_reads"] for one in prefill.requests]
-        assert not decode_reads[0]
-        assert any(decode_reads) == (read_side == "shorter")
-
-
 # -- faults ---------------------------------------------------------------------------
 
 
@@ -120,23 +94,6 @@ async def test_an_engine_that_dies_costs_a_repetition_and_no_request(lost: str, 
             await until(lambda: victim.name not in engines_of(it))
         else:
             assert sum(core_of(it).counts.routes.values()) > 4
-
-
-async def test_a_prefill_engine_that_dies_in_its_leg_is_replaced() -> None:
-    async with pairs(2, 1) as (it, prefill, [decode]):
-        for engine in prefill:
-            engine.hold = asyncio.Event()
-        asking = asyncio.ensure_future(it.chat("p"))
-        await until(lambda: any(engine.requests for engine in prefill))
-        victim, other = sorted(prefill, key=lambda engine: not engine.requests)
-        assert other.hold is not None
-        other.hold.set()
-        await victim.kill()
-        assert (await asking).status == 200
-        assert len(decode.requests) == 1
-        assert decode.requests[0]["kv_transfer_params"]["at"] == other.name
-        names = [one.requests[0]["kv_transfer_params"]["transfer"] for one in prefill]
-        assert names[0] != names[1], "an engine takes a transfer's name once"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -180,15 +137,6 @@ async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
         assert not decode.requests
         await until(lambda: not core_of(it).requests)
         assert not core_of(it).programs, "nothing of it is stored"
-
-
-async def test_an_engine_that_reports_no_kv_has_failed() -> None:
-    async with pairs(2, 1) as (it, prefill, [decode]):
-        prefill[0].says_nothing = True
-        answers = [await it.chat(f"p{number}") for number in range(4)]
-        assert [answer.status for answer in answers] == [200] * 4
-        assert prefill[0].requests, "it was tried"
-        assert {one["kv_transfer_params"]["at"] for one in decode.requests} == {prefill[1].name}
 
 
 @pytest.mark.parametrize("leg", ["first", "second"])
@@ -237,19 +185,6 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role:
         assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         assert f"no {role} engine" in (await refused.json())["error"]["message"]
         await say(it, victim.name, "stay")
-        assert (await it.chat("p")).status == 200
-
-
-async def test_without_a_pair_new_requests_get_a_retry_time() -> None:
-    async with pairs(1, 1) as (it, [prefill], [decode]):
-        await decode.kill()
-        await until(lambda: decode.name not in engines_of(it))
-        refused = await it.chat("p")
-        assert refused.status == 503
-        assert "Retry-After" in refused.headers
-        assert not prefill.requests
-        await decode.restart()
-        await until(lambda: decode.name in engines_of(it))
         assert (await it.chat("p")).status == 200
 
 

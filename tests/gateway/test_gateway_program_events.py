@@ -15,8 +15,6 @@ from fake_engine import FakeEngine, engines
 from gateway_harness import World, until, world
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.wire_codec import (
-    MAX_BATCH_BYTES,
-    MAX_BATCH_EVENTS,
     EventBatch,
     EventOutcome,
     Outcome,
@@ -46,7 +44,7 @@ from sojourn_server.gateway.http.replica_addresses import ReplicaAddress
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_limits import SILENT_PROGRAM_S, RoutingLimits
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 IN_TURN = 'routing = "round-robin"'
 TENANTS = {"ka": "alice", "kb": "bob"}
@@ -227,18 +225,6 @@ async def test_a_state_that_is_rejected_stops_no_event_of_the_same_post() -> Non
     assert await post(*stops) == [Outcome.REJECTED, Outcome.APPLIED], "in one request"
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_a_batch_that_is_refused_whole_costs_one_post(answers: bool) -> None:
-    fleet = Fleet()
-    fleet.rejects, fleet.rejects_requests, fleet.homes = "p", answers, {"p": "a"}
-    fleet.deaf = {} if answers else {"a": "drops"}
-    events = [msgspec.Raw(encode(Heartbeat(program_id="p", seq=seq))) for seq in range(MAX_BATCH_EVENTS)]
-    outcomes = await fleet.events.forward_batch(EventBatch(v=1, emitter="e", events=events), "", None)
-    assert {one.outcome for one in outcomes} == {Outcome.REJECTED if answers else Outcome.MISSING}
-    assert [one.seq for one in outcomes] == list(range(MAX_BATCH_EVENTS))
-    assert fleet.posts == 1
-
-
 # -- who is left ------------------------------------------------------------------------
 
 
@@ -320,20 +306,6 @@ async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.Mon
         assert fakes[0].of("p") == []
 
 
-async def test_a_home_that_died_meanwhile_does_not_end_a_program_where_it_goes_back_to(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.05)
-    monkeypatch.setattr(program_events, "MAX_RELEASE_ATTEMPTS", 1_000_000)
-    async with engines(2) as fakes, world(fakes) as it:
-        late = _Late(it, monkeypatch)
-        late.left(fakes[0], None)
-        await until(lambda: late.looks >= 2)
-        await late.prepare(fakes[0], "moved")
-        assert not late.events.leaving
-        assert fakes[0].of("p") == []
-
-
 async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -351,31 +323,6 @@ async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
 
 
 # -- how much is kept and said ------------------------------------------------------------
-
-
-async def test_graphs_that_are_spelt_out_come_in_batches_that_engines_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    takes = FakeEngine._take_events
-
-    async def bounded(self: FakeEngine, request: Request) -> Response:
-        if len(await request.body()) > MAX_BATCH_BYTES:
-            return JSONResponse({"error": "too long"}, 413)
-        return await takes(self, request)
-
-    monkeypatch.setattr(FakeEngine, "_take_events", bounded)
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
-        for name in ("p", "q"):
-            await it.chat(name)
-        report = {"type": "aeg", "program_id": "p"}
-        for number in range(4):
-            told = {**report, "seq": number, "graph_hash": f"h{number}", "graph": graph(number)}
-            assert [one["outcome"] for one in await it.events(told)] == ["applied"]
-        short = [{**report, "program_id": "q", "seq": n, "graph_hash": f"h{n}"} for n in range(4)]
-        outcomes = await it.events(*short)
-        assert [(one["outcome"], one["seq"]) for one in outcomes] == [("applied", n) for n in range(4)]
-        other = of(fakes, await it.home("q"))
-        assert [event["graph"] for event in other.events] == [graph(n) for n in range(4)]
 
 
 async def test_the_end_of_a_program_whose_kv_is_gone_reaches_the_engine_that_served_it_last() -> None:

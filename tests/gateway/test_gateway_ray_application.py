@@ -17,7 +17,6 @@ from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
 pytest.importorskip("ray.serve")
 
-from ray.exceptions import RayError
 from sojourn_server.gateway.ray import deployments, fleet_directory, ray_application
 from sojourn_server.gateway.ray.fleet_directory import SILENT_S, Announcement, FleetDirectory
 
@@ -72,24 +71,6 @@ def deploy(monkeypatch: pytest.MonkeyPatch, *statuses: Any) -> list[str]:
 
 def status(state: str, message: str = "", **deployments: Any) -> Any:
     return SimpleNamespace(status=state, message=message, deployments=deployments)
-
-
-def test_each_change_of_a_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = "1 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__ or so."
-    first = status("DEPLOYING", Engine=deployment(slow, STARTING=2), Gateway=deployment(RUNNING=2))
-    failing = status("DEPLOYING", Engine=deployment(TROUBLE, RUNNING=1), Gateway=deployment(RUNNING=2))
-    said = deploy(monkeypatch, None, first, first, RayError("gone"), failing, failing, status("RUNNING"))
-    assert said[:3] == [
-        "Ray does not answer after 0 s",
-        "0 of 2 engines and 2 of 2 gateways are up after 0 s",
-        "Ray does not answer after 0 s",
-    ]
-    assert said[3].startswith(
-        "1 of 2 engines and 2 of 2 gateways are up after 0 s; A replica failed to start with exception. "
-        "Retrying 2 more time(s). ValueError: xxx"
-    )
-    assert len(said) == 4
-    assert len(said[3]) < 500
 
 
 def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,11 +221,3 @@ def test_each_gateway_of_a_node_takes_the_next_port() -> None:
         port = first.getsockname()[1]
         with deployments.own_socket("127.0.0.1", port) as second:
             assert port < second.getsockname()[1]
-
-
-def test_both_ports_are_announced() -> None:
-    assert ray_application.listen_addresses(config()) == "http://127.0.0.1:8100 answers"
-    direct = parse_config({"model": "tiny", "direct_port": 8101}, source="f.yaml")
-    assert ray_application.listen_addresses(direct) == (
-        "http://127.0.0.1:8100 answers, and http://127.0.0.1:8101 without Serve's proxy"
-    )

@@ -180,7 +180,6 @@ def test_neither_the_sdk_nor_a_gateway_on_one_machine_loads_ray() -> None:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "ray.md"
-MANIFEST = PAGE.parents[1] / "deploy" / "rayservice.yaml"
 
 
 def test_the_page_lists_the_keys_that_there_are() -> None:
@@ -191,19 +190,6 @@ def test_the_page_lists_the_keys_that_there_are() -> None:
     assert listed == set(known_keys())
 
 
-def test_what_the_page_shows_is_taken() -> None:
-    yaml = pytest.importorskip("yaml")
-    shown = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert parse_config(yaml.safe_load(shown[0]), source="page").engines.min == 2
-    pairs = parse_config(yaml.safe_load(shown[1]), source="page")
-    assert [group.engines.min for group in pairs.groups] == [1, 2]
-    manifest = yaml.safe_load(MANIFEST.read_text(encoding="utf-8"))
-    served = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"][0]
-    config = parse_config(served["args"], source="page")
-    assert not config.on_loopback
-    assert served["import_path"] == "sojourn_server.gateway.ray.deployments:build"
-
-
 def refusal(*arguments: str) -> str:
     """What ``sojourn gateway`` says, in this process, when it refuses to start anything."""
     done = CliRunner().invoke(build_app(), ["gateway", *arguments], env={"ONE": "k", "SAME": "k"})
@@ -211,26 +197,6 @@ def refusal(*arguments: str) -> str:
     assert isinstance(done.exception, CliError), done
     assert done.exception.exit_code == 2
     return f"{done.exception.message}; {done.exception.next_step}"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ray", "FILE"], "there is no key modle; did you mean model?"),
-        (
-            ["--ray", "FILE", "--engines", "http://x:1", "--port", "1"],
-            "--ray and --engines, --port are both given",
-        ),
-        (["--ray", "nowhere.yaml"], "No such file"),
-    ],
-)
-def test_the_command_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
-) -> None:
-    pytest.importorskip("ray")
-    (tmp_path / "c.yaml").write_text("modle: tiny\n")
-    monkeypatch.chdir(tmp_path)
-    assert said in refusal(*(str(tmp_path / "c.yaml") if one == "FILE" else one for one in arguments))
 
 
 @pytest.mark.parametrize(
