@@ -61,14 +61,6 @@ def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
         engine.close()
 
 
-def fails(*names: str) -> Callable[[str], None]:
-    def before(name: str) -> None:
-        if name in names:
-            raise Broken(name)
-
-    return before
-
-
 def waits(event: threading.Event, *names: str) -> Callable[..., None]:
     """For a device or a file system: such an operation does not go on before the event."""
 

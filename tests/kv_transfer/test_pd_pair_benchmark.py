@@ -71,14 +71,3 @@ def test_each_arm_has_its_own_readers(
     if case == "burst":
         assert {name: sum(name in pair for pair in sent) for name in ("p0", "p1")} == {"p0": 4, "p1": 4}
         assert {name: sum(name in pair for pair in sent) for name in ("d0", "d1")} == {"d0": 4, "d1": 4}
-
-
-def samples(prefill_decode_pair: Any, *read: tuple[int, int]) -> list[Any]:
-    """A second apart; a link has something to read until it has read all."""
-    last = read[-1]
-    return [
-        prefill_decode_pair.Sample(
-            float(at), {"p0": one[0], "d0": one[1]}, {"p0": one[0] < last[0], "d0": one[1] < last[1]}
-        )
-        for at, one in enumerate(read)
-    ]

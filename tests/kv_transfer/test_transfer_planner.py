@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
+from fake_transfer_requests import Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FillJob, TransferResults
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_request import (
@@ -152,22 +152,6 @@ def test_a_context_that_was_wanted_and_will_not_be_asked_for_is_let_go_of(how: s
     else:
         assert planner.ask("r", 400) == NO_MATCH
     assert planner.take_jobs().drops == [ExpectJob(0, answer["context"], None)]
-
-
-def decode(planner: TransferPlanner, tokens: list[int], **said: Any) -> Request:
-    """A request whose prompt is here and whose last token has been computed."""
-    request = begin(planner, Request("r", tokens, {**answer_of(tokens), **said}))
-    planner.ask("r", 0)
-    (expect,) = planner.take_jobs().expects
-    planner.take_results(TransferResults(prompts={expect.ask: -(-len(tokens) // FULL_TOKENS)}))
-    found = planner.ask("r", 0)
-    assert found.tokens is not None
-    planner.allocated("r", ids(len(tokens)), found.tokens)
-    planner.allocated("r", ids(len(tokens)), 0)
-    planner.take_jobs()
-    step(planner, "r", len(tokens))
-    request.output.append(1)
-    return request
 
 
 def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> None:

@@ -16,13 +16,6 @@ from sojourn.wire_events import AegReport
 LOOP = [(START, "plan"), ("plan", "act"), ("act", "act", 0.6), ("act", "plan", 0.3), ("act", END, 0.1)]
 
 
-def sums(graph: Aeg) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for (source, _), p in graph.edges.items():
-        found[source] = found.get(source, 0.0) + (p or 0.0)
-    return found
-
-
 # ---- declared
 
 

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 from sojourn.aeg import END, START
 
-NODES = ("plan", "outline", "act", "check", "fix", "summarise")
-
 
 class State(NamedTuple):
     """State of a run that determines the probabilities of the next node. It has the current node, the size of
@@ -66,12 +64,6 @@ def states(random: Random) -> list[State]:
     while run[-1].node != END:
         run.append(step(run[-1], random))
     return run
-
-
-def oracle(state: State) -> str:
-    """Return the likeliest next node, which is the best possible prediction."""
-    choices = odds(state)
-    return max(choices, key=lambda node: choices[node])
 
 
 class FirstOrderChain:
