@@ -24,7 +24,7 @@ from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 
 BLOCKS, BLOCK_TOKENS = 40, 4
 LIMITS = SchedulerLimits(
-    max_programs=4, max_ends_per_tick=2, max_held_s=30.0, gate_timeout_s=40.0, hold_timeout_s=40.0,
+    max_programs=4, max_held_s=30.0, gate_timeout_s=40.0, hold_timeout_s=40.0,
     idle_program_s=60.0, silent_program_s=20.0,
 )  # fmt: skip
 REQUESTS = st.sampled_from([f"r{number}" for number in range(8)])
@@ -33,6 +33,7 @@ PROGRAMS = st.sampled_from([f"p{number}" for number in range(6)])
 TOKENS = st.integers(1, BLOCKS * BLOCK_TOKENS // 2)
 SMALL = st.integers(0, 12)
 SECONDS = st.floats(0.0, 15.0)
+BLOCK_IDS = st.lists(st.integers(1, BLOCKS), unique=True, max_size=BLOCKS // 2)
 
 
 def hashes(seed: int, tokens: int) -> list[int]:
@@ -65,8 +66,7 @@ class Life(RuleBasedStateMachine):
             elif isinstance(action, ev.RequestRefused):
                 assert self.scheduler.queue_place(action.request_id).state is QueueState.PARKED
             elif isinstance(action, ev.LeaseGranted):
-                assert action is actions[-1]
-                self.held.add(action.lease.program_id)
+                self.held.add(action.program_id)
         return actions
 
     # -- requests ---------------------------------------------------------------
@@ -80,10 +80,6 @@ class Life(RuleBasedStateMachine):
         blocks = hashes(seed, tokens) if xargs is None else None
         self.handle(ev.RequestArrived(request, read_identity(program, xargs), tokens, block_hashes=blocks))
 
-    @rule(request=REQUESTS)
-    def arrive_untracked(self, request: str) -> None:
-        self.handle(ev.UntrackedRequestArrived(request))
-
     @rule(request=REQUESTS, seed=SMALL, tokens=TOKENS, hits=SMALL, resumed=st.booleans())
     def admit(self, request: str, seed: int, tokens: int, hits: int, resumed: bool) -> None:
         cached = min(hits * BLOCK_TOKENS, tokens - 1)
@@ -95,26 +91,23 @@ class Life(RuleBasedStateMachine):
     def first_token(self, request: str) -> None:
         self.handle(ev.FirstToken(request))
 
-    @rule(request=REQUESTS, tokens=TOKENS)
-    def preempt(self, request: str, tokens: int) -> None:
-        (*_, answer) = self.handle(ev.RequestPreempted(request, tokens=tokens))
+    @rule(request=REQUESTS, tokens=TOKENS, blocks=BLOCK_IDS)
+    def preempt(self, request: str, tokens: int, blocks: list[int]) -> None:
+        (*_, answer) = self.handle(ev.RequestPreempted(request, tokens=tokens, block_ids=blocks))
         assert isinstance(answer, ev.RecoveryChosen)
 
     @rule(
         request=REQUESTS,
         outcome=st.sampled_from(ev.TurnFinishReason),
         tool=st.sampled_from(["", "sh", "ls"]),
+        blocks=BLOCK_IDS,
         seed=SMALL,
-        tokens=TOKENS,
     )
-    def finish(self, request: str, outcome: ev.TurnFinishReason, tool: str, seed: int, tokens: int) -> None:
-        blocks = hashes(seed, tokens)
-        calls = (ParsedToolCall(tool),) if tool else ()
-        self.handle(ev.TurnFinished(request, outcome, calls, tokens, 3, len(blocks), blocks))
-
-    @rule(request=REQUESTS)
-    def leave_untracked(self, request: str) -> None:
-        self.handle(ev.UntrackedRequestLeft(request))
+    def finish(
+        self, request: str, outcome: ev.TurnFinishReason, tool: str, blocks: list[int], seed: int
+    ) -> None:
+        calls, tokens = (ParsedToolCall(tool),) if tool else (), len(blocks) * BLOCK_TOKENS + 1
+        self.handle(ev.TurnFinished(request, outcome, calls, tokens, 3, blocks, hashes(seed, tokens)))
 
     # -- clients and time --------------------------------------------------------
 
@@ -143,7 +136,7 @@ class Life(RuleBasedStateMachine):
         due = [lease for lease in leases if lease.deadline_s() <= self.now and not lease.waiting]
         before = len(leases)
         self.handle(ev.Tick())
-        assert len(leases) <= before - min(len(due), LIMITS.max_ends_per_tick)
+        assert len(leases) <= before - len(due)
 
     @rule(seconds=SECONDS, tokens=SMALL)
     def complete_step(self, seconds: float, tokens: int) -> None:
@@ -183,13 +176,10 @@ class Life(RuleBasedStateMachine):
     def predict(self, request: str, left: list[float]) -> None:
         self.handle(ev.OutputLengthPredicted(request, 0, tuple(sorted(left))))
 
-    @rule(seed=SMALL, owner=st.none() | PROGRAMS, taker=st.none() | REQUESTS)
-    def evict(self, seed: int, owner: str | None, taker: str | None) -> None:
-        self.handle(ev.BlocksEvicted(taker, [(seed * 1000, ProgramId(owner) if owner else None)]))
-
-    @rule(program=PROGRAMS, blocks=SMALL)
-    def find_cached(self, program: str, blocks: int) -> None:
-        self.handle(ev.CachedBlocksFound(ProgramId(program), blocks))
+    @rule(blocks=BLOCK_IDS, taker=st.none() | REQUESTS)
+    def evict(self, blocks: list[int], taker: str | None) -> None:
+        self.handle(ev.BlocksEvicted(taker, [(block, block * 1000) for block in blocks]))
+        assert not self.scheduler.owners.of.keys() & set(blocks)
 
     @rule(program=PROGRAMS, missing=SMALL, ready=SMALL, spare=SMALL)
     def start_prefetch(self, program: str, missing: int, ready: int, spare: int) -> None:
@@ -210,7 +200,7 @@ class Life(RuleBasedStateMachine):
         check_tables(self.scheduler)
         state = self.scheduler.state
         assert self.held == state.leases.programs(), "the engine holds what is leased"
-        assert state.leases.blocks <= state.leases.budget_blocks
+        assert state.leases.held_blocks <= state.leases.budget_blocks
         for lease in state.leases:
             assert lease.expires_s <= max(lease.limit_s, lease.granted_s + lease.ttl_s)
             assert lease.limit_s <= lease.granted_s + max(lease.ttl_s, LIMITS.max_held_s)
@@ -242,7 +232,7 @@ class Life(RuleBasedStateMachine):
             return
         state = self.scheduler.state
         for request_id in list(state.requests.states):
-            self.handle(ev.TurnFinished(request_id, ev.TurnFinishReason.STOPPED, (), 8, 1, 2, [1, 2]))
+            self.handle(ev.TurnFinished(request_id, ev.TurnFinishReason.STOPPED, (), 8, 1, [1, 2], [1, 2]))
         for _ in range(8):
             self.now += 500.0
             self.handle(ev.Tick())

@@ -21,7 +21,7 @@ def arrival(request_id: str, program: str | None = "p") -> RequestArrived:
 
 
 def finish(request_id: str, outcome: TurnFinishReason = TurnFinishReason.STOPPED) -> TurnFinished:
-    return TurnFinished(request_id, outcome, (), 8, 2, 2, (1, 2))
+    return TurnFinished(request_id, outcome, (), 8, 2, (1, 2), (1, 2))
 
 
 def test_an_id_that_arrives_again_ends_the_first_request() -> None:

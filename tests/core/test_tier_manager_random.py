@@ -379,7 +379,7 @@ class PlacedLife:
                 tool_calls=(),
                 prompt_tokens=request.tokens,
                 output_tokens=output,
-                cached_blocks=cached,
+                block_ids=range(cached),
                 block_hashes=(),
             ),
             self.now,

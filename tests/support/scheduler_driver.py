@@ -10,7 +10,6 @@ from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
 from sojourn_server.core.request_table import RequestState
-from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest, WaitingRequestView
 from sojourn_server.policies.preemption_policies import RecoveryMethod
 
@@ -22,9 +21,15 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     assert not state.actions, "actions of a handled event are left"
     running = [request.prompt_tokens for request in requests.values() if request.running]
     assert state.requests.running_tokens == sum(running), "tokens of running requests"
-    assert leases.blocks == sum(lease.blocks for lease in leases), "blocks of leases"
-    hinted = [lease.own_blocks for lease in leases if lease.reason is DecisionReason.HINTED]
-    assert leases.hinted_blocks.total() == sum(hinted), "blocks of hinted leases"
+    held = {block_id for lease in leases for block_id in lease.block_ids}
+    assert leases.held_blocks == len(held) == sum(lease.freed_blocks for lease in leases), "leased blocks"
+    owners = state.owners
+    for block_id, owner in owners.of.items():
+        for program_id in (owner,) if isinstance(owner, str) else owner:
+            assert block_id in owners.blocks[program_id], "a block of a program without it"
+    for program_id, owned in owners.blocks.items():
+        assert all(program_id in owners.owners_of(each) for each in owned), "a program's block without it"
+    assert not owners.orphans.keys() & owners.of.keys(), "an owned orphan"
     assert all(lease.program_id in programs for lease in leases), "a lease of an unknown program"
     assert program_scheduler.awaiting_first_token() <= requests.keys(), "a first token of an unknown request"
     assert program_scheduler._admission._holding.keys() <= requests.keys(), "an unknown request holds KV"
@@ -44,13 +49,13 @@ class SchedulerDriver(ProgramScheduler):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.actions: list[ev.EngineAction] = []
+        self.actions: list[ev.EngineAction | ev.LeaseGranted] = []
         self.refused: list[str] = []
         self._events = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().handle(event, now)
-        self.actions += [action for action in actions if isinstance(action, ev.EngineAction)]
+        self.actions += [each for each in actions if isinstance(each, ev.EngineAction | ev.LeaseGranted)]
         self.refused += [action.request_id for action in actions if isinstance(action, ev.RequestRefused)]
         self._events += 1
         # The check visits all programs, so with many of them it runs only at every 256th event.
@@ -58,7 +63,7 @@ class SchedulerDriver(ProgramScheduler):
             check_tables(self)
         return actions
 
-    def take_actions(self) -> list[ev.EngineAction]:
+    def take_actions(self) -> list[ev.EngineAction | ev.LeaseGranted]:
         actions, self.actions = self.actions, []
         return actions
 
@@ -86,11 +91,12 @@ class SchedulerDriver(ProgramScheduler):
         return answer.method
 
     def finished(self, event: ev.TurnFinished, now: float) -> Lease | None:
-        granted = ev.answer_of(self.handle(event, now), ev.LeaseGranted)
-        return granted.lease if granted is not None else None
+        actions = self.handle(event, now)
+        granted = next((action for action in actions if isinstance(action, ev.LeaseGranted)), None)
+        return self.state.leases.get(granted.program_id) if granted is not None else None
 
     def untracked_request_left(self, request_id: str, now: float = 0.0) -> None:
-        self.handle(ev.UntrackedRequestLeft(request_id), now)
+        self.handle(ev.TurnFinished(request_id, ev.TurnFinishReason.STOPPED, (), 0, 0, (), ()), now)
 
     def waiting_view(self, request_id: str) -> WaitingRequestView:
         """Return the view of a waiting request that the queue-order policy gets."""
@@ -98,8 +104,8 @@ class SchedulerDriver(ProgramScheduler):
         return self._waiting_view(state)
 
     def make_room(self, need: ReclaimRequest, now: float) -> int:
-        """Ask for blocks, where each lease frees all of its own. Return the number of leases that ended."""
-        return len(self.handle(ev.BlocksNeeded(need, None), now))
+        """Ask for blocks. Return the number of leases that ended."""
+        return len(self.handle(ev.BlocksNeeded(need), now))
 
     def may_admit(
         self, request_state: RequestState, need_blocks: int, free_blocks: int, now: float, **more: Any
@@ -123,11 +129,11 @@ class SchedulerDriver(ProgramScheduler):
         self.handle(ev.OutputLengthPredicted(request_id, at, remaining, **more), now)
 
     def evicted(self, block: Any, owner: Any, taker: str | None, now: float, score: Any = None) -> None:
-        self.handle(ev.BlocksEvicted(taker, [(block, owner)], score), now)
-
-    def pinned(self, program_id: ProgramId, blocks: int, now: float) -> Lease | None:
-        granted = ev.answer_of(self.handle(ev.CachedBlocksFound(program_id, blocks), now), ev.LeaseGranted)
-        return granted.lease if granted is not None else None
+        """Report that a block is evicted, whose id is its hash. ``owner``: its only owner, if any."""
+        self.owners.remove_evicted(block)
+        if owner is not None:
+            self.owners.own([block], owner)
+        self.handle(ev.BlocksEvicted(taker, [(block, block)], score), now)
 
     def prefetched(
         self, program_id: ProgramId, missing_blocks: int, now: float, *tiers: int

@@ -23,6 +23,7 @@ from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
+    LeaseGranted,
     RequestAdmitted,
     RequestArrived,
     TurnFinished,
@@ -169,7 +170,7 @@ class VirtualEngine:
                 tool_calls=() if failed else parse_tool_calls(text),
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),
-                cached_blocks=len(hashes),
+                block_ids=() if failed else list(dict.fromkeys(hashes)),
                 used_blocks=min(
                     self.program_scheduler.pool.blocks, len(hashes) + sum(map(len, self.held.values()))
                 ),
@@ -178,8 +179,6 @@ class VirtualEngine:
             self.now,
         )
         self.carry_out()
-        if lease is not None:
-            self.held[lease.program_id] = hashes
         return lease
 
     def turn(self, program: str | None, tokens: Sequence[int], text: str = BASH, **hint: Any) -> Lease | None:
@@ -196,6 +195,7 @@ class VirtualEngine:
         for block in chain(tokens)[keep:]:
             if block in self.cached:
                 self.cached.discard(block)
+                self.program_scheduler.owners.remove_evicted(block)
                 self.program_scheduler.state.eviction_log.add(
                     [block], EvictedBlock(LossCause.EVICTED, None, by, self.now)
                 )
@@ -230,16 +230,13 @@ class VirtualEngine:
     # -- the engine's side -----------------------------------------------------------
 
     def carry_out(self) -> None:
-        """Carry out the actions of the ``ProgramScheduler``, and add them to ``done``."""
+        """Carry out the actions of the ``ProgramScheduler``, and add those on KV to ``done``."""
         while self.program_scheduler.actions:
             for action in self.program_scheduler.take_actions():
-                self.done.append(action)
-                hashes = self.program_scheduler.state.contexts.get(action.program_id) or ()
-                if action.kind is EngineActionKind.PIN_CACHED:
-                    found = [block for block in hashes if block in self.cached]
-                    if self.program_scheduler.pinned(action.program_id, len(found), self.now) is not None:
-                        self.held[action.program_id] = found
+                if isinstance(action, LeaseGranted):
+                    self.held[action.program_id] = action.block_ids
                     continue
+                self.done.append(action)
                 if action.kind is EngineActionKind.PREFETCH:
                     self._prefetch(action.program_id)
                     continue

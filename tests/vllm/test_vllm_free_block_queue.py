@@ -28,12 +28,21 @@ def make_blocks(count: int) -> list[Any]:
 
 
 def make_queue(blocks: Sequence[Any], score: ScoreOf | None = None, evicted: Any = None) -> Any:
+    from sojourn_server.core.block_owners import BlockOwners
     from sojourn_server.vllm.free_block_queue import ProgramFreeBlockQueue
     from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
+    owners = BlockOwners()
+
+    def remove(gone: list[Any], score: Any) -> None:
+        owned = [(block, owners.remove_evicted(block.block_id)) for block in gone]
+        if evicted is not None:
+            evicted([(block, owner) for block, owner in owned if block.block_hash is not None], score)
+
     return ProgramFreeBlockQueue(
         FreeKVCacheBlockQueue(list(blocks)),
-        evicted=evicted or (lambda *_: None),
+        owners=owners,
+        evicted=remove,
         scorer=ByScore(score) if score is not None else None,
         failed=reraise,
     )
@@ -61,12 +70,24 @@ def give_hash(block: Any) -> None:
     block.set_block_hash(make_block_hash_with_group_id(BlockHash(b"%032d" % block.block_id), 0))
 
 
+def own(queue: Any, blocks: Iterable[Any], program_id: str) -> None:
+    queue.owners.own(ids(blocks), program_id)
+    queue.place(ids(blocks))
+
+
+def end(queue: Any, program_id: str) -> list[int]:
+    """End a program. Return its blocks that have no owner now."""
+    changed = queue.owners.end(program_id)
+    queue.place(changed)
+    return [block_id for block_id in changed if block_id not in queue.owners.of]
+
+
 def cached(queue: Any, count: int, program_id: str) -> list[Any]:
     """``count`` blocks taken from the queue, hashed and owned by the program."""
     blocks = queue.popleft_n(count)
     for block in blocks:
         give_hash(block)
-    queue.own(blocks, program_id)
+    own(queue, blocks, program_id)
     return blocks
 
 
@@ -87,19 +108,19 @@ def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> Non
         ),
     )
     prefix = queue.popleft_n(2)
-    own = cached(queue, 1, "P0")
+    alone = cached(queue, 1, "P0")
     for block in prefix:
         give_hash(block)
     for number in range(16):
-        queue.own(prefix, f"P{number}")
+        own(queue, prefix, f"P{number}")
     assert len(queue.owners.owners_of(0)) == 16
     for number in range(16, 1000):
-        queue.own(prefix, f"P{number}")
-    assert queue.owners.blocks == {"P0": {own[0].block_id: own[0]}}
+        own(queue, prefix, f"P{number}")
+    assert queue.owners.blocks == {"P0": {alone[0].block_id: None}}
     assert len(queue.owners.of) == 3
-    queue.append_n([*prefix, *own])
+    queue.append_n([*prefix, *alone])
     for number in range(1000):
-        assert queue.remove_owner(f"P{number}") == (ids(own) if number == 0 else [])
+        assert end(queue, f"P{number}") == (ids(alone) if number == 0 else [])
     assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
     assert evictions == [(2, True), (0, False), (1, False)]
     assert len(queue.owners.of) == 0
@@ -187,13 +208,16 @@ class QueueMachine(RuleBasedStateMachine):
         return any(block_id in bucket for name, bucket in self.buckets.items() if name[1] != NEWEST)
 
     def refile(self, block_ids: Iterable[int]) -> None:
-        """Of these, blocks in a bucket that is not theirs any more go to where they belong."""
+        """Free blocks that are not where they belong go there."""
+        order = self.order()
         for block_id in block_ids:
             name = next((n for n, bucket in self.buckets.items() if block_id in bucket), None)
             if block_id in self.ended:
-                name = ("nobody", NEWEST)
+                name = ("ended", NEWEST)
             belongs = self.bucket_name(block_id)
-            if name is None or (belongs is not None and name[0] == belongs[0]):
+            if block_id in self.blocks_of_ended():
+                belongs = ("ended", NEWEST)
+            if block_id not in order or name == belongs:
                 continue
             self.take_out(block_id)
             if self.blocks[block_id].block_hash is None:
@@ -279,32 +303,28 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def own_anything(self, data: st.DataObject) -> None:
-        """Blocks in use and free ones; a free block that had no owner stays where it is."""
+        """Blocks in use and free ones."""
         chosen = data.draw(st.lists(st.integers(0, BLOCKS - 1), unique=True))
         self.own_by(chosen, data.draw(st.lists(st.sampled_from(PROGRAMS), max_size=20, unique=True)))
 
     def own_by(self, block_ids: list[int], program_ids: list[str]) -> None:
         for program_id in program_ids:
-            self.queue.own([self.blocks[block_id] for block_id in block_ids], program_id)
+            own(self.queue, [self.blocks[block_id] for block_id in block_ids], program_id)
             for block_id in block_ids:
                 if block_id in self.many:
                     continue
                 owners = self.owners.setdefault(block_id, set())
-                alone = len(owners) == 1 and program_id not in owners
                 owners.add(program_id)
                 self.used_by.setdefault(block_id, set()).add(program_id)
                 if len(owners) > 16:
                     self.many.add(block_id)
                     del self.owners[block_id]
-                # Only a second owner changes where it belongs; what else changed meanwhile (a lost hash)
-                # is not looked at again.
-                if alone:
-                    self.refile([block_id])
+            self.refile(block_ids)
 
     @rule(program_id=st.sampled_from(PROGRAMS))
     def remove_owner(self, program_id: str) -> None:
         mine = [block_id for block_id, owners in self.owners.items() if program_id in owners]
-        orphans = self.queue.remove_owner(program_id)
+        orphans = end(self.queue, program_id)
         assert sorted(orphans) == sorted(b for b in mine if self.owners[b] == {program_id})
         for block_id in mine:
             self.owners[block_id].discard(program_id)
@@ -313,19 +333,12 @@ class QueueMachine(RuleBasedStateMachine):
         moved = sorted((b for b in mine if b in after), key=after.index)
         hashed = [b for b in moved if self.blocks[b].block_hash is not None]
         unhashed = [b for b in reversed(moved) if self.blocks[b].block_hash is None]
-        self.refile(b for b in [*hashed, *unhashed] if len(self.owners[b]) == 1)
+        changed = [block_id for block_id in [*hashed, *unhashed] if len(self.owners[block_id]) <= 1]
         for block_id in orphans:
             del self.owners[block_id]
             if self.blocks[block_id].block_hash is None and len(self.used_by[block_id]) == 1:
                 del self.used_by[block_id]  # it cannot be found again
-        for block_id in [b for b in [*hashed, *unhashed] if b in orphans]:
-            if block_id in self.list and block_id not in self.blocks_of_ended():
-                continue
-            self.take_out(block_id)
-            if self.blocks[block_id].block_hash is None:
-                self.list.insert(0, block_id)
-            else:
-                self.file(block_id)
+        self.refile(changed)
 
     @rule(program_id=st.sampled_from(PROGRAMS), used_s=st.integers(0, 9))
     def mark_abandoned(self, program_id: str, used_s: float) -> None:
@@ -401,6 +414,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.owners.clear()
         self.many.clear()
         self.queue.clear_owners()
+        self.queue.owners.clear()
 
     # what holds at all times
 

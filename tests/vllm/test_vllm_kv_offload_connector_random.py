@@ -284,7 +284,8 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     for _ in range(MOST_LOAD_STEPS + 2):
         device.step()
     assert not engine.scheduler.requests
-    assert engine.pool.get_num_free_blocks() + engine.scheduler.sojourn._pinned.blocks() == blocks - 1
+    leased = engine.scheduler.sojourn.program_scheduler.leased_blocks
+    assert engine.pool.get_num_free_blocks() + leased == blocks - 1
     assert device.counts["loaded"] > 100
     assert device.counts["stored"] > 100
     assert device.counts["preempted"] > 5

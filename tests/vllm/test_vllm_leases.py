@@ -83,7 +83,7 @@ def test_the_references_of_a_lease_make_no_prefix_common_to_all_requests(make_en
     assert manager.get_num_common_prefix_blocks("x0") == [0]
     engine.abort("stranger")
     engine.tell(*ends("A"))
-    assert engine.scheduler.sojourn._pinned.blocks() == 0
+    assert engine.scheduler.sojourn.program_scheduler.leased_blocks == 0
     assert manager.get_num_common_prefix_blocks("x0") == [20], "without leases it is vLLM's answer"
 
 
@@ -393,27 +393,6 @@ def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):
     assert [p["turns"] for p in engine.ask("programs")["programs"]] == [0, 0, 0]
 
 
-def test_ten_thousand_leases_due_at_once_are_ended_in_bounded_batches(make_engine, clock):
-    engine = make_engine(blocks=10_401, settings={"lease_budget_fraction": 1.0}, block_size=16)
-    for number in range(10_000):
-        engine.add(f"p{number}", range(number * 17, number * 17 + 17), program_id=f"P{number}")
-        if number % 200 == 199:
-            engine.run()
-            batch = [tool(f"P{n}", 1) for n in range(number - 199, number + 1)]
-            engine.tell(*batch)
-    assert engine.ask("stats")["leases"]["count"] == 10_000
-    clock.now += 30.0
-    counts = []
-    adapter: SchedulerAdapter = engine.scheduler.sojourn
-    while len(adapter.program_scheduler.state.leases):
-        before = len(adapter.program_scheduler.state.leases)
-        adapter.before_step()
-        counts.append(before - len(adapter.program_scheduler.state.leases))
-    assert max(counts) <= adapter.program_scheduler.limits.max_ends_per_tick
-    assert sum(counts) == 10_000
-    assert engine.pool.get_num_free_blocks() == 10_400
-
-
 @pytest.mark.parametrize("policy", ["continuum", "saga", "static-ttl"])
 def test_a_hostile_tenant_takes_nothing_from_another(make_engine, clock, policy):
     """All at once: priority, TTL, invented ids, a hint of 1 MiB, names of 256 bytes and 1,024 tools."""
@@ -442,7 +421,7 @@ def test_a_hostile_tenant_takes_nothing_from_another(make_engine, clock, policy)
     assert max(len(program.tools) for program in state.programs) <= 1024
     assert all(lease.expires_s <= clock.now + 310.0 for lease in state.leases)
     assert "A" in state.leases
-    hinted = state.leases.hinted_blocks
+    hinted = state.leases.hinted_blocks()
     assert 0 < hinted.total() - hinted["alice"] <= state.leases.budget_blocks // 2
     stats = engine.ask("stats")["pool"]
     assert stats["cached"] + stats["free"] + stats["leased"] == stats["total"]

@@ -8,11 +8,15 @@ from sojourn.ids import CallId, EmitterId, ProgramId
 from sojourn.wire_codec import EventOutcome, Outcome
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
-from ..policies.policy_protocols import DecisionReason
 from ..programs.declared_graphs import GraphError
 from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
-from ..programs.program_status import REPORTED_OUTCOMES, ProgramOutcome, ProgramSignal, ProgramStatus
-from .events_and_actions import EngineActionKind
+from ..programs.program_status import (
+    OVER_STATUSES,
+    REPORTED_OUTCOMES,
+    ProgramOutcome,
+    ProgramSignal,
+    ProgramStatus,
+)
 from .lease_manager import LeaseManager
 from .program_lifecycle import OWN_TOOLS_PER_PROGRAM, ProgramLifecycle
 from .request_hints import unused_event_fields
@@ -123,9 +127,11 @@ class ClientEventHandler:
             # The output showed no call of this tool. A gap gets at most one lease.
             program.pending_tool = key
             self._workflow_predictor.tool_reported(program, now)
-            if not program.gap_leased:
-                self._lease_manager.order_action(
-                    EngineActionKind.PIN_CACHED, program.id, DecisionReason.THIS_TOOL, now
+            block_ids = self._state.cached_context(program.id)
+            if not program.gap_leased and block_ids and program.status not in OVER_STATUSES:
+                used_blocks = self._state.used_blocks
+                self._lease_manager.grant(
+                    program, program.tool_now(), block_ids, used_blocks, now, "late_keep"
                 )
         return Outcome.APPLIED, ""
 

@@ -8,7 +8,7 @@ Every engine and the simulator use the same events and actions. Times are in sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,6 @@ from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import ParsedToolCall
 from ..programs.windowed_history import MAX_OUTPUT_TOKENS
-from .lease_table import Lease
 from .request_hints import RequestIdentity
 
 
@@ -46,13 +45,6 @@ class RequestArrived(_Event, frozen=True):
     block_hashes: Sequence[Any] | None = None
     """Chained hashes of the prompt's full blocks, which tell side requests from turns
     (``TurnGapTracker.join_turn``). ``None``: not known, or the request names no program."""
-
-
-class UntrackedRequestArrived(_Event, frozen=True):
-    """A request has arrived, but its program could not be read. The request is handled without a program and
-    ordered by its arrival."""
-
-    request_id: str
 
 
 class RequestAdmitted(_Event, frozen=True):
@@ -85,6 +77,8 @@ class RequestPreempted(_Event, frozen=True):
     request_id: str
     tokens: int = 0
     """Number of tokens whose KV the request lost."""
+    block_ids: Sequence[int] = ()
+    """Distinct cached blocks that the request leaves, in context order."""
     copied_tokens: int = 0
     """Number of tokens whose KV is already in host memory."""
     offload_s_per_token: float | None = None
@@ -112,30 +106,19 @@ class TurnFinishReason(str, Enum):
 
 
 class TurnFinished(_Event, frozen=True):
-    """A request has left the engine. The answer is ``LeaseGranted`` if the engine must hold the request's
-    blocks."""
+    """A request has left the engine. It leaves cached blocks, on which its program may get a lease."""
 
     request_id: str
     outcome: TurnFinishReason
     tool_calls: tuple[ParsedToolCall, ...]
     prompt_tokens: int
     output_tokens: int
-    cached_blocks: int
-    """Number of blocks that the request can leave in the prefix cache, and that a lease would pin."""
+    block_ids: Sequence[int]
+    """Distinct cached blocks that the request leaves, in context order. A lease pins them."""
     block_hashes: Sequence[Any]
-    """Chained block hashes of the part of the context whose KV is in ``cached_blocks``."""
-    held_blocks: int | None = None
-    """Number of distinct blocks that leases hold now; None: the sum over all leases is used."""
-    unheld_blocks: int | None = None
-    """Number of ``cached_blocks`` that no lease holds yet; None: all."""
+    """Chained block hashes of the part of the context whose KV is in ``block_ids``."""
     used_blocks: int | None = None
     """Number of blocks that requests use or leases hold now, the request's own included; None: unknown."""
-
-
-class UntrackedRequestLeft(_Event, frozen=True):
-    """A request without a program has left the engine."""
-
-    request_id: str
 
 
 # --- clients and time ----------------------------------------------------------------------------
@@ -152,6 +135,9 @@ class Tick(_Event, frozen=True):
     """Time has passed: leases and programs may expire, and prefetches may be due.
 
     The engine reports it once per step and before every HTTP operation."""
+
+    used_blocks: int | None = None
+    """Number of blocks that requests use or leases hold now; None: as reported last."""
 
 
 class StepCompleted(_Event, frozen=True):
@@ -194,9 +180,6 @@ class BlocksNeeded(_Event, frozen=True):
     """A block allocation failed. The returned actions are one ``RELEASE`` for each lease that ends."""
 
     need: ReclaimRequest
-    freed_blocks: Mapping[ProgramId, int] | None = None
-    """For each program, the number of blocks that become free if its lease ends; None: all blocks of the
-    lease."""
 
 
 class VictimNeeded(_Event, frozen=True):
@@ -241,24 +224,10 @@ class BlocksEvicted(_Event, frozen=True):
 
     taker_request_id: str | None
     """The request that gets the blocks, if known."""
-    blocks: Sequence[tuple[Any, ProgramId | None]]
-    """(Content hash of a block, program that owned it). Without a program, several programs owned it."""
+    blocks: Sequence[tuple[int, Any]]
+    """(Id of a block, its content hash). Blocks that never had an owner are left out."""
     score: tuple[float, ...] | None = None
     """The owners' eviction score, by which the blocks were chosen; None: eviction is not by program."""
-
-
-class CachedBlocksFound(_Event, frozen=True):
-    """Result of a ``PIN_CACHED`` action: the number of blocks that are still cached. The answer
-    ``LeaseGranted`` makes the engine hold these blocks."""
-
-    program_id: ProgramId
-    blocks: int
-    held_blocks: int | None = None
-    """Number of distinct blocks that leases hold now; None: the sum over all leases is used."""
-    unheld_blocks: int | None = None
-    """Number of the found ``blocks`` that no lease holds yet; None: all."""
-    used_blocks: int | None = None
-    """Number of blocks that requests use or leases hold now; None: unknown."""
 
 
 class PrefetchStarted(_Event, frozen=True):
@@ -293,10 +262,9 @@ class CacheReset(_Event, frozen=True):
 
 
 Event = (
-    RequestArrived | UntrackedRequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp
-    | TurnFinished | UntrackedRequestLeft | ClientEventReceived | Tick | StepCompleted | AdmissionRequested
-    | BlocksNeeded | VictimNeeded | DemandSampled | OutputLengthPredicted | BlocksEvicted | CachedBlocksFound
-    | PrefetchStarted | CacheResetStarted | CacheReset
+    RequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp | TurnFinished
+    | ClientEventReceived | Tick | StepCompleted | AdmissionRequested | BlocksNeeded | VictimNeeded
+    | DemandSampled | OutputLengthPredicted | BlocksEvicted | PrefetchStarted | CacheResetStarted | CacheReset
 )  # fmt: skip
 
 
@@ -310,8 +278,6 @@ class EngineActionKind(str, Enum):
     """Stop holding the program's blocks. They stay cached until they are reused."""
     DROP = "drop"
     """The program is over: release its blocks. Blocks that only this program used are evicted next."""
-    PIN_CACHED = "pin_cached"
-    """Hold the blocks of the program's last turn that are still cached, then report ``CachedBlocksFound``."""
     PREFETCH = "prefetch"
     """Begin to read blocks from disk into host memory, then report ``PrefetchStarted``. The blocks are those
     of ``ProgramScheduler.prefetch_keys`` that are only on disk."""
@@ -328,6 +294,9 @@ class EngineAction(NamedTuple):
     reason: DecisionReason
     tier: Tier | None = None
     """The tier that a ``PLACE`` names; None for other kinds."""
+    block_ids: Sequence[int] = ()
+    """For a ``DROP``, the blocks that have one owner or none since the program is no longer their owner, the
+    last block of its context first."""
 
 
 class RequestRefused(NamedTuple):
@@ -343,9 +312,10 @@ class QueuePlaceChanged(NamedTuple):
 
 
 class LeaseGranted(NamedTuple):
-    """The engine must hold the reported blocks until the lease is released."""
+    """The engine must hold these blocks for the program until it gets ``RELEASE`` or ``DROP``."""
 
-    lease: Lease
+    program_id: ProgramId
+    block_ids: Sequence[int]
 
 
 class RecoveryChosen(NamedTuple):
@@ -381,10 +351,10 @@ class EventAnswered(NamedTuple):
     outcome: EventOutcome
 
 
-Answer = LeaseGranted | RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
+Answer = RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
-Action = EngineAction | RequestRefused | QueuePlaceChanged | Answer
+Action = EngineAction | LeaseGranted | RequestRefused | QueuePlaceChanged | Answer
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -12,15 +12,7 @@ from ..policies.lease_reclaim_policies import reclaim_for_overdue
 from ..policies.policy_protocols import DecisionReason, EndedKvHandling, RetentionDecision
 from ..policies.policy_views import FinishedTurnView, ReclaimRequest
 from ..programs.program_state import ProgramState
-from ..programs.program_status import OVER_STATUSES
-from .events_and_actions import (
-    CachedBlocksFound,
-    EngineAction,
-    EngineActionKind,
-    LeaseGranted,
-    RequestAdmitted,
-    TurnFinished,
-)
+from .events_and_actions import EngineAction, EngineActionKind, LeaseGranted, RequestAdmitted
 from .lease_table import SILENCE_INITIAL_S, Lease
 from .scheduler_state import SchedulerState
 
@@ -38,105 +30,26 @@ class LeaseManager:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._leases = state.leases
         self._refused: tuple[ReclaimRequest, int] | None = None
         """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` at that
         time."""
 
-    def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease for ``need``. False if there is no lease. While requests
-        run, a ``need`` that ended no lease is not tried again until leases change."""
-        leases = self._state.leases
-        if not len(leases):
-            return False
-        # A waiting request asks in every step. While the leases do not change, the answer stays the same.
-        return not need.anything_running or (need, leases.changes) != self._refused
-
-    def make_room(
-        self,
-        need: ReclaimRequest,
-        now: float,
-        freed: Mapping[ProgramId, int] | None,
-        score: Callable[[ProgramId], tuple[float, ...]],
-    ) -> None:
-        """End leases for a request that needs blocks.
-
-        The leases are chosen in up to three attempts. Each attempt is made only if the one before chose none:
-
-        1. The lease reclaim policy chooses, except for an overdue request without a program.
-        2. For an overdue request (``ReclaimRequest.overdue``), ``reclaim_for_overdue`` chooses.
-        3. If the engine schedules by priority, a waiting request ends leases of less important programs.
-
-        ``freed`` has the number of blocks that become free if a program's lease ends; ``None``: all blocks of
-        the lease. ``score`` returns a program's eviction key.
-        """
-        if not self.may_reclaim(need):
-            return
-        state = self._state
-        views = [lease.view() for lease in state.leases]
-        if freed is not None:
-            views = [view._replace(blocks=freed[view.program_id]) for view in views]
-        if state.preset.eviction.by_program:
-            views = [view._replace(score=score(view.program_id)) for view in views]
-        chosen = None
-        if not need.overdue or need.program_id is not None:
-            chosen = state.preset.lease_reclaim.release(need, views, now)
-        if not chosen and need.overdue:
-            chosen = reclaim_for_overdue(need, views, now)
-        if not chosen and need.priority is not None:
-            # The policy goes by the arrival of programs, and the queue by priorities. A less important
-            # program that has come back would wait behind this request, and its lease would not expire.
-            less = [view for view in views if self._priority_of(view.program_id) > need.priority]
-            chosen = reclaim_for_overdue(need, less, now)
-        for program_id in chosen or ():
-            self.end(program_id, DecisionReason.PRESSURE, now)
-        if not chosen:
-            self._refused = (need, state.leases.changes)
-
-    def _priority_of(self, program_id: ProgramId) -> int:
-        """Return the user's priority of a program: the priority of its most important request in the engine,
-        or else of its last request; 0 for an unknown program."""
-        program, states = self._state.programs.get(program_id), self._state.requests.states
-        if program is None:
-            return 0
-        live = (states[request_id].priority for request_id in program.live_requests if request_id in states)
-        return min(live, default=program.priority)
-
-    def order_action(
-        self, kind: EngineActionKind, program_id: ProgramId, reason: DecisionReason, now: float
-    ) -> None:
-        """Order the engine to do ``kind`` with the program's KV: add this action, and end the program's
-        lease.
-
-        A ``RELEASE`` is added only if the program has a lease. If the preset leaves the KV of ended programs
-        in the cache, a ``DROP`` becomes a ``RELEASE``."""
-        state = self._state
-        if kind is EngineActionKind.DROP and state.preset.ended is EndedKvHandling.LEFT:
-            kind = EngineActionKind.RELEASE
-        lease = state.leases.end(program_id)
-        if lease is not None:
-            self.ended(lease, reason, now, kind)
-        elif kind is not EngineActionKind.RELEASE:
-            state.actions.append(EngineAction(kind, program_id, reason))
-        if kind is EngineActionKind.DROP:
-            # Only programs with KV are logged, so that a flood of invented ids does not fill the log.
-            if lease is not None or state.contexts.get(program_id) is not None:
-                state.decisions.add(now, "drop", program_id, reason.value)
-                self.record_release(program_id, reason)
-            state.contexts.drop(program_id)
+    # -- the end of a turn, or the start of a tool ------------------------------
 
     def grant(
         self,
         program: ProgramState,
         tool: str | None,
-        blocks: int,
-        event: TurnFinished | CachedBlocksFound,
+        block_ids: Sequence[int],
+        used_blocks: int | None,
         now: float,
         kind: str = "keep",
     ) -> Lease | None:
-        """Ask the policy how long to keep ``blocks`` cached blocks; return the lease, if any. ``tool``: key
-        of the tool that runs in the gap, if known. ``event`` has the numbers of held and used blocks.
+        """Ask the policy how long to keep these cached blocks; return the lease, if any. ``tool``: key of the
+        tool that runs in the gap, if known. ``used_blocks``: number of blocks in use or leased, if known.
         ``kind``: name of the decision in the log."""
-        state = self._state
+        state, leases = self._state, self._leases
         tokens = program.context_tokens
         reload_s = chunked_reload_s = state.reload.seconds(tokens)
         # A context that is too long for one engine step is computed in several steps.
@@ -146,8 +59,8 @@ class LeaseManager:
         view = FinishedTurnView(
             program_id=program.id,
             tool=tool,
-            context_tokens=program.context_tokens,
-            kv_blocks=blocks,
+            context_tokens=tokens,
+            kv_blocks=len(block_ids),
             reload_s=reload_s,
             mean_evicted_wait_s=state.histories.evicted_waits.mean(),
             memoryfulness=state.histories.turns.memoryfulness(),
@@ -157,82 +70,64 @@ class LeaseManager:
             host_reload_s=state.copy_back_s(tokens),
             running_tokens=state.requests.running_tokens,
             continuation_probability=program.continuation_probability,
-            used_share=event.used_blocks / state.pool.blocks if event.used_blocks is not None else None,
+            used_share=used_blocks / state.pool.blocks if used_blocks is not None else None,
         )
         keep = state.preset.retention.keep(view, now)
-        if keep.ttl_s > 0 and not blocks:
+        if keep.ttl_s > 0 and not block_ids:
             keep = RetentionDecision(0.0, DecisionReason.NOTHING_CACHED)
         # A block that several leases share counts once against the budget.
-        more = blocks if event.unheld_blocks is None else event.unheld_blocks
-        held = state.leases.blocks if event.held_blocks is None else event.held_blocks
-        excess = held + more - state.leases.budget_blocks
-        hinted = keep.reason is DecisionReason.HINTED
-        if keep.ttl_s > 0 and (hinted or excess > 0):
-            share = self._hinted_share_blocks(program.tenant)
-            own = state.leases.hinted_blocks.get(program.tenant, 0) + more
-            if excess > 0:
-                # Ended leases may free less than ``excess``, because other leases can share their blocks. So
-                # this lease is refused anyway; the next lease may find enough budget.
-                self._end_excess_hinted(share, excess, now)
-            if excess > 0 or (hinted and own > share):
-                keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
-        self.log_keep(program, keep, blocks, now, kind)
+        more = leases.count_unheld(block_ids)
+        if keep.ttl_s > 0 and not self._has_budget(program.tenant, more, keep.reason, now):
+            keep = RetentionDecision(0.0, DecisionReason.OVER_BUDGET)
+        self.log_keep(program, keep, len(block_ids), now, kind)
         if keep.ttl_s <= 0:
             return None
-        silent_s = now + SILENCE_INITIAL_S if program.heartbeats else None
         lease = Lease(
-            program.id, program.rank, now, keep.ttl_s, now + keep.ttl_s, silent_s, blocks, view.restore_s,
-            keep.reason, tool, tenant=program.tenant, own_blocks=more,
-        )  # fmt: skip
-        lease.limit_s = now + max(keep.ttl_s, state.limits.max_held_s)
-        state.leases.grant(lease)
+            program_id=program.id,
+            rank=program.rank,
+            granted_s=now,
+            ttl_s=keep.ttl_s,
+            expires_s=now + keep.ttl_s,
+            silent_s=now + SILENCE_INITIAL_S if program.heartbeats else None,
+            block_ids=block_ids,
+            reload_s=view.restore_s,
+            reason=keep.reason,
+            tenant=program.tenant,
+            own_blocks=more,
+            limit_s=now + max(keep.ttl_s, state.limits.max_held_s),
+        )
+        leases.grant(lease)
         program.gap_leased = True
+        state.actions.append(LeaseGranted(program.id, block_ids))
         return lease
 
-    def cached_blocks_found(self, event: CachedBlocksFound, now: float) -> LeaseGranted | None:
-        """Grant a lease on the blocks that the engine found for a ``PIN_CACHED`` action. No lease is granted
-        if the program is over or has a request or a lease, or if the policy refuses."""
-        state = self._state
-        program = state.programs.get(event.program_id)
-        if program is None or program.live_requests or program.id in state.leases or not event.blocks:
-            return None
-        if program.status in OVER_STATUSES:  # it ended before the engine carried out PIN_CACHED
-            return None
-        lease = self.grant(program, program.tool_now(), event.blocks, event, now, "late_keep")
-        return LeaseGranted(lease) if lease is not None else None
+    def _has_budget(self, tenant: str | None, blocks: int, reason: DecisionReason, now: float) -> bool:
+        """Return whether a lease may hold ``blocks`` further blocks.
 
-    def _hinted_share_blocks(self, tenant: str | None) -> int:
-        """Number of blocks that one tenant's hinted leases may hold. A lease is hinted if its client chose
-        the TTL.
-
-        The budget is divided equally among tenants with hinted leases or with requests in the engine.
-        Requests without a program count as one more tenant.
-        """
-        state = self._state
-        tenants = {tenant, *state.leases.hinted_blocks}
-        untracked = False
-        for request in state.requests.states.values():
-            if request.program is None:
-                untracked = True
-            else:
-                tenants.add(request.program.tenant)
-        return state.leases.budget_blocks // (len(tenants) + untracked)
-
-    def _end_excess_hinted(self, share_blocks: int, blocks: int, now: float) -> None:
-        """End hinted leases until at least ``blocks`` blocks are released, or no tenant holds more than
-        ``share_blocks``. Only tenants above that share lose leases. Leases without a waiting request end
-        before leases with one. Within each group, the lease that expires soonest ends first."""
-        held = self._state.leases.hinted_blocks
-        if not any(own > share_blocks for own in held.values()):
-            return
-        hinted = [lease for lease in self._state.leases if lease.reason is DecisionReason.HINTED]
-        for lease in sorted(hinted, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
-            if blocks <= 0:
-                break
-            before = held[lease.tenant]
-            if before > share_blocks:
+        All leases together have a budget. Of it, hinted leases (their client chose the TTL) of one tenant may
+        take an equal share among the tenants with hinted leases or with requests in the engine. Requests
+        without a program count as one more tenant. If the budget is exceeded, hinted leases of tenants above
+        that share end: those without a waiting request first, then those that expire soonest."""
+        leases = self._leases
+        excess = leases.held_blocks + blocks - leases.budget_blocks
+        if excess <= 0 and reason is not DecisionReason.HINTED:
+            return True
+        hinted = leases.hinted_blocks()
+        requests = self._state.requests.states.values()
+        tenants = {tenant, *hinted, *(each.program.tenant for each in requests if each.program is not None)}
+        untracked = any(each.program is None for each in requests)
+        share = leases.budget_blocks // (len(tenants) + untracked)
+        if excess <= 0:
+            return hinted[tenant] + blocks <= share
+        # Ended leases may free less than ``excess``, because other leases can share their blocks. So this
+        # lease is refused anyway; the next lease may find enough budget.
+        of_hints = [lease for lease in leases if lease.reason is DecisionReason.HINTED]
+        for lease in sorted(of_hints, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
+            if excess > 0 and hinted[lease.tenant] > share:
+                hinted[lease.tenant] -= lease.own_blocks
+                excess -= lease.own_blocks
                 self.end(lease.program_id, DecisionReason.PRESSURE, now)
-                blocks -= before - held[lease.tenant]
+        return False
 
     def log_keep(
         self, program: ProgramState, keep: RetentionDecision, blocks: int, now: float, kind: str = "keep"
@@ -245,39 +140,111 @@ class LeaseManager:
             tool = program.pending_tool or "none"
             self._state.recorder.observe("sojourn_lease_ttl_seconds", keep.ttl_s, tool=tool)
 
+    # -- shortages of blocks ----------------------------------------------------
+
+    def may_reclaim(self, need: ReclaimRequest) -> bool:
+        """Whether ``make_room`` could end a lease for ``need``. False if there is no lease. While requests
+        run, a ``need`` that ended no lease is not tried again until leases change."""
+        if not len(self._leases):
+            return False
+        # A waiting request asks in every step. While the leases do not change, the answer stays the same.
+        return not need.anything_running or (need, self._leases.changes) != self._refused
+
+    def make_room(
+        self, need: ReclaimRequest, now: float, score: Callable[[ProgramId], tuple[float, ...]]
+    ) -> None:
+        """End leases for a request that needs blocks. ``score`` returns a program's eviction key.
+
+        The leases are chosen in up to three attempts. Each attempt is made only if the one before chose none:
+
+        1. The lease reclaim policy chooses, except for an overdue request without a program.
+        2. For an overdue request (``ReclaimRequest.overdue``), ``reclaim_for_overdue`` chooses.
+        3. If the engine schedules by priority, a waiting request ends leases of less important programs.
+        """
+        if not self.may_reclaim(need):
+            return
+        preset, scored = self._state.preset, self._state.preset.eviction.by_program
+        views = [lease.view(score(lease.program_id) if scored else ()) for lease in self._leases]
+        chosen = None
+        if not need.overdue or need.program_id is not None:
+            chosen = preset.lease_reclaim.release(need, views, now)
+        if not chosen and need.overdue:
+            chosen = reclaim_for_overdue(need, views, now)
+        if not chosen and need.priority is not None:
+            # The policy goes by the arrival of programs, and the queue by priorities. A less important
+            # program that has come back would wait behind this request, and its lease would not expire.
+            less = [view for view in views if self._priority_of(view.program_id) > need.priority]
+            chosen = reclaim_for_overdue(need, less, now)
+        for program_id in chosen or ():
+            self.end(program_id, DecisionReason.PRESSURE, now)
+        if not chosen:
+            self._refused = (need, self._leases.changes)
+
+    def _priority_of(self, program_id: ProgramId) -> int:
+        """Return the user's priority of a program: the priority of its most important request in the engine,
+        or else of its last request; 0 for an unknown program."""
+        program, states = self._state.programs.get(program_id), self._state.requests.states
+        if program is None:
+            return 0
+        live = (states[request_id].priority for request_id in program.live_requests if request_id in states)
+        return min(live, default=program.priority)
+
+    # -- ends -------------------------------------------------------------------
+
+    def drop(self, program_id: ProgramId, reason: DecisionReason, now: float) -> None:
+        """End the lease of a program that is over, and give up its KV. If the preset leaves the KV of ended
+        programs in the cache, the program keeps its blocks and its context."""
+        state = self._state
+        if state.preset.ended is EndedKvHandling.LEFT:
+            self.end(program_id, reason, now)
+            return
+        lease = self._leases.end(program_id)
+        changed = state.owners.end(program_id)
+        if lease is not None:
+            self._ended(lease, reason, now)
+        state.actions.append(EngineAction(EngineActionKind.DROP, program_id, reason, block_ids=changed))
+        # Only programs with KV are logged, so that a flood of invented ids does not fill the log.
+        if lease is not None or state.contexts.get(program_id) is not None:
+            state.decisions.add(now, "drop", program_id, reason.value)
+            self.record_release(program_id, reason)
+        state.contexts.drop(program_id)
+
     def end(self, program_id: ProgramId, reason: DecisionReason, now: float) -> None:
         """End the program's lease, if it has one. The blocks stay cached until they are reused."""
-        lease = self._state.leases.end(program_id)
+        lease = self._leases.end(program_id)
         if lease is not None:
-            self.ended(lease, reason, now)
+            self._state.actions.append(EngineAction(EngineActionKind.RELEASE, program_id, reason))
+            self._ended(lease, reason, now)
+
+    def end_expired(self, now: float) -> None:
+        """End the leases whose time is over."""
+        for lease, reason in self._leases.pop_expired(now):
+            self._state.actions.append(EngineAction(EngineActionKind.RELEASE, lease.program_id, reason))
+            self._ended(lease, reason, now)
 
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""
-        ended = list(self._state.leases.programs())
+        ended = list(self._leases.programs())
         for program_id in ended:
             self.end(program_id, reason, now)
         return ended
 
-    def ended(
-        self,
-        lease: Lease,
-        reason: DecisionReason,
-        now: float,
-        kind: EngineActionKind = EngineActionKind.RELEASE,
-    ) -> None:
-        """Record the end of a lease that was removed from the table, and add the engine's action ``kind``."""
-        self._state.actions.append(EngineAction(kind, lease.program_id, reason))
+    def _ended(self, lease: Lease, reason: DecisionReason, now: float) -> None:
+        """Record the end of a lease that was removed from the table."""
+        state = self._state
         self.record_release(lease.program_id, reason)
         if reason is DecisionReason.PRESSURE:
-            self._state.last_shortage_s = now
-        self._state.recorder.count("sojourn_lease_ends_total", reason=reason.value)
+            state.last_shortage_s = now
+        state.recorder.count("sojourn_lease_ends_total", reason=reason.value)
         if reason is DecisionReason.SILENT:
-            self._state.recorder.count("sojourn_client_silent_total")
+            state.recorder.count("sojourn_client_silent_total")
         if reason is not DecisionReason.RETURN:
-            self._state.decisions.add(
+            state.decisions.add(
                 now, "release", lease.program_id, reason.value,
                 blocks=lease.blocks, held_s=round(now - lease.granted_s, 6),
             )  # fmt: skip
+
+    # -- causes of losses -------------------------------------------------------
 
     def loss_cause(
         self, program: ProgramState, before: Sequence[Any] | None, event: RequestAdmitted

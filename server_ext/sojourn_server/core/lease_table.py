@@ -1,10 +1,11 @@
-"""The table of leases: the programs whose KV is held between turns, their deadlines, and sums of blocks."""
+"""The table of leases: the programs whose KV is held between turns, their deadlines, and the blocks held."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, KeysView
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from dataclasses import dataclass
 
 from sojourn.ids import ProgramId
@@ -20,11 +21,10 @@ SILENCE_EXTENSION_S = 10.0
 the lease ends, but not before ``SILENCE_INITIAL_S`` is over."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Lease:
-    """A lease: the cached blocks of one program, held between its turns.
-
-    Times are seconds on the engine's monotonic clock."""
+    """The cached blocks of one program, held between its turns. Times are seconds on the engine's monotonic
+    clock."""
 
     program_id: ProgramId
     rank: int
@@ -32,19 +32,20 @@ class Lease:
     ttl_s: float
     expires_s: float
     """Time at which the TTL ends. ``LeaseTable.extend`` postpones it."""
-    silent_s: float | None
+    silent_s: float | None = None
     """Time at which the client's silence ends the lease; ``None`` if the client never promised heartbeats."""
-    blocks: int
+    block_ids: Sequence[int]
+    """The distinct blocks that the lease holds, in context order."""
     reload_s: float
     """Estimated seconds to restore the program's KV if it is evicted."""
     reason: DecisionReason
-    tool: str | None = None
     tenant: str | None = None
     own_blocks: int = 0
-    """Number of this lease's blocks that count against its tenant's share. At the grant, blocks that other
-    leases already hold do not count. When another hinted lease of the tenant ends, this lease may still hold
-    the ended lease's blocks. So the ended lease's number is added here, up to ``blocks``."""
-    limit_s: float = float("inf")
+    """Number of blocks that no lease held before the grant. They count against the tenant's share."""
+    freed_blocks: int = 0
+    """Number of blocks that are held for this lease. A block of several leases is held for that of the
+    earliest program, which usually ends last. So the numbers of all leases add up to the blocks held."""
+    limit_s: float = math.inf
     """Latest ``expires_s``: the client's reports cannot postpone the expiry beyond this time."""
     anchored: bool = False
     """Whether the TTL is counted from the reported start of a tool."""
@@ -52,14 +53,19 @@ class Lease:
     """True while a request of the program waits to be scheduled. The lease does not expire during this wait
     (Continuum §5.2)."""
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, including those that other leases hold too."""
+        return len(self.block_ids)
+
     def deadline_s(self) -> float:
         """The time at which the lease ends: its expiry, or earlier if the client stays silent."""
         return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
 
-    def view(self) -> LeaseView:
-        """The lease as input of policies."""
+    def view(self, score: tuple[float, ...]) -> LeaseView:
+        """The lease as input of policies. ``score``: the program's eviction score."""
         return LeaseView(
-            self.program_id, self.rank, self.expires_s, self.blocks, self.reload_s, self.waiting,
+            self.program_id, self.rank, self.expires_s, self.freed_blocks, self.reload_s, self.waiting, score,
             hinted=self.reason is DecisionReason.HINTED,
         )  # fmt: skip
 
@@ -71,15 +77,10 @@ class LeaseTable:
         self.budget_blocks = budget_blocks
         self.changes = 0
         """Number of leases granted or ended so far."""
-        self.blocks = 0
-        """Blocks held by all leases; a shared block counts for each lease that holds it."""
-        self.hinted_blocks: Counter[str | None] = Counter()
-        """Tenant → sum of ``own_blocks`` of its hinted leases, whose TTL the client chose. Tenants with 0
-        blocks are absent."""
-        self._uncounted: dict[str | None, dict[ProgramId, Lease]] = {}
-        """Hinted leases with shared blocks that do not count (``own_blocks`` < ``blocks``), by tenant."""
         self._leases: dict[ProgramId, Lease] = {}
-        self.next_deadline_s = math.inf
+        self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
+        """Block id → (rank, id) of the programs whose leases hold the block, in ascending order."""
+        self._next_deadline_s = math.inf
         """A time before which no lease expires."""
 
     def __len__(self) -> int:
@@ -99,27 +100,66 @@ class LeaseTable:
         """The program's lease, if it has one."""
         return self._leases.get(program_id)
 
+    @property
+    def blocks(self) -> int:
+        """Blocks held by all leases; a shared block counts for each lease that holds it."""
+        return sum(lease.blocks for lease in self)
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of distinct blocks that leases hold."""
+        return len(self._holders)
+
+    def count_unheld(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks no lease holds."""
+        return sum(block_id not in self._holders for block_id in block_ids)
+
+    def hinted_blocks(self) -> Counter[str | None]:
+        """Return the number of ``own_blocks`` of leases whose TTL the client chose, by tenant."""
+        found: Counter[str | None] = Counter()
+        for lease in self:
+            if lease.reason is DecisionReason.HINTED:
+                found[lease.tenant] += lease.own_blocks
+        return found
+
     def grant(self, lease: Lease) -> None:
-        """Add a lease. The program must not hold another."""
+        """Add a lease. The program must not have another."""
         assert lease.program_id not in self._leases
         self._leases[lease.program_id] = lease
         self.changes += 1
-        self.blocks += lease.blocks
-        if lease.reason is DecisionReason.HINTED:
-            self.hinted_blocks[lease.tenant] += lease.own_blocks
-            if lease.own_blocks < lease.blocks:
-                self._uncounted.setdefault(lease.tenant, {})[lease.program_id] = lease
-        self._push(lease)
+        holder = (lease.rank, lease.program_id)
+        for block_id in lease.block_ids:
+            holders = self._holders.setdefault(block_id, [])
+            insort(holders, holder)
+            if holders[0] == holder:
+                lease.freed_blocks += 1
+                if len(holders) > 1:
+                    self._leases[holders[1][1]].freed_blocks -= 1
+        self._note_deadline(lease)
+
+    def end(self, program_id: ProgramId) -> Lease | None:
+        """Remove and return the program's lease, if it has one."""
+        lease = self._leases.pop(program_id, None)
+        if lease is None:
+            return None
+        self.changes += 1
+        holder = (lease.rank, program_id)
+        for block_id in lease.block_ids:
+            holders = self._holders[block_id]
+            place = bisect_left(holders, holder)
+            del holders[place]
+            if not holders:
+                del self._holders[block_id]
+            elif not place:
+                self._leases[holders[0][1]].freed_blocks += 1
+        return lease
 
     def heard(self, program_id: ProgramId, now: float) -> None:
         """Record that the client sent an event. If it promised heartbeats, its silence ends the lease at
         ``now`` plus ``SILENCE_EXTENSION_S``, or at the previous deadline if that is later."""
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is not None:
-            later = now + SILENCE_EXTENSION_S
-            if later > lease.silent_s:
-                lease.silent_s = later
-                self._push(lease)
+            lease.silent_s = max(lease.silent_s, now + SILENCE_EXTENSION_S)
 
     def promised(self, program_id: ProgramId, now: float) -> None:
         """Record that the client promised heartbeats. From now on, its silence ends the lease. The next
@@ -127,20 +167,13 @@ class LeaseTable:
         lease = self._leases.get(program_id)
         if lease is not None and lease.silent_s is None:
             lease.silent_s = now + SILENCE_INITIAL_S
-            self._push(lease)
+            self._note_deadline(lease)
 
-    def extend(self, program_id: ProgramId, expires_s: float) -> bool:
-        """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``. Returns whether the expiry
-        changed."""
+    def extend(self, program_id: ProgramId, expires_s: float) -> None:
+        """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``."""
         lease = self._leases.get(program_id)
-        if lease is None:
-            return False
-        expires_s = min(expires_s, lease.limit_s)
-        if expires_s <= lease.expires_s:
-            return False
-        lease.expires_s = expires_s
-        self._push(lease)
-        return True
+        if lease is not None:
+            lease.expires_s = max(lease.expires_s, min(expires_s, lease.limit_s))
 
     def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
         """Record whether a request of the program waits. Returns whether the program has a lease."""
@@ -148,53 +181,23 @@ class LeaseTable:
         if lease is None:
             return False
         lease.waiting = waiting
-        if not waiting:
-            self._push(lease)
+        self._note_deadline(lease)
         return True
 
-    def end(self, program_id: ProgramId) -> Lease | None:
-        """Remove and return the program's lease, if it has one."""
-        lease = self._leases.pop(program_id, None)
-        if lease is not None:
-            self.blocks -= lease.blocks
-            if lease.reason is DecisionReason.HINTED:
-                self._discount(lease)
-            self.changes += 1
-        return lease
-
-    def _discount(self, ended: Lease) -> None:
-        """Subtract the counted blocks of an ended hinted lease from its tenant's sum. Blocks that other
-        leases of the tenant may still hold are not subtracted, but counted with those leases."""
-        tenant, left = ended.tenant, ended.own_blocks
-        others = self._uncounted.get(tenant, {})
-        others.pop(ended.program_id, None)
-        while left and others:
-            program_id, other = next(iter(others.items()))
-            moved = min(left, other.blocks - other.own_blocks)
-            other.own_blocks += moved
-            left -= moved
-            if other.own_blocks == other.blocks:
-                del others[program_id]
-        if not others:
-            self._uncounted.pop(tenant, None)
-        self.hinted_blocks[tenant] -= left
-        if not self.hinted_blocks[tenant]:
-            del self.hinted_blocks[tenant]
-
-    def pop_expired(self, now: float, limit: int) -> list[tuple[Lease, DecisionReason]]:
-        """Remove and return at most ``limit`` expired leases, each with the reason for its end. The lease of
-        a program with a waiting request stays until the request is scheduled (Continuum §5.2)."""
-        if now < self.next_deadline_s:
+    def pop_expired(self, now: float) -> list[tuple[Lease, DecisionReason]]:
+        """Remove and return the expired leases, each with the reason for its end. The lease of a program with
+        a waiting request stays until the request is scheduled (Continuum §5.2)."""
+        if now < self._next_deadline_s:
             return []
-        due = [lease for lease in self._leases.values() if not lease.waiting and lease.deadline_s() <= now]
+        due = [lease for lease in self if not lease.waiting and lease.deadline_s() <= now]
         ended: list[tuple[Lease, DecisionReason]] = []
-        for lease in sorted(due, key=Lease.deadline_s)[:limit]:
+        for lease in sorted(due, key=Lease.deadline_s):
             silent = lease.silent_s is not None and lease.silent_s < lease.expires_s
             self.end(lease.program_id)
             ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))
-        left = (lease.deadline_s() for lease in self._leases.values() if not lease.waiting)
-        self.next_deadline_s = min(left, default=math.inf)
+        left = (lease.deadline_s() for lease in self if not lease.waiting)
+        self._next_deadline_s = min(left, default=math.inf)
         return ended
 
-    def _push(self, lease: Lease) -> None:
-        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
+    def _note_deadline(self, lease: Lease) -> None:
+        self._next_deadline_s = min(self._next_deadline_s, lease.deadline_s())

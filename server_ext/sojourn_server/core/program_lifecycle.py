@@ -10,7 +10,6 @@ from ..policies.policy_protocols import DecisionReason
 from ..programs.program_state import ProgramState
 from ..programs.program_status import ProgramOutcome, ProgramSignal, ProgramStatus
 from .decision_recorder import DecisionRecorder
-from .events_and_actions import EngineActionKind
 from .lease_manager import LeaseManager
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
@@ -87,9 +86,9 @@ class ProgramLifecycle:
             self._decision_recorder.count_ended_program(program, outcome.value, now)
         self._workflow_predictor.eviction_key_changed(program)
         if signal is ProgramSignal.END:
-            self._lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
+            self._lease_manager.drop(program.id, DecisionReason.END, now)
         else:
-            self._lease_manager.order_action(EngineActionKind.RELEASE, program.id, DecisionReason.SILENT, now)
+            self._lease_manager.end(program.id, DecisionReason.SILENT, now)
 
     def expire_silent_programs(self, now: float) -> None:
         """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long: for the limit
@@ -106,9 +105,8 @@ class ProgramLifecycle:
         """Drop the KV and all other data of programs that were removed from the table."""
         for program in programs:
             self._tier_manager.forget(program.id, now)
-            self._lease_manager.order_action(
-                EngineActionKind.DROP, program.id, DecisionReason.SUPERSEDED, now
-            )
+            self._lease_manager.drop(program.id, DecisionReason.SUPERSEDED, now)
             # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
             self._state.contexts.drop(program.id)
+            self._state.owners.contexts.pop(program.id, None)
             self._state.release_reasons.pop(program.id, None)

@@ -41,7 +41,6 @@ from .events_and_actions import (
     Answer,
     BlocksEvicted,
     BlocksNeeded,
-    CachedBlocksFound,
     CacheReset,
     CacheResetStarted,
     ClientEventReceived,
@@ -51,7 +50,6 @@ from .events_and_actions import (
     Event,
     EventAnswered,
     FirstToken,
-    LeaseGranted,
     LoadGivenUp,
     OutputLengthPredicted,
     PrefetchStarted,
@@ -67,8 +65,6 @@ from .events_and_actions import (
     Tick,
     TurnFinished,
     TurnFinishReason,
-    UntrackedRequestArrived,
-    UntrackedRequestLeft,
     VictimNeeded,
 )
 from .lease_manager import LeaseManager
@@ -135,6 +131,7 @@ class ProgramScheduler:
         self._programs = state.programs
         self._requests = state.requests
         self._leases = state.leases
+        self.owners = state.owners
         self._outbox = state.actions
         self._reset_leases: list[ProgramId] = []
         """Programs whose leases ended when the latest reset of the cache started."""
@@ -157,13 +154,11 @@ class ProgramScheduler:
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
             RequestArrived: self._arrived,
-            UntrackedRequestArrived: self._untracked_arrived,
             RequestAdmitted: self._admitted,
             FirstToken: self._turns.first_token,
             RequestPreempted: self._preempted,
             LoadGivenUp: self._load_given_up,
             TurnFinished: self._finished,
-            UntrackedRequestLeft: self._untracked_left,
             ClientEventReceived: self._client_event,
             Tick: self._tick,
             StepCompleted: self._step_completed,
@@ -173,7 +168,6 @@ class ProgramScheduler:
             DemandSampled: self._demand_sampled,
             OutputLengthPredicted: self._output_length_predicted,
             BlocksEvicted: self._evicted,
-            CachedBlocksFound: self.lease_manager.cached_blocks_found,
             PrefetchStarted: self.predictor.prefetch_started,
             CacheResetStarted: self._cache_reset_started,
             CacheReset: self._cache_reset,
@@ -287,25 +281,7 @@ class ProgramScheduler:
     def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
         if request_id in self._requests.states:
-            self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, 0, ()), now)
-
-    def _untracked_arrived(self, event: UntrackedRequestArrived, now: float) -> None:
-        """Add a request whose program could not be read."""
-        self._end_missing_request(event.request_id, now)
-        self._requests.count_untracked(event.request_id)
-        self._requests.enter(event.request_id, None, now)
-
-    def _untracked_left(self, event: UntrackedRequestLeft, now: float) -> None:
-        """Remove a request without a program."""
-        request_state = self._requests.states.get(event.request_id)
-        if request_state is not None and request_state.program is not None:
-            self._end_missing_request(event.request_id, now)
-            return
-        self.forecaster.request_left(event.request_id)
-        if request_state is not None:
-            del self._requests.states[event.request_id]
-            self.tiers.finished(request_state, now)
-            self._requests.stop(request_state, now)
+            self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, (), ()), now)
 
     def _admitted(self, event: RequestAdmitted, now: float) -> None:
         """Record that a request got its blocks. The first admission ends its program's lease."""
@@ -336,6 +312,8 @@ class ProgramScheduler:
         """Record that a running request lost its blocks; choose how it recovers its KV."""
         request_id, tokens = event.request_id, event.tokens
         request_state = self._requests.states.get(request_id)
+        if request_state is not None and request_state.program is not None:
+            self.owners.own(event.block_ids, request_state.program.id)
         link = self.state.host_link
         link.observe_stores(event.offload_s_per_token, event.queued_s)
         link.observe_loads(event.load_back_s_per_token)
@@ -365,14 +343,14 @@ class ProgramScheduler:
             request_state.preemptions += 1
         self._decision_recorder.load_given_up(request_state, now)
 
-    def _finished(self, event: TurnFinished, now: float) -> LeaseGranted | None:
+    def _finished(self, event: TurnFinished, now: float) -> None:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
-        and the program may get a lease. Returns that lease, or ``None``."""
+        and the program may get a lease."""
         request_state = self._requests.states.pop(event.request_id, None)
         self._admission.drop_holder(event.request_id)
         self.forecaster.request_left(event.request_id)
         if request_state is None:
-            return None
+            return
         self._requests.stop(request_state, now)
         failed = event.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
@@ -382,9 +360,11 @@ class ProgramScheduler:
         elif event.outcome is TurnFinishReason.ABORTED:
             self.forecaster.output_aborted(request_state, event.output_tokens)
         self.tiers.finished(request_state, now, failed=failed)
-        if request_state.program is None:
-            return None
         program = request_state.program
+        if program is None:
+            return
+        self.owners.own(event.block_ids, program.id)
+        self.state.used_blocks = event.used_blocks
         # A request may outlive its program's end, and the id may stand for another program by now.
         is_current = request_state.rank == program.rank
         if is_current:
@@ -403,46 +383,49 @@ class ProgramScheduler:
         if program.live_requests:
             if self.tiers.places and not self._parked_requests.any_of(program.id):
                 self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
-            return None
+            return
         program.disconnected = event.outcome is TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
-            self.lease_manager.order_action(EngineActionKind.DROP, program.id, DecisionReason.END, now)
-            return None
+            self.lease_manager.drop(program.id, DecisionReason.END, now)
+            return
         if failed:
             program.turn_final = False  # the program went on after a turn that was announced as the last
-            return None
+            return
         self._turns.open_gap(program, event, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
         self.state.contexts.put(program.id, event.block_hashes)
-        self.tiers.turn_finished(program, event.cached_blocks, now, event.block_hashes)
+        self.owners.contexts[program.id] = event.block_ids
+        cached_blocks = len(event.block_ids)
+        self.tiers.turn_finished(program, cached_blocks, now, event.block_hashes)
         program.turn_final = request_state.final
-        self.predictor.turn_finished(program, request_state, event.cached_blocks, now)
+        self.predictor.turn_finished(program, request_state, cached_blocks, now)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
         if request_state.final:
             self.tiers.forget(program.id, now)
             self.lease_manager.log_keep(
-                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), event.cached_blocks, now
+                program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), cached_blocks, now
             )
-            return None
+            return
         if program.id in self._leases:  # a parallel branch of the same program still holds a lease
             self.lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
-        lease = self.lease_manager.grant(program, program.pending_tool, event.cached_blocks, event, now)
+        lease = self.lease_manager.grant(
+            program, program.pending_tool, event.block_ids, event.used_blocks, now
+        )
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)
-        return LeaseGranted(lease) if lease is not None else None
 
     # -- shortages of blocks ----------------------------------------------------
 
     def _blocks_needed(self, event: BlocksNeeded, now: float) -> None:
         """End leases for a request that needs blocks."""
-        need, freed = event.need, event.freed_blocks
+        need = event.need
         if not need.anything_running:
             need = replace(need, idle_s=self._requests.idle_s(now, False))
-        self.lease_manager.make_room(need, now, freed, self._score)
+        self.lease_manager.make_room(need, now, self._score)
 
     def _evicted(self, event: BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
@@ -450,14 +433,17 @@ class ProgramScheduler:
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program_id if taker is not None else None
         entries: dict[ProgramId | None, tuple[EvictedBlock, list[Any]]] = {}
-        for block_hash, owner in event.blocks:
+        for block_id, block_hash in event.blocks:
+            owners = self.owners.remove_evicted(block_id)
+            owner = owners if isinstance(owners, str) else None  # a block of several counts for none of them
             if owner not in entries:
                 program = state.programs.get(owner) if owner is not None else None
                 if program is not None and program.status not in OVER_STATUSES:
                     state.last_shortage_s = now
                 cause = self.lease_manager.release_cause(owner) or LossCause.EVICTED
                 entries[owner] = EvictedBlock(cause, owner, evictor, now, event.score), []
-            entries[owner][1].append(block_hash)
+            if block_hash is not None:
+                entries[owner][1].append(block_hash)
         for entry, hashes in entries.values():
             state.eviction_log.add(hashes, entry)
             self._decision_recorder.evicted(entry.cause, len(hashes))
@@ -502,8 +488,9 @@ class ProgramScheduler:
 
     def _tick(self, event: Tick, now: float) -> None:
         self._now_s = now
-        for lease, reason in self._leases.pop_expired(now, self.limits.max_ends_per_tick):
-            self.lease_manager.ended(lease, reason, now)
+        if event.used_blocks is not None:
+            self.state.used_blocks = event.used_blocks
+        self.lease_manager.end_expired(now)
         self._lifecycle.expire_silent_programs(now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:
@@ -550,6 +537,7 @@ class ProgramScheduler:
         if event.device:
             self.lease_manager.end_all(DecisionReason.RESET, now)
             lost = [*self._reset_leases, *contexts.clear()]
+            self.owners.clear()
             self.predictor.cache_reset()
         else:
             lost = [each for each in contexts.programs() if self.tiers.tier(each) is not Tier.DEVICE]
@@ -587,6 +575,11 @@ class ProgramScheduler:
     def leased_programs(self) -> KeysView[ProgramId]:
         """Programs with a lease."""
         return self._leases.programs()
+
+    @property
+    def leased_blocks(self) -> int:
+        """Number of distinct blocks that leases hold."""
+        return self._leases.held_blocks
 
     def turns_of(self, program_id: ProgramId) -> Sequence[TurnRecord]:
         """Records of the program's newest turns, oldest first."""

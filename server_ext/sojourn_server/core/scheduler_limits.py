@@ -23,8 +23,6 @@ class SchedulerLimits:
     """Maximum size of all graphs together, in bytes of JSON."""
     lease_budget_fraction: float = 0.95
     """Share of the pool that all leases together may hold."""
-    max_ends_per_tick: int = 1000
-    """Maximum number of leases that end in one engine step; further ones end in later steps."""
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
     """Maximum duration of a lease in seconds, however often the client's reports extend the lease. A longer

@@ -25,6 +25,7 @@ from ..programs.windowed_history import (
     TurnHistory,
 )
 from ..programs.workflow_history import WorkflowHistory
+from .block_owners import BlockOwners
 from .context_hashes import ContextHashStore
 from .events_and_actions import Action
 from .lease_table import LeaseTable
@@ -132,6 +133,9 @@ class SchedulerState:
         self.programs = ProgramTable(self.limits.max_programs)
         self.requests = RequestTable(self.programs)
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
+        self.owners = BlockOwners()
+        self.used_blocks: int | None = None
+        """Number of blocks that requests use or leases hold, as last reported."""
         self.contexts = ContextHashStore()
         self.release_reasons: dict[ProgramId, DecisionReason] = {}
         """Program → why its KV was released. The entry is removed when a turn of the program begins."""
@@ -146,6 +150,14 @@ class SchedulerState:
         reclaim of a lease or preemption of a request. ``-inf``: never."""
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""
+
+    def cached_context(self, program_id: ProgramId) -> list[int]:
+        """Return the ids of the cached blocks that a prompt which continues the program's last turn would
+        find, in context order."""
+        pool, found = self.pool, self.owners.cached_context(program_id)
+        # Several KV cache groups list their blocks one after the other, and a hit needs blocks of each.
+        is_single = not pool.fixed_blocks and pool.tokens_per_block == pool.block_size
+        return found if is_single or len(found) == len(self.owners.contexts.get(program_id, ())) else []
 
     def compute_s(self, tokens: int) -> float | None:
         """Return the seconds to compute a context of ``tokens`` tokens; ``None``: unknown."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any, Protocol
 
 import msgspec
@@ -91,7 +90,7 @@ class RecordingScheduler(ProgramScheduler):
             shared, rest = recorded.block_hashes
             return replace(recorded, block_hashes=[*base[:shared], *_read_hashes(rest)])
         if isinstance(recorded, ev.BlocksEvicted):
-            blocks = [(each, owner) for hashes, owner in recorded.blocks for each in _read_hashes(hashes)]
+            blocks = [(each, text and _read_hashes(text)[0]) for each, text in recorded.blocks]
             return replace(recorded, blocks=blocks)
         return recorded
 
@@ -112,15 +111,12 @@ class RecordingScheduler(ProgramScheduler):
             context = _without_text(identity.context) if identity.context is not None else None
             identity = RequestIdentity(identity.program_id, context, identity.outcome)
             return replace(event, identity=identity, block_hashes=self._chain_difference(event))
-        if isinstance(event, ev.UntrackedRequestLeft):
-            self._chains.pop(event.request_id, None)
         if isinstance(event, ev.ClientEventReceived):
             return replace(event, event=_event_without_text(event.event))
         if isinstance(event, ev.RequestAdmitted | ev.TurnFinished):
             return replace(event, block_hashes=self._chain_difference(event))
         if isinstance(event, ev.BlocksEvicted):
-            runs = groupby(event.blocks, key=lambda block: block[1])
-            blocks = [(_joined(block[0] for block in run), owner) for owner, run in runs]
+            blocks = [(each, block_hash and block_hash[:HASH_BYTES]) for each, block_hash in event.blocks]
             return replace(event, blocks=blocks, score=None)
         return event
 

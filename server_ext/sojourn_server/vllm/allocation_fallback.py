@@ -296,13 +296,13 @@ class AllocationFallback:
                 overdue=not running and self._waiting.may_end_any_lease(request),
                 priority=request.priority if self._by_user_priority and not running else None,
             )
-            free, pinned = pool.get_num_free_blocks(), self._pinned.blocks()
+            free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leased_blocks
             if not self._end_leases(need, now):
                 break
             self._carry_out(now)
             if pool.get_num_free_blocks() > free:
                 blocks = self._allocate(request, *args, **kwargs)
-            elif not running and self._pinned.blocks() < pinned:
+            elif not running and self._program_scheduler.leased_blocks < pinned:
                 # Running requests still use the blocks of the leases that have just ended. To end more leases
                 # may free no blocks either, so a waiting request stops here. A running request goes on,
                 # because otherwise a request is preempted.
@@ -313,8 +313,7 @@ class AllocationFallback:
         """End the leases that the policy chooses. Return whether it chose any."""
         if not self._program_scheduler.lease_manager.may_reclaim(need):
             return False
-        freed = dict.fromkeys(self._program_scheduler.leased_programs(), 0) | self._pinned.freed_by
-        return bool(self._handle(BlocksNeeded(need, freed), now))
+        return bool(self._handle(BlocksNeeded(need), now))
 
     def _missing_blocks(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool

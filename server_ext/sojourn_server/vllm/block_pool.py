@@ -6,8 +6,7 @@ Each pin adds one reference to a block, so the pool does not reuse a pinned bloc
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -34,76 +33,31 @@ class PinnedBlocks:
     """Blocks pinned for programs between their turns. Each program that pins a block adds one reference."""
 
     def __init__(
-        self, pool: BlockPool, queue: ProgramFreeBlockQueue, clock: Callable[[], float] = time.monotonic
+        self,
+        pool: BlockPool,
+        program_scheduler: ProgramScheduler,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
-        self._queue = queue
+        self._program_scheduler = program_scheduler
         self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
-        self._ranks: dict[ProgramId, int] = {}
-        self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
-        """Block id → (rank, id) of the programs that pin the block, in ascending order."""
-        self.freed_by: dict[ProgramId, int] = {}
-        """Program with pinned blocks → number of pinned blocks that count for it.
-
-        If several programs pin a block, it counts only for the one with the lowest rank (the earliest). The
-        lease of that program usually ends last. The values add up to ``blocks()``. Releasing a program and
-        all programs of higher rank unpins at least the sum of their values. Running requests may still use
-        some of these blocks."""
         self._counted: dict[str, int] | None = None
         self._counted_at = 0.0
 
     def __len__(self) -> int:
         return len(self._pinned)
 
-    def blocks(self) -> int:
-        """Return the number of distinct pinned blocks. O(1)."""
-        return len(self._holders)
-
-    def count_unpinned(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """Return how many of the blocks no program pins. The blocks must be distinct. O(1) per block."""
-        return sum(1 for block in blocks if block.block_id not in self._holders)
-
-    def hold(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], rank: int = 0) -> None:
-        """Pin ``blocks`` for the program. Then unpin the blocks that were pinned for it before. ``blocks``
-        must be distinct, cached, and in context order. ``rank``: arrival rank of the program."""
-        # Pin first: blocks in both lists must not pass through the free queue.
+    def hold(self, program_id: ProgramId, blocks: list[KVCacheBlock]) -> None:
+        """Pin ``blocks`` for the program, which has no pinned blocks. They must be distinct, cached, and in
+        context order."""
         self._pool.touch(blocks)
-        self.release(program_id)
-        self._pinned[program_id], self._ranks[program_id] = list(blocks), rank
-        self.freed_by[program_id] = 0
-        for block in blocks:
-            holders = self._holders.setdefault(block.block_id, [])
-            insort(holders, (rank, program_id))
-            if holders[0][1] == program_id:
-                self.freed_by[program_id] += 1
-                if len(holders) > 1:
-                    self.freed_by[holders[1][1]] -= 1
+        self._pinned[program_id] = blocks
 
-    def release(self, program_id: ProgramId) -> bool:
-        """Unpin the program's blocks. Return whether there were any. The blocks stay cached until the pool
-        reuses them, last block first."""
-        pinned = self._pinned.pop(program_id, None)
-        if pinned is None:
-            return False
-        holder = (self._ranks.pop(program_id), program_id)
-        del self.freed_by[program_id]
-        for block in pinned:
-            holders = self._holders[block.block_id]
-            at = bisect_left(holders, holder)
-            del holders[at]
-            if not holders:
-                del self._holders[block.block_id]
-            elif at == 0:
-                self.freed_by[holders[0][1]] += 1
-        self._pool.free_blocks(reversed(pinned))
-        return True
-
-    def drop(self, program_id: ProgramId) -> None:
-        """Unpin the blocks of an ended program, and remove it as their owner. Its cached blocks without
-        another user are then evicted early (``ProgramFreeBlockQueue.remove_owner``)."""
-        self.release(program_id)
-        self._queue.remove_owner(program_id)
+    def release(self, program_id: ProgramId) -> None:
+        """Unpin the program's blocks, if any. They stay cached until the pool reuses them, last block
+        first."""
+        self._pool.free_blocks(reversed(self._pinned.pop(program_id, [])))
 
     def used_blocks(self) -> int:
         """Return the number of blocks that requests use or programs pin."""
@@ -124,7 +78,7 @@ class PinnedBlocks:
         cached = 0
         if available:
             cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
-        total, leased = pool.num_gpu_blocks - 1, self.blocks()
+        total, leased = pool.num_gpu_blocks - 1, self._program_scheduler.leased_blocks
         self._counted_at = now
         self._counted = {
             "total": total,
@@ -176,8 +130,9 @@ class EvictionAdapter:
         self._by_program = program_scheduler.preset.eviction.by_program
         scorer = self if self._by_program else None
         self.queue = ProgramFreeBlockQueue(
-            replaced, evicted=evicted, scorer=scorer, failed=failed, before_reuse=before_reuse
-        )
+            replaced, owners=program_scheduler.owners, evicted=evicted, scorer=scorer, failed=failed,
+            before_reuse=before_reuse,
+        )  # fmt: skip
         self._branches = BranchReuseRate()
         self._scale_changes = 0
 

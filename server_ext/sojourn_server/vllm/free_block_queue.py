@@ -30,14 +30,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import wraps
 from itertools import dropwhile, islice, takewhile
 from typing import Concatenate, ParamSpec
 
 from sojourn.ids import ProgramId
 
-from .block_owners import BlockOwners, Owner
+from ..core.block_owners import BlockOwners, Owner
 from .compat import FreeKVCacheBlockQueue, KVCacheBlock
 from .eviction_heap import NEWEST_TURN, SHARED_BUCKET, Bucket, BucketScorer, EvictionHeap, Score
 
@@ -45,9 +45,10 @@ P = ParamSpec("P")
 
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
 """Called with (blocks about to be reused, cached or not; the table, which still has their owners)."""
-OnEvicted = Callable[[list[tuple[KVCacheBlock, Owner]], "Score | None"], None]
-"""Called with (evicted blocks with their owners, score of their bucket). The score is ``None`` for blocks
-that were in vLLM's list or in ``ENDED_BUCKET``."""
+OnEvicted = Callable[[list[KVCacheBlock], "Score | None"], None]
+"""Called with (evicted blocks that a program owns or an ended program has used alone, score of their bucket).
+It must remove their owners. The score is ``None`` for blocks that were in vLLM's list or in
+``ENDED_BUCKET``."""
 
 ENDED_BUCKET: Bucket = (ProgramId(""), -math.inf)
 """Bucket of blocks whose only program has ended, and of blocks loaded ahead of need that no request has used.
@@ -76,24 +77,26 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     """Free blocks of one pool in eviction order. The constructor takes all blocks out of vLLM's queue
     ``replaced``, which must contain all blocks of the pool.
 
-    Without a ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before
-    other cached blocks. ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets
-    the cached blocks among them that a program owns, or that only an ended program has used. At that time,
-    they still have their hashes. If this queue fails, it calls ``failed`` with the error and keeps vLLM's
-    order from then on. Errors of ``failed`` go to the caller.
+    ``owners`` has the owners of cached blocks. After their owners have changed, call ``place``. Without a
+    ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before other cached
+    blocks. ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets those with an
+    owner, or that only an ended program has used. At that time, they still have their hashes. If this queue
+    fails, it turns ``owners`` off, calls ``failed`` with the error and keeps vLLM's order from then on.
+    Errors of ``failed`` go to the caller.
     """
 
     def __init__(
         self,
         replaced: FreeKVCacheBlockQueue,
         *,
+        owners: BlockOwners,
         evicted: OnEvicted,
         scorer: BucketScorer | None = None,
         failed: Callable[[Exception], None],
         before_reuse: BeforeReuse | None = None,
     ) -> None:
         super().__init__([])
-        self.owners = BlockOwners()
+        self.owners = owners
         self.abandoned_reused = 0
         """Number of blocks of abandoned branches whose content a request used again."""
         self.abandoned_evicted = 0
@@ -114,51 +117,27 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         """Key of a bucket → block id → block. Only buckets with blocks, in eviction order within a bucket."""
         self._bucket_of: dict[int, Bucket] = {}
         self._all: list[KVCacheBlock] = replaced.popleft_n(replaced.num_free_blocks)
+        self._by_id = {block.block_id: block for block in self._all}
         super().append_n(self._all)
 
     # -- programs ---------------------------------------------------------------
 
     @_falls_back
-    def own(self, blocks: Iterable[KVCacheBlock], program_id: ProgramId) -> None:
-        """Add the program as an owner of these cached blocks. Call it before the blocks are freed."""
-        if not self.broken:
-            for block in self.owners.add(blocks, program_id):
-                self._rebucket(block)
+    def place(self, block_ids: Iterable[int]) -> None:
+        """Move the free ones of these blocks, whose owners have changed, to where they belong now.
 
-    @_falls_back
-    def own_cached(self, blocks: Sequence[KVCacheBlock], program_id: ProgramId) -> None:
-        """Add the program as an owner of cached blocks that may be free already.
-
-        If the policy orders by program, free blocks move to the bucket of their owners. Otherwise free blocks
-        of ``ENDED_BUCKET`` move to the end of vLLM's list, and the remaining free blocks do not move."""
-        if self.broken:
-            return
-        self.own(blocks, program_id)
-        for block in blocks:
-            if block.ref_cnt == 0 and (self._order is not None or block.block_id in self._bucket_of):
+        Cached blocks that only an ended program has used move to the end of ``ENDED_BUCKET``. Other blocks
+        without an owner move from their bucket to vLLM's list: uncached blocks to its front, cached blocks to
+        its end. If the policy orders by program, blocks with owners move to the bucket of their owners."""
+        bucket_of, owner_of = self._bucket_of, self.owners.of
+        for block_id in block_ids:
+            block = self._by_id[block_id]
+            if block.block_hash is None:
+                self.owners.orphans.pop(block_id, None)  # no request can find it again
+            name = bucket_of.get(block_id)
+            is_free = name is not None or block.next_free_block is not None
+            if is_free and not self.broken and self._bucket_name(block, owner_of.get(block_id)) != name:
                 self._move(block)
-
-    def remove_owner(self, program_id: ProgramId) -> list[int]:
-        """Remove an ended program as an owner of its blocks. Return the ids of blocks that now have no owner.
-
-        Free cached blocks that only this program has used move to the end of ``ENDED_BUCKET``. Other free
-        blocks that lose their last owner move from their bucket to vLLM's list: uncached blocks to its front,
-        cached blocks to its end. A free block that keeps one owner moves to the bucket of this owner. Blocks
-        with the owner ``MANY`` do not change.
-        """
-        ownerless: list[int] = []
-        try:
-            owner_of = self.owners.of
-            # From the end of the context to its start, so that blocks at the end are evicted first.
-            for block in self.owners.end(program_id):
-                if block.block_id in owner_of:
-                    self._rebucket(block)
-                else:
-                    ownerless.append(block.block_id)
-                    self._move_orphaned(block)
-        except Exception as error:
-            self._fall_back(error)
-        return ownerless
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
         """Return the number of spare blocks at the front of the eviction order, at most ``most``.
@@ -193,7 +172,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_falls_back
     def clear_owners(self) -> None:
-        """Remove all owners after a reset of the cache. Blocks of buckets move to vLLM's list."""
+        """Empty all buckets after a reset of the cache, which removes all owners. Their blocks move to vLLM's
+        list."""
         names = [ENDED_BUCKET, *self._ordered()]
         bucketed = [block for name in names for block in self._buckets.get(name, {}).values()]
         self._forget_programs()
@@ -304,21 +284,14 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     # -- inside -----------------------------------------------------------------
 
     def _append_in_order(self, blocks: list[KVCacheBlock]) -> None:
-        owner_of, orphans, ahead = self.owners.of, self.owners.orphans, self.owners.ahead
-        by_program = self._order is not None
-        if not orphans and not ahead and not (by_program and owner_of):
+        owner_of = self.owners.of
+        if not self.owners.orphans and not self.owners.ahead and not (self._order is not None and owner_of):
             super().append_n(blocks)
             return
         buckets, bucket_of = self._buckets, self._bucket_of
         for block in blocks:
             block_id = block.block_id
-            name = None
-            if block.block_hash is not None:
-                owner = owner_of.get(block_id)
-                if owner is None:
-                    name = ENDED_BUCKET if block_id in orphans or block_id in ahead else None
-                elif by_program:
-                    name = (owner, NEWEST_TURN) if isinstance(owner, str) else SHARED_BUCKET
+            name = self._bucket_name(block, owner_of.get(block_id))
             if name is None:
                 super().append(block)
                 continue
@@ -328,6 +301,17 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             bucket[block_id] = block
             bucket_of[block_id] = name
             self.num_free_blocks += 1
+
+    def _bucket_name(self, block: KVCacheBlock, owner: Owner | None) -> Bucket | None:
+        """Return the bucket in which a free block of this owner belongs; ``None``: in vLLM's list."""
+        if block.block_hash is None:
+            return None
+        if owner is None:
+            is_ended = block.block_id in self.owners.orphans or block.block_id in self.owners.ahead
+            return ENDED_BUCKET if is_ended else None
+        if self._order is None:
+            return None
+        return SHARED_BUCKET if isinstance(owner, set | frozenset) else (owner, NEWEST_TURN)
 
     def _take(self, n: int) -> list[KVCacheBlock]:
         # vLLM's own method is faster, but needs all free blocks in its list.
@@ -351,8 +335,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if ahead := self.owners.ahead:
             for block in blocks:
                 self.loaded_ahead_lost += ahead.pop(block.block_id, None) is not None
-        if gone := self.owners.remove_reused(blocks):
+        owned, orphans = self.owners.of, self.owners.orphans
+        if gone := [block for block in blocks if block.block_id in owned or block.block_id in orphans]:
             self._evicted(gone, score)
+        if common := self.owners.common:
+            common.difference_update(block.block_id for block in blocks)
 
     def _pop_from_list(self, most: int) -> list[KVCacheBlock]:
         """Remove and return at most ``most`` blocks of vLLM's list and ``ENDED_BUCKET``. The uncached blocks
@@ -428,18 +415,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             block = block.prev_free_block
         return True
 
-    def _move_orphaned(self, block: KVCacheBlock) -> None:
-        """Move a block that has just lost its last owner to its new position in the queue. Do nothing if it
-        is not free or its position does not change."""
-        in_list = block.block_id in self.owners.orphans and block.next_free_block is not None
-        if in_list or block.block_id in self._bucket_of:
-            self._move(block)
-
-    def _rebucket(self, block: KVCacheBlock) -> None:
-        """Move a block whose owner has changed, if it is in a bucket."""
-        if block.block_id in self._bucket_of:
-            self._move(block)
-
     def _move(self, block: KVCacheBlock) -> None:
         self._take_out(block)
         # vLLM puts freed uncached blocks at the front.
@@ -493,13 +468,14 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._bucket_times.clear()
         self._buckets.clear()
         self._bucket_of.clear()
-        self.owners.clear()
+        self.owners.ahead.clear()
 
     def _fall_back(self, error: Exception) -> None:
         """Rebuild vLLM's own queue from all free blocks, uncached ones first, and call ``failed``. At any
         error, the free blocks are those with ``ref_cnt`` 0: vLLM raises it after taking a block, and lowers
         it before freeing one."""
         self.broken = True
+        self.owners.turn_off()
         self._order = None
         self._forget_programs()
         free = [block for block in self._all if block.ref_cnt == 0]

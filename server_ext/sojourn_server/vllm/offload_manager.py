@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
 
+from ..core.block_owners import BlockOwners
 from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
 from ..kv_offload.context_keys import ContextEnds
@@ -21,7 +22,6 @@ from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
 from ..policies.eviction_policies import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
-from .block_owners import BlockOwners
 from .compat import KVCacheBlock
 from .free_block_queue import ProgramFreeBlockQueue
 from .host_link_costs import HostLinkCosts
@@ -241,23 +241,17 @@ class OffloadManager:
                 planner.write_to_disk(self._groups.needed_keys(keys, shared), rank)
 
     @_turns_off
-    def program_ended(self, program_id: ProgramId, owners: BlockOwners) -> None:
-        """Give host copies of rank ``SPARE`` the rank ``WORTHLESS``, if only this ended program has used
-        their blocks. Copies of other ranks do not change.
+    def program_ended(self, program_id: ProgramId, blocks: Iterable[KVCacheBlock]) -> None:
+        """Give the host copies of ``blocks`` the rank ``WORTHLESS`` if they have the rank ``SPARE``. Copies
+        of other ranks do not change. ``blocks``: cached blocks that only this ended program has used.
 
-        Call it while ``owners`` still has the program. If the preset places programs, ``place`` lowers the
-        ranks of the rest of the context.
+        If the preset places programs, ``place`` lowers the ranks of the rest of the context.
         """
         self._leaving.pop(program_id, None)
         self._ends.forget(program_id)
         if not self._under_pressure:
             return
-        owner_of, common = owners.of, owners.common
-        alone = [
-            self._groups.key_of(block)
-            for block_id, block in owners.blocks.get(program_id, {}).items()
-            if owner_of[block_id] == program_id and block_id not in common and block.block_hash is not None
-        ]
+        alone = [self._groups.key_of(block) for block in blocks]
         # Copies of other ranks stay. They may be needed by another program that eviction has removed as an
         # owner. If the device has a second block with the same content, eviction copies that block again.
         self._connector.planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)

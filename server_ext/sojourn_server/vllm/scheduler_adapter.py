@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -15,7 +14,6 @@ from ..core.event_time_budget import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlocksEvicted,
-    CachedBlocksFound,
     CacheReset,
     CacheResetStarted,
     EngineAction,
@@ -34,14 +32,11 @@ from ..core.events_and_actions import (
     StepCompleted,
     Tick,
     TurnFinished,
-    UntrackedRequestArrived,
-    UntrackedRequestLeft,
     answer_of,
 )
-from ..core.request_hints import read_identity
+from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor
-from .block_owners import Owner
 from .block_pool import EvictionAdapter, PinnedBlocks, without_common_prefix
 from .compat import (
     KVCacheBlock,
@@ -84,9 +79,6 @@ if TYPE_CHECKING:
     from .compat import KVConnectorOutput, PrefillStats, Scheduler
 
 logger = logging.getLogger("vllm.sojourn")
-
-_TICK = Tick()
-
 
 def _loaded_tokens(request: Request, computed: int) -> int:
     """Return how many of the first ``computed`` tokens of a request the KV connector loaded, whichever
@@ -151,7 +143,7 @@ class SchedulerAdapter:
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
-        self._pending: list[EngineAction] = []
+        self._pending: list[EngineAction | LeaseGranted] = []
         """Actions that are not carried out yet, oldest first."""
         context = EngineContext(
             scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
@@ -161,13 +153,12 @@ class SchedulerAdapter:
             self.program_scheduler,
             self._pool.free_block_queue,
             report_failure=self.report_failure,
-            # The blocks have left the queue already: an error there would lose them.
-            evicted=partial(self.guarded, self._evicted),
+            evicted=self._evicted,
             failed=self._eviction_order_failed,
             before_reuse=self._offload.save if self._offload is not None else None,
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
-        self._pinned = PinnedBlocks(self._pool, self._queue, clock)
+        self._pinned = PinnedBlocks(self._pool, self.program_scheduler, clock)
         manager = scheduler.kv_cache_manager
         manager.get_num_common_prefix_blocks = without_common_prefix(manager, self._pinned)
         self._prefetcher = KVPrefetcher(
@@ -218,7 +209,7 @@ class SchedulerAdapter:
         out; other actions are carried out here. ``now``: seconds on the engine's clock."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
-            if type(action) is EngineAction:
+            if type(action) is EngineAction or type(action) is LeaseGranted:
                 self._pending.append(action)
             elif type(action) is RequestRefused:
                 self._refused.append(action.request_id)
@@ -233,7 +224,8 @@ class SchedulerAdapter:
             self._take_in(request, now)
         finally:
             if self.program_scheduler.request(request.request_id) is None:
-                self.handle(UntrackedRequestArrived(request.request_id), now)
+                tokens, priority = request.num_prompt_tokens, request.priority
+                self.handle(RequestArrived(request.request_id, NO_IDENTITY, tokens, priority), now)
 
     def _take_in(self, request: Request, now: float) -> None:
         params = request.sampling_params
@@ -267,7 +259,7 @@ class SchedulerAdapter:
         self.waiting.open_step()
         self._allocation_fallback.restore_victim()
         now = self._clock()
-        self.handle(_TICK, now)
+        self.handle(Tick(self._pinned.used_blocks()), now)
         self._prefetcher.expire(now)
         if self._pending:
             self.carry_out(now)
@@ -368,33 +360,28 @@ class SchedulerAdapter:
         if known is None:
             return
         now = self._clock()
-        if program_id is None:
-            if self._offload is not None and not self._groups.is_single:
-                self._offload.remember_turn_end(None, self._groups.cached_prefix(request.block_hashes).blocks)
-            self.handle(UntrackedRequestLeft(request.request_id), now)
-            return
-        if self._offload is not None and not known.admitted:
+        if self._offload is not None and program_id is not None and not known.admitted:
             self._offload.admitted(program_id, ())
-        cached, hashes = self._own_cached_blocks(request, program_id, self._groups.cached_blocks(request))
-        actions = self.handle(
+        cached, hashes = self._cached_blocks(request, program_id) if program_id is not None else ([], ())
+        self.handle(
             TurnFinished(
                 request_id=request.request_id,
                 outcome=end.reason,
                 tool_calls=end.tool_calls,
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
-                cached_blocks=len(cached),
+                block_ids=[block.block_id for block in cached],
                 block_hashes=hashes,
-                held_blocks=self._pinned.blocks(),
-                unheld_blocks=self._pinned.count_unpinned(cached),
                 used_blocks=self._pinned.used_blocks(),
             ),
             now,
         )
         self.carry_out(now)
-        granted = answer_of(actions, LeaseGranted)
-        if granted is not None:
-            self._pinned.hold(program_id, cached, granted.lease.rank)
+        if program_id is None:
+            if self._offload is not None and not self._groups.is_single:
+                self._offload.remember_turn_end(None, self._groups.cached_prefix(request.block_hashes).blocks)
+            return
+        self._place_freed(cached)
         if self._offload is not None and end.is_complete:
             self._offload.turn_finished(program_id, cached)
         seconds = self._clock() - now
@@ -408,9 +395,7 @@ class SchedulerAdapter:
         self._pool.evict_blocks(self._groups.uncomputed(request))
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
-        cached = self._groups.cached_blocks(request)
-        if program_id is not None:
-            self._own_cached_blocks(request, program_id, cached)
+        cached = self._cached_blocks(request, program_id)[0] if program_id is not None else []
         reusable, hashes = self._groups.reusable(request)
         copied = self._offload.count_copied(reusable) if self._offload is not None else 0
         out_s, back_s, queued_s = (
@@ -422,6 +407,7 @@ class SchedulerAdapter:
             RequestPreempted(
                 request.request_id,
                 tokens=request.num_computed_tokens,
+                block_ids=[block.block_id for block in cached],
                 copied_tokens=copied * len(hashes) * self._groups.hash_tokens // max(1, len(reusable)),
                 offload_s_per_token=out_s,
                 load_back_s_per_token=back_s,
@@ -429,9 +415,11 @@ class SchedulerAdapter:
             ),
             self._clock(),
         )
+        self._place_freed(cached)
         if self._offload is None:
             return
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
+            cached = self._groups.cached_blocks(request)
             self._offload.skip_saving(cached, program_id, self._queue.owners)
         elif program_id is not None and self.program_scheduler.forecaster.predicts:
             self._offload.keep_preempted(program_id, reusable, hashes)
@@ -503,7 +491,7 @@ class SchedulerAdapter:
         # No tick while the engine is paused, because this time does not count as waiting. The API server
         # still asks for metrics.
         if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
-            self.handle(_TICK, now)
+            self.handle(Tick(self._pinned.used_blocks()), now)
         self.carry_out(now)
         started_s = self._clock()
         answer = self.service.call(operation, payload, now)
@@ -559,29 +547,23 @@ class SchedulerAdapter:
                 # leases have ended already.
                 self.guarded(self._execute_one, action, now)
 
-    def _execute_one(self, action: EngineAction, now: float) -> None:
+    def _execute_one(self, action: EngineAction | LeaseGranted, now: float) -> None:
         program_id = action.program_id
-        if action.kind is EngineActionKind.DROP:
+        if isinstance(action, LeaseGranted):
+            self._pinned.hold(program_id, [self._pool.blocks[each] for each in action.block_ids])
+        elif action.kind is EngineActionKind.DROP:
             if self._offload is not None:
-                self._offload.program_ended(program_id, self._queue.owners)
+                orphans, blocks = self._queue.owners.orphans, self._pool.blocks
+                alone = [blocks[each] for each in action.block_ids if orphans.get(each) == program_id]
+                cached = [block for block in alone if block.block_hash is not None]
+                self._offload.program_ended(program_id, cached)
             self._prefetcher.program_ended(program_id)
-            self._pinned.drop(program_id)
+            self._pinned.release(program_id)
+            self._queue.place(action.block_ids)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
         elif action.kind is EngineActionKind.RELEASE:
             self._pinned.release(program_id)
-        elif action.kind is EngineActionKind.PIN_CACHED:
-            blocks = self._groups.cached_prefix(self.program_scheduler.context(program_id) or ()).blocks
-            found = CachedBlocksFound(
-                program_id,
-                len(blocks),
-                held_blocks=self._pinned.blocks(),
-                unheld_blocks=self._pinned.count_unpinned(blocks),
-                used_blocks=self._pinned.used_blocks(),
-            )
-            granted = answer_of(self.handle(found, now), LeaseGranted)
-            if granted is not None:
-                self._pinned.hold(program_id, blocks, granted.lease.rank)
         elif action.kind is EngineActionKind.PREFETCH:
             self._prefetch(program_id, now)
             return
@@ -647,23 +629,26 @@ class SchedulerAdapter:
             now,
         )
 
-    def _own_cached_blocks(
-        self, request: Request, program_id: ProgramId, cached: list[KVCacheBlock]
+    def _cached_blocks(
+        self, request: Request, program_id: ProgramId
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Make the program an owner of all blocks that a finished or preempted request leaves in the cache.
-        ``cached``: the request's blocks that have a hash. Return (blocks that a lease would pin, leading
-        block hashes of the context that these blocks cover)."""
-        self._queue.own(cached, program_id)
+        """Return (distinct blocks that a finished or preempted request leaves in the cache, leading block
+        hashes of the context that these blocks cover). A prompt that begins with this context finds them."""
+        cached = self._groups.cached_blocks(request)
         # A request that ran may have no cached block itself, if the model has states alone.
         if self._groups.is_single or not (cached or request.num_computed_tokens):
             return cached, request.block_hashes[: len(cached)]
         # A window needs its last blocks only. The state that a hit needs may no longer be among the request's
         # blocks: vLLM frees the state's block one step after the state is computed.
         prefix = self._groups.cached_prefix(request.block_hashes)
-        self._queue.own_cached(prefix.blocks, program_id)
         if self._offload is not None:
             self._offload.remember_turn_end(program_id, prefix.blocks)
         return prefix.blocks, request.block_hashes[: prefix.hashes]
+
+    def _place_freed(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Move those of a request's blocks that are free already to the place of their new owners."""
+        if not self._groups.is_single:  # otherwise the request still holds all of them
+            self._queue.place(block.block_id for block in blocks)
 
     def _release_preempted(
         self, request: Request, program_id: ProgramId | None, below: OffloadManager
@@ -682,12 +667,11 @@ class SchedulerAdapter:
             self._offload.turn_off("the free queue no longer reports evictions")
         self.report_failure(error, "the eviction order failed; vLLM's own order is used from now on")
 
-    def _evicted(self, gone: list[tuple[KVCacheBlock, Owner]], score: Score | None) -> None:
+    def _evicted(self, gone: list[KVCacheBlock], score: Score | None) -> None:
         allocating = self._allocation_fallback.allocating
         taker = allocating.request_id if allocating is not None else None
         blocks = [
-            (get_block_hash(block.block_hash), owner if isinstance(owner, str) else None)
-            for block, owner in gone
-            if block.block_hash is not None
+            (block.block_id, None if block.block_hash is None else get_block_hash(block.block_hash))
+            for block in gone
         ]
         self.handle(BlocksEvicted(taker, blocks, score), self._clock())
