@@ -43,7 +43,7 @@ ROUTINGS = (
     SessionAffinityRouting(),
     PrefixAffinityRouting(),
     CapacityRouting(),
-    CapacityRouting(size_by="context", fit="least-room"),
+    CapacityRouting(size_by="context"),
 )
 
 

@@ -238,3 +238,12 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
 
 
 # -- running requests that yield ------------------------------------------------------------------
+
+
+def test_no_request_is_preempted_twice() -> None:
+    it = blocked()
+    it.take(routing_events.Tick(), 2.6)
+    assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
+    assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
+    for tenth in range(20):
+        assert it.take(routing_events.Tick(), 4.0 + tenth / 10) == []
