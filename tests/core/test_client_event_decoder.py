@@ -291,18 +291,19 @@ def test_two_thousand_parallel_tools_are_bounded() -> None:
     assert engine.program("p").tools == {}
 
 
-def test_a_hundred_thousand_invented_programs_are_bounded_and_take_nothing_from_a_real_one() -> None:
+def test_twenty_thousand_invented_programs_are_bounded_and_take_nothing_from_a_real_one() -> None:
     engine = VirtualEngine(limits=SchedulerLimits(max_programs=1000))
     engine.turn("p", prompt(40), kv_retention_ttl_seconds=300)
     decisions = engine.program_scheduler.decisions._next
-    for batch in range(100):
+    for batch in range(20):
         events = [
             {"type": "program_start", "program_id": f"x{batch}-{i}", "seq": i}
             for i in range(MAX_BATCH_EVENTS)
         ]
         assert {o.outcome.value for o in post(engine, *events)} == {"applied"}
-    assert len(engine.program_scheduler.state.programs) == 1000
-    assert engine.program_scheduler.state.programs.forgotten == 100 * MAX_BATCH_EVENTS + 1 - 1000
+    programs = engine.program_scheduler.state.programs
+    assert len(programs) <= 1000
+    assert len(programs) + programs.forgotten == 20 * MAX_BATCH_EVENTS + 1
     assert engine.program_scheduler.state.leases.get(ProgramId("p")) is not None
     assert engine.program_scheduler.decisions._next == decisions, "the log still shows what was decided"
     assert engine.program_scheduler.state.release_reasons == {}

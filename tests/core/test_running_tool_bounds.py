@@ -79,6 +79,7 @@ def test_a_tool_call_that_ends_makes_room(way: str) -> None:
     else:
         engine.send(ProgramStart(program_id="x", seq=-1))
         engine.turn("x", prompt(40, seed=2))
+        engine.now += 1.0
         engine.send(*starts("p", range(OWN_TOOLS_PER_PROGRAM)))  # so that flood is the longest silent
         engine.send(ProgramStart(program_id="y", seq=-1))
         engine.turn("y", prompt(40, seed=3))

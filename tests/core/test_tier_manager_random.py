@@ -39,7 +39,7 @@ from sojourn_server.programs.program_status import OVER_STATUSES
 DEVICE, HOST, DISK, WAITING = Tier
 BLOCK = 4
 DEVICE_BLOCKS = 40
-LIMITS = SchedulerLimits(max_programs=9, gate_timeout_s=150.0, idle_program_s=300.0)
+LIMITS = SchedulerLimits(max_programs=8, gate_timeout_s=150.0, idle_program_s=300.0)
 PATIENT = dataclasses.replace(LIMITS, gate_timeout_s=math.inf, idle_program_s=math.inf)
 MAX_LIVE = 24
 

@@ -180,7 +180,7 @@ class ClientEventHandler:
         return Outcome.APPLIED, ""
 
     def _promised(self, program: ProgramState, now: float) -> None:
-        self._programs.promise_heartbeats(program)
+        program.heartbeats = True
         self._leases.promised(program.id, now)
 
 

@@ -91,14 +91,8 @@ class ProgramLifecycle:
             self._lease_manager.end(program.id, DecisionReason.SILENT, now)
 
     def expire_silent_programs(self, now: float) -> None:
-        """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long: for the limit
-        ``idle_program_s``, or ``silent_program_s`` if the client promised heartbeats."""
-        for _ in range(MAX_EXPIRED_PER_TICK):
-            program = self._programs.silent(
-                now, idle_s=self._state.limits.idle_program_s, promised_s=self._state.limits.silent_program_s
-            )
-            if program is None:
-                break
+        """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long."""
+        for program in self._programs.silent(now)[:MAX_EXPIRED_PER_TICK]:
             self.end_program(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
 
     def forget(self, programs: Sequence[ProgramState], now: float) -> None:

@@ -172,7 +172,7 @@ class RequestTable:
         ours = context.sojourn
         if ours is not None:
             if ours.heartbeat:
-                self._programs.promise_heartbeats(program)
+                program.heartbeats = True
             # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
             program.agent_type = clipped(ours.agent_type) or program.agent_type
             program.node = clipped(ours.node) or program.node

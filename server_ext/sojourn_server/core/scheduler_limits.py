@@ -1,12 +1,11 @@
-"""``SchedulerLimits``: limits on programs, graphs, leases and waits. Also the minimum sizes of the logs."""
+"""``SchedulerLimits``: limits on programs, graphs, leases and waits. Also the sizes of the logs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_LOGGED_TURNS_AND_DECISIONS = 1000
-"""Minimum number of turns that the turn ledger keeps, and of entries that the decision log keeps. If
-``max_programs`` is larger, both keep that many."""
+LOGGED_TURNS_AND_DECISIONS = 20_000
+"""Maximum number of turns that the turn ledger keeps, and of entries that the decision log keeps."""
 MIN_LOGGED_EVICTED_BLOCKS = 16_384
 """Minimum capacity of the eviction log, in blocks (about 6 MB). The log of a large pool has a capacity of
 twice the pool's blocks. For a pool of a few hundred blocks that is too little, because such a pool can evict
@@ -17,7 +16,7 @@ more blocks during one tool call."""
 class SchedulerLimits:
     """Limits of a scheduler. Seven of them can be changed by plugin settings of the same names."""
 
-    max_programs: int = 20_000
+    max_programs: int = 2_000
     max_graphs: int = 256
     max_graph_bytes: int = 4 * 1024 * 1024
     """Maximum size of all graphs together, in bytes of JSON."""

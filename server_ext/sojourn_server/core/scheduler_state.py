@@ -30,7 +30,7 @@ from .context_hashes import ContextHashStore
 from .events_and_actions import Action
 from .lease_table import LeaseTable
 from .request_table import RequestTable
-from .scheduler_limits import MIN_LOGGED_EVICTED_BLOCKS, MIN_LOGGED_TURNS_AND_DECISIONS, SchedulerLimits
+from .scheduler_limits import LOGGED_TURNS_AND_DECISIONS, MIN_LOGGED_EVICTED_BLOCKS, SchedulerLimits
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +130,11 @@ class SchedulerState:
         self.histories = histories or Histories()
         self.reload = StepTimeEstimator(curve)
         self.host_link = HostLink(self._assumed_s_per_token)
-        self.programs = ProgramTable(self.limits.max_programs)
+        self.programs = ProgramTable(
+            self.limits.max_programs,
+            idle_s=self.limits.idle_program_s,
+            promised_s=self.limits.silent_program_s,
+        )
         self.requests = RequestTable(self.programs)
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.owners = BlockOwners()
@@ -141,9 +145,8 @@ class SchedulerState:
         """Program → why its KV was released. The entry is removed when a turn of the program begins."""
         self.eviction_log = EvictionLog(max(MIN_LOGGED_EVICTED_BLOCKS, 2 * pool.blocks))
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
-        logged = max(MIN_LOGGED_TURNS_AND_DECISIONS, self.limits.max_programs)
-        self.ledger = TurnLedger(logged)
-        self.decisions = DecisionLog(logged)
+        self.ledger = TurnLedger(LOGGED_TURNS_AND_DECISIONS)
+        self.decisions = DecisionLog(LOGGED_TURNS_AND_DECISIONS)
         self.recorder = MetricsRecorder()
         self.last_shortage_s = -math.inf
         """Time at which a living program last lost KV because memory was short, by eviction of a block,

@@ -162,8 +162,9 @@ class WorkflowPredictor:
 
     def observe_open_gap(self, now: float) -> None:
         """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
-        idle_s = self._table.longest_idle_s(now)
-        if idle_s > self._workflows.gaps_s.value:
+        longest_s = self._workflows.gaps_s.value
+        idle_s = self._table.longest_idle_s(now, longest_s)
+        if idle_s > longest_s:
             self._workflows.gaps_s.observe(idle_s)
 
     # -- queries ------------------------------------------------------------------

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import math
+from collections import Counter
 from collections.abc import Iterator
+from heapq import nsmallest
 
 from sojourn.ids import ProgramId
 
 from .program_state import ProgramState
 from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_status
 
+FORGOTTEN_SHARE = 50
+"""A full table forgets one in this many programs at once, so that a flood of invented ids costs little."""
+
 
 class ProgramTable:
     """The programs of one engine, at most ``max_programs``. There are more only while all of them have a
     request in the engine.
 
-    From a full table, ended and expired programs without a request in the engine are removed first, in the
-    order in which they ended. Next are programs that never sent a request, oldest first, so that a flood of
-    invented ids displaces no real program. Last are other programs without a request in the engine, the
-    longest silent first.
+    A full table forgets programs without a request in the engine: ended and expired ones first, then those
+    that never sent a request, so that a flood of invented ids displaces no real program, then the others. Of
+    each, it forgets the longest silent first.
+
+    A program between turns is *silent* after ``idle_s`` seconds without a contact, or after ``promised_s``
+    seconds if its client promised heartbeats.
     """
 
-    def __init__(self, max_programs: int = 20_000) -> None:
+    def __init__(
+        self, max_programs: int = 2_000, *, idle_s: float = math.inf, promised_s: float = math.inf
+    ) -> None:
         if max_programs < 1:
             raise ValueError(f"max_programs is {max_programs}; expected at least 1")
         self.max_programs = max_programs
-        self.counts: Counter[ProgramStatus] = Counter()
         self.forgotten = 0
-        self._programs: OrderedDict[ProgramId, ProgramState] = OrderedDict()
-        self._over: OrderedDict[ProgramId, None] = OrderedDict()
-        self._announced_only: OrderedDict[ProgramId, None] = OrderedDict()
-        """Programs that sent events but no request yet, the oldest first."""
-        self._acting: tuple[OrderedDict[ProgramId, None], ...] = (OrderedDict(), OrderedDict())
-        """Programs between turns, the longest silent first: in the first table programs without heartbeats,
-        in the second programs with heartbeats."""
+        self._idle_s = idle_s
+        self._promised_s = promised_s
+        self._programs: dict[ProgramId, ProgramState] = {}
         self._next_rank = 0
+        self._silence_due_s = -math.inf
+        """No program is silent before this time."""
+        self._oldest_contact_s = -math.inf
+        """No program between turns has an earlier last contact."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -50,9 +58,14 @@ class ProgramTable:
         client."""
         return self._programs.get(program_id)
 
+    @property
+    def counts(self) -> Counter[ProgramStatus]:
+        """Number of programs by status."""
+        return Counter(program.status for program in self)
+
     def running_tools(self) -> int:
-        """Return the number of running tool calls of all programs. Takes O(programs)."""
-        return sum(len(program.tools) for program in self._programs.values())
+        """Return the number of running tool calls of all programs."""
+        return sum(len(program.tools) for program in self)
 
     def next_rank(self) -> int:
         """Return a new arrival rank, for a program or for a request without a program."""
@@ -62,20 +75,12 @@ class ProgramTable:
     def open(self, program_id: ProgramId, now: float) -> tuple[ProgramState, list[ProgramState]]:
         """Find or create the program with this id, and record ``now`` as the time of its last contact.
         Returns the program, and the programs that were removed from a full table to make room for it."""
-        program = self._programs.get(program_id)
-        if program is not None:
-            self._programs.move_to_end(program_id)
-            acting = self._acting[program.heartbeats]
-            if program_id in acting:
-                acting.move_to_end(program_id)
-            program.last_contact_s = now
-            return program, []
-        forgotten = self._make_room()
-        program = ProgramState(program_id, self.next_rank(), now, last_contact_s=now)
-        self._programs[program_id] = program
-        self.counts[program.status] += 1
-        self._announced_only[program_id] = None
-        self._acting[False][program_id] = None
+        program, forgotten = self._programs.get(program_id), []
+        if program is None:
+            if len(self._programs) >= self.max_programs:
+                forgotten = self._make_room()
+            program = self._programs[program_id] = ProgramState(program_id, self.next_rank(), now)
+        program.last_contact_s = now
         return program, forgotten
 
     def signal(self, program: ProgramState, signal: ProgramSignal) -> bool:
@@ -83,76 +88,46 @@ class ProgramTable:
         new = next_status(program.status, signal)
         if new is program.status:
             return False
-        self.counts[program.status] -= 1
-        self.counts[new] += 1
-        if new in OVER_STATUSES:
-            self._over[program.id] = None
-        elif program.status in OVER_STATUSES:
-            self._over.pop(program.id, None)
-        if new is ProgramStatus.ACTING:
-            self._acting[program.heartbeats][program.id] = None
-        else:
-            self._acting[program.heartbeats].pop(program.id, None)
-        if signal is ProgramSignal.REQUEST_ARRIVED:
-            self._announced_only.pop(program.id, None)
         program.status = new
         if new not in OVER_STATUSES:
             program.outcome = None
         return True
 
-    def promise_heartbeats(self, program: ProgramState) -> None:
-        """Record that the program's client will send heartbeats. Call this method right after ``open``: it
-        assumes that no other program has a later contact."""
-        if program.heartbeats:
-            return
-        was_acting = self._acting[False].pop(program.id, 0) is None
-        program.heartbeats = True
-        if was_acting:
-            self._acting[True][program.id] = None
+    def silent(self, now: float) -> list[ProgramState]:
+        """Return the silent programs, the longest silent first."""
+        if now < self._silence_due_s:
+            return []
+        acting = self._between_turns()
+        limit_s = {program.id: self._promised_s if program.heartbeats else self._idle_s for program in acting}
+        # After a later contact or promise a program is not silent before this.
+        due_s = [now + min(self._promised_s, self._idle_s)]
+        due_s += [program.last_contact_s + limit_s[program.id] for program in acting]
+        self._silence_due_s = min(due_s)
+        silent = [program for program in acting if now - program.last_contact_s > limit_s[program.id]]
+        return sorted(silent, key=lambda program: program.last_contact_s)
 
-    def silent(self, now: float, *, idle_s: float, promised_s: float) -> ProgramState | None:
-        """Return a program between turns that has been silent for too long; ``None`` if there is none.
+    def longest_idle_s(self, now: float, above_s: float) -> float:
+        """Return the longest time in seconds for which a program between turns has had no contact. A result
+        up to ``above_s`` may be too long, but not longer than ``above_s``."""
+        if now - self._oldest_contact_s > above_s:
+            contacts = (program.last_contact_s for program in self._between_turns())
+            self._oldest_contact_s = min(contacts, default=now)
+        return now - self._oldest_contact_s
 
-        The limit is ``promised_s`` seconds if the program's client promised heartbeats, else ``idle_s``
-        seconds.
-        """
-        for acting, silence_s in zip(self._acting, (idle_s, promised_s), strict=True):
-            program_id = next(iter(acting), None)
-            if program_id is not None:
-                program = self._programs[program_id]
-                if now - program.last_contact_s > silence_s:
-                    return program
-        return None
-
-    def longest_idle_s(self, now: float) -> float:
-        """The longest time in seconds for which a program between turns has been silent; 0 without such a
-        program."""
-        oldest = [next(iter(acting)) for acting in self._acting if acting]
-        return max((now - self._programs[program_id].last_contact_s for program_id in oldest), default=0.0)
+    def _between_turns(self) -> list[ProgramState]:
+        return [program for program in self if program.status is ProgramStatus.ACTING]
 
     def _make_room(self) -> list[ProgramState]:
-        forgotten: list[ProgramState] = []
-        while len(self._programs) >= self.max_programs:
-            victim = self._oldest_forgettable()
-            if victim is None:
-                break  # all programs have requests in the engine, which limits their number
-            del self._programs[victim.id]
-            self._over.pop(victim.id, None)
-            self._announced_only.pop(victim.id, None)
-            self._acting[victim.heartbeats].pop(victim.id, None)
-            self.counts[victim.status] -= 1
-            self.forgotten += 1
-            forgotten.append(victim)
+        idle = [program for program in self if not program.live_requests]
+        most = max(1, self.max_programs // FORGOTTEN_SHARE)
+        forgotten = nsmallest(most, idle, key=_worth)
+        for program in forgotten:
+            del self._programs[program.id]
+        self.forgotten += len(forgotten)
         return forgotten
 
-    def _oldest_forgettable(self) -> ProgramState | None:
-        for program_id in self._over:
-            program = self._programs[program_id]
-            if not program.live_requests:
-                return program
-        for program_id in self._announced_only:
-            return self._programs[program_id]
-        for program in self._programs.values():
-            if not program.live_requests:
-                return program
-        return None
+
+def _worth(program: ProgramState) -> tuple[int, float]:
+    """Sort key of programs in a full table, the first to be forgotten first."""
+    group = 0 if program.status in OVER_STATUSES else 2 if program.ranked else 1
+    return group, program.last_contact_s
