@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import re
@@ -147,14 +146,6 @@ def test_an_engine_of_a_pair_has_its_kv_stored():
     assert "computed again" not in check.detail
 
 
-def test_engines_of_pairs_behind_a_gateway_have_their_kv_stored():
-    told = {**CAPABILITIES, "tiers": None, "pairs": {"decode": 2, "prefill": 1}}
-    check = Server(__sojourn__v1__capabilities=(200, told)).examine()["tiers"]
-    assert check.ok
-    assert "1 prefill, 2 decode" in check.detail
-    assert "computed again" not in check.detail
-
-
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_server_that_cannot_generate_is_something_to_fix(status):
     server = Server(__v1__completions=(status, {"error": {"message": "no decode engine is there"}}))
@@ -164,10 +155,6 @@ def test_a_server_that_cannot_generate_is_something_to_fix(status):
     assert "log" in check.next_step
     # A model that has no such route is not broken for that.
     assert Server(__v1__completions=(400, {})).examine()["cached tokens"].ok is None
-
-
-def test_a_server_that_says_nothing_of_tiers_is_an_older_one():
-    assert "tiers" not in Server().examine()
 
 
 @pytest.mark.parametrize(
@@ -197,19 +184,6 @@ def test_requests_without_a_program_are_told_with_the_next_step():
     assert check.ok is None
     assert check.detail == "none yet; 3 requests came without a program"
     assert "sojourn run --url http://server -- python agent.py" in check.next_step
-
-
-def test_requests_without_a_program_are_told_beside_programs_too():
-    live = msgspec.to_builtins(
-        frame(row("a", name="agent.py", since_s=92.0, tool="bash"), untracked_requests=4)
-    )
-    check = Server(__sojourn__v1__stream=(200, live)).examine()["programs"]
-    assert check.ok is None
-    assert "newest agent.py" in check.detail
-    assert check.detail.endswith("; 4 requests came without a program")
-    assert check.next_step.startswith(
-        "if an agent sent the requests without a program: sojourn run --url http"
-    )
 
 
 def test_the_doctors_own_request_is_marked_so_that_it_is_not_counted():
@@ -265,12 +239,6 @@ def test_the_environment(monkeypatch):
     assert re.match(r"\d+\.\d\d GiB available of \d+\.\d\d GiB of ", checks["memory"].detail)
 
 
-def test_a_release_without_a_cpu_build_is_tested_in_part(monkeypatch):
-    checks = environment(monkeypatch, f"{compat.TESTED_WITHOUT_ENGINE[0]}+cu130")
-    assert checks["vllm"].ok is True
-    assert "its scheduler only" in checks["vllm"].detail
-
-
 @pytest.mark.parametrize(("devices", "ok", "said"), [(2, True, "2 for CUDA"), (0, None, "torch finds none")])
 def test_a_build_for_cuda_needs_a_gpu(monkeypatch, devices, ok, said):
     monkeypatch.setattr(compat, "is_cpu_build", lambda: False)
@@ -295,44 +263,6 @@ def test_an_untested_engine_and_a_broken_one(monkeypatch):
     assert compat.TESTED_VLLM[-1] in checks["vllm"].detail
     assert checks["engine imports"].ok is False
     assert "torchvision" in checks["engine imports"].next_step
-
-
-@pytest.mark.parametrize(("checkout", "advised"), [(True, True), (False, False)])
-def test_make_setup_is_advised_only_in_a_checkout(monkeypatch, checkout, advised):
-    monkeypatch.setattr(doctor, "_is_checkout", lambda: checkout)
-    broken = environment(monkeypatch, compat.TESTED_VLLM[-1], "ImportError: torchvision")["engine imports"]
-    assert ("make setup" in broken.next_step) is advised
-    assert "torchvision" in broken.next_step
-    absent = environment(monkeypatch, None)["vllm"]
-    assert ("make setup" in absent.next_step) is advised
-    # PyPI has no build of PyTorch for the CPU engine on Linux.
-    on_linux = sys.platform == "linux"
-    assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in absent.next_step) is (
-        on_linux and not advised
-    )
-    assert "pip install" in absent.next_step
-
-
-def test_an_import_that_does_not_finish_is_not_known_and_no_fault(monkeypatch):
-    monkeypatch.setattr(doctor, "_IMPORT_TIMEOUT_S", 0.001)
-    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
-    check = next(one for one in doctor.environment_checks() if one.name == "engine imports")
-    assert check.ok is None
-    assert check.detail == "not finished after 0.001 s (first import, slow disk or busy machine)"
-    assert check.next_step == "run doctor again"
-
-
-def test_no_model_library_is_a_fault_without_torchvision(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *more: None if name == "transformers" else found(name, *more),
-    )
-    monkeypatch.setattr(compat, "installed_vllm", lambda: compat.TESTED_VLLM[-1])
-    check = next(one for one in doctor.environment_checks() if one.name == "engine imports")
-    assert (check.ok, check.detail) == (False, "transformers is not installed")
-    assert "torchvision" not in check.next_step
 
 
 def test_no_engine_is_not_a_fault(monkeypatch):
@@ -371,10 +301,6 @@ def test_the_report_is_on_stdout_and_makes_way_for_its_json(monkeypatch, tmp_pat
     result = invoke(monkeypatch, checks, "--json", "-")
     assert "1 to fix" in result.stderr
     assert "1 to fix" not in result.stdout
-
-
-def test_a_url_that_is_none(monkeypatch):
-    assert invoke(monkeypatch, [], "--url", "http://[").exit_code == 1
 
 
 def test_the_key_does_not_go_to_a_proxy(monkeypatch, proxied):
@@ -417,28 +343,6 @@ def test_the_url_is_checked_first_and_needs_neither_a_scheme_nor_the_engine(monk
     names = [check["name"] for check in json.loads(result.stdout)["checks"]]
     assert names[0] == "server"
     assert names.index("cached tokens") < names.index("python")
-
-
-def test_json_options_are_the_same_everywhere():
-    import typer.main
-
-    commands = typer.main.get_command(build_app()).commands
-    found = {
-        name: option
-        for name, command in commands.items()
-        for option in command.params
-        if "--json" in option.opts
-    }
-    assert {"demo", "doctor", "plan-pd", "replay", "simulate"} <= set(found)
-    assert {option.metavar for option in found.values()} == {"FILE|-"}
-
-
-def test_help_names_frameworks_and_synthetic_loads():
-    shown = CliRunner().invoke(build_app(), ["run", "--help"]).output
-    assert all(
-        name in shown for name in ("mini-swe-agent", "langgraph", "autogen", "openai-agents", "litellm")
-    )
-    assert "continuum-swe-bench" in CliRunner().invoke(build_app(), ["simulate", "--help"]).output
 
 
 def run_in_latin(monkeypatch, *arguments) -> str:

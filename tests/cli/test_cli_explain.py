@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from typing import Any
 
 import httpx
@@ -173,33 +172,3 @@ def test_each_move_that_a_shipped_policy_decides_is_told_in_words(to: str, when:
     }  # fmt: skip
     assert why
     assert reason not in why.split()
-
-
-def test_a_gap_is_split_into_the_time_with_and_without_a_tool(serve: Any) -> None:
-    before = {"gap_s": 3.5, "tool": "half", "leased_at_return": False}
-    serve(Server(row("a"), before=before))
-    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert re.search(r"\ngap +3\.50 +half; no lease", text)
-    assert "with a tool" not in text
-    serve(Server(row("a"), before={**before, "tool_s": 0.5}))
-    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert re.search(r"\ngap +3\.50 +half; no lease *\n  with a tool +0\.50 *\n  without +3\.00 *\n", text)
-    serve(Server(row("a"), before={**before, "gap_s": 1.006, "tool_s": 0.503}))
-    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert re.search(r"\ngap +1\.01 .*\n  with a tool +0\.50 *\n  without +0\.51 *\n", text), "they add up"
-
-
-def test_the_slowest_turn_is_named_with_the_command_that_explains_it(serve: Any) -> None:
-    serve(Server(row("a b"), slowest_turn=7))
-    shown = CliRunner().invoke(build_app(), ["explain", "a b"], env={"COLUMNS": "120"}).stdout
-    assert "\nnext: sojourn explain 'a b' --turn 7\n" in shown
-    shown = CliRunner().invoke(build_app(), ["explain", "a b", "--url", "h:1"], env={"COLUMNS": "120"}).stdout
-    assert "--turn 7 --url http://h:1\n" in shown
-
-
-def test_changed_tokens_are_not_called_lost(serve: Any) -> None:
-    tokens = {**FOUND["tokens"], "lost": {"changed": 30}}
-    serve(Server(row("a"), tokens=tokens))
-    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
-    assert re.search(r"\n  changed +30 +differ from the previous context; computed again\n", text)
-    assert "lost" not in text

@@ -141,24 +141,6 @@ def test_install_keeps_what_is_there(tmp_path: Path) -> None:
     assert shlex.split(ours["hooks"][0]["command"])[-1] == "http://127.0.0.1:8", "the later call replaces"
 
 
-def test_a_projects_settings_are_those_that_are_not_committed(tmp_path: Path) -> None:
-    result = sojourn_hook("claude-code", "--project", home=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert [path.name for path in (tmp_path / ".claude").iterdir()] == ["settings.local.json"]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"hooks": {"Stop": 7}}', '{"hooks": []}'])
-def test_settings_that_are_not_understood_are_left_alone(text: str, tmp_path: Path) -> None:
-    file = tmp_path / ".codex" / "hooks.json"
-    file.parent.mkdir()
-    file.write_text(text)
-    result = sojourn_hook("codex", "--install", home=tmp_path)
-    assert result.returncode != 0
-    assert "next:" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert file.read_text() == text
-
-
 def test_an_unknown_client_is_refused(tmp_path: Path) -> None:
     result = sojourn_hook("vim", home=tmp_path)
     assert result.returncode != 0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import re
-from pathlib import Path
 
 import pytest
 import typer.testing
 from sojourn_server.cli import build_app
-from sojourn_server.cli.console import CliError, console
+from sojourn_server.cli.console import CliError
 
 
 def plan(*arguments: str) -> typer.testing.Result:
@@ -58,45 +55,6 @@ def test_no_gain_is_promised_where_another_link_is_full(slow: list[str]) -> None
     shown = plan(*slow).output
     assert "×" not in shown
     assert "–: another link is full before all storage NICs are" in shown
-
-
-def test_a_gain_is_printed_if_the_division_is_in_range() -> None:
-    told = json.loads(plan("--nodes", "9", "--json", "-").stdout)
-    gains = [each["gain_at_most"] is not None for each in told["divisions"]]
-    assert gains == [each["in_range"] for each in told["divisions"]]
-    assert gains == [False] + [True] * 6 + [False]  # 7P2D is on the bound itself
-    assert "–:" not in plan("--nodes", "3").output
-
-
-@pytest.mark.parametrize(
-    "more", [[], ["--compute-nic-gbit", "1"], ["--nodes", "12", "--storage-nic-gbit", "9000"]]
-)
-def test_the_tables_fit_80_columns(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "_width", 80)
-    shown = plan(*more).output
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    assert re.search(r"^nodes +range +fullest link +load +path +paths +prefill +most *$", shown, re.MULTILINE)
-
-
-def test_a_full_disk_is_two_lines_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(files: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("sojourn_server.traces.atomic_files.write_atomically", full)
-    error = plan("--json", str(tmp_path / "plan.json")).exception
-    assert isinstance(error, CliError)
-    assert "plan.json: No space left" in error.message
-    assert error.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "usual"), [("--kv-bytes", "48068"), ("--new-tokens-per-s", "2160"), ("--dram-gbyte", "500")]
-)
-def test_an_example_is_one_of_that_option(option: str, usual: str) -> None:
-    error = plan(option, "0").exception
-    assert isinstance(error, CliError)
-    assert error.next_step == f"for example {option} {usual}"
 
 
 @pytest.mark.parametrize("option", ["--storage-nic-gbit", "--dram-gbyte", "--kv-bytes", "--new-tokens-per-s"])

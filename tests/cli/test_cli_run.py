@@ -11,9 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sojourn.instrumentation import FRAMEWORKS
 from sojourn.testing import FakeServer
-from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.cli import agent_process
 from sojourn_server.cli.agent_process import autostart_directory, base_url_root
 
@@ -185,47 +183,10 @@ def test_openai_clients_are_instrumented_as_they_are_imported(tmp_path: Path, be
     assert request.headers["x-session-id"] == request.context.program_id
 
 
-LOOP = """
-import sys
-from openai import OpenAI
-client = OpenAI(base_url=sys.argv[1] + "/v1", api_key="x", max_retries=0)
-def ask():
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-ask()
-ask()
-"""
-
-
-def test_a_bare_loop_is_one_program(tmp_path: Path) -> None:
-    pytest.importorskip("openai")
-    script = tmp_path / "agent.py"
-    script.write_text(LOOP)
-    with FakeServer() as server:
-        for options in ((), ("--program", "run-7")):
-            result = sojourn_run(sys.executable, str(script), server.url, url=server.url, options=options)
-            assert (result.returncode, result.stderr) == (0, "")
-        contexts = [request.context for request in server.requests]
-        own, _, named, _ = ids = [context.program_id for context in contexts if context is not None]
-        assert (ids, named) == ([own, own, "run-7", "run-7"], "run-7")
-        assert not any(context.sojourn.implicit for context in contexts if context is not None)
-        events = server.program_events()
-        starts = {event.program_id: event.name for event in events if isinstance(event, ProgramStart)}
-        assert starts == {own: "agent.py", "run-7": None}
-        assert {event.program_id for event in events if isinstance(event, ProgramEnd)} == {own, "run-7"}
-
-
 def test_an_id_that_no_server_takes_is_refused() -> None:
     result = sojourn_run("true", options=("--program", ""))
     assert result.returncode == 2
     assert "--program has 0 bytes; expected 1 to" in result.stderr
-
-
-def test_it_waits_for_every_framework_that_can_be_instrumented() -> None:
-    hook: dict[str, object] = {}
-    source = (Path(autostart_directory()) / "sitecustomize.py").read_text()
-    exec(source.partition("watch_imports()\nrun_hidden")[0], hook)
-    packages = {framework.package for framework in FRAMEWORKS.values()}
-    assert {*hook["PACKAGES"], "minisweagent"} == packages  # type: ignore[misc]
 
 
 def test_litellm_is_instrumented_although_it_imports_openai_itself(tmp_path: Path) -> None:
@@ -243,16 +204,6 @@ def test_litellm_is_instrumented_although_it_imports_openai_itself(tmp_path: Pat
         assert result.returncode == 0, result.stderr
         assert server.requests[0].context is not None
     assert {"litellm", "openai"} <= set(result.stdout.split())
-
-
-def test_a_server_named_by_the_script_is_not_replaced(tmp_path: Path) -> None:
-    pytest.importorskip("openai")
-    script = tmp_path / "agent.py"
-    script.write_text(f"import sys, sojourn\nsojourn.init(sys.argv[1])\n{ASK}")
-    with FakeServer() as named, FakeServer() as other:
-        result = sojourn_run(sys.executable, str(script), named.url, url=other.url)
-        assert result.returncode == 0, result.stderr
-        assert named.requests[0].context is not None
 
 
 def test_the_hook_reads_as_old_python() -> None:
@@ -280,16 +231,6 @@ def test_old_pythons_run_it_silently(name: str, tmp_path: Path) -> None:
     result = sojourn_run(python, "-c", "import sys; print(sys.mine)", PYTHONPATH=str(tmp_path))
     said = [line for line in result.stderr.splitlines() if "no sojourn server" not in line]
     assert (result.stdout.strip(), said) == ("7", [])
-
-
-def test_the_users_sitecustomize_still_runs(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.mine = __file__\n")
-    code = (
-        "import sys, sitecustomize; "
-        "print(sys.mine == sitecustomize.__file__, any('autostart' in entry for entry in sys.path))"
-    )
-    result = sojourn_run(sys.executable, "-c", code, PYTHONPATH=str(tmp_path))
-    assert result.stdout.strip() == "True False", result.stderr
 
 
 def test_the_probe_carries_no_key_and_uses_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ import typer.testing
 from cli_process import COLUMNS, run_sojourn
 from simulation_results import read_results
 from sojourn_server.cli import build_app
-from sojourn_server.cli import simulate as simulate_command
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
@@ -148,22 +147,6 @@ def test_a_bad_option_is_named(trace: Path, arguments: str, message: str) -> Non
     assert error.exit_code == 2
 
 
-def test_the_error_for_a_model_too_large_names_a_sufficient_device(trace: Path) -> None:
-    error = refused(str(trace), "--model", "qwen2.5-32b", "--hardware", "h100")
-    assert "does not fit on 1 × h100" in error.message
-    assert "use tp 2, or a max_model_len of at most " in error.message
-    assert "--tp" in error.next_step
-    longest = error.message.rpartition(" ")[2]
-    fits = RunSpec(policy="stock", workload=str(trace), model="qwen2.5-32b", hardware="h100")
-    assert validate_specs([_with(fits, max_model_len=int(longest)), _with(fits, tp=2)]) == []
-
-
-def _with(spec: RunSpec, **changes: Any) -> RunSpec:
-    from dataclasses import replace
-
-    return replace(spec, **changes)
-
-
 def engine_profile(path: Path, **changes: Any) -> str:
     limits = EngineLimits(
         kv_pool_tokens=4096, max_context_tokens=2048, max_num_seqs=8, max_num_batched_tokens=512
@@ -223,24 +206,6 @@ def test_steps_are_planned_ahead_on_gpus(
     assert [spec.async_scheduling for spec in planned] == [ahead]
 
 
-def test_two_policy_files_of_one_name(tmp_path: Path, trace: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.toml").write_text('extends = "continuum"\n')
-    both = f"{tmp_path}/a/mine.toml,{tmp_path}/b/mine.toml"
-    assert "would both be called 'mine'" in refused(str(trace), "--policy", both).message
-    (tmp_path / "stock.toml").write_text('extends = "continuum"\n')
-    assert (
-        "is the name of a shipped policy; rename the file"
-        in refused(str(trace), "--policy", f"{tmp_path}/stock.toml").message
-    )
-    (tmp_path / "odd.toml").write_text('extends = "continuum"\nretention = "forever"\n')
-    assert (
-        "unknown retention policy 'forever'"
-        in refused(str(trace), "--policy", f"{tmp_path}/odd.toml").message
-    )
-
-
 # -- outputs -------------------------------------------------------------------------------------
 
 
@@ -258,42 +223,6 @@ def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
     assert "odd.json: " in error.message
     assert "--save" in error.next_step
     assert "workload has no effect" in refused(str(trace), "--load", str(tmp_path / "odd.json")).message
-
-
-def test_messages_are_shown_as_they_are(tmp_path: Path) -> None:
-    """Brackets in a path are no markup."""
-    result = subprocess.run(
-        [*SOJOURN, "simulate", str(tmp_path / "[red]no[/].jsonl")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 2
-    lines = result.stderr.splitlines()
-    assert lines[0] == f"error: {tmp_path}/[red]no[/].jsonl: No such file or directory"
-    assert lines[1].startswith("next: ")
-    assert len(lines) == 2
-
-
-def test_progress_is_told_in_lines_where_no_terminal_is(
-    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A log file would hold thousands of pictures of a bar, or nothing until the end."""
-
-    def run_suite(specs: list[RunSpec], *, on_progress: Any, on_done: Any, **_: Any) -> str:
-        for number, spec in enumerate(specs):
-            on_progress(number, spec.until_s / 2, 1)
-            on_done(number)
-        return "result"
-
-    monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", run_suite)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    specs = [RunSpec(policy=policy, workload=str(trace)) for policy in ("stock", "continuum")]
-    assert simulate_command.run_with_progress(specs) == "result"
-    assert capsys.readouterr().err == ""  # a run that ends at once needs no line
-    monkeypatch.setattr(simulate_command, "LINE_INTERVAL_S", 0.0)
-    simulate_command.run_with_progress(specs)
-    assert capsys.readouterr().err.splitlines() == ["25% of 2 runs", "75% of 2 runs"]
 
 
 # -- runs ----------------------------------------------------------------------------------------
@@ -347,19 +276,6 @@ def test_the_same_command_gives_the_same_bytes(
 
 @pytest.mark.engine
 @pytest.mark.timeout(1200)
-def test_explain_shows_one_program_under_each_policy(
-    twice: list[tuple[Path, subprocess.CompletedProcess[str]]],
-) -> None:
-    told = twice[0][1].stderr
-    assert "3 runs: 3 programs at once; 0.01 virtual hours each\n" in told
-    assert "p0@0 under stock" in told
-    assert "p0@0 under continuum" in told
-    assert "Traceback" not in told
-    assert "Triton" not in told
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(1200)
 def test_kept_runs_are_shown_again(
     twice: list[tuple[Path, subprocess.CompletedProcess[str]]], tmp_path: Path
 ) -> None:
@@ -390,29 +306,6 @@ def test_kept_runs_are_shown_again(
     missing = runner.invoke(build_app(), ["simulate", "--load", kept, "--explain", "p7"])
     assert isinstance(missing.exception, CliError)
     assert missing.exception.exit_code == 1
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_partial_results_are_shown_if_no_program_finishes(tmp_path: Path) -> None:
-    trace = write(tmp_path / "slow.jsonl", program("p", 9000, 9500, 9900))
-    out = tmp_path / "out.json"
-    command = ["simulate", "--programs", "1", "--hours", "0.0005", "--policy", "stock", "--explain", "p"]
-    result = run_sojourn(*command, str(trace), "--json", str(out), "--plot", str(tmp_path))
-    assert result.returncode == 0, result.stderr[-3000:]
-    said = " ".join(result.stderr.split())
-    assert "note: no program finished: completion values are lower bounds" in said
-    assert "turns" in said
-    assert "unfinished after 1.80 s, with 1 of 3 turns done" in said
-    (row,) = read_results(out).runs
-    assert (row.programs_finished, row.programs_unfinished, row.turns_finished) == (0, 1, 1)
-    assert row.completion_s.mean is row.completion_s.p95 is None
-    assert row.output_tok_per_s
-    document = json.loads(out.read_text())
-    assert document["runs"][0]["completion_s"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99")) | {
-        "count": 0,
-        "at_least": [],
-    }
 
 
 @pytest.mark.engine

@@ -129,32 +129,3 @@ def test_table_json_and_plot_have_the_values(swept: Swept) -> None:
     assert sorted(path.name for path in (swept.folder / "out" / "plots").iterdir()) == [
         "metrics.png", "metrics.svg",
     ]  # fmt: skip
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_host_memory_is_swept_under_policies_that_have_some(tmp_path: Path) -> None:
-    """Where none are named: the usual ones have none."""
-    run(tmp_path, "--sweep cpu_ratio=0 --json out.json")
-    rows = read_results(tmp_path / "out.json").runs
-    names = [row.policy for row in rows]
-    assert names == ["stock", "lru-offload", "thunderagent-offload", "continuum+host", "mori"]
-    assert figures(rows[0]) == figures(rows[1])
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-def test_arrivals_are_swept_until_the_last_has_finished(tmp_path: Path) -> None:
-    command = (
-        f"simulate {WORKLOAD} --programs 3 --pool-tokens 20000 --max-model-len 12000 --policy stock "
-        "--sweep rate_per_s=0.5,0.05 --json -"
-    )
-    done = run_sojourn(*command.split())
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = msgspec.json.decode(done.stdout, type=SimulationResults)
-    assert [(row.rate_per_s, row.loop, row.programs_unfinished) for row in found.runs] == [
-        (0.5, "open", 0),
-        (0.05, "open", 0),
-    ]
-    assert found.sweep is not None
-    assert [value.value for value in found.sweep.values] == [0.5, 0.05]

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sojourn_server.cli import top as command
 from waiting import wait_until
 
 SOJOURN = (sys.executable, "-m", "sojourn_server.cli")
@@ -51,21 +50,6 @@ def test_top_runs_in_a_terminal_without_colours(live_server: str, setting: dict[
         top.kill()
         top.wait()
         os.close(main)
-
-
-def test_a_full_screen_that_dies_is_a_failure(live_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("textual", reason="textual is missing: pip install 'sojourn[top]'")
-    from sojourn_server.cli import top_app
-
-    def fail(*args: object, **more: object) -> None:
-        raise RuntimeError("it died")
-
-    monkeypatch.setattr(top_app, "header", fail)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("TEXTUAL", "headless")
-    with pytest.raises(command.typer.Exit) as ended:
-        command.top(url=live_server, api_key=None, once=False, json_output=None, interval_s=1.0, sort="state")
-    assert ended.value.exit_code == 1
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is missing")

@@ -22,7 +22,6 @@ from sojourn_server.cli.top_view import (
     COLUMNS,
     SORTABLE,
     Line,
-    empty_line,
     header,
     heading,
     program_line,
@@ -30,7 +29,7 @@ from sojourn_server.cli.top_view import (
     sorted_programs,
 )
 from sojourn_server.cli.turn_table import turn_table
-from sojourn_server.metrics.live_frame import EngineRow, LiveFrame
+from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND
 
@@ -118,19 +117,6 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
     assert shows_leases(msgspec.structs.replace(empty, engines=[granting])) is True
 
 
-def test_bars_are_one_for_many_engines_and_name_an_engine_without_an_answer() -> None:
-    many = frame(engines=9)
-    failed = EngineRow(engine="lost", now_s=0.0, error="no answer")
-    lines = [
-        text_of(line) for line in header(msgspec.structs.replace(many, engines=[*many.engines, failed]), 80)
-    ]
-    assert "lost: no answer" in lines
-    assert any(line.startswith("9 engines device ") and "of 900M" in line for line in lines)
-    assert len(lines) == 6
-    alone = [text_of(line) for line in header(msgspec.structs.replace(many, engines=[failed]), 80)]
-    assert "no engine answers, so there are no totals" in alone
-
-
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
     shown = frame(*PROGRAMS)
     for name in SORTABLE:
@@ -157,13 +143,6 @@ def answer(request: httpx.Request) -> httpx.Response:
         assert request.url.params["once"] == "1"
         return httpx.Response(200, content=msgspec.json.encode(frame(*PROGRAMS)))
     return httpx.Response(404, json={"error": {"message": "no program has this id", "next": "list them"}})
-
-
-def test_requests_without_a_program_are_told_where_there_are_no_programs() -> None:
-    ((text, _),) = empty_line(frame(untracked_requests=1), "http://h", 80)
-    assert text == "1 request came without a program: sojourn run --url http://h -- python agent.py"
-    ((text, _),) = empty_line(frame(), "http://h", 80)
-    assert text == "no programs yet: sojourn run --url http://h -- python agent.py"
 
 
 def test_once_prints_and_json_names_the_fields(

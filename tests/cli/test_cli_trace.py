@@ -150,19 +150,3 @@ def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
 
     with pytest.raises(CliError, match="is a gateway"):
         export(tmp_path, gateway)
-
-
-def test_a_password_in_the_url_is_in_no_file_and_no_error(tmp_path: Path) -> None:
-    def empty(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={"programs": [], "decisions": [], "next": 0})
-
-    document = export(tmp_path, empty, url="http://me:s3cret@h")
-    assert document["otherData"]["source"] == "http://***@h"
-    assert "s3cret" not in json.dumps(document)
-
-    def failing(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(500)
-
-    with pytest.raises(CliError, match=r"http://\*\*\*@h/sojourn") as error:
-        export(tmp_path, failing, url="http://me:s3cret@h")
-    assert "s3cret" not in str(error.value)

@@ -10,8 +10,8 @@ from cli_process import run_sojourn
     ("words", "said", "advice"),
     [
         (
-            ("serve", "tiny", "--kv-host-gib", "abc"),
-            "invalid value for '--kv-host-gib'",
+            ("serve", "tiny", "--kv-disk-gib", "abc"),
+            "invalid value for '--kv-disk-gib'",
             "see sojourn serve --",
         ),
         (("trace", "import", "x"), "missing option '--from'", "see sojourn trace import --help"),
