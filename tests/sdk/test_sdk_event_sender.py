@@ -7,11 +7,12 @@ import time
 
 import pytest
 from scripted_transport import Script, Source
+from sojourn import event_sender as event_sender_module
 from sojourn.dialect_probe import ServerDialect
 from sojourn.event_queue import PendingEvent
 from sojourn.event_sender import EventSender
 from sojourn.event_transport import SojournEventTransport
-from sojourn.http_transport import HttpTransport
+from sojourn.http_transport import HttpResponse, HttpTransport
 from sojourn.stats import Counters
 from sojourn.testing import FakeServer, refusing_url
 from sojourn.wire_codec import MAX_BATCH_BYTES, decode_batch
@@ -192,6 +193,20 @@ def test_a_server_that_refused_events_is_asked_again_after_growing_pauses(sender
     assert list(pauses(1)) == growing_s[:1]
 
 
+def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
+    monkeypatch.setattr(event_sender_module, "FIRST_RECOVERY_PAUSE_S", 0.001)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.001)
+    script = Script(404)
+    server = Server(script, [OSError(), None, SojournEventTransport(script, Counters())])
+    sender = senders(script, server=server)
+    assert sender.put(Source(), Heartbeat)
+    assert sender.flush(30)
+    wait_until(lambda: sender.put(Source(), Heartbeat))
+    assert sender.flush(30)
+    assert len(script.events()) == 2
+    assert sender.counters["internal_error"] == 1
+
+
 def test_the_key_travels_and_a_wrong_one_is_counted():
     with FakeServer(api_key="right") as server:
         for key, status in (("right", 200), ("wrong", 401), (None, 401)):
@@ -276,6 +291,18 @@ def test_close_is_bounded_final_and_repeatable(senders):
     script.hold.set()
 
 
+def test_an_unreadable_answer_is_counted_and_nothing_else(senders):
+    class Chatty(Script):
+        def post(self, path, body):
+            super().post(path, body)
+            return HttpResponse(200, b"<html>\xff")
+
+    sender = senders(Chatty())
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(30)
+    assert sender.counters["answer_unreadable"] == 1
+
+
 class Beats:
     """Heartbeats whose answers a function gives."""
 
@@ -320,3 +347,17 @@ def test_put_does_not_wake_a_polling_thread(senders, monkeypatch):
         sender.put(Source(), Heartbeat)
         wait_for_events(script, count)
     assert rung == []
+
+
+def test_events_that_did_not_fit_are_as_if_never_taken(senders):
+    script = Script()
+    sender = senders(script, linger_s=30)
+    source = Source()
+    fill(sender, source, 3)
+    taken = sender.take("p", max_events=64)
+    assert [p.seq for p in taken] == [0, 1, 2]
+    assert sender.pending == 0
+    sender.undo_take(taken)
+    assert sender.counters["events_piggybacked"] == sender.counters["events_returned"] == 0
+    assert sender.flush(30)
+    assert [e.seq for e in script.events()] == [0, 1, 2]

@@ -8,7 +8,7 @@ import pytest
 import sojourn
 from sojourn.aeg import Aeg
 from sojourn.testing import FakeServer
-from sojourn.wire_codec import Outcome
+from sojourn.wire_codec import Outcome, decode_context, decode_event
 from sojourn.wire_events import AegReport
 from waiting import wait_until
 
@@ -74,6 +74,26 @@ def test_where_the_program_is_over_the_next_one_says_it(online: FakeServer, grap
         reports(online, 2)
     with sojourn.program(id="c", aeg=GRAPH):
         assert reports(online, 3) == [("a", True), ("b", False), ("c", True)]
+
+
+def test_after_a_batch_was_lost_it_is_spelt_out_again(online: FakeServer, graphs: Graphs) -> None:
+    """The server may have been restarted since, and nobody answers a report that rides on a request."""
+    sender = sojourn.runtime.session().event_sender
+    assert sender is not None
+    with sojourn.program(id="a", aeg=GRAPH):
+        reports(online, 1)
+    online.mode = "500"
+    with sojourn.program(id="lost"):
+        assert not sojourn.flush(5)
+    online.mode = "ok"
+    sender._linger_s = 5.0
+    for name, spelt_out in (("b", True), ("c", False)):
+        with sojourn.program(id=name, aeg=GRAPH):
+            body, _ = sojourn.request_parts()
+        context = decode_context(body["vllm_xargs"]["agentic_context"])
+        assert context.sojourn is not None
+        riding = [decode_event(raw) for raw in context.sojourn.events]
+        assert [e.graph is not None for e in riding if isinstance(e, AegReport)] == [spelt_out]
 
 
 def test_reports_to_a_server_that_keeps_missing_the_graph_are_bounded(online: FakeServer) -> None:

@@ -3,6 +3,8 @@ them disturbs the agent."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import sojourn
 from scripted_transport import Script, Source
@@ -57,6 +59,32 @@ def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
         pass
     assert sojourn.flush(60)
     assert len(online.events()) == 2
+
+
+def test_one_failed_start_of_the_thread_is_not_the_end(monkeypatch):
+    now = [0.0]
+    sink = Script()
+    sender = EventSender(sink, Counters(), clock=lambda: now[0])
+    start = threading.Thread.start
+    tries = []
+
+    def refuse(self):
+        tries.append(self)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(100):
+        assert sender.put(Source(), Heartbeat)
+    assert sender.counters["thread_start_failed"] == len(tries) == 1  # not tried again with every event
+    now[0] += 2
+    sender.put(Source(), Heartbeat)
+    assert sender.counters["thread_start_failed"] == 2
+    monkeypatch.setattr(threading.Thread, "start", start)
+    now[0] += 2
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(60)
+    assert sender.counters["events_sent"] == 102
+    sender.close(1)
 
 
 # ---- backoff

@@ -91,6 +91,18 @@ async def _call(function: Callable[[], None]) -> None:
     function()
 
 
+def test_a_cell_run_again_begins_afresh_and_nests_nothing(online, cells):
+    run, names = cells
+    opened = []
+    for _ in range(4):
+        run("p = sojourn.program('agent').open()")
+        opened.append(names["p"])
+        assert names["p"].parent_id is None
+        assert process_programs == [names["p"]]
+    run("p.end()")
+    assert ends(online) == [(p.id, "cancelled") for p in opened[:3]] + [(opened[3].id, "ok")]
+
+
 def test_an_open_program_is_cancelled_when_the_process_ends(python, server, tmp_path):
     path = tmp_path / "run.id"
     code = f"""

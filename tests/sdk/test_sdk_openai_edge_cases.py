@@ -6,7 +6,7 @@ import openai
 import pytest
 import sojourn
 from openai import AzureOpenAI, OpenAI, _base_client
-from sojourn.testing import FakeServer
+from sojourn.testing import FakeServer, refusing_url
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -135,3 +135,32 @@ def test_a_replica_gets_the_program_id_but_no_events(server):
         assert replica.requests[-1].context.program_id == p.id
         assert replica.requests[-1].events == []
         assert len(server.requests[-1].events) == 1
+
+
+def test_returned_events_respect_the_queue_and_never_cross_a_fork():
+    from sojourn.event_sender import EventSender
+    from sojourn.http_transport import HttpTransport
+    from sojourn.stats import Counters
+    from sojourn.wire_events import Heartbeat
+
+    class Source:
+        id = "p"
+        implicit = False
+
+    sender = EventSender(
+        HttpTransport(refusing_url(), api_key=None, timeout_s=0.2), Counters(), queue_events=4, linger_s=30
+    )
+    try:
+        for _ in range(4):
+            sender.put(Source(), Heartbeat)
+        taken = sender.take("p", max_events=64, max_bytes=10**6)
+        for _ in range(3):
+            sender.put(Source(), Heartbeat)
+        sender.put_back(sender.id, taken)
+        again = sender.take("p", max_events=64, max_bytes=10**6)
+        assert [p.seq for p in again] == [3, 4, 5, 6]  # the newest of the returned ones still had room
+        assert sender.counters["dropped_full"] == 3
+        sender.put_back("another emitter", again)
+        assert sender.take("p", max_events=64, max_bytes=10**6) == []
+    finally:
+        sender.close(0)

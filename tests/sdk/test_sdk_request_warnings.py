@@ -9,6 +9,7 @@ import sojourn
 import sojourn.dialects
 from openai import OpenAI
 from sojourn import request_warnings, runtime
+from sojourn.request_warnings import logger
 from sojourn.testing import FakeServer
 
 OUTSIDE = (
@@ -106,6 +107,19 @@ def test_servers_of_other_kinds_take_requests_outside_programs(server, said, dia
         ask(server)
     assert sojourn.stats()["requests_ended"] == 3
     assert said() == []
+
+
+def test_a_warning_that_fails_costs_the_agent_nothing(server):
+    def broken(record):
+        raise RuntimeError("theirs")
+
+    begin(server)
+    logger.addFilter(broken)
+    try:
+        assert all(ask(server).choices for _ in range(3))
+    finally:
+        logger.removeFilter(broken)
+    assert sojourn.stats()["internal_error"] == 1
 
 
 def unlisted(server, other):

@@ -183,6 +183,16 @@ def test_an_id_and_a_file_for_it_contradict_each_other(path):
     assert not path.exists()
 
 
+def test_a_second_run_in_the_same_process_is_a_program_of_its_own(path):
+    with sojourn.program(resume=path) as outer:
+        with sojourn.program(resume=path) as inner:
+            assert inner.id != outer.id
+            assert inner.parent_id == outer.id
+        assert path.read_text() == outer.id + "\n"
+    assert not path.exists()
+    assert sojourn.stats()["resume_busy"] == 1
+
+
 def test_no_two_processes_ever_hold_the_file_at_once(path):
     holders: list[str] = []
     together: list[int] = []

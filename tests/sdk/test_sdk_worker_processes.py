@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
 
 import pytest
 import sojourn
+from sojourn.aeg import Aeg
 from sojourn.testing import FakeServer
 from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
@@ -136,6 +138,35 @@ def test_a_forked_worker_that_outlives_its_program_is_outside_of_it(server, tmp_
     assert done.returncode == 0, done.stderr
     while_open = ["first", "None"] if opened == "block" else ["first"]
     assert done.stdout.split() == [*while_open, "None", "second"]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeServer, copied):
+    with (
+        sojourn.program("top"),
+        sojourn.tool_call("delegate", "c1"),
+        sojourn.program("p", priority=3, deadline_s=9, tenant="t", aeg=Aeg(["n"])) as p,
+    ):
+        p.enter_node("n")
+        twin = copied(p)
+        for name in ("id", "name", "parent_id", "root_id", "depth", "call_id", "tenant", "node"):
+            assert getattr(twin, name) == getattr(p, name), name
+        assert twin.hints == p.hints._replace(deadline_at_s=pytest.approx(p.hints.deadline_at_s, abs=60))
+        assert twin.is_open
+        own, theirs = sojourn.request_parts(p)[0], sojourn.request_parts(twin)[0]
+        assert str(p.id) in str(theirs)
+        assert '"priority":3' in str(theirs)
+        assert '"priority":3' in str(own)
+        assert twin.start() is twin
+        twin.end("error")
+        assert p.is_open
+        assert [
+            q.id for q in sojourn.runtime.session().heartbeats.take_due(sojourn.runtime.clock() + 9)[0]
+        ].count(p.id) == 1
+    assert sojourn.flush(60)
+    told = [e for e in online.program_events() if e.program_id == p.id]
+    assert [e.status for e in told if isinstance(e, ProgramEnd)] == ["ok"]
+    assert sum(isinstance(e, ProgramStart) for e in told) <= 1
 
 
 def test_tenants_are_inherited_sent_with_every_request_and_replaceable(online: FakeServer):
