@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from click.testing import Result
 from echo_engine import ByteTokenizer, EchoEngine
 from sojourn_server.cli import build_app, demo
-from sojourn_server.cli.console import CliError
 from sojourn_server.demo.demo_run import BLOCK_TOKENS
 from sojourn_server.demo.demo_tasks import load_tasks
 from sojourn_server.launch.engine_server import EngineServer
@@ -109,16 +107,3 @@ def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
         int(flags[flags.index(name) + 1]) for name in ("--num-gpu-blocks-override", "--max-model-len")
     )
     assert (pool_blocks - 1) * BLOCK_TOKENS >= longest, "else vLLM does not start"
-
-
-def test_without_vllm_the_demo_names_how_to_install_it(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    answer = run("--quick")
-    assert isinstance(answer.exception, CliError), answer.output
-    assert "vLLM is not installed" in str(answer.exception)
-
-
-def test_the_recorded_command_line_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["sojourn", "demo", "--url", "http://me:sk-1@host:8000", "--api-key", "sk-2", "--seed=3"]
-    monkeypatch.setattr(sys, "argv", line)
-    assert demo.command_line() == "sojourn demo --url 'http://***@host:8000' --api-key '***' --seed=3"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,24 +49,3 @@ def test_an_error_of_the_agents_client_names_the_server(
             warm_up(engine.url, "m")
     assert engine.bodies == []
     assert capfd.readouterr().out == ""  # stdout may carry the JSON
-
-
-def test_settings_of_the_user_for_mini_swe_agent_stay_out_of_the_demo(tmp_path: Path) -> None:
-    user, own = tmp_path / "user", tmp_path / "demo"
-    (user / "mini-swe-agent").mkdir(parents=True)
-    (user / "mini-swe-agent" / ".env").write_text("OF_THE_USER=1\n")
-    own.mkdir()
-    code = (
-        "import os, sys; from pathlib import Path\n"
-        "from sojourn_server.demo.demo_agent import prepare_environment\n"
-        "prepare_environment(Path(sys.argv[1]))\n"
-        "import minisweagent\n"
-        "print(minisweagent.global_config_dir, os.environ.get('OF_THE_USER'))"
-    )
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(user)}
-    environment.pop("MSWEA_GLOBAL_CONFIG_DIR", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(own)],
-        env=environment, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.stdout.strip() == f"{own} None", done.stderr

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +18,6 @@ from sojourn_server.demo.demo_report import (
     table,
 )
 from sojourn_server.demo.demo_run import ArmRecord, EngineCounters, parse_counts
-from sojourn_server.demo.demo_tasks import load_tasks
-from sojourn_server.demo.live_view import LiveView
 
 FACTS = {"pool": "KV for 100 tokens", "pool_blocks": 4, "seed": 0}
 
@@ -131,23 +126,6 @@ def test_the_table_shows_both_arms() -> None:
     assert "KV for 100 tokens" in text
 
 
-def test_a_smoke_run_shows_no_ratios() -> None:
-    arms = [arm(name, program(turn(100, 0), ended_s=3.0)) for name in ("stock", "sojourn")]
-    heads = [str(column.header) for column in table(document(arms, {**FACTS, "smoke": True})).columns]
-    assert heads == ["", "stock", "sojourn"]
-
-
-def test_the_plot_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from sojourn_server.demo.demo_report import draw_plot
-
-    stock = arm("stock", program(turn(100, 0), turn(150, 0, start_s=5.0), ended_s=30.0))
-    target = tmp_path / "made" / "plot.png"
-    draw_plot(document([stock, arm("sojourn", program(turn(9, 0)))], FACTS), target)
-    assert target.read_bytes().startswith(b"\x89PNG")
-    draw_plot(document([stock], FACTS), target)
-
-
 def test_reading_the_exposition() -> None:
     text = (
         "# TYPE vllm:num_preemptions_total counter\n"
@@ -161,24 +139,3 @@ def test_reading_the_exposition() -> None:
     assert counts == EngineCounters(1.5, 3.0, 5.0)
     assert counts.since(EngineCounters(0.5, 1.0, 5.0)) == EngineCounters(1.0, 2.0, 0.0)
     assert counts.since(counts).ttft_mean_s is None
-
-
-def test_the_live_view(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [0.0]
-    monkeypatch.setattr("sojourn_server.demo.live_view.time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    with (tmp_path / "screen").open("w+") as file:
-        console = Console(file=file, width=100)
-        with LiveView("stock", load_tasks(2), console) as view:
-            now_s[0] = 50.0  # the repositories are made
-            view.update(0, "thinking", 1, "hm [bold")
-            view.update(0, "tool", 1, "ls\n-la")
-            view.update(0, "done", 10, "submitted")
-            now_s[0] = 57.0
-            view.update(1, "failed", 2, "went wrong")
-            now_s[0] = 90.0  # the repositories are tested
-        file.seek(0)
-        text = file.read()
-    assert "2/2 ended" in text
-    assert re.search(r"stock: 7 s, \d+/\d+ turns", text), "as long as the report says"
-    assert "courier: submitted, turn 10" in text
-    assert "crontick: went wrong, turn 2" in text

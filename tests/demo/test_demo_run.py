@@ -14,7 +14,7 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 from echo_engine import ByteTokenizer, EchoEngine
 from sojourn_server.demo.demo_agent import prepare_environment
 from sojourn_server.demo.demo_report import arm_figures, succeeded
-from sojourn_server.demo.demo_run import ArmRecord, arrivals, run_arm, serve_args
+from sojourn_server.demo.demo_run import ArmRecord, run_arm
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
 
 # Two tasks whose tests do not wait.
@@ -98,13 +98,6 @@ def test_an_answer_off_the_script_fails_the_program(tmp_path: Path) -> None:
     assert seen[-1][1] == "failed"
 
 
-def test_a_script_that_runs_out_fails_the_program(tmp_path: Path) -> None:
-    short = replace(TASKS[0], turns=TASKS[0].turns[:2])
-    with EchoEngine() as engine:
-        record, _ = run("stock", engine, tmp_path, [short])
-    assert "the agent asks for turn 3; the script has 2" in str(record.programs[0].error)
-
-
 def test_a_script_that_fixes_nothing_is_no_success(tmp_path: Path) -> None:
     idle = replace(TASKS[0], turns=(TASKS[0].turns[0], TASKS[0].turns[-1]))
     with EchoEngine() as engine:
@@ -112,16 +105,3 @@ def test_a_script_that_fixes_nothing_is_no_success(tmp_path: Path) -> None:
     assert record.programs[0].error is None
     assert not record.programs[0].fixed
     assert not succeeded([record])
-
-
-def test_arrivals_are_a_function_of_the_seed() -> None:
-    assert arrivals(8, 3) == arrivals(8, 3) != arrivals(8, 4)
-    assert all(
-        0 <= earlier <= later <= 2.0
-        for earlier, later in zip(arrivals(8, 3), arrivals(8, 3)[1:], strict=False)
-    )
-
-
-def test_serve_args_depend_on_their_numbers_only() -> None:
-    assert serve_args(100, 4096) == serve_args(100, 4096)
-    assert "100" in serve_args(100, 4096)

@@ -97,25 +97,9 @@ def test_a_shortened_script_fixes_the_repository_too(
         assert done.context_tokens <= 1.1 * short.context_tokens
 
 
-def test_shortened_tasks_keep_the_final_turns() -> None:
-    for task in TASKS:
-        assert task.shortened(len(task.turns)) == task
-        short = task.shortened(QUICK_TURNS)
-        assert short.turns == task.turns[:2] + task.turns[-4:]
-        assert short.context_tokens < task.context_tokens
-        with pytest.raises(ValueError, match="expected 4 to 10"):
-            task.shortened(3)
-
-
 def test_eight_different_tasks_of_eight_to_twelve_turns() -> None:
     assert len({task.name for task in TASKS}) == 8
     assert all(8 <= len(task.turns) <= 12 for task in TASKS)
-
-
-def test_more_programs_than_tasks_start_again() -> None:
-    assert [task.name for task in load_tasks(10)][8:] == [task.name for task in TASKS[:2]]
-    with pytest.raises(ValueError, match="at least 1"):
-        load_tasks(0)
 
 
 def test_an_agent_that_empties_the_tests_has_fixed_nothing(tmp_path: Path) -> None:

@@ -63,13 +63,6 @@ def test_sojourn_run_needs_no_change_to_the_command(tmp_path: Path) -> None:
         assert_one_program(server, "InteractiveAgent")
 
 
-def test_the_agent_class_is_enough(tmp_path: Path) -> None:
-    with MiniServer(SCRIPT) as server:
-        name = "sojourn_integrations.mini_swe_agent.InteractiveAgent"
-        run_mini(server, tmp_path, after=("--agent-class", name), url=server.url)
-        assert_one_program(server, "InteractiveAgent")
-
-
 INSTANCES = ("toy__repo-1", "toy__repo-2", "toy__repo-3")
 
 

@@ -168,22 +168,6 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
 
-def test_init_is_enough_and_attaching_on_top_doubles_nothing(tmp_path: Path) -> None:
-    from minisweagent.agents.default import DefaultAgent
-
-    before = DefaultAgent.__init__, DefaultAgent.run
-    with MiniServer([calls("true"), SUBMIT, SUBMIT]) as server:
-        sojourn.init(server.url)
-        assert {"litellm", "mini_swe_agent"} <= set(sojourn.stats().instrumented)
-        make_agent(server, tmp_path).run("it")
-        sojourn.wrap(make_agent(server, tmp_path)).run("it")
-        assert sojourn.flush(60)
-        assert len(server.told("program_start")) == len(server.told("program_end")) == 2
-        assert len(server.told("tool_start")) == 3
-    sojourn.shutdown()
-    assert (DefaultAgent.__init__, DefaultAgent.run) == before
-
-
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
     from impatient_environment import ImpatientEnvironment
     from minisweagent.agents.default import DefaultAgent
@@ -242,27 +226,6 @@ def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert sojourn.stats()["internal_error"] == 5  # the program, two requests and two tool calls
 
 
-@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy])
-def test_a_copy_acts_on_itself_and_is_reported(tmp_path: Path, copier: Any) -> None:
-    (tmp_path / "theirs").mkdir()
-    with MiniServer([calls("pwd > where"), SUBMIT]) as server:
-        only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path))
-        twin = copier(agent)
-        twin.env, twin.model = copier(agent.env), copier(agent.model)
-        twin.env.config = twin.env.config.model_copy(update={"cwd": str(tmp_path / "theirs")})
-        twin.model.config = twin.model.config.model_copy(update={"model_name": "openai/twin"})
-        assert type(twin.env) is type(agent.env)
-        assert twin.run("it")["exit_status"] == "Submitted"
-        assert sojourn.flush(60)
-        assert len(server.told("program_start")) == 1
-        assert len(server.told("tool_start")) == 2
-    assert (tmp_path / "theirs" / "where").exists()
-    assert not (tmp_path / "where").exists()
-    assert [body["model"] for _, body, _ in server.requests] == ["twin", "twin"]
-    assert agent.messages == []
-
-
 def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Path) -> None:
     from sojourn_integrations import mini_swe_agent
 
@@ -280,21 +243,6 @@ def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Pat
         assert [type(part) for part in parts(agent)] == [type(part) for part in parts(plain)]
 
 
-def test_what_mini_sends_again_is_the_same_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from minisweagent.models.utils import retry
-
-    monkeypatch.setenv("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", "3")
-    monkeypatch.setattr(retry, "wait_exponential", lambda **_: lambda _: 0)  # it waits 4 s at least
-    with MiniServer([{"status": 500}, {"status": 500}, SUBMIT]) as server:
-        only_attached(server.url)
-        attached(make_agent(server, tmp_path)).run("it")
-        assert [context["request_id"] for context in contexts(server)] == [
-            contexts(server)[0]["request_id"]
-        ] * 3
-        stats = sojourn.stats()
-        assert (stats["requests_started"], stats["requests_ended"], stats["request_attempts"]) == (1, 1, 3)
-
-
 def test_agent_classes_for_the_command_line() -> None:
     from minisweagent.agents import get_agent_class
     from minisweagent.agents.interactive import InteractiveAgent
@@ -306,13 +254,6 @@ def test_agent_classes_for_the_command_line() -> None:
 
     with pytest.raises(AttributeError):
         mini_swe_agent.NoSuchAgent  # noqa: B018
-
-
-def test_importing_does_not_import_mini() -> None:
-    code = "import sys, sojourn_integrations.mini_swe_agent; print('minisweagent' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-    )
 
 
 @pytest.mark.slow

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Iterator
 
 import openai
@@ -25,7 +22,6 @@ from sojourn_integrations.otel import export as export_module
 from sojourn_integrations.otel.export import SpanExport, export_spans, outcome_attributes
 from sojourn_integrations.otel.source import install
 from virtual_engine import VirtualEngine, prompt
-from waiting import wait_until
 
 SECRET = "zebra-4711"
 """Stands in every prompt, argument and answer; must stand in no span."""
@@ -256,52 +252,6 @@ def test_retries_are_one_span(server, exporter, export):
     assert chat.attributes["sojourn.status"] == "ended"
 
 
-def test_a_long_run_is_asked_for_every_few_requests(server, exporter, export):
-    server.programs = Ledgers(server)
-    with sojourn.program("fixer"):
-        for _ in range(2 * export_module.EVERY_REQUESTS):
-            ask(server)
-        wait_until(lambda: len(exporter.get_finished_spans()) >= 2 * export_module.EVERY_REQUESTS)
-    assert 2 <= len(server.program_lookups) <= 3
-
-
-def test_a_program_that_stays_open_shows_its_requests(server, exporter, export, monkeypatch):
-    monkeypatch.setattr(export_module, "IDLE_FETCH_S", 0.05)
-    server.programs = Ledgers(server)
-    with sojourn.program("a conversation"):
-        ask(server)
-        wait_until(exporter.get_finished_spans)
-
-
-def test_where_no_thread_can_start_spans_end_without_outcomes(server, exporter, export, monkeypatch):
-    real = threading.Thread.start
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == "sojourn-otel-outcomes":
-            raise RuntimeError("can't create new thread at interpreter shutdown")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with sojourn.program("fixer"):
-        ask(server)
-        assert len(exporter.get_finished_spans()) == 1
-
-
-def test_a_turn_not_closed_yet_is_asked_for_once_more(server, exporter, export):
-    class Late(Ledgers):
-        asked = 0
-
-        def get(self, program_id, default=None):
-            self.asked += 1
-            return super().get(program_id) if self.asked > 1 else {"ledger": []}
-
-    server.programs = Late(server)
-    with sojourn.program("fixer"):
-        ask(server)
-    assert spans(exporter, export, "chat m")[0].attributes["sojourn.turn"] == 3
-    assert server.programs.asked == 2
-
-
 @pytest.mark.parametrize("mode", ["500", "404", "garbage"])
 def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, export, mode):
     if mode == "garbage":
@@ -314,57 +264,6 @@ def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, ex
     assert "sojourn.turn" not in chat.attributes
     assert sojourn.stats()["internal_error"] == 0
     assert sojourn.stats()["otel_outcomes_failed"] == (mode == "500")
-
-
-def test_after_a_failure_fetches_pause(server, exporter, export):
-    server.mode = "500"
-    for _ in range(3):
-        with sojourn.program("fixer"):
-            ask(server)
-        export.flush()
-    assert len(server.program_lookups) == 1
-    assert sojourn.stats()["otel_outcomes_skipped"] == 2
-    assert len(spans(exporter, export, "chat m")) == 3
-
-
-def test_what_waits_is_bounded_and_a_request_keeps_the_time_of_its_end(server, exporter, export, monkeypatch):
-    monkeypatch.setattr(export_module, "MAX_PENDING", 2)
-    server.programs = Ledgers(server)
-    programs = [sojourn.program(f"p{number}").make().start() for number in range(4)]
-    for program in programs:
-        with program.here():
-            ask(server)
-    ended_ns = time.time_ns()
-    assert len(exporter.get_finished_spans()) == 2
-    found = spans(exporter, export, "chat m")
-    assert ["sojourn.turn" in span.attributes for span in found] == [True, True, False, False]
-    assert max(span.end_time for span in found) <= ended_ns
-    assert sojourn.stats()["otel_outcomes_skipped"] == 2
-    for program in programs:
-        program.end()
-
-
-def test_a_fork_leaves_what_waits_to_its_parent(server, exporter, export):
-    with sojourn.program("fixer"):
-        ask(server)
-        if (child := os.fork()) == 0:
-            export.close()
-            os._exit(len(exporter.get_finished_spans()))
-        assert os.waitpid(child, 0)[1] == 0
-    assert len(spans(exporter, export, "chat m")) == 1
-
-
-def test_a_server_gone_at_the_end_costs_only_the_outcomes(exporter, export):
-    with FakeServer() as server:
-        sojourn.init(server.url)
-        program = sojourn.program("fixer").make().start()
-        with program.here():
-            ask(server)
-    export.close()
-    (chat,) = exporter.get_finished_spans()
-    assert "sojourn.turn" not in chat.attributes
-    assert sojourn.stats()["otel_outcomes_failed"] == 1
-    sojourn.shutdown()
 
 
 def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, exporter):
@@ -388,37 +287,12 @@ def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, ex
     assert len(exporter.get_finished_spans()) == 4
 
 
-def test_a_server_at_another_path_of_the_same_port_is_not_looked_up_at_home(server, exporter, export):
-    sojourn.init(server.url, hosts=[server.url + "/b/v1"])
-    server.programs = Ledgers(server)
-    lookups = []
-    for path in ("/b/v1", "/v1"):
-        with (
-            sojourn.program("fixer"),
-            openai.OpenAI(base_url=server.url + path, api_key="x") as client,
-        ):
-            client.chat.completions.create(model="m", messages=[])
-        assert export.flush()
-        lookups.append(len(server.program_lookups))
-    there, home = spans(exporter, export, "chat m")
-    assert lookups == [0, 1]
-    assert ("sojourn.turn" in there.attributes, home.attributes["sojourn.turn"]) == (False, 3)
-
-
 def test_requests_outside_any_program_are_spans_of_their_own(server, exporter, export):
     ask(server)
     (chat,) = spans(exporter, export)
     assert chat.parent is None
     assert "gen_ai.conversation.id" not in chat.attributes
     assert server.program_lookups == []
-
-
-def test_a_program_begun_before_the_export_still_gets_a_span(server, exporter, provider):
-    with sojourn.program("early"):
-        export = export_spans(provider)
-        ask(server)
-    assert [span.name for span in spans(exporter, export)] == ["invoke_agent early", "chat m"]
-    export.close()
 
 
 def test_ended_and_dropped_programs_leave_no_state(server, exporter, export):

@@ -22,7 +22,7 @@ from sojourn_server.predictors.background_trainer import (  # noqa: E402
 )
 from sojourn_server.predictors.length_network import LengthNetwork  # noqa: E402
 from sojourn_server.predictors.length_trainer import LengthTrainer  # noqa: E402
-from sojourn_server.predictors.weights_file import WeightsError, load_weights, save_weights  # noqa: E402
+from sojourn_server.predictors.weights_file import load_weights, save_weights  # noqa: E402
 
 AT_ONCE_S = 30.0
 """Far more than a call takes, and far less than what it must not wait for."""
@@ -116,15 +116,6 @@ def test_it_learns_while_the_engine_leaves_it_notes_and_then_guesses(
     assert known["seconds"]
 
 
-def test_an_output_that_was_broken_off_teaches_nothing(make: Callable[..., BackgroundTrainer]) -> None:
-    background = make()
-    background.queue_hidden_states([("a", 1), ("b", 1)], state(2))
-    background.ended("a", None)
-    background.ended("b", 50)
-    wait_until(lambda: background.state()["examples"] == 1)
-    assert not background._trainer._running
-
-
 # -- no waiting ------------------------------------------------------------------------------
 
 
@@ -145,23 +136,6 @@ def test_the_engine_does_not_wait_for_a_stuck_trainer(
     assert background.missed == 2000 - MAX_QUEUED_MESSAGES
     assert background._messages.qsize() == MAX_QUEUED_MESSAGES
     stuck.leave.set()
-
-
-def test_stopping_waits_a_moment_at_most(
-    make: Callable[..., BackgroundTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_module, "STOP_TIMEOUT_S", 0.05)
-    stuck = Stuck(monkeypatch)
-    background = make()
-    for _ in range(2 * MAX_QUEUED_MESSAGES):
-        background.queue_hidden_states([("first", 0)], state())
-    assert stuck.entered.wait(60)
-    begun_s = time.monotonic()
-    background.stop()
-    assert time.monotonic() - begun_s < AT_ONCE_S
-    stuck.leave.set()
-    background._thread.join(60)
-    assert not background._thread.is_alive()
 
 
 # -- its share ---------------------------------------------------------------------------------
@@ -249,29 +223,3 @@ def test_what_it_learned_is_there_at_the_next_start(
     later = make(file=path)
     later.queue_hidden_states([("a", 0)], state())
     assert taken(later).keys() == {"a"}, "from the first"
-
-
-def test_it_saves_now_and_then_and_a_place_where_it_cannot_costs_a_warning(
-    make: Callable[..., BackgroundTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    monkeypatch.setattr(background_module, "SAVE_INTERVAL_S", 0.0)
-    good, bad = make(file=tmp_path / "lengths"), make(file=tmp_path / "file" / "lengths")
-    (tmp_path / "file").write_text("")
-    for background in (good, bad):
-        background.queue_hidden_states([("a", 0)], state())
-        background.ended("a", 9)
-    wait_until((tmp_path / "lengths").exists)
-    wait_until(lambda: said)
-    assert str(tmp_path / "file" / "lengths") in said[0]
-    assert "not saved" in said[0]
-    bad.queue_hidden_states([("a", 0)], state())
-    bad.ended("a", 9)
-    wait_until(lambda: bad.state()["examples"] == 2)
-    assert bad._thread.is_alive()
-
-
-def test_another_models_file_is_refused_and_nothing_runs(file: Path) -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(WeightsError, match="model 'm'; expected 'other'"):
-        BackgroundTrainer(HIDDEN, model="other", points=POINTS, file=file)
-    assert set(threading.enumerate()) <= before

@@ -107,18 +107,6 @@ def test_outputs_that_were_broken_off_or_are_unknown_teach_nothing() -> None:
     assert made.examples == 1
 
 
-def test_a_load_that_changes_is_learned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(student_module, "MAX_EXAMPLES_BYTES", 4 * HIDDEN * 600)
-    changed = list(outputs(60, seed=1000, flipped=True))
-    made = taught(130)
-    assert made.kept == 600
-    before, wrong = off(made, HELD_BACK), off(made, changed)
-    assert wrong > 3 * before
-    for output in outputs(130, seed=6, flipped=True):
-        teach(made, output)
-    assert off(made, changed) < 1.5 * before
-
-
 # -- what makes no sense --------------------------------------------------------------------------
 
 

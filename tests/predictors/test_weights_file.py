@@ -59,12 +59,6 @@ def test_a_file_that_is_not_there_yet_is_no_network(tmp_path: Path) -> None:
     assert load_weights(tmp_path / "no" / "lengths", model="org/m", hidden_size=HIDDEN) is None
 
 
-def test_its_folder_is_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "lengths"
-    save_weights(path, LengthNetwork(HIDDEN), model="org/m", examples=1)
-    assert load_weights(path, model="org/m", hidden_size=HIDDEN) is not None
-
-
 def shortened(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -116,11 +110,6 @@ def test_what_is_not_this_models_is_refused_with_what_was_found_and_expected(
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_a_folder_in_its_place_is_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=f"{tmp_path}: "):
-        load_weights(tmp_path, model="org/m", hidden_size=HIDDEN)
-
-
 def test_where_nothing_can_be_written_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
@@ -129,18 +118,3 @@ def test_where_nothing_can_be_written_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="folder"):
         save_weights(tmp_path / "folder", LengthNetwork(HIDDEN), model="m", examples=1)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
-
-
-def test_a_disk_that_fills_up_leaves_the_earlier_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = file.read_bytes()
-
-    def full(path: Path, content: bytes) -> int:
-        with path.open("wb") as opened:
-            opened.write(content[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_weights(file, LengthNetwork(HIDDEN, seed=8), model="org/m", examples=1)
-    assert file.read_bytes() == before
-    assert list(file.parent.iterdir()) == [file]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import typer
 from fake_completions_server import FakeServer
-from rich.console import Console
 from sojourn_server.cli.console import CliError
 from sojourn_server.cli.replay import register
 from sojourn_server.replay.completions_client import CompletionsClient
@@ -22,7 +19,6 @@ from sojourn_server.replay.program_announcer import NullAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
 from sojourn_server.replay.replay_report import (
     FORCING_IGNORED,
-    ReplayedProgram,
     ReplayTally,
 )
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
@@ -167,14 +163,6 @@ async def test_sub_agents_run_beside_their_parent_at_their_turn_or_offset() -> N
     assert tally.programs[-2].program_id == "late"
 
 
-async def test_recorded_arrivals_are_kept_and_sped_up() -> None:
-    programs = [append_only(str(i), turns=1, arrival_s=1000.0 + i) for i in (2, 0, 1)]
-    with FakeServer() as server:
-        tally = await run(server, programs, arrivals=True, speed=10.0)
-    assert [p.program_id for p in tally.programs] == ["0", "1", "2"]
-    assert 0.2 <= tally.wall_s < 1.9  # 2 s unless sped up
-
-
 async def test_a_context_that_is_too_long_is_skipped_or_cut_on_request() -> None:
     with FakeServer(max_model_len=160) as server:
         skipped = await run(server, [append_only("a"), append_only("b", turns=1)])
@@ -186,30 +174,6 @@ async def test_a_context_that_is_too_long_is_skipped_or_cut_on_request() -> None
     assert (cut.document()["programs_finished"], cut.document()["programs_clipped"]) == (1, 1)
     assert cut.document()["turns"] == 2
     assert none.document()["unfinished_reasons"] == {"first turn above --max-context": 1}
-
-
-async def test_the_table_says_why_programs_did_not_finish() -> None:
-    with FakeServer(max_model_len=160) as server:
-        tally = await run(server, [append_only(name) for name in "ab"] + [append_only("c", turns=1)])
-        tally.programs.append(ReplayedProgram("d", finished=False, completion_s=None, reason="[x] timeout"))
-    console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(tally.table())
-    lines = [re.split(r"\s*[│┃]\s*", line)[1:3] for line in console.export_text().splitlines() if "│" in line]
-    at = lines.index(["programs unfinished", "3"])
-    assert lines[at + 1 : at + 3] == [["context too long for the server", "2"], ["[x] timeout", "1"]]
-    assert lines[at + 3][0] == "turns"
-
-
-def test_a_synthetic_workload_is_replayed_as_it_is_simulated(tmp_path: Path) -> None:
-    with FakeServer() as server:
-        out = tmp_path / "out.json"
-        command = (
-            f"synthetic:reasoning-math --url {server.url} --programs 2 --token-scale 0.01 --dialect vllm"
-        )
-        result = invoke(*command.split(), "--json", str(out))
-        assert result.exit_code == 0, result.exception
-    document = json.loads(out.read_text())
-    assert (document["trace"], document["programs_finished"]) == ("synthetic:reasoning-math", 2)
 
 
 async def test_a_failing_request_ends_its_program_and_is_counted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -13,7 +12,6 @@ from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
 from sojourn_server.cli.console import CliError
 from sojourn_server.policies.costs.engine_profile import EngineProfile
-from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
 from sojourn_server.profiling.prefill_measurement import lengths_up_to, measure_prefill
 from sojourn_server.replay.completions_client import Completion, ServedModel
 
@@ -53,18 +51,6 @@ def test_a_profile_is_measured_written_and_readable(tmp_path: Path) -> None:
     assert document["prefill"]["b_s_per_token"] == profile.prefill.b_s_per_token
     assert document["residual_s"] >= 0
     assert profile.steps is None
-
-
-def test_without_a_file_the_toml_goes_to_stdout() -> None:
-    with FakeServer(max_model_len=401) as server:
-        result = invoke(
-            "--url", server.url, "--repeats", "1", "--hardware", "test box", "--max-num-seqs", "3"
-        )
-    profile = EngineProfile.from_toml(result.stdout)
-    assert profile.hardware == "test box"
-    assert profile.steps is not None
-    assert (profile.limits.max_num_seqs, profile.limits.max_context_tokens) == (3, 401)
-    assert profile.limits.kv_pool_tokens is None
 
 
 def test_each_failure_says_what_to_do_next() -> None:
@@ -126,13 +112,3 @@ async def test_a_budget_leaves_out_the_longest_lengths_and_is_kept() -> None:
     roomy = ModelledClient()
     assert [tokens for tokens, _ in (await measure(roomy, 1e6)).points][-1] == 32_000
     assert len(roomy.lengths) == 1 + 3 * 6
-
-
-async def test_cache_hits_are_owned_up_to() -> None:
-    measured = await measure(ModelledClient(cached=16), budget_s=1e6)
-    assert measured.notes == ["304 prompt tokens came from a cache; the times are too low"]
-
-
-def test_without_torch_bandwidth_is_null_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert measure_bandwidth() == CopyBandwidth(None, None, "torch is not installed here")

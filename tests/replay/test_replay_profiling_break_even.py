@@ -10,7 +10,7 @@ from fake_completions_server import FakeServer
 from profile_command import invoke, measure_little
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.profiling.machine_speed import measure_bandwidth
-from sojourn_server.profiling.offload_break_even import OffloadBreakEven, offload_break_even
+from sojourn_server.profiling.offload_break_even import offload_break_even
 
 
 @pytest.fixture(autouse=True)
@@ -39,21 +39,6 @@ def test_the_measured_curve_crosses_where_both_take_the_same_time() -> None:
     assert offload_break_even(profile(bytes_per_s=None)).words(4000) == "not known, no copies were measured"
 
 
-def test_a_length_in_words_and_in_json() -> None:
-    lengths = (-5.0, 0.0, 1234.2, 5000.0, math.inf, None)
-    words = [OffloadBreakEven(tokens, why="nobody looked").words(4000) for tokens in lengths]
-    assert words == [
-        "always", "always", "from 1,235 tokens on", "from 5,000 tokens on, beyond the 4,000 measured",
-        "never", "not known, nobody looked",
-    ]  # fmt: skip
-    told = [OffloadBreakEven(tokens).as_json() for tokens in lengths]
-    json.dumps(told, allow_nan=False)
-    assert [(one["faster"], one["tokens"]) for one in told] == [
-        ("always", 0.0), ("always", 0.0), ("from", 1234.2), ("from", 5000.0), ("never", None),
-        ("not known", None),
-    ]  # fmt: skip
-
-
 def test_the_movers_own_copies_are_timed() -> None:
     pytest.importorskip("torch")
     measured = measure_bandwidth(1 << 20, 8192)
@@ -79,13 +64,3 @@ def test_a_profile_tells_the_break_even_in_words_and_json() -> None:
     assert found["break_even"]["copy_s_per_token"] == pytest.approx(copies)
     assert any("8,192 bytes a block" in note for note in found["notes"])
     assert "faster than computing it always" in result.stderr
-
-
-def test_nothing_is_said_of_a_machine_that_is_not_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sojourn_server.cli.profile._LOCAL_HOSTS", frozenset())
-    with FakeServer(max_model_len=401, sojourn=True, facts={"kv_bytes_per_token": "256"}) as server:
-        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json", "-")
-    found = json.loads(result.stdout)
-    assert found["break_even"]["why"] == "no copies were measured"
-    assert found["device_to_host_bytes_per_s"] is None
-    assert any("another machine" in note for note in found["notes"])

@@ -12,9 +12,7 @@ from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCu
 from sojourn_server.policies.costs.step_costs import StepCosts, fit_step_costs
 from sojourn_server.profiling.live_engine_limits import ReportedLimits, read_limits
 from sojourn_server.profiling.step_measurement import (
-    decode_plan,
     decode_sample,
-    extension_plan,
     measure_steps,
     prefill_sample,
 )
@@ -101,19 +99,6 @@ async def test_the_costs_of_the_engine_are_found() -> None:
     assert len(contexts) == 4
 
 
-async def test_a_cache_that_keeps_nothing_is_counted_as_it_is() -> None:
-    measured = await measure(ModelledEngine(keeps=False))
-    assert any("reused less of a prefix" in note for note in measured.notes)
-    # Every sample still says what was computed, so the fit stays right.
-    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-2)
-
-
-async def test_a_server_that_reports_no_cached_tokens_is_believed_with_a_note() -> None:
-    measured = await measure(ModelledEngine(reports=False))
-    assert measured.notes == ["the server does not report cached tokens; prefixes were assumed to be cached"]
-    assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
-
-
 async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
     engine = ModelledEngine()
     measured = await measure(engine, budget_s=8.0)
@@ -122,15 +107,6 @@ async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
     (note,) = measured.notes
     assert note.startswith("the time budget left out: ")
     assert "decode of 1 × 7,967 tokens" in note
-
-
-def test_plans_stay_within_pool_and_limits() -> None:
-    plan = decode_plan(8000, LIMITS)
-    assert max(point.concurrency for point in plan) == 16
-    assert all(point.concurrency * (point.context + 33) <= 0.8 * 40_000 for point in plan)
-    assert {point.concurrency for point in plan} == {1, 2, 4, 8, 16}
-    assert {point.context for point in plan if point.concurrency == 1} == {995, 1991, 3983, 7967}
-    assert all(cached + new <= 8000 for cached, new in extension_plan(8000))
 
 
 class TellingServer(FakeServer):

@@ -66,32 +66,3 @@ def test_a_failed_write_through_a_link_keeps_the_old_target(
         write_atomically({link: b"after"})
     assert target.read_bytes() == b"before"
     assert [path.name for path in target.parent.iterdir()] == ["target"]
-
-
-def test_a_link_to_a_missing_file_leads_to_a_new_one(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    first.symlink_to(second)
-    second.symlink_to(Path("new", "deep"))
-    write_atomically({first: b"x"})
-    assert first.is_symlink()
-    assert second.is_symlink()
-    assert (tmp_path / "new" / "deep").read_bytes() == b"x"
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc/self/fd here")
-@pytest.mark.parametrize("folder", ["/dev/fd", "/proc/self/fd"])
-def test_an_open_file_is_written_into_and_not_replaced(tmp_path: Path, folder: str) -> None:
-    """``/dev/stdout`` is a link to a regular file under ``sojourn ... --json /dev/stdout > file``."""
-    target = tmp_path / "target"
-    with target.open("wb") as file:
-        write_atomically({Path(folder, str(file.fileno())): b"after"})
-        assert os.fstat(file.fileno()).st_ino == target.stat().st_ino
-    assert target.read_bytes() == b"after"
-
-
-@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
-def test_a_full_device_is_an_error_and_stays_a_device(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically({Path("/dev/full"): b"x" * 100, tmp_path / "other": b"y"})
-    assert Path("/dev/full").is_char_device()
-    assert list(tmp_path.iterdir()) == []

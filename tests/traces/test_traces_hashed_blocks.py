@@ -48,15 +48,6 @@ GOES_BACK = TraceTurn(prompt_tokens=4 * SIZE + 5, output_tokens=7, reset=1, hash
 A = program(FIRST, GOES_ON, GOES_BACK)
 
 
-def test_a_prompt_that_goes_on_begins_with_all_before_it_the_output_too() -> None:
-    builder = PromptBuilder(A)
-    first, second, third = prompts_of(A)
-    assert [len(first), len(second), len(third)] == [83, 129, 69]
-    assert second[:103] == first + builder.planned_output(0)
-    assert builder.plans[1].reused_tokens == 103
-    assert builder.plans[2].reused_tokens == 3 * SIZE <= common_prefix(second, third) < 3 * SIZE + 3
-
-
 def test_sessions_share_exactly_the_blocks_of_the_same_ids() -> None:
     turn = TraceTurn(prompt_tokens=4 * SIZE, output_tokens=1, hash_runs=((1, 2), (50, 1), (7, 1)))
     shared = common_prefix(prompts_of(A)[0], prompts_of(program(turn, program_id="other"))[0])
@@ -78,13 +69,6 @@ def test_copies_share_system_prompts_and_nothing_else() -> None:
     assert common_prefix(prompts_of(trace, copy=1)[0], as_recorded[0]) < 3
 
 
-def test_plain_copies_share_the_groups_prefix_and_nothing_else() -> None:
-    turn = TraceTurn(prompt_tokens=500, output_tokens=5)
-    trace = TraceProgram(program_id="p", turns=(turn,), group="g", shared_prefix_tokens=120)
-    a, b = (PromptBuilder(trace, copy=copy).prompt(0) for copy in (0, 3))
-    assert 120 <= common_prefix(a, b) < 123
-
-
 def test_thinking_that_is_taken_out_is_not_in_the_next_prompt() -> None:
     after = TraceTurn(
         prompt_tokens=6 * SIZE, output_tokens=9, hash_lcp=5, hash_runs=((53, 1),), out_dropped=8
@@ -98,42 +82,11 @@ def test_thinking_that_is_taken_out_is_not_in_the_next_prompt() -> None:
     assert (plan.reused_tokens, plan.dropped_tokens, plan.base) == (83, 8, 0)
 
 
-def test_a_block_that_three_turns_fill_is_one_block() -> None:
-    trace = program(
-        TraceTurn(prompt_tokens=18, output_tokens=2, hash_runs=((1, 1),)),
-        TraceTurn(prompt_tokens=24, output_tokens=3, append_tokens=4, hash_lcp=1, hash_runs=()),
-        TraceTurn(prompt_tokens=40, output_tokens=3, append_tokens=13, hash_lcp=1, hash_runs=((2, 1),)),
-    )
-    prompts = prompts_of(trace)
-    assert prompts[1][:18] == prompts[0]
-    assert prompts[2][:24] == prompts[1]
-    assert (
-        prompts[2][16:32]
-        == prompts_of(program(TraceTurn(prompt_tokens=16, output_tokens=1, hash_runs=((2, 1),))))[0]
-    )
-
-
-def test_a_conversation_that_returns_continues_its_own_prompt() -> None:
-    back = TraceTurn(
-        prompt_tokens=6 * SIZE, output_tokens=4, hash_lcp=3, hash_runs=((51, 2), (300, 1)), prefix_tokens=48
-    )
-    away = TraceTurn(prompt_tokens=4 * SIZE, output_tokens=7, reset=1, hash_lcp=3, hash_runs=((200, 1),))
-    trace = program(FIRST, away, back)
-    assert [plan.base for plan in PromptPlan(trace).plans] == [None, 0, 0]
-    assert PromptPlan(trace).plans[2].reused_tokens == 5 * SIZE
-    first, _, third = prompts_of(trace)
-    assert third[: 5 * SIZE] == first[: 5 * SIZE]
-
-
 def test_the_next_prompt_continues_the_servers_real_output() -> None:
     builder = PromptBuilder(A)
     builder.prompt(0)
     assert builder.replace_output([7] * 20)
     assert builder.prompt(1)[83:103] == [7] * 20
-
-
-def test_with_a_scale_lengths_count_and_blocks_do_not() -> None:
-    assert [len(prompt) for prompt in prompts_of(A, outline=PromptPlan(A, 0.5))] == [42, 64, 34]
 
 
 @st.composite
@@ -190,12 +143,6 @@ def test_common_blocks_are_counted_as_ids_would_be(a: Any, b: Any) -> None:
     assert list(run_ids(joined(a), 0, len(ids_a))) == ids_a
     assert list(run_ids(joined(a), 1, len(ids_a) - 1)) == ids_a[1:-1]
     assert common_blocks(joined(a), joined(b)) == common_prefix(ids_a, ids_b)
-
-
-def test_programs_without_all_ids_have_none() -> None:
-    assert A.has_block_ids
-    assert not program(TraceTurn(prompt_tokens=16, output_tokens=1)).has_block_ids
-    assert not program(FIRST, block_size=None).has_block_ids
 
 
 @pytest.mark.parametrize(

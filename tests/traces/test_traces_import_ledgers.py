@@ -114,17 +114,6 @@ def test_families_lines_and_arrays_are_read(tmp_path: Path) -> None:
     assert found[0][0].shared_prefix_tokens == other.shared_prefix_tokens == 48
 
 
-def test_tokens_from_host_memory_are_cached_tokens_too(tmp_path: Path) -> None:
-    splits = [split(5000, 0, 5000), split(5000, 4000, 1000), TokenSplit(5000, 16, 1000, 0, {}, host=3984)]
-    runs = [
-        answer(record(1, 100.0 + at, tokens, program=str(at)), program=str(at))
-        for at, tokens in enumerate(splits)
-    ]
-    programs = read_ledgers([write(tmp_path / "x", *runs)]).programs
-    assert [program.turns[0].cached_tokens for program in programs] == [0, 4000, 4000]
-    assert [program.shared_prefix_tokens for program in programs] == [4000, 4000, 4000]
-
-
 def test_omissions_are_noted(tmp_path: Path) -> None:
     failed = record(6, 120.0, split(90, 0, 90), outcome="aborted")
     untold = record(7, 130.0, None)
@@ -181,13 +170,3 @@ def test_what_is_written_is_read_again_and_is_the_same_bytes(tmp_path: Path, nam
     assert path.read_bytes() == first
     assert (first[:2] == b"\x1f\x8b") == name.endswith(".gz")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["p.json", name])
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(TraceError, match=r"file/t\.jsonl: (File exists|Not a directory)"):
-        write_trace(tmp_path / "file" / "t.jsonl", [])
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(TraceError, match=r"folder\.jsonl: Is a directory"):
-        write_trace(tmp_path / "folder.jsonl", [])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.jsonl"]

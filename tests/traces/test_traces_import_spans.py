@@ -160,15 +160,6 @@ def test_a_conversation_that_only_model_calls_name_is_one_program(tmp_path: Path
     assert (third.parent, third.parent_turn) == (main.program_id, 0)
 
 
-def test_a_conversation_named_as_its_trace_is_one_program(tmp_path: Path) -> None:
-    """The import made two programs of one id, which no reader accepts."""
-    spans = Spans()
-    spans.chat(1, 2, 100, 10, gen_ai__conversation__id=f"{'a1':0>32}")
-    spans.chat(3, 4, 150, 10)
-    (program,) = imported(tmp_path, spans)
-    assert [t.prompt_tokens for t in program.turns] == [100, 150]
-
-
 def test_sub_agents_are_programs_of_their_own(tmp_path: Path) -> None:
     spans = Spans()
     run = spans.agent(0, 60, gen_ai__conversation__id="c1")
@@ -189,16 +180,6 @@ def test_sub_agents_are_programs_of_their_own(tmp_path: Path) -> None:
     assert (third.program_id, third.parent, third.parent_turn) == ("c3", helper.program_id, 0)
     assert (summary.parent, summary.parent_turn, summary.start_offset_s) == ("c1", 1, pytest.approx(41))
     assert main.turns[0].tools == (TraceToolRun(name="delegate", s=pytest.approx(27)),)
-
-
-def test_calls_without_an_agent_belong_to_their_trace(tmp_path: Path) -> None:
-    spans = Spans()
-    root = spans.add("POST /solve", 0, 20, trace="c0")
-    spans.chat(1, 2, 100, 10, root, trace="c0")
-    spans.tool("ls", 3, 4, root, trace="c0")
-    spans.chat(5, 6, 130, 10, root, trace="c0")
-    spans.chat(7, 8, 500, 10, trace="d0")
-    assert [len(p.turns) for p in imported(tmp_path, spans)] == [2, 1]
 
 
 HELD = "model spans left out, since they hold the calls that they sum up"
@@ -229,22 +210,6 @@ def test_a_model_span_that_holds_model_spans_sums_them_up(tmp_path: Path, betwee
     (program,) = imported(tmp_path, spans, f"1 {HELD}")
     assert [(t.prompt_tokens, t.gap_s) for t in program.turns] == [(100, 2.0), (120, 2.0), (140, None)]
     assert program.turns[0].tool == "ls"
-
-
-def test_background_tools_are_recorded_and_add_no_gap(tmp_path: Path) -> None:
-    spans = Spans()
-    run = spans.agent(0, 50)
-    spans.chat(1, 3, 100, 10, run)
-    spans.tool("watch", 2.5, 40, run)  # before the call's span has ended
-    spans.chat(4, 6, 130, 10, run)
-    spans.chat(5, 7, 90, 10, run)
-    (program,) = imported(
-        tmp_path,
-        spans,
-        "1 model calls began before the program's previous call had ended; the trace has no gap before them",
-    )
-    assert program.turns[0].tools == (TraceToolRun(name="watch", s=pytest.approx(37.5), bg=True),)
-    assert [t.gap_s for t in program.turns] == pytest.approx([1, 0, None])
 
 
 def test_runs_of_one_agent_share_what_the_provider_found_in_the_least(tmp_path: Path) -> None:
@@ -315,13 +280,6 @@ def test_input_tokens_may_exclude_the_cache(tmp_path: Path, read: str, created: 
     assert [t.cached_tokens for t in first.turns] == [0, 12000, 12800, 300, 45100]
     assert not any(t.reset for t in first.turns)
     assert [t.prompt_tokens for t in second.turns] == [12000, 12800]
-
-
-def test_a_prompt_may_be_cached_as_a_whole(tmp_path: Path) -> None:
-    spans = Spans()
-    spans.chat(1, 2, 0, 10, gen_ai__usage__cache_read__input_tokens=500)
-    (program,) = read_spans([write(tmp_path, spans)]).programs
-    assert [t.prompt_tokens for t in program.turns] == [500]
 
 
 def shapes(spans: Spans) -> dict[str, str]:
@@ -439,27 +397,6 @@ def test_times_in_another_unit_are_refused(tmp_path: Path, divisor: int) -> None
         read_spans([write(tmp_path, spans)])
 
 
-def test_times_that_begin_near_zero_are_kept(tmp_path: Path) -> None:
-    spans = coder_run()
-    for span in spans.all:
-        for name in ("startTimeUnixNano", "endTimeUnixNano"):
-            span[name] = int(span[name]) - START_S * 10**9
-    (program,) = imported(tmp_path, spans)
-    assert [t.gap_s for t in program.turns] == pytest.approx([5, 11, 4, None])
-
-
-def test_spans_without_an_end_are_counted(tmp_path: Path) -> None:
-    spans = coder_run()
-    spans.chat(40, 41, 500, 10)
-    del spans.all[-1]["endTimeUnixNano"]
-    (program,) = imported(tmp_path, spans, "1 spans without an end left out")
-    assert len(program.turns) == 4
-    http = spans.add("GET /", 1, 2)
-    spans.all = [span for span in spans.all if span["spanId"] == http or "endTimeUnixNano" not in span]
-    with pytest.raises(TraceError, match="no model call with token counts: 1 spans without an end left out"):
-        read_spans([write(tmp_path, spans)])
-
-
 def test_spans_without_tokens_make_no_trace(tmp_path: Path) -> None:
     spans = Spans()
     spans.add("chat m", 0, 1, gen_ai__operation__name="chat")
@@ -489,17 +426,6 @@ def test_deep_traces_and_lost_parents_work(tmp_path: Path) -> None:
         "gen_ai.conversation.id",
     )
     assert [p.turns[0].prompt_tokens for p in programs] == [10, 20]
-
-
-def test_a_span_among_its_own_parents_does_no_harm(tmp_path: Path) -> None:
-    spans = Spans()
-    a = spans.agent(0, 9)
-    b = spans.agent(1, 8, a)
-    spans.all[0]["parentSpanId"] = b
-    spans.chat(2, 3, 10, 5, b)
-    itself = spans.chat(4, 5, 20, 5, b)
-    spans.all[-1]["parentSpanId"] = itself
-    assert sorted(len(p.turns) for p in read_spans([write(tmp_path, spans)]).programs) == [1, 1]
 
 
 def write(folder: Path, spans: Spans) -> Path:

@@ -77,25 +77,6 @@ def test_prompts_have_the_recorded_lengths_if_nothing_else_is_recorded(
     assert [plan.reused_tokens for plan in plans] == reused
 
 
-def test_a_prompt_may_lack_more_than_the_previous_output() -> None:
-    plans = plan_turns(
-        program(
-            TraceTurn(prompt_tokens=1000, output_tokens=50),
-            TraceTurn(prompt_tokens=1100, output_tokens=50, append_tokens=170, out_dropped=120),
-        )
-    )
-    assert plans[1].prompt_tokens == 1100
-    assert (plans[1].reused_tokens, plans[1].dropped_tokens) == (930, 50)
-
-
-def test_lengths_win_over_an_append_that_contradicts_them() -> None:
-    turns = (
-        TraceTurn(prompt_tokens=1000, output_tokens=50),
-        TraceTurn(prompt_tokens=1250, output_tokens=50, append_tokens=900),
-    )
-    assert [plan.prompt_tokens for plan in plan_turns(program(*turns))] == [1000, 1250]
-
-
 def test_two_runs_send_the_same_and_two_programs_do_not() -> None:
     again = [PromptBuilder(APPENDING).prompt(0) for _ in range(2)]
     assert again[0] == again[1]
@@ -149,15 +130,3 @@ def test_any_trace_gives_prompts_of_the_planned_lengths(turns: list[TraceTurn], 
         assert prompt[: plan.reused_tokens] == base[: plan.reused_tokens]
         assert 0 <= plan.reused_tokens <= len(base)
         contexts.append(prompt + builder.planned_output(index))
-
-
-def test_scaling_scales_the_context_not_only_the_first_prompt() -> None:
-    plans = plan_turns(APPENDING, 0.1)
-    assert [plan.prompt_tokens for plan in plans] == pytest.approx([100, 125, 127, 60, 90], abs=2)
-
-
-def test_absurd_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="vocabulary is 300"):
-        TokenIdGenerator(300)
-    with pytest.raises(ValueError, match="token_scale is 0"):
-        PromptPlan(APPENDING, token_scale=0)

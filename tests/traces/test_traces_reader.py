@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,31 +86,6 @@ def test_a_truncated_gzip_is_named(tmp_path: Path) -> None:
         list(read_trace(packed))
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n", gzip.compress(b"", mtime=0)])
-def test_a_file_without_programs_is_an_error(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "empty.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(TraceError, match="holds no programs"):
-        list(read_trace(path))
-
-
-def test_no_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="No such file"):
-        list(read_trace(tmp_path / "none.jsonl"))
-    with pytest.raises(TraceError, match="Is a directory"):
-        list(read_trace(tmp_path))
-    (tmp_path / "b").write_bytes(b"\xff\xff\n")
-    with pytest.raises(TraceError, match="line 1: not JSON"):
-        list(read_trace(tmp_path / "b"))
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress])
-def test_a_byte_order_mark_is_skipped(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
-    path = write(tmp_path / "t.jsonl", program("a"), program("b"))
-    path.write_bytes(pack(b"\xef\xbb\xbf" + path.read_bytes()))
-    assert [p.program_id for p in read_trace(path)] == ["a", "b"]
-
-
 def test_a_program_over_several_lines_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps(program(), indent=2) + "\n")
@@ -145,12 +119,3 @@ def test_the_tool_of_a_gap_is_the_longest_waited_for() -> None:
     assert TraceTurn(prompt_tokens=1, output_tokens=1, tool="x+y").tool_run == TraceToolRun(name="x")
     assert TraceTurn(prompt_tokens=1, output_tokens=1).tool_run is None
     assert TraceTurn(prompt_tokens=1, output_tokens=1, tools=runs[2:]).tool_run == runs[2]
-
-
-def test_a_call_without_a_duration_gets_the_seconds_of_the_turn_s_tools() -> None:
-    made = (TraceToolRun(name="a", s=1.0), TraceToolRun(name="b"), TraceToolRun(name="c", bg=1))
-    turn = TraceTurn(prompt_tokens=1, output_tokens=1, tools=made, tool_seconds=0.5, gap_s=9.0)
-    assert turn.tool_runs == (made[0], TraceToolRun(name="b", s=0.5))
-    assert turn.tool_run == made[0]
-    named = TraceTurn(prompt_tokens=1, output_tokens=1, tool="x+y", tool_seconds=0.5)
-    assert named.tool_runs == (TraceToolRun(name="x", s=0.5), TraceToolRun(name="y", s=0.5))
