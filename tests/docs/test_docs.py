@@ -181,35 +181,6 @@ def test_the_structure_keeps_its_rules() -> None:
     assert house.faults(house.measure()) == []
 
 
-def test_the_structure_check_would_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    house = load_script("scripts/house.py")
-    server = tmp_path / "sojourn_server"
-    files = {
-        "__init__.py": "",
-        "core/__init__.py": "",
-        "core/table.py": "from vllm.v1 import request\nfrom ..cli import table\n",
-        "cli/__init__.py": "",
-        "cli/table.py": "def show():\n    from ..core import table\n",
-    }
-    for name, text in files.items():
-        (server / name).parent.mkdir(parents=True, exist_ok=True)
-        (server / name).write_text(text)
-    monkeypatch.setattr(house, "SOURCES", {"sojourn_server": server})
-    monkeypatch.setattr(house, "BUDGETS", {"core": 1, "cli": 2, "tests": 10**6, "benchmarks": 10**6})
-    monkeypatch.setattr(house, "MAX_PROMISES", 1)
-    assert [
-        re.sub(r"\d+ promises", "n promises", re.split("[:;]", line)[0])
-        for line in house.faults(house.measure())
-    ] == [
-        "vLLM is imported outside vllm/compat.py",
-        "modules import each other in a loop",
-        "several modules are called table.py",
-        "core imports cli, which is not to its left in PACKAGE_ORDER",
-        "core has 2 lines",
-        "n promises",
-    ]
-
-
 @pytest.mark.parametrize("row", rows(block(RULES, "numbers")), ids=lambda row: row[0].strip("`"))
 def test_numbers_are_those_of_the_code(row: list[str]) -> None:
     place, _, name = row[0].strip("`").partition(":")

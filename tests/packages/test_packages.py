@@ -5,7 +5,6 @@ from __future__ import annotations
 import email
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -130,88 +129,3 @@ def test_the_workflow_keeps_to_its_schema_and_stores_no_secret(name: str) -> Non
     text = path.read_text(encoding="utf-8")
     assert ("id-token: write" in text) is (name == "release.yml")
     assert "secrets." not in text
-
-
-@pytest.mark.nightly
-def test_uv_installs_with_the_settings_of_pip() -> None:
-    script = load_script("scripts/install.py")
-    listing = (
-        "WARNING: something of pip's\n:env:.find-links='/a /b'\nglobal.extra-index-url='https://x/simple\\nhttps://y/simple'\n"
-        "global.find-links='/lost'\ninstall.no-index='0'\n:env:.compile='0'\nwheel.pre='1'\n:env:.no-input='1'\n"
-    )
-    assert script.uv_settings(script.pip_settings(listing)) == {
-        "UV_INDEX_STRATEGY": "unsafe-best-match", "UV_SYSTEM_CERTS": "1",
-        "UV_FIND_LINKS": "/a,/b", "UV_INDEX": "https://x/simple https://y/simple",
-    }  # fmt: skip
-    assert script.uv_settings({"pre": "true"})["UV_COMPILE_BYTECODE"] == "1"  # as pip does
-    with pytest.raises(script.NoEqualError, match="prefix"):
-        script.uv_settings({"prefix": "/usr/local"})
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("uv_status", "installer", "by"),
-    [(0, "", ["uv"]), (2, "", ["uv", "pip"]), (0, "pip", ["pip"])],
-    ids=["uv installs", "uv fails", "without uv"],
-)
-def test_pip_installs_what_uv_does_not(
-    uv_status: int, installer: str, by: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = load_script("scripts/install.py")
-    calls = []
-
-    def call(command: list[str], **_: object) -> int:
-        calls.append("pip" if command[0] == sys.executable else "uv")
-        assert command[-2:] == ["--quiet", "msgspec"]
-        return uv_status if calls[-1] == "uv" else 0
-
-    monkeypatch.setattr(script.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(script.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "", ""))
-    monkeypatch.setattr(script.subprocess, "call", call)
-    monkeypatch.setenv("INSTALLER", installer)
-    assert script.main(["--quiet", "msgspec"]) == 0
-    assert calls == by
-
-
-PYTORCH = "https://download.pytorch.org/whl/cpu"
-PYTHON_OF_A_USER = """#!/bin/sh
-case "$*" in
-"-m pip config list") printf '%s\\n' "$LISTING" ;;
-"- http"*) exit "$STATUS_OF_INDEX" ;;
-*"--quiet torch=="*) echo "index: $PIP_EXTRA_INDEX_URL"; exit 1 ;;
-esac
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyPI has PyTorch's CPU builds")
-@pytest.mark.parametrize(
-    ("listing", "settings", "asked"),
-    [
-        ("global.find-links='/wheels'", {}, PYTORCH),
-        ("global.find-links='/wheels'", {"STATUS_OF_INDEX": "1"}, ""),
-        ("global.index-url='https://mirror/simple'", {}, ""),
-        ("user.timeout='5'\nglobal.extra-index-url='https://mirror/simple'", {}, ""),
-        (":env:.no-index='1'", {}, ""),
-        (":env:.extra-index-url='file:///a'", {"PIP_EXTRA_INDEX_URL": "file:///a"}, "file:///a"),
-        (":env:.extra-index-url=''", {"PIP_EXTRA_INDEX_URL": ""}, PYTORCH),
-        ("", {"EXTRAS": "demo"}, None),
-    ],
-)  # fmt: skip
-def test_setup_asks_pytorchs_index_unless_the_user_has_named_one(
-    listing: str, settings: dict[str, str], asked: str | None, tmp_path: Path
-) -> None:
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTHON_OF_A_USER, encoding="utf-8")
-    python.chmod(0o755)
-    (tmp_path / "scripts").mkdir()
-    script = shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-    environment |= {"PYTHON": sys.executable, "LISTING": listing, "STATUS_OF_INDEX": "0", "EXTRAS": "cpu"}
-    done = subprocess.run(
-        ["bash", script], env=environment | settings, capture_output=True, text=True, timeout=60
-    )
-    indexes = [line.removeprefix("index: ") for line in done.stdout.splitlines() if line.startswith("index:")]
-    assert indexes == ([] if asked is None else [asked]), done.stdout + done.stderr
-    assert (f"does not answer and is left out: {PYTORCH}" in done.stderr) is ("STATUS_OF_INDEX" in settings)
