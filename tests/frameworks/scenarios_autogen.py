@@ -109,41 +109,9 @@ async def reflecting_agent(llm: Any) -> Any:
     return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
 
 
-async def looping_agent(llm: Any) -> Any:
-    return said(await agent("alice", llm, [upper, count], max_tool_iterations=5).run(task="hi"))
-
-
-async def from_on_messages(llm: Any) -> Any:
-    """Call ``on_messages`` directly, instead of ``run``."""
-    from autogen_agentchat.messages import TextMessage
-    from autogen_core import CancellationToken
-
-    alice = agent("alice", llm, [count], reflect_on_tool_use=True)
-    response = await alice.on_messages([TextMessage(content="hi", source="user")], CancellationToken())
-    return said([*response.inner_messages, response.chat_message])
-
-
 async def streaming_agent(llm: Any) -> Any:
     alice = agent("alice", llm, [count], reflect_on_tool_use=True, model_client_stream=True)
     return said([each async for each in alice.run_stream(task="hi")])
-
-
-async def streaming_team(llm: Any) -> Any:
-    from autogen_agentchat.teams import RoundRobinGroupChat
-
-    agents = [agent(name, llm, model_client_stream=True) for name in ("alice", "bob")]
-    team = RoundRobinGroupChat(agents, max_turns=2)
-    return said([each async for each in team.run_stream(task="hi")])
-
-
-async def stream_left_at_its_result(llm: Any) -> Any:
-    """The consumer leaves the stream after its last item."""
-    from autogen_agentchat.base import TaskResult
-
-    async for each in agent("alice", llm).run_stream(task="hi"):
-        if isinstance(each, TaskResult):
-            return said(each)
-    return None
 
 
 async def broken_off_stream(llm: Any) -> Any:
@@ -179,13 +147,6 @@ async def failing_tools(llm: Any) -> Any:
 async def failing_agent(llm: Any) -> Any:
     """AutoGen fails on a tool call where it asked for text."""
     return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
-
-
-async def failing_team(llm: Any) -> Any:
-    from autogen_agentchat.teams import RoundRobinGroupChat
-
-    team = RoundRobinGroupChat([agent("alice", llm, [count], reflect_on_tool_use=True)], max_turns=2)
-    return said(await team.run(task="hi"))
 
 
 async def cancelled_in_a_tool(llm: Any) -> Any:
@@ -266,14 +227,6 @@ async def agent_in_a_plain_tool(llm: Any) -> Any:
 
     settings = {"model": llm._raw_config["model"], "base_url": llm._raw_config["base_url"]}
     return said(await agent("boss", llm, [research], reflect_on_tool_use=True).run(task="hi"))
-
-
-async def team_in_a_team(llm: Any) -> Any:
-    from autogen_agentchat.teams import RoundRobinGroupChat
-
-    inner = RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2, name="inner")
-    outer = RoundRobinGroupChat([inner, agent("alice", llm)], max_turns=2)
-    return said(await outer.run(task="hi"))
 
 
 async def society_of_mind(llm: Any) -> Any:
@@ -432,27 +385,11 @@ SCENARIOS = [
         ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
     ),
     scene(
-        "async",
-        looping_agent,
-        [UPPER, COUNT, UPPER, "done"],
-        ProgramFact(
-            "agent", nodes=("alice",) * 4, tools=(ToolFact("count"), ToolFact("upper"), ToolFact("upper"))
-        ),
-    ),
-    scene(
-        "async",
-        from_on_messages,
-        [COUNT, "two letters"],
-        ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
-    ),
-    scene(
         "stream",
         streaming_agent,
         [COUNT, "two letters it is"],
         ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
     ),
-    scene("stream", streaming_team, ["one two", "three four"], ProgramFact("team", nodes=("alice", "bob"))),
-    scene("stream", stream_left_at_its_result, ["hello"], ProgramFact("agent", nodes=("alice",))),
     scene(
         "stream",
         broken_off_stream,
@@ -487,13 +424,6 @@ SCENARIOS = [
         ProgramFact("agent", status="error", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
         raises="RuntimeError",
     ),
-    scene(
-        "error",
-        failing_team,
-        [COUNT, COUNT],
-        ProgramFact("team", status="error", nodes=("alice", "alice"), tools=(ToolFact("count"),)),
-        raises="RuntimeError",
-    )._replace(only_fake="it answers with a tool call where the request forbids them"),
     scene(
         "cancel",
         cancelled_in_a_tool,
@@ -544,12 +474,6 @@ SCENARIOS = [
         [ToolUse("research", {"text": "what"}), "that", "done"],
         ProgramFact("boss", nodes=("boss", "boss"), tools=(ToolFact("research"),)),
         ProgramFact("helper", parent="boss", nodes=("helper",)),
-    ),
-    scene(
-        "sub_agent",
-        team_in_a_team,
-        ["one", "two", "three"],
-        ProgramFact("outer", nodes=("inner/alice", "inner/bob", "alice")),
     ),
     scene(
         "sub_agent",

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from scenario_types import ProgramFact, Scenario, ToolFact
 from scenarios_langchain import ASK, ToolBroke, model_at, said, tools, use
-from stream_pieces import StreamPiece
 
 NEEDS = ("langgraph", "langchain", "langchain_openai")
 
@@ -64,15 +63,6 @@ def in_async(base_url: str, model: str) -> Any:
 
 def stream(base_url: str, model: str) -> Any:
     return list(planner(speaker(model_at(base_url, model))).stream(HI))
-
-
-def async_stream(base_url: str, model: str) -> Any:
-    async def run() -> Any:
-        graph = planner(async_speaker(model_at(base_url, model)))
-        chunks = graph.astream(HI, stream_mode="messages")
-        return [StreamPiece(found["langgraph_node"], message.content) async for message, found in chunks]
-
-    return asyncio.run(run())
 
 
 def broken_off(base_url: str, model: str) -> Any:
@@ -199,10 +189,6 @@ def batch(base_url: str, model: str) -> Any:
     return planner(speaker(model_at(base_url, model))).batch([HI, HI, HI])
 
 
-def async_batch(base_url: str, model: str) -> Any:
-    return asyncio.run(planner(async_speaker(model_at(base_url, model))).abatch([HI, HI]))
-
-
 def scenario(
     row: str,
     play: Callable[[str, str], Any],
@@ -230,7 +216,6 @@ SCENARIOS = [
     ),
     scenario("async", in_async, SCRIPT, PLANNED),
     scenario("stream", stream, SCRIPT, PLANNED),
-    scenario("stream", async_stream, SCRIPT, PLANNED, name="messages"),
     scenario(
         "stream", broken_off, SCRIPT, ProgramFact("planner", "cancelled", nodes=("plan",)), name="broken off"
     ),
@@ -252,8 +237,6 @@ SCENARIOS = [
              LOOP._replace(tools=(ToolFact("upper"),) * 3),
              name="tools"),
     scenario("parallel", batch, ["DONE"] * 3, *[SHORT._replace(key=str(i)) for i in range(3)], name="batch"),
-    scenario("parallel", async_batch, ["DONE"] * 2, *[SHORT._replace(key=str(i)) for i in range(2)],
-             name="async batch"),
     scenario(
         "sub_agent", graph_in_tool, [use("delegate"), *SCRIPT, "done"],
         LOOP._replace(tools=(ToolFact("delegate"),)), PLANNED._replace(parent="loop"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -21,21 +20,18 @@ from autogen_agentchat.agents import (
     MessageFilterAgent,
     SocietyOfMindAgent,
 )
-from autogen_agentchat.agents._code_executor_agent import ApprovalResponse
 from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import TextMessage
 from autogen_agentchat.teams import (
     BaseGroupChat,
     GraphFlow,
-    MagenticOneGroupChat,
     RoundRobinGroupChat,
     SelectorGroupChat,
     Swarm,
 )
 from autogen_agentchat.tools import AgentTool
-from autogen_core import CancellationToken, SingleThreadedAgentRuntime
-from autogen_core.code_executor import CodeBlock, CodeExecutor, CodeResult
+from autogen_core import SingleThreadedAgentRuntime
 from autogen_core.tools import BaseTool, FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from recorded_programs import problems, recorded_programs
@@ -106,26 +102,6 @@ async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
     assert not autogen_runs._teams
 
 
-async def test_two_teams_on_one_runtime(server: FakeServer) -> None:
-    online(server)
-    runtime = SingleThreadedAgentRuntime()
-    runtime.start()
-    client = llm(server)
-    teams = [
-        RoundRobinGroupChat([AssistantAgent(f"{name}1", client), AssistantAgent(f"{name}2", client)],
-                            max_turns=4, runtime=runtime, name=name)
-        for name in ("left", "right")
-    ]  # fmt: skip
-    await asyncio.gather(*(team.run(task="hi") for team in teams))
-    await runtime.stop()
-    starts = {start.program_id: start.name for start in recorded(server, ProgramStart)}
-    assert sorted(starts.values()) == ["left", "right"]
-    assert len(server.requests) == 8
-    for request in server.requests:
-        name = starts[request.context.program_id]
-        assert request.context.sojourn.node in (f"{name}1", f"{name}2")
-
-
 async def test_a_tool_that_is_not_async_runs_in_its_program(server: FakeServer) -> None:
     seen: list[Any] = []
 
@@ -174,19 +150,6 @@ async def test_consumers_of_a_stream_are_outside_of_it(server: FakeServer) -> No
     assert implicit == [True] * items
 
 
-async def test_an_unclosed_stream_ends_its_program(server: FakeServer) -> None:
-    online(server)
-
-    async def break_off() -> None:
-        async for _ in AssistantAgent("alice", llm(server)).run_stream(task="hi"):
-            return
-
-    await break_off()
-    gc.collect()
-    await asyncio.sleep(0.01)
-    assert [end.status for end in recorded(server, ProgramEnd)] == ["cancelled"]
-
-
 # ---- programs
 
 
@@ -212,19 +175,6 @@ async def test_each_run_is_a_program_unless_one_is_open(
     assert [end.status for end in recorded(server, ProgramEnd)] == ["ok"]
     assert program.node is None
     assert all(not report.graph.complete for report in recorded(server, AegReport) if report.graph)
-
-
-async def test_a_child_names_the_call_it_runs_in(server: FakeServer) -> None:
-    server.script = [ToolUse("helper", {"task": "x"}, "call-7"), "helped", "done"]
-    online(server)
-    client = llm(server)
-    helper = AgentTool(AssistantAgent("helper", client, description="helps"))
-    await AssistantAgent("boss", client, tools=[helper], reflect_on_tool_use=True).run(task="hi")
-    boss, child = recorded(server, ProgramStart)
-    assert (child.parent_program_id, child.call_id) == (boss.program_id, "call-7")
-    assert (boss.agent_type, child.agent_type) == ("boss", "helper")
-    inside = [start.program_id for start in recorded(server, ToolStart) if start.call_id == "call-7"]
-    assert inside == [boss.program_id]
 
 
 async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
@@ -312,28 +262,6 @@ async def test_no_internal_error_reaches_the_user(
     assert await asyncio.wait_for(play(), 60) == plain
     assert sojourn.current_program() is None
     assert sojourn.stats()["internal_error"] > 0
-
-
-class Pretended(CodeExecutor):
-    """Answers as an executor would."""
-
-    def __init__(self, result: CodeResult | Exception) -> None:
-        self.result = result
-
-    async def execute_code_blocks(
-        self, code_blocks: list[CodeBlock], cancellation_token: CancellationToken
-    ) -> CodeResult:
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-    async def start(self) -> None: ...
-    async def stop(self) -> None: ...
-    async def restart(self) -> None: ...
-
-
-def _approve(request: Any) -> Any:
-    return ApprovalResponse(approved=True, reason="a test")
 
 
 # ---- on and off
@@ -457,24 +385,6 @@ async def test_the_graph_is_reported_with_its_tools(server: FakeServer, client: 
     assert report.graph_hash == graph_of(Swarm([alice, AssistantAgent("bob", client)], max_turns=1)).hash
 
 
-async def test_the_ring_of_a_round_robin(server: FakeServer, client: Any) -> None:
-    agents = [AssistantAgent(name, client) for name in "abc"]
-    ring = {("a", "b"), ("b", "c"), ("c", "a"), ("a", END), ("b", END), ("c", END)}
-    team = RoundRobinGroupChat(agents, max_turns=1)
-    assert set(graph_of(team).edges) == {(START, "a"), *ring}
-    await team.run(task="hi")  # the next run begins with b
-    assert set(graph_of(team).edges) == {(START, "a"), (START, "b"), (START, "c"), *ring}
-    assert graph_of(team).complete
-
-
-@pytest.mark.parametrize("kind", [SelectorGroupChat, MagenticOneGroupChat])
-def test_where_a_model_picks_all_is_possible(client: Any, kind: Any) -> None:
-    found = graph_of(kind([AssistantAgent(name, client, description=name) for name in "ab"], client))
-    inner = {(a, b) for a in "ab" for b in "ab"}
-    assert set(found.edges) == inner | {(START, n) for n in "ab"} | {(n, END) for n in "ab"}
-    assert found.complete
-
-
 def test_teams_inside_teams(client: Any) -> None:
     inner = RoundRobinGroupChat([AssistantAgent("a", client), AssistantAgent("b", client)], name="inner")
     mind = SocietyOfMindAgent(
@@ -488,14 +398,3 @@ def test_teams_inside_teams(client: Any) -> None:
     assert ("mind/a", END) not in edges
     assert ("inner/a", "mind") not in edges
     assert found.complete
-
-
-def test_tools_of_all_kinds(client: Any) -> None:
-    computer = CodeExecutorAgent(
-        "computer", Pretended(CodeResult(exit_code=0, output="")), approval_func=_approve
-    )
-    assert dict(graph_of(computer).nodes) == {"computer": ("code",)}
-    filtered = MessageFilterAgent(
-        "front", AssistantAgent("inner", client, tools=[count]), MessageFilterConfig(per_source=[])
-    )
-    assert dict(graph_of(filtered).nodes) == {"front": ("count",)}

@@ -5,20 +5,15 @@ from __future__ import annotations
 import ast
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
-from scenario_modules import Model
-from scripted_engine import Engine, ScriptedEngine, get
 from sojourn.testing import Answer, FakeServer, LlmRequest, Reply, ToolUse
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
@@ -41,10 +36,6 @@ class Case(NamedTuple):
     graph: bool = False
     """A graph is declared."""
     arguments: Callable[[Path], list[str]] = lambda folder: []
-    held: str | None = None
-    """The tool that a live test holds up, to look at it on the server."""
-    held_under: str | None = None
-    """The tool of the parent in which it runs, for a sub-agent."""
     children: int = 0
     """How many of the programs are sub-agents."""
     at_once: bool = False
@@ -77,7 +68,6 @@ CASES = {
         programs=1,
         tools=(),  # read by the server from the answers
         nodes=frozenset({None}),
-        held="clock",
     ),
     "mini_swe_agent.py": Case(
         ("minisweagent",),
@@ -89,7 +79,6 @@ CASES = {
         programs=1,
         tools=("bash", "bash", "bash"),
         nodes=frozenset({None}),
-        held="bash:cat",
     ),
     "langchain_coding_agent.py": Case(
         ("langchain", "langchain_openai"),
@@ -105,7 +94,6 @@ CASES = {
         nodes=frozenset({"model"}),
         graph=True,
         arguments=repository,
-        held="shell",
     ),
     "langgraph_coding_agent.py": Case(
         ("langgraph", "langchain_openai"),
@@ -150,7 +138,6 @@ CASES = {
         tools=("read_file",),
         nodes=frozenset({"writer", "critic"}),
         graph=True,
-        held="read_file",
     ),
     "openai_agents_handoff.py": Case(
         ("agents",),
@@ -165,8 +152,6 @@ CASES = {
         tools=("ask_searcher", "grep"),
         nodes=frozenset({"triage", "coder", "searcher"}),
         graph=True,
-        held="grep",
-        held_under="ask_searcher",
         children=1,
     ),
 }
@@ -284,94 +269,3 @@ def test_an_example_reports_its_run(case: tuple[str, Case], tmp_path: Path) -> N
     assert all(event.call_id for event in children)
     if expected.at_once:
         assert {type(event) for event in events[: expected.programs]} == {ProgramStart}
-
-
-def held_up(folder: Path) -> dict[str, str]:
-    """An environment in which the examples' tools wait until there is a file ``go``."""
-    commands = folder / "held"
-    commands.mkdir()
-    path = os.environ["PATH"]
-    for name in ("date", "grep", "cat", "python"):
-        real = sys.executable if name == "python" else shutil.which(name)
-        script = commands / name
-        script.write_text(f'#!/bin/sh\nwhile [ ! -e "{folder}/go" ]; do sleep 0.02; done\nexec {real} "$@"\n')
-        script.chmod(0o755)
-    environment = environment_of(folder)
-    return {**environment, "PATH": os.pathsep.join([str(commands), path])}
-
-
-class Deliberate(Model):
-    """A model that takes a while before each answer."""
-
-    thinks_s = 0.0
-
-    def __call__(self, request: LlmRequest) -> Answer:
-        time.sleep(self.thinks_s)
-        return super().__call__(request)
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize("case", [name for name in CASES if not CASES[name].at_once], indirect=True)
-def test_the_engine_shows_an_example_while_it_runs(
-    case: tuple[str, Case], tmp_path: Path, engine: Engine
-) -> None:
-    """Its tool, node and parent, in ``/programs``, at the moment they are what they are."""
-    name, expected = case
-    environment = held_up(tmp_path)
-    script = numbered(expected.script)
-    if name == "autogen_team.py":
-        os.mkfifo(tmp_path / "README.md")  # reading it waits for a writer
-    else:
-        (tmp_path / "README.md").write_text("version 1\n")
-    before = {program["program_id"] for program in programs(engine)}
-    seen: list[dict[str, Any]] = []
-    model = Deliberate(SimpleNamespace(script=lambda: script))
-    model.thinks_s = 0.0 if expected.held else 1.5  # the list of programs may be half a second old
-    with ScriptedEngine(engine.url, model) as proxy:
-        line = [sys.executable, str(EXAMPLES / name), "--url", proxy.url, "--model", "tiny"]
-        line += expected.arguments(tmp_path)
-        with subprocess.Popen(
-            line, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            deadline_s = time.monotonic() + 90
-            while process.poll() is None and time.monotonic() < deadline_s:
-                now = [program for program in programs(engine) if program["program_id"] not in before]
-                seen += now
-                if any(there_is(program, expected) for program in now):
-                    break
-                time.sleep(0.05)
-            (tmp_path / "go").touch()
-            if name == "autogen_team.py":
-                (tmp_path / "README.md").write_text("version 1\n")
-            output, _ = process.communicate(timeout=90)
-        assert process.returncode == 0, output
-    if expected.held is None:
-        nodes = {node for program in seen for node in [program["node"]]}
-        assert expected.nodes & nodes, f"none of the nodes was seen: {nodes}"
-        return
-    (holding,) = [program for program in now if program["tool"] == expected.held]
-    assert holding["status"] == "acting"
-    assert holding["node"] in expected.nodes
-    if expected.tools:
-        assert holding["tools_running"] == 1
-    if expected.held_under is None:
-        assert holding["parent_program_id"] is None
-        return
-    (parent,) = [program for program in now if program["program_id"] == holding["parent_program_id"]]
-    assert parent["tool"] == expected.held_under
-    assert parent["node"] in expected.nodes - {holding["node"]}
-
-
-def there_is(program: dict[str, Any], expected: Case) -> bool:
-    """What the test looks for. Begun but without a turn yet, a program has no node."""
-    if expected.held is None:
-        return program["node"] in expected.nodes
-    # Read from the answer, the tool is known a moment before it is reported to run.
-    return program["tool"] == expected.held and program["tools_running"] >= bool(expected.tools)
-
-
-def programs(engine: Engine) -> list[dict[str, Any]]:
-    """As ``GET /sojourn/v1/programs`` lists them."""
-    found: list[dict[str, Any]] = get(engine.url, "/sojourn/v1/programs?limit=1000")["programs"]
-    return found

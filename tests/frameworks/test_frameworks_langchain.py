@@ -15,7 +15,7 @@ from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import ToolException, tool
 from langchain_core.tracers import context as tracers
 from recorded_programs import problems, recorded_programs
-from scenarios_langchain import ASK, ToolBroke, agent, model_at, said, use
+from scenarios_langchain import ASK, agent, model_at, said, use
 from sojourn.testing import FakeServer
 from sojourn.wire_events import ToolStart
 from sojourn_integrations import langchain
@@ -76,16 +76,6 @@ def test_handler_and_middleware_report_each_call_once(server: FakeServer, sync: 
     assert calls == [("nope", "error"), ("upper", "ok"), ("upper", "ok")]  # callbacks alone miss the first
 
 
-def test_middleware_alone_reports_to_the_program_around_it(server: FakeServer) -> None:
-    init(server, use("upper"), "done")
-    sojourn.uninstrument("langchain", "langgraph")
-    made = agent(server.base_url, "m", middleware=[langchain.Middleware()])
-    with sojourn.program("mine"):
-        made.invoke(ASK)
-    ((name, _, _, _, calls),) = shape(server)
-    assert (name, calls) == ("mine", [("upper", "ok")])
-
-
 def test_a_handler_given_by_hand_needs_no_patch(server: FakeServer) -> None:
     init(server, use("ask"), use("upper"), "inner", "done")
     sojourn.uninstrument("langchain", "langgraph")
@@ -106,21 +96,6 @@ def test_a_handler_given_by_hand_needs_no_patch(server: FakeServer) -> None:
 
 
 # ---- what is a program
-
-
-def test_a_bare_model_and_a_nameless_chain_are_no_programs(server: FakeServer) -> None:
-    init(server, "one", "two", "three", "four")
-    llm = model_at(server.base_url, "m")
-    chain = ChatPromptTemplate.from_messages([("user", "{x}")]) | llm
-    llm.invoke("hi")
-    chain.invoke({"x": "hi"})
-    contexts = [request.context for request in server.requests]
-    assert all(each.sojourn.implicit for each in contexts)
-    server.forget()
-    with sojourn.program("mine") as mine:
-        llm.invoke("hi")
-        chain.invoke({"x": "hi"})
-    assert {request.context.program_id for request in server.requests} == {mine.id}
 
 
 def test_a_chain_with_a_name_is_a_program(server: FakeServer) -> None:
@@ -175,25 +150,6 @@ def test_a_model_and_a_retriever_take_their_program_from_their_config(server: Fa
     assert shape(server) == [("chain", None, "ok", (None, None), [])]
 
 
-def test_agents_one_after_the_other_are_the_program_around_them(server: FakeServer) -> None:
-    init(server, use("upper"), "one", "two")
-    made = agent(server.base_url, "m")
-    with sojourn.program("mine"):
-        made.invoke(ASK)
-        made.invoke(ASK)
-    assert shape(server) == [("mine", None, "ok", ("model",) * 3, [("upper", "ok")])]
-
-
-def test_an_agent_in_a_hand_made_tool_call_is_a_child(server: FakeServer) -> None:
-    init(server, "inner")
-    with sojourn.program("mine"), sojourn.tool_call("delegate", "call-7"):
-        agent(server.base_url, "m").invoke(ASK)
-    programs = recorded(server)
-    child = next(each.start for each in programs.values() if each.start.name == "agent")
-    assert child.call_id == "call-7"
-    assert programs[child.parent_program_id].start.name == "mine"
-
-
 # ---- tools
 
 
@@ -225,26 +181,6 @@ def test_call_ids_are_the_models_in_parallel_with_equal_arguments(server: FakeSe
     assert sorted(starts) == ids
 
 
-def test_a_retried_tool_is_one_call_to_our_middleware_around_it(server: FakeServer) -> None:
-    from langchain.agents.middleware import ToolRetryMiddleware
-
-    tries = []
-
-    @tool
-    def flaky(text: str) -> str:
-        """Works the third time."""
-        tries.append(text)
-        if len(tries) < 3:
-            raise ToolBroke
-        return "worked"
-
-    init(server, use("flaky"), "done")
-    retry = ToolRetryMiddleware(max_retries=3, initial_delay=0.001, jitter=False)
-    agent(server.base_url, "m", extra=(flaky,), middleware=[langchain.Middleware(), retry]).invoke(ASK)
-    assert len(tries) == 3
-    assert shape(server)[0][4] == [("flaky", "ok")]
-
-
 # ---- threads, tasks, cancellation
 
 
@@ -260,22 +196,6 @@ def test_agents_in_one_event_loop(server: FakeServer) -> None:
     found = shape(server)
     assert sorted(each[0] for each in found) == ["one"] * 4 + ["two"] * 4
     assert {str(each[1:]) for each in found} == {str((None, "ok", ("model", "model"), [("count", "ok")]))}
-
-
-def test_cancelled_during_the_model(server: FakeServer) -> None:
-    init(server, "never")
-    server.reply_delay_s = 30
-
-    async def run() -> None:
-        task = asyncio.create_task(agent(server.base_url, "m").ainvoke(ASK))
-        while not server.requests:
-            await asyncio.sleep(0.005)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(run())
-    assert shape(server) == [("agent", None, "cancelled", ("model",), [])]
 
 
 # ---- ours below theirs
@@ -315,28 +235,3 @@ def test_uninstrument_puts_everything_back(server: FakeServer) -> None:
     sojourn.instrument("langchain")
     sojourn.instrument("langchain")
     assert len(tracers._configure_hooks) == len(hooks) + 1
-
-
-def test_tools_outside_any_chain_are_dropped_with_their_program(server: FakeServer) -> None:
-    """Their task may live as long as the process, as after ``asyncio.timeout``."""
-    init(server)
-    tree = callback_handler.tree
-
-    async def run() -> None:
-        with sojourn.program("other"):
-            tree.tool_started("kept", None, name="bash", call_id="c0")
-            with sojourn.program("mine"):
-                task = asyncio.current_task()
-                tree.tool_started("outer", None, name="bash", call_id="c1", task=task)
-                tree.tool_started("inner", "outer", name="bash", call_id="c2")
-                tree.chain_started("agent", "outer", name="agent", kind=None, metadata={})
-            assert {tree.get(id) is not None for id in ("outer", "inner")} == {False}
-            assert None not in (tree.get("agent"), tree.get("kept"))
-            assert "_task_done" not in repr(task)
-            tree.tool_ended("outer", "ok")  # the tool was alive, and no longer counts
-            tree.chain_ended("agent", None)
-            tree.tool_ended("kept", "ok")
-        assert len(tree) == 0
-
-    asyncio.run(run())
-    assert sojourn.stats()["internal_error"] == 0

@@ -86,30 +86,6 @@ async def test_an_explicit_program_is_the_run(server: FakeServer) -> None:
     assert [tool.tool for tool in mine.tools] == ["add"]
 
 
-async def test_two_runs_at_once_in_one_program_keep_their_nodes_apart(server: FakeServer) -> None:
-    def script(request: LlmRequest) -> Any:
-        return "done" if len(request.body["messages"]) > 3 else ToolUse("pause")
-
-    server.script = script
-
-    @agents.function_tool
-    async def pause() -> str:
-        """Let others go on."""
-        await asyncio.sleep(0.01)
-        return "so"
-
-    async with agents_for(server) as factory:
-        names = ("one", "two", "three")
-        with sojourn.program("mine"):
-            await asyncio.gather(*(Runner.run(factory.agent(name, pause), name) for name in names))
-    mine = only(recorded(server, in_order=False))
-    assert len(mine.requests) == 6
-    for request in mine.requests:
-        assert request.context is not None
-        assert request.context.sojourn is not None
-        assert f"You are {request.context.sojourn.node}." in json.dumps(request.body)
-
-
 async def test_a_run_inside_a_tool_call_is_its_child(server: FakeServer) -> None:
     async with agents_for(server) as factory:
         with sojourn.program("mine"), sojourn.tool_call("delegate", "call-9"):
@@ -171,41 +147,6 @@ async def test_what_a_tool_asks_of_the_model_belongs_to_the_run(server: FakeServ
 # ---- tools
 
 
-async def test_a_shell_tool_is_classed_by_its_command(server: FakeServer) -> None:
-    @agents.function_tool
-    def bash(command: str) -> str:
-        """Runs it."""
-        return "secret output"
-
-    server.script = [[ToolUse("bash", {"command": "cd /srv && pytest -k token_123"})], "done"]
-    async with agents_for(server) as factory:
-        await Runner.run(factory.agent("clerk", bash), "Go.")
-    assert only(recorded(server)).tools[0].tool_class == "pytest"
-    batches = b"".join(bytes(raw) for batch in server.batches for raw in batch.events)
-    assert b"token_123" not in batches
-
-
-@pytest.mark.skipif(not hasattr(agents.FunctionTool, "timeout_seconds"), reason="no timeouts in this version")
-@pytest.mark.parametrize("raises", [False, True])
-async def test_a_tool_that_takes_too_long(server: FakeServer, raises: bool) -> None:
-    @agents.function_tool(timeout=0.05, timeout_behavior="raise_exception" if raises else "error_as_result")
-    async def sleep() -> str:
-        """Sleeps."""
-        await asyncio.sleep(60)
-        return "so"
-
-    server.script = [ToolUse("sleep"), "done"]
-    async with agents_for(server) as factory:
-        if raises:
-            with pytest.raises(agents.ToolTimeoutError):
-                await Runner.run(factory.agent("clerk", sleep), "Go.")
-        else:
-            await Runner.run(factory.agent("clerk", sleep), "Go.")
-    program = only(recorded(server))
-    assert program.tools[0].status == "timeout"
-    assert program.status == ("error" if raises else "ok")
-
-
 # ---- graphs
 
 
@@ -235,17 +176,6 @@ def test_the_graph_of_handoffs() -> None:
     again = adapter.graph_of(desk)
     assert again.nodes["desk"] == ("ask",)
     assert ("desk", "desk") in again.edges
-
-
-def test_a_graph_with_hidden_parts_is_not_complete() -> None:
-    assert not adapter.graph_of(an_agent("desk", agents.WebSearchTool())).complete
-    assert adapter.graph_of(an_agent("desk", agents.WebSearchTool())).nodes["desk"] == ()
-    expert = an_agent("expert", add())
-    by_hand = agents.handoff(expert, tool_name_override="call_the_expert")
-    graph = adapter.graph_of(an_agent("desk", handoffs=[by_hand]))
-    assert ("desk", "expert") in graph.edges
-    # Early versions do not say which agent a Handoff object leads to, only its name.
-    assert graph.complete == (getattr(by_hand, "_agent_ref", None) is not None)
 
 
 async def test_the_graph_is_reported_once_for_all_runs(server: FakeServer) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,12 +12,10 @@ from typing import Any
 
 import pytest
 import sojourn
-from openai_agents_fixtures import agents_for, fails, named, only, recorded, run
+from openai_agents_fixtures import agents_for, named, only, recorded, run
 from sojourn.program import Program
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart
-from sojourn_integrations.openai_agents import conversation_keys
-from sojourn_integrations.openai_agents.conversation_keys import conversation_key
 from sojourn_integrations.program_cache import ProgramCache
 
 agents = pytest.importorskip("agents")
@@ -90,22 +85,6 @@ async def test_a_stored_conversation_goes_on_with_the_next_session_object(
     assert [event.program_id for event in starts] == [first.start.program_id] * 2
 
 
-async def test_a_failed_run_does_not_end_its_conversation(server: FakeServer) -> None:
-    server.script = [ToolUse("fails"), "better"]
-    async with agents_for(server) as factory:
-        conversation = agents.SQLiteSession("c1")
-        with pytest.raises(agents.UserError):
-            await Runner.run(
-                factory.agent("clerk", fails(failure_error_function=None)), "Go.", session=conversation
-            )
-        await conversation.clear_session()
-        await Runner.run(factory.agent("clerk"), "Again.", session=conversation)
-        assert only(recorded(server, ended=False)).nodes == ("clerk", "clerk")
-        sojourn.uninstrument("openai_agents")
-        assert only(recorded(server)).status == "ok"
-        conversation.close()
-
-
 class Conversations:
     """Stands for the API of OpenAI that keeps conversations."""
 
@@ -142,35 +121,6 @@ async def test_a_session_that_gets_its_id_in_its_first_run_is_one_program(
         del session
         again = agents.OpenAIConversationsSession(conversation_id="conv_1", openai_client=api)
         await run(clerk, "Hello.", streamed=streamed, session=again)
-        program = only(recorded(server, ended=False))
-        assert (program.ends, program.nodes) == ([], ("clerk",) * 3)
-
-
-class ListSession(agents.memory.session.SessionABC):
-    """A user's session class, with a store that the session does not own."""
-
-    def __init__(self, session_id: str, store: list[Any]) -> None:
-        self.session_id, self.session_settings, self.store = session_id, None, store
-
-    async def get_items(self, limit: int | None = None) -> list[Any]:
-        return list(self.store)
-
-    async def add_items(self, items: list[Any]) -> None:
-        self.store += items
-
-    async def pop_item(self) -> Any:
-        return self.store.pop()
-
-    async def clear_session(self) -> None:
-        self.store.clear()
-
-
-async def test_a_session_object_for_each_run_of_one_store_is_one_program(server: FakeServer) -> None:
-    store: list[Any] = []
-    async with agents_for(server) as factory:
-        clerk = factory.agent("clerk")
-        for _ in range(3):
-            await Runner.run(clerk, "Hello.", session=ListSession("1", store))
         program = only(recorded(server, ended=False))
         assert (program.ends, program.nodes) == ([], ("clerk",) * 3)
 
@@ -252,44 +202,4 @@ def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPat
     assert {each.status for each in recorded(server).values()} == {"ok"}
 
 
-def test_a_new_session_of_sojourn_knows_none_of_the_old_ones_programs(server: FakeServer) -> None:
-    sojourn.init(server.url, probe_timeout_s=5)
-    kept = ProgramCache()
-    (program,) = open_programs(1)
-    kept.keep("a", program)
-    sojourn.shutdown()
-    sojourn.init(server.url, probe_timeout_s=5)
-    assert kept.find("a") is None
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_begins_anew() -> None:
-    code = (
-        "import os, sojourn\n"
-        "from sojourn_integrations.program_cache import ProgramCache\n"
-        "kept = ProgramCache()\n"
-        "program = sojourn.program('a').make().start()\n"
-        "kept.keep('a', program)\n"
-        "kept._lock.acquire()\n"
-        "pid = os.fork()\n"
-        "if pid == 0:\n"
-        "    os._exit(0 if kept.find('a') is None else 1)\n"
-        "assert os.waitpid(pid, 0)[1] == 0\n"
-        "assert kept.find('a') is program\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-
-
 # ---- ids
-
-
-def test_a_files_conversation_has_another_id_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Containers of different machines often share their path, session names and even network address."""
-
-    def id_of() -> str:
-        return conversation_key(SimpleNamespace(session_id="1", db_path="talks.db")).program_id
-
-    here = id_of()
-    assert id_of() == here
-    monkeypatch.setattr(conversation_keys, "machine_id", lambda: b"another")
-    assert id_of() != here

@@ -15,7 +15,6 @@ import sojourn
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.conditions import MaxMessageTermination, TextMentionTermination
 from autogen_agentchat.teams import RoundRobinGroupChat
-from autogen_agentchat.tools import AgentTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
@@ -82,25 +81,6 @@ def test_one_agent_and_its_tool(server, spans_only):
     assert program.late == []
 
 
-def test_an_agent_as_a_tool_is_a_child(server, spans_only):
-    server.script = [ToolUse("helper", {"task": "x"}, "call_1"), "done by helper", "done"]
-
-    async def play() -> None:
-        helper = AssistantAgent("helper", llm(server), description="helps")
-        tools = [AgentTool(helper)]
-        boss = AssistantAgent(
-            "boss", llm(server, parallel_tool_calls=False), tools=tools, reflect_on_tool_use=True
-        )
-        await boss.run(task="go")
-
-    asyncio.run(play())
-    boss, helper = recorded(server)
-    assert (boss.start.name, helper.start.name) == ("boss", "helper")
-    assert (helper.start.parent_program_id, helper.start.call_id) == (boss.start.program_id, "call_1")
-    assert (len(boss.requests), len(helper.requests)) == (2, 1)
-    assert (boss.status, helper.status) == ("ok", "ok")
-
-
 async def run_team(server: FakeServer) -> None:
     first = AssistantAgent("first", llm(server), tools=[count], reflect_on_tool_use=True)
     second = AssistantAgent("second", llm(server))
@@ -109,20 +89,6 @@ async def run_team(server: FakeServer) -> None:
 
 
 TEAM = [ToolUse("count", {"text": "hi"}), "two", "more", "again", "STOP"]
-
-
-def test_a_team_inside_one_span_is_one_program_with_its_agents_as_nodes(server, spans_only):
-    server.script = TEAM
-
-    async def play() -> None:
-        with trace.get_tracer("mine").start_as_current_span("run_team"):
-            await run_team(server)
-
-    asyncio.run(play())
-    (program,) = recorded(server)
-    assert program.nodes == ("first", "first", "second", "first", "second")
-    assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
-    assert (program.start.name, program.status, program.late) == ("run_team", "ok", [])
 
 
 def test_with_the_adapter_at_work_the_spans_say_nothing_twice(server, provider):
