@@ -161,12 +161,6 @@ def test_no_promotion_forgets_nothing() -> None:
     assert (e.program("p").attained_s, e.program("p").waited_s) == (4.0, 23.0)
 
 
-@pytest.mark.parametrize("preset", ["continuum", "observe", "admit"])
-def test_orders_that_do_not_age_say_so(preset: str) -> None:
-    e = VirtualEngine(preset)
-    assert e.program_scheduler.queue_place(e.arrive("p", prompt(40))).changes_s == math.inf
-
-
 def test_the_victim_policy_sees_what_running_requests_have_run() -> None:
     e = engine()
     turn(e, "old", 0.0, 3.0)

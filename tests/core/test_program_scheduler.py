@@ -704,17 +704,30 @@ def test_of_groups_of_tools_the_time_between_them_does_not_count(
     assert (turn.gap_s, turn.tool_s) == (pytest.approx(10.0), pytest.approx(tool_s))
 
 
-def test_only_a_waiting_request_without_a_program_becomes_overdue() -> None:
-    engine = VirtualEngine()
+def test_requests_are_overdue_by_arrival_while_one_without_a_program_is() -> None:
+    engine = VirtualEngine("continuum")
     patience_s = engine.program_scheduler.limits.queue_patience_s
-    of_program = engine.arrive("p", prompt(8))
-    running = engine.arrive(None, prompt(8))
-    waiting = engine.arrive(None, prompt(8))
-    engine.admit(running)
-    is_overdue = engine.program_scheduler.is_overdue
-    assert not is_overdue(waiting, engine.now + patience_s - 1.0)
-    late_s = engine.now + patience_s
-    assert is_overdue(waiting, late_s)
-    assert not is_overdue(running, late_s)
-    assert not is_overdue(of_program, late_s)
-    assert not is_overdue("unknown", late_s)
+
+    def overdue() -> list[str]:
+        may_end = engine.program_scheduler.may_end_any_lease
+        queue = engine.queue()
+        found = [each for each in queue if may_end(each, engine.now)]
+        assert found == queue[: len(found)], "they come first"
+        return found
+
+    engine.turn("p", prompt(8))
+    engine.admit(engine.arrive(None, prompt(8)))
+    of_q = engine.arrive("q", prompt(8))
+    engine.wait(1.0)
+    of_none = engine.arrive(None, prompt(8))
+    engine.wait(1.0)
+    of_p = engine.arrive("p", prompt(8))
+    engine.wait(patience_s - 1.5)
+    assert overdue() == [], "a program's request is not, by itself"
+    engine.wait(1.0)
+    assert overdue() == [of_q, of_none]
+    engine.wait(1.0)
+    assert overdue() == [of_q, of_none, of_p]
+    engine.admit(of_none)
+    assert overdue() == []
+    assert not engine.program_scheduler.may_end_any_lease("unknown", engine.now)

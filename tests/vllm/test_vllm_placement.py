@@ -304,7 +304,7 @@ def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> 
 
     def place(name: str) -> QueuePlace:
         state = QueueState.PARKED if name in parked else QueueState.OPEN
-        return QueuePlace((ranks[name],), state, 0, True)
+        return QueuePlace((ranks[name],), state)
 
     queue: Any = PolicyRequestQueue(SimpleNamespace(place=place))
     for name in ranks:

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,76 +109,30 @@ def test_victims_priority_is_put_back(make_engine):
 class Waiting:
     """A waiting request, by itself."""
 
-    arrival: int
     key: int
-    tracked: bool
-    status: Any
-
-
-class OverdueRequests:
-    """Owner of a waiting queue in which every request without a program is overdue."""
-
-    def place(self, request: Waiting) -> Any:
-        from sojourn_server.core.program_scheduler import QueuePlace, QueueState
-
-        state = QueueState.GATED if request.tracked and request.arrival % 3 == 0 else QueueState.OPEN
-        return QueuePlace((request.key,), state, request.arrival, request.tracked)
-
-    def may_be_admitted(self, request: Waiting) -> bool:
-        return True
-
-    def blocks_queue(self, request: Waiting) -> bool:
-        return False
-
-    def is_overdue(self, request: Waiting) -> bool:
-        return True
+    status: str = "waiting"
 
 
 def make_queue() -> Any:
+    """Return a queue of ``Waiting``, of which every third is gated and none admitted."""
+    from sojourn_server.core.program_scheduler import QueuePlace, QueueState
     from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 
-    return PolicyRequestQueue(OverdueRequests())
+    def place(request: Waiting) -> QueuePlace:
+        return QueuePlace((request.key,), QueueState.OPEN if request.key % 3 else QueueState.GATED)
 
-
-def pop(queue: Any) -> Waiting:
-    queue.open_step()
-    assert queue
-    request: Waiting = queue.pop_request()
-    return request
-
-
-def expected_first(requests: list[Waiting]) -> Waiting:
-    """The request with the lowest key among the oldest request without a program and those that it does not
-    pass."""
-    from vllm.v1.request import RequestStatus
-
-    untracked = [request for request in requests if not request.tracked]
-    overdue = min(untracked, key=lambda request: request.arrival, default=None)
-    if overdue is not None:
-        requests = [
-            request
-            for request in requests
-            if request.status == RequestStatus.PREEMPTED or request.arrival <= overdue.arrival
-        ]
-    return min(requests, key=lambda request: request.key)
+    no = {"may_be_admitted": lambda request: False, "blocks_queue": lambda request: False}
+    return PolicyRequestQueue(SimpleNamespace(place=place, **no))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_an_overdue_request_passes_later_requests_alone(seed):
-    """Requests come, are preempted and queued again, and leave, in any order."""
-    from vllm.v1.request import RequestStatus
-
+def test_the_open_request_with_the_lowest_key_is_next(seed):
+    """Requests come, are moved, and leave, in any order."""
     rng = random.Random(seed)
-    queue, waiting, popped, keys = make_queue(), [], [], iter(rng.sample(range(10_000), 2_000))
-    for arrival in range(400):
-        request = Waiting(arrival, next(keys), rng.random() < 0.6, RequestStatus.WAITING)
-        waiting.append(request)
-        queue.add_request(request)
-        if popped and rng.random() < 0.2:
-            again = popped.pop(rng.randrange(len(popped)))
-            again.key, again.status = next(keys), RequestStatus.PREEMPTED
-            waiting.append(again)
-            queue.add_request(again)
+    queue, waiting, keys = make_queue(), [], iter(rng.sample(range(10_000), 2_000))
+    for _ in range(400):
+        waiting.append(Waiting(next(keys)))
+        queue.add_request(waiting[-1])
         if rng.random() < 0.2:
             moved = rng.choice(waiting)
             moved.key = next(keys)
@@ -185,29 +140,27 @@ def test_an_overdue_request_passes_later_requests_alone(seed):
         if rng.random() < 0.2:
             left = waiting.pop(rng.randrange(len(waiting)))
             queue.remove_request(left)
-        while waiting and rng.random() < 0.4:
-            first = expected_first(waiting)
-            assert pop(queue) is first
+        queue.open_step()
+        while queue and rng.random() < 0.4:
+            first = min((each for each in waiting if each.key % 3), key=lambda each: each.key)
+            assert queue.pop_request() is first
             waiting.remove(first)
-            popped.append(first)
         assert len(queue) == len(waiting)
+        assert list(queue) == sorted(waiting, key=lambda each: each.key)
 
 
 def test_a_request_that_has_left_the_queue_is_freed():
     """Its prompt may be long."""
-    from vllm.v1.request import RequestStatus
-
-    queue = make_queue()
-    left = []
-    for arrival in range(10):
-        request = Waiting(arrival, arrival, True, RequestStatus.WAITING)
+    queue, left = make_queue(), []
+    for number in range(10):
+        request = Waiting(3 * number + 1)
         queue.add_request(request)
         queue.rekey(request)
         left.append(weakref.ref(request))
-        if arrival % 2:
+        if number % 2:
             queue.remove_request(request)
         else:
-            pop(queue)
+            queue.pop_request()
         del request
     gc.collect()
     assert [ref() for ref in left] == [None] * 10

@@ -92,15 +92,10 @@ class QueuePlace(NamedTuple):
     """Place of a request in the waiting queue."""
 
     key: tuple[Any, ...]
-    """Sort key, lowest first."""
+    """Sort key, lowest first. Overdue requests have lower keys than all others."""
     state: QueueState
-    arrival: int
-    """Number of the request in order of arrival."""
-    is_tracked: bool
-    """Whether the request has a program."""
     changes_s: float = math.inf
-    """Time at which the request's long wait changes its key; ``inf``: it does not, unless its state
-    changes."""
+    """Time at which a long wait may change key and state. Earlier they change only by events."""
 
 
 class KnownRequest(NamedTuple):
@@ -600,41 +595,57 @@ class ProgramScheduler:
         view = self._waiting_view(state)
         if preempted is not None:
             view = view._replace(preempted=preempted)
-        order, queue_state = self.preset.order, QueueState.OPEN
+        now, order = view.now_s, self.preset.order
+        overdue = self._is_overdue(state, view.preempted, now)
+        queue_state = QueueState.OPEN
         if self._parked_requests.is_parked(state):
             queue_state = QueueState.PARKED
-        elif self._admission.applies_to(state, preempted):
+        elif not overdue and self._admission.applies_to(state, preempted):
             queue_state = QueueState.GATED
-        changes_s = order.promoted_s(view)
-        return QueuePlace(
-            order.key(view),
-            queue_state,
-            state.arrival,
-            state.program is not None,
-            changes_s if changes_s > view.now_s else math.inf,
-        )
+        key = (0.0, not view.preempted, state.arrival) if overdue else (1.0, *order.key(view))
+        # A request of a program looks again each time it has waited so long, since another may be overdue.
+        patience_s = self.limits.queue_patience_s
+        due_s = (order.promoted_s(view), state.since_s + patience_s, now + patience_s)
+        return QueuePlace(key, queue_state, min(time_s for time_s in due_s if time_s > now))
 
-    def is_overdue(self, request_id: str, now: float) -> bool:
-        """Whether a waiting request has waited so long that it may end any lease, and is served before
-        requests that arrived later, except preempted ones.
+    def may_end_any_lease(self, request_id: str, now: float) -> bool:
+        """Whether a waiting request that lacks blocks may end any lease: it is overdue, or passes admission.
 
-        A request without a program is overdue after ``queue_patience_s``. A request of a program is never
-        overdue: leases make it wait only for programs that arrived earlier.
-        """
+        Otherwise it could wait for ever: for the lease of a program whose next request waits behind it. Such
+        a lease does not expire while that request waits."""
         state = self._requests.states.get(request_id)
-        if state is None or state.program is not None or state.running:
+        overdue = state is not None and self._is_overdue(state, state.preempted, now)
+        return overdue or self.passes_admission(request_id, now)
+
+    def _is_overdue(self, state: RequestState, preempted: bool, now: float) -> bool:
+        """Whether a waiting request is served before those that are not overdue, by arrival.
+
+        A request without a program is overdue after ``queue_patience_s``. While an overdue one waits,
+        requests of programs that have waited for as long are overdue too, and so are preempted ones. So
+        neither class starves the other."""
+        due_s = now - self.limits.queue_patience_s
+        if state.running or not (preempted or state.since_s <= due_s):
             return False
-        return now - state.since_s >= self.limits.queue_patience_s
+        return self._untracked_waits(due_s)
+
+    def _untracked_waits(self, since_s: float = math.inf) -> bool:
+        """Whether a request without a program waits, and has waited at least since ``since_s``."""
+        return any(
+            state.program is None and not state.running and state.since_s <= since_s
+            for state in self._requests.states.values()
+        )
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether this request holds back all requests behind it in the queue, because the admission policy
-        has rejected it for more than ``queue_patience_s``.
-
-        Normally it then waits until the policy accepts it. But while a request without a program also waits,
-        the engine admits the rejected request without asking the policy, as soon as its blocks fit."""
+        has rejected it for more than ``queue_patience_s``."""
         state = self._requests.states.get(request_id)
         since_s = state.admission_blocked_since_s if state is not None else None
         return since_s is not None and now - since_s > self.limits.queue_patience_s
+
+    def passes_admission(self, request_id: str, now: float) -> bool:
+        """Whether the engine admits a request that the policy rejects, as soon as its blocks fit: if it would
+        hold back a request without a program."""
+        return self.blocks_later_requests(request_id, now) and self._untracked_waits()
 
     def awaiting_first_token(self) -> KeysView[str]:
         """Ids of requests that belong to programs, were admitted, and have no output token yet."""

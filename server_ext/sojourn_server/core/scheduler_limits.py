@@ -37,7 +37,8 @@ class SchedulerLimits:
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges.
 
-    - A request without a program may then end any lease, and is served before requests that arrived later.
+    - A request without a program is then overdue: it may end any lease. While it waits, all requests that
+      have waited for as long are served first, by arrival, and may end any lease too.
     - A request that the admission policy has rejected for this time is no longer overtaken by later requests.
       If a request without a program waits too, the rejected request is admitted as soon as it fits."""
     return_grace_s: float = 2.0

@@ -293,7 +293,7 @@ class AllocationFallback:
                 blocks=self._missing_blocks(request, args, kwargs, running),
                 running=running,
                 anything_running=bool(self._scheduler.running),
-                overdue=not running and self._waiting.may_end_any_lease(request),
+                overdue=not running and self._program_scheduler.may_end_any_lease(request.request_id, now),
                 priority=request.priority if self._by_user_priority and not running else None,
             )
             free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leased_blocks

@@ -69,10 +69,7 @@ class PluginSettings:
     """For policies that refuse no requests: maximum seconds that a request waits until its program is placed
     on the device. After that, the request no longer waits for placement."""
     queue_patience_s: float = _LIMITS.queue_patience_s
-    """Seconds after which a waiting request gets privileges. A request without a program is then overdue: it
-    goes before requests that arrived later, and may end any lease. A request that admission has rejected for
-    this time is no longer overtaken. If a request without a program waits too, the rejected request is
-    admitted as soon as it fits."""
+    """Seconds after which a waiting request gets privileges (``SchedulerLimits.queue_patience_s``)."""
     max_programs: int = _LIMITS.max_programs
     tool_call_parser: str | None = None
     """Name of the vLLM tool parser that reads outputs first; a value of vLLM's ``--tool-call-parser``. If it

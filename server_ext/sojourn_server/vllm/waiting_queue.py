@@ -36,12 +36,8 @@ class PolicyRequestQueue(RequestQueue):
 
     A parked request is held back until ``rekey`` finds it in another state. The first gated request is
     admitted if ``owner.may_be_admitted``. If not, all gated requests wait until the next step
-    (``open_step``), and the queue returns only open requests. Once the rejected request ``blocks_queue``, it
-    stops all requests behind it. If a request without a program waits then, the queue returns the rejected
-    request nevertheless, and vLLM admits it if it fits.
-
-    An overdue request passes all requests that arrived after it, except preempted ones. Requests with and
-    without a program are then served by arrival, so that neither class starves the other.
+    (``open_step``), and the queue returns only open requests. A rejected request that ``blocks_queue`` stops
+    all requests behind it.
 
     ``bool`` is true if ``peek_request`` would return a request now, and false between ``close_step`` and
     ``open_step``. ``len`` counts all requests, so that the engine knows that it has work left.
@@ -58,11 +54,9 @@ class PolicyRequestQueue(RequestQueue):
         # A sorted list: an insertion moves pointers only, and a scan in order finds every answer.
         self._entries: list[_Entry] = []
         self._entry_of: dict[Request, _Entry] = {}
-        self._untracked: list[tuple[int, int, Request]] = []
-        """(Arrival, number of the entry, request) of the requests that have no program, sorted."""
         self._parked: dict[Request, None] = {}
         self._changes_s = math.inf
-        """Time before which no request's key changes by its wait."""
+        """Time before which no request's place changes by its wait."""
         self._pushes = 0
         self._admission_closed = False
         self._step_closed = False
@@ -70,8 +64,7 @@ class PolicyRequestQueue(RequestQueue):
 
     def open_step(self) -> None:
         """Start a step. Gated requests that were rejected may be admitted in it."""
-        self._admission_closed = False
-        self._step_closed = False
+        self._admission_closed = self._step_closed = False
         self._peeked = None
 
     def close_step(self) -> None:
@@ -82,23 +75,21 @@ class PolicyRequestQueue(RequestQueue):
         """Move each request whose long wait has changed its key to its new position."""
         if now < self._changes_s:
             return
-        for entry in [entry for entry in self._entries if entry.place.changes_s <= now]:
-            self.rekey(entry.request)
+        for entry in tuple(self._entries):
+            # A preempted request is overdue at once when another becomes so.
+            if entry.place.changes_s <= now or entry.request.status == RequestStatus.PREEMPTED:
+                self.rekey(entry.request)
         self._changes_s = min((entry.place.changes_s for entry in self._entries), default=math.inf)
 
     def add_request(self, request: Request) -> None:
         self.remove_request(request)
         place = self._owner.place(request)
-        if self._holds_kv:
-            place = place._replace(state=QueueState.OPEN, is_tracked=True)
-        if place.state is QueueState.PARKED:
+        if place.state is QueueState.PARKED and not self._holds_kv:
             self._parked[request] = None
             return
         self._pushes += 1
         entry = self._entry_of[request] = _Entry(place.key, self._pushes, request, place)
         insort(self._entries, entry)
-        if not place.is_tracked:
-            insort(self._untracked, (place.arrival, self._pushes, request))
         self._changes_s = min(self._changes_s, place.changes_s)
 
     def parked_requests(self) -> KeysView[Request]:
@@ -129,8 +120,6 @@ class PolicyRequestQueue(RequestQueue):
         entry = self._entry_of.pop(request, None)
         if entry is not None:
             del self._entries[bisect_left(self._entries, entry)]
-            if not entry.place.is_tracked:
-                del self._untracked[bisect_left(self._untracked, (entry.place.arrival, entry.number))]
         self._parked.pop(request, None)
         self._peeked = None
 
@@ -164,31 +153,16 @@ class PolicyRequestQueue(RequestQueue):
         """Return the ``most`` requests with the lowest keys, lowest first, without parked ones."""
         return [entry.request for entry in self._entries[:most]]
 
-    def overdue_request(self) -> Request | None:
-        """Return the oldest request without a program if it is overdue."""
-        if self._untracked and self._owner.is_overdue(self._untracked[0][2]):
-            return self._untracked[0][2]
-        return None
-
-    def gated_before_untracked(self, request: Request) -> bool:
-        """Return whether a request that this queue returned is gated, and untracked requests wait."""
-        entry = self._entry_of.get(request)
-        return entry is not None and entry.place.state is QueueState.GATED and bool(self._untracked)
-
     def _first(self) -> Request | None:
-        overdue = self.overdue_request()
-        passed_from = self._entry_of[overdue].place.arrival if overdue is not None else math.inf
         for _, _, request, place in self._entries:
-            if place.arrival > passed_from and request.status != RequestStatus.PREEMPTED:
-                continue
-            if place.state is QueueState.OPEN:
+            if place.state is QueueState.OPEN or self._holds_kv:
                 return request
             if self._admission_closed:
                 continue
             if self._owner.may_be_admitted(request):
                 return request
             if self._owner.blocks_queue(request):
-                return request if self._untracked else None
+                return None
             self._admission_closed = True
         return None
 
@@ -213,8 +187,8 @@ class WaitingQueueAdapter:
         """Id of a request that needs admission → (step of the last look-up, number of shared blocks). A block
         of its prompt is shared if other requests use it or leases pin it."""
         self._last_rejected: tuple[str, int] | None = None
-        """(Id of the request that admission rejected last, value of ``DemandForecaster.changes`` at
-        that time)."""
+        """(Id of the request that the admission policy rejected last, value of ``DemandForecaster.changes``
+        at that time)."""
 
     # -- the queue's questions ----------------------------------------------------
 
@@ -224,43 +198,38 @@ class WaitingQueueAdapter:
         by_priority = self._by_user_priority
         # With user priorities, vLLM orders preempted requests by arrival too.
         preempted = request.status == RequestStatus.PREEMPTED and not by_priority
-        place: QueuePlace | None = self._guarded(self._place_by_policy, request, preempted)
+        place: QueuePlace | None = self._guarded(self._place_by_policy, request.request_id, preempted)
         if place is None:
-            key = (-1.0 if preempted else 1.0, request.arrival_time)
-            place = QueuePlace(key, QueueState.OPEN, 0, True)
+            place = QueuePlace((-1.0 if preempted else 2.0, request.arrival_time), QueueState.OPEN)
         if by_priority:
-            # Admission by program would let an early program of low priority delay an important one. And a
-            # request of low priority may wait for ever, as in stock vLLM, so none becomes overdue.
-            return place._replace(key=(request.priority, *place.key), state=QueueState.OPEN, is_tracked=True)
-        if place.state is not QueueState.OPEN and self._is_transfer(request):
+            # Admission by program would let an early program of low priority delay an important one.
+            return place._replace(key=(request.priority, *place.key), state=QueueState.OPEN)
+        # In a pair, the other engine works on the same request and waits for this one. Elsewhere a client's
+        # ``kv_transfer_params`` must not let a request pass others.
+        if self._in_pair and isinstance(request.kv_transfer_params, Mapping):
             return place._replace(state=QueueState.OPEN)
         return place
 
-    def _place_by_policy(self, request: Request, preempted: bool) -> QueuePlace | None:
-        """Return the request's place by the queue order policy; ``None`` for an unknown request. The key
-        begins with 0, so that it compares with the keys of requests that have no place. Raises ``TypeError``
-        or ``ValueError`` for a key that does not compare with all others."""
-        place = self._program_scheduler.queue_place(request.request_id, preempted)
+    def _place_by_policy(self, request_id: str, preempted: bool) -> QueuePlace | None:
+        """Return the request's place; ``None`` for an unknown request. Raises ``TypeError`` or ``ValueError``
+        for a key that does not compare with all others."""
+        place = self._program_scheduler.queue_place(request_id, preempted)
         if place is None:
             return None
         key = tuple(map(float, place.key))
         if any(map(math.isnan, key)):
             raise ValueError(f"the queue order policy returned the key {place.key}; expected numbers")
-        return place._replace(key=(0.0, *key))
+        return place._replace(key=key)
 
     def may_be_admitted(self, request: Request) -> bool:
-        """Whether the admission policy accepts the request."""
-        return self._guarded(self._may_be_admitted, request) is not False
+        """Whether the admission policy accepts the request, or its rejection no longer counts."""
+        if self._guarded(self._accepts, request) is not False:
+            return True
+        return self._program_scheduler.passes_admission(request.request_id, self._clock())
 
     def blocks_queue(self, request: Request) -> bool:
         """Whether admission has rejected the request so long that later requests may not overtake it."""
-        # Programs then wait until the policy admits it, which may take until a long answer ends. If a request
-        # of no program waits, stock vLLM's rule decides.
         return self._program_scheduler.blocks_later_requests(request.request_id, self._clock())
-
-    def is_overdue(self, request: Request) -> bool:
-        """Whether a request without a program has waited too long."""
-        return self._program_scheduler.is_overdue(request.request_id, self._clock())
 
     # -- steps --------------------------------------------------------------------
 
@@ -321,24 +290,6 @@ class WaitingQueueAdapter:
         for request in self.loading():
             self.give_up_load(request, connector)
 
-    def may_end_any_lease(self, request: Request) -> bool:
-        """Return whether a waiting request that needs blocks may end any lease. It may in three cases:
-
-        - It is overdue.
-        - An overdue request waits behind it.
-        - Admission has rejected it so long that it is no longer overtaken, and an untracked request waits.
-
-        Otherwise it could wait for ever: for the lease of a program whose next request waits behind it. Such
-        a lease does not expire while that request waits. With user priorities, only the first case counts.
-        """
-        if self._program_scheduler.is_overdue(request.request_id, self._clock()):
-            return True
-        if self._by_user_priority:
-            return False  # nothing overtakes by the time it has waited
-        if self.queue.overdue_request() is not None:
-            return True  # the queue returns only requests that are served before the overdue one
-        return self.queue.gated_before_untracked(request) and self.blocks_queue(request)
-
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
         scheduler, parked = self._scheduler, self.queue.parked_requests()
@@ -353,15 +304,8 @@ class WaitingQueueAdapter:
         """Return whether the request waits because its program is not placed on the device."""
         return request in self.queue.parked_requests()
 
-    def _is_transfer(self, request: Request) -> bool:
-        """Return whether the other engine of a pair works on the same request and waits for this engine.
-
-        False if this engine is not in a pair, because a client's ``kv_transfer_params`` must not let a
-        request pass others.
-        """
-        return self._in_pair and isinstance(request.kv_transfer_params, Mapping)
-
-    def _may_be_admitted(self, request: Request) -> bool:
+    def _accepts(self, request: Request) -> bool:
+        """Whether the admission policy accepts the request."""
         running = bool(self._scheduler.running or self._admitted_loading())
         policy = self._program_scheduler.preset.admission
         rejected = (request.request_id, self._program_scheduler.forecaster.changes)
