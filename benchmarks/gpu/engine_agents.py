@@ -113,8 +113,8 @@ def server_of(arm: Arm, model: str, setup: Setup, cuda: bool, runner: str, log: 
     else:
         flags += [*CUDA_FLAGS, "--kv-cache-memory-bytes", str(pool_bytes + 64 * 2**20)]
         env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    flags += ["--kv-host-gib", str(arm.host * pool_bytes / GIB)]
     if arm.host:
-        flags += ["--kv-host-gib", str(arm.host * pool_bytes / GIB)]
         flags += ["--tier-backend", "vllm"] if arm.policy == "stock" else []
     if arm.disk:
         flags += [

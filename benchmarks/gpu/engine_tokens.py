@@ -105,7 +105,7 @@ def generate_tokens(arm: dict[str, Any], model: str, disk: str) -> dict[str, Any
         settings["additional_config"] = {"sojourn": {"strict": True, "policy": arm["policy"]}}
     asked = None
     if "host_blocks" in arm:
-        options = KvOffloadOptions(host_gib=arm["host_blocks"] * LOUD_BLOCK_BYTES / GIB)
+        options = KvOffloadOptions(host_gib=str(arm["host_blocks"] * LOUD_BLOCK_BYTES / GIB))
         if arm.get("disk"):
             options = replace(options, disk=disk, disk_gib=1.0)
         transfer = offload_transfer_config(options, cpu_build=not torch.cuda.is_available(), stock=False)

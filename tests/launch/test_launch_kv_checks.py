@@ -12,7 +12,7 @@ from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.launch.kv_checks import EngineFacts, check_host_memory, check_kv_offload, check_pair
 from sojourn_server.launch.kv_offload_options import GIB, KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
-from sojourn_server.launch.machine_memory import MachineMemory, read_memory
+from sojourn_server.launch.machine_memory import MachineMemory, read_memory, shares_memory_with_gpu
 from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
 
 WEIGHTS = "/models/a [('w', 1, 2)]"
@@ -32,7 +32,7 @@ def make_store(root: Path, name: str | None = None) -> DiskStore:
 
 
 def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS, **options: Any) -> list[str]:
-    wanted = KvOffloadOptions(host_gib=1e-6, disk=str(disk), disk_gib=1e-6, **options)
+    wanted = KvOffloadOptions(host_gib="1e-6", disk=str(disk), disk_gib=1e-6, **options)
     return check_kv_offload(wanted, EngineFacts(version, weights))
 
 
@@ -133,6 +133,37 @@ def test_memory_is_the_machines_or_its_control_groups(
     tmp_path: Path, member: str, groups: Any, expected: Any
 ) -> None:
     assert machine(tmp_path, member, groups) == expected
+
+
+def test_memory_limits_of_cgroup_v1_count_too(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/fs/cgroup/memory/a"
+    folder.mkdir(parents=True)
+    assert machine(tmp_path, "/", {}) == (1000, 800, False)
+    (tmp_path / "proc/self/cgroup").write_text("9:cpu:/b\n4:blkio,memory:/a\n0::/\n")
+    for name, text in {
+        "memory.limit_in_bytes": f"{500 * MIB}\n",
+        "memory.usage_in_bytes": f"{300 * MIB}\n",
+        "memory.stat": f"inactive_file 1\ntotal_inactive_file {100 * MIB}\n",
+    }.items():
+        (folder / name).write_text(text)
+    memory = read_memory(tmp_path)
+    assert (memory.total_bytes // MIB, memory.available_bytes // MIB) == (500, 300)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "shared"),
+    [
+        ("proc/driver/nvidia/gpus/0000:01:00.0/information", "Model: \t\t NVIDIA H200\nIRQ: 1\n", False),
+        ("proc/driver/nvidia/gpus/000f:01:00.0/information", "Model: \t\t NVIDIA GB10\n", True),
+        ("proc/device-tree/compatible", "nvidia,p3737\0nvidia,tegra234\0", True),
+        ("proc/device-tree/compatible", "raspberrypi\0", False),
+    ],
+)
+def test_whether_the_gpu_has_memory_of_its_own(tmp_path: Path, name: str, text: str, shared: bool) -> None:
+    assert not shares_memory_with_gpu(tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text(text)
+    assert shares_memory_with_gpu(tmp_path) is shared
 
 
 def test_this_machine_has_memory() -> None:

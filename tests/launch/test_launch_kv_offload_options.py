@@ -7,15 +7,22 @@ import json
 import pytest
 from sojourn_server.launch.kv_offload_options import CACHE_POLICY, KvOffloadOptions
 from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
 from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
 
 GIB = 1 << 30
 
 
-def build(*args, cpu=True, policy="continuum", environ=None, **tiers):
-    facts = LaunchEnvironment(python="/python", cpu_build=cpu, has_vllm_cli=True)
+def build(*args, cpu=True, policy="continuum", environ=None, facts=None, refusal="", role=None, **tiers):
+    facts = LaunchEnvironment(python="/python", cpu_build=cpu, has_vllm_cli=True, **(facts or {}))
     options = ServeOptions(
-        model="m", model_path="m", policy=policy, tiers=KvOffloadOptions(**tiers), engine_args=args
+        model="m",
+        model_path="m",
+        policy=policy,
+        tiers=KvOffloadOptions(**tiers),
+        pair=PrefillDecodeOptions(role=role, store="/s" if role else None),
+        model_refusal=refusal,
+        engine_args=args,
     )
     return build_command(options, facts, environ or {})
 
@@ -25,7 +32,7 @@ def config(command):
 
 
 def test_host_memory_alone():
-    command = build(host_gib=1.5)
+    command = build(host_gib="1.5")
     told = config(command)
     assert told["kv_connector_extra_config"] == {"host_bytes": GIB * 3 // 2}
     assert told["kv_load_failure_policy"] == "recompute"
@@ -43,21 +50,23 @@ def test_host_memory_alone():
     ],
 )
 def test_on_cuda_a_block_is_one_run_of_bytes_unless_vllm_may_have_to_split_it(args, layout):
-    assert config(build(*args, cpu=False, host_gib=1))["kv_connector_extra_config"].get("kv_layout") == layout
+    assert (
+        config(build(*args, cpu=False, host_gib="1"))["kv_connector_extra_config"].get("kv_layout") == layout
+    )
 
 
 @pytest.mark.parametrize(
     ("environ", "set_to"), [({}, "0"), ({"PYTHONHASHSEED": "random"}, "0"), ({"PYTHONHASHSEED": "7"}, None)]
 )
 def test_blocks_on_disk_need_hashes_that_stay(environ, set_to):
-    command = build(host_gib=1, disk="/d", disk_gib=10, environ=environ)
+    command = build(host_gib="1", disk="/d", disk_gib=10, environ=environ)
     extra = config(command)["kv_connector_extra_config"]
     assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB}
     assert command.env.get("PYTHONHASHSEED") == set_to
 
 
 def test_a_name_in_a_shared_directory_is_passed_on():
-    extra = config(build(host_gib=1, disk="/d", disk_gib=10, disk_name="b.2"))["kv_connector_extra_config"]
+    extra = config(build(host_gib="1", disk="/d", disk_gib=10, disk_name="b.2"))["kv_connector_extra_config"]
     assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB, "disk_name": "b.2"}
 
 
@@ -72,18 +81,18 @@ def test_a_name_in_a_shared_directory_is_passed_on():
     ],
 )
 def test_where_several_groups_are_not_supported_vllm_makes_one(args, options, expected):
-    assert ("--disable-hybrid-kv-cache-manager" in build(*args, host_gib=1, **options).argv) is expected
+    assert ("--disable-hybrid-kv-cache-manager" in build(*args, host_gib="1", **options).argv) is expected
 
 
 def test_vllms_own_connector_keeps_outputs_too():
-    told = config(build(host_gib=2, backend="vllm", cpu=False))
+    told = config(build(host_gib="2", backend="vllm", cpu=False))
     assert told["kv_connector"] == "OffloadingConnector"
     extra = {"cpu_bytes_to_use": 2 * GIB, "offload_prompt_only": False}
     assert told["kv_connector_extra_config"] == {**extra, **CACHE_POLICY}
 
 
 def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
-    told = config(build(host_gib=2, backend="vllm", cpu=False, policy="stock"))
+    told = config(build(host_gib="2", backend="vllm", cpu=False, policy="stock"))
     assert not told["kv_connector_extra_config"].keys() & CACHE_POLICY.keys()
 
 
@@ -92,19 +101,27 @@ def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
     [
         ({"disk": "/d", "disk_gib": 1}, "--kv-host-gib"),
         ({"backend": "vllm"}, "--kv-host-gib"),
-        ({"host_gib": 1, "disk": "/d"}, "--kv-disk-gib"),
-        ({"host_gib": 1, "disk_gib": 1}, "--kv-disk-gib"),
-        ({"host_gib": 0}, "--kv-host-gib is 0"),
-        ({"host_gib": float("nan")}, "--kv-host-gib is nan"),
-        ({"host_gib": 1, "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
-        ({"host_gib": 1, "disk_name": "a"}, "give --kv-disk and --kv-disk-gib too"),
-        ({"host_gib": 1, "disk": "/d", "disk_gib": 1, "disk_name": "../x"}, r"--kv-disk-name is '../x'; exp"),
-        ({"host_gib": 1, "disk": "/d", "disk_gib": 1, "disk_name": ""}, "--kv-disk-name is ''"),
-        ({"host_gib": 1, "disk": "/d", "disk_gib": 1, "disk_name": "x" * 65}, "at most 64"),
-        ({"host_gib": 1, "backend": "lmcache"}, "expected sojourn or vllm"),
-        ({"host_gib": 1, "backend": "vllm"}, "needs CUDA"),
-        ({"host_gib": 1, "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),
-        ({"host_gib": 1, "policy": "stock"}, "choose a policy"),
+        ({"host_gib": "1", "disk": "/d"}, "--kv-disk-gib"),
+        ({"host_gib": "1", "disk_gib": 1}, "--kv-disk-gib"),
+        ({"host_gib": "0", "disk": "/d", "disk_gib": 1}, "give --kv-host-gib"),
+        ({"host_gib": "nan"}, "--kv-host-gib is nan"),
+        ({"host_gib": "-1"}, "--kv-host-gib is -1"),
+        ({"host_gib": "much"}, "--kv-host-gib is 'much'; expected GiB, auto or 0"),
+        ({"host_gib": "auto", "backend": "vllm"}, "expected a size in GiB"),
+        ({"host_gib": "auto", "policy": "stock"}, "choose a policy"),
+        ({"host_gib": "auto", "role": "decode"}, "both set the place of KV"),
+        ({"host_gib": "1", "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
+        ({"host_gib": "1", "disk_name": "a"}, "give --kv-disk and --kv-disk-gib too"),
+        (
+            {"host_gib": "1", "disk": "/d", "disk_gib": 1, "disk_name": "../x"},
+            r"--kv-disk-name is '../x'; exp",
+        ),
+        ({"host_gib": "1", "disk": "/d", "disk_gib": 1, "disk_name": ""}, "--kv-disk-name is ''"),
+        ({"host_gib": "1", "disk": "/d", "disk_gib": 1, "disk_name": "x" * 65}, "at most 64"),
+        ({"host_gib": "1", "backend": "lmcache"}, "expected sojourn or vllm"),
+        ({"host_gib": "1", "backend": "vllm"}, "needs CUDA"),
+        ({"host_gib": "1", "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),
+        ({"host_gib": "1", "policy": "stock"}, "choose a policy"),
     ],
 )
 def test_what_cannot_be_served_is_refused(options, said):
@@ -114,9 +131,66 @@ def test_what_cannot_be_served_is_refused(options, said):
 
 def test_host_memory_without_prefix_caching_is_refused():
     with pytest.raises(InvalidOption, match=r"--no-enable-prefix-caching: .*; leave out .* or --kv-host-gib"):
-        build("--no-enable-prefix-caching", host_gib=1)
+        build("--no-enable-prefix-caching", host_gib="1")
 
 
 def test_two_connectors_are_refused():
     with pytest.raises(InvalidOption, match="either that flag or --kv-host-gib"):
-        build("--kv-transfer-config", "{}", host_gib=1)
+        build("--kv-transfer-config", "{}", host_gib="1")
+
+
+HAS = {"available_bytes": 100 * GIB}
+
+
+@pytest.mark.parametrize(
+    ("args", "gib"),
+    [
+        ((), 50),
+        (("--data-parallel-size", "5"), 10),
+        (("-dp", "8", "-dpl=2", "-tp", "4"), 25),
+        (("-tp", "4"), 50),
+        (("-pp", "2"), 50),
+    ],
+)
+def test_on_cuda_an_engine_takes_its_part_of_half_of_the_free_memory(args, gib):
+    command = build(*args, cpu=False, facts=HAS)
+    extra = config(command)["kv_connector_extra_config"]
+    assert extra == {"host_bytes": "auto", "host_bytes_max": gib * GIB, "kv_layout": "BLHNC"}
+    assert "--disable-hybrid-kv-cache-manager" not in command.argv
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "line"),
+    [
+        ((), {"cpu": True}, None),
+        ((), {"host_gib": "0"}, None),
+        ((), {"host_gib": "0.0", "role": "decode"}, None),
+        ((), {"policy": "stock"}, None),
+        ((), {"role": "prefill"}, None),
+        (("--kv-transfer-config.kv_connector", "NixlConnector"), {}, None),
+        (("--kv-offloading-size=8",), {}, None),
+        ((), {"facts": {**HAS, "unified_memory": True}}, "the GPU's memory is this machine's"),
+        (("--no-enable-prefix-caching",), {}, "block hashes of prefix caching"),
+        ((), {"environ": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "expandable_segments"),
+        ((), {"refusal": "m keeps a state"}, "m keeps a state"),
+        ((), {"refusal": "m keeps a state", "host_gib": "auto", "cpu": True}, "m keeps a state"),
+    ],
+)
+def test_where_auto_is_no_host_memory_a_line_says_why(args, options, line):
+    command = build(*args, **{"cpu": False, "facts": HAS, **options})
+    assert "SojournConnector" not in " ".join(command.argv)
+    said = [text for text in command.warnings if text.startswith("no host memory for KV")]
+    assert [line in text for text in said] == [True] * (line is not None)
+
+
+@pytest.mark.parametrize("options", [{"cpu": True}, {"cpu": False, "facts": {**HAS, "unified_memory": True}}])
+def test_auto_can_be_given_where_host_memory_is_the_devices_memory(options):
+    extra = config(build(host_gib="auto", **{"facts": HAS, **options}))["kv_connector_extra_config"]
+    assert extra["host_bytes"] == "auto"
+
+
+def test_a_disk_alone_gets_host_memory_by_default_on_cuda():
+    extra = config(build(cpu=False, facts=HAS, disk="/d", disk_gib=1, refusal="x"))[
+        "kv_connector_extra_config"
+    ]
+    assert (extra["host_bytes"], extra["disk"]) == ("auto", "/d")

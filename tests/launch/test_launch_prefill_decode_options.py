@@ -105,7 +105,7 @@ def test_each_engine_of_a_node_has_a_name_in_the_store(node, args, expected):
         ({"listen": "nixl:h:1"}, "--kv-listen: .*NIXL is not built in"),
         ({"node": " "}, "--kv-node is ' '"),
         (
-            {"tiers": KvOffloadOptions(host_gib=1)},
+            {"tiers": KvOffloadOptions(host_gib="1")},
             "--role prefill and --kv-host-gib both set the place of KV",
         ),
     ],

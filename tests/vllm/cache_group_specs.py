@@ -28,6 +28,16 @@ def state_spec() -> Any:
     return MambaSpec(block_size=BLOCK, shapes=(shape,), dtypes=(torch.bfloat16,), mamba_cache_mode="align")
 
 
+def chunk_spec() -> Any:
+    """Layers whose tokens attend to their chunk of ``WINDOW`` tokens."""
+    import torch
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return ChunkedLocalAttentionSpec(
+        block_size=BLOCK, num_kv_heads=8, head_size=128, dtype=torch.bfloat16, attention_chunk_size=WINDOW
+    )
+
+
 MORE_GROUPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "a window": lambda: (window_spec(),),
     "a state": lambda: (state_spec(),),

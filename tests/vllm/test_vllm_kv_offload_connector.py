@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cache_group_specs import WINDOW, window_spec
+from cache_group_specs import WINDOW, chunk_spec, window_spec
 from sojourn_server.metrics.live_frame import ProgramRow
 
 BLOCK_TOKENS = 16
@@ -562,6 +562,87 @@ def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, m
     extra["host_bytes"] += 1
     with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
         KVOffloadSettings.read(scheduler.vllm_config, caches)
+
+
+# -- host memory under "auto" ----------------------------------------------------------
+
+
+@pytest.fixture
+def make_auto_engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes an engine whose host memory is ``auto``, at most ``most`` blocks."""
+    from sojourn_server.simulator import simulated_engine, tier_transfers
+
+    def make(policy: str, *, most: int, **options: Any) -> Any:
+        def config(options: Any, page_bytes: int) -> Any:
+            transfer = tier_transfers.tier_transfer_config(most, page_bytes, 0)
+            extra = transfer.kv_connector_extra_config
+            extra |= {"host_bytes": "auto", "host_bytes_max": extra["host_bytes"]}
+            return transfer
+
+        monkeypatch.setattr(simulated_engine, "_transfer_config", config)
+        return make_engine(policy, blocks=41, max_model_len=640, **options)
+
+    return make
+
+
+@pytest.mark.parametrize(("most", "blocks"), [(1000, 4 * 41), (60, 60)])
+def test_auto_is_four_times_the_device_or_what_is_free(
+    make_auto_engine: Any, most: int, blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="vllm.sojourn"):
+        engine = make_auto_engine("continuum", most=most)
+    (line,) = [one.getMessage() for one in caplog.records if "(auto)" in one.getMessage()]
+    assert ("4 times" if most == 1000 else "half of the memory") in line
+    assert engine.ask("capabilities")["tiers"]["host"]["blocks"] == blocks
+    turn(engine, "a1", prompt(1, 480), "A")
+    turn(engine, "b1", prompt(2, 480), "B")
+    assert turn(engine, "a2", [*prompt(1, 480), *prompt(3, 40)], "A")[0].loads["a2"]
+
+
+@pytest.mark.parametrize("why", ["too little memory", "an unsupported model"])
+def test_an_engine_without_host_memory_starts_under_auto_and_says_why(
+    make_auto_engine: Any, why: str
+) -> None:
+    from sojourn_server.vllm.plugin_settings import SettingsError
+
+    shape: dict[str, Any] = {"most": 100, "other_groups": (chunk_spec(),)}
+    said = "this model has 2 groups of KV caches"
+    if why == "too little memory":
+        shape, said = {"most": 0}, "host_bytes_max (--kv-host-gib auto) is 0"
+    engine = make_auto_engine("continuum", **shape)
+    tiers = engine.ask("capabilities")["tiers"]
+    assert (tiers["on"], tiers["host"]["blocks"]) == (False, 0)
+    assert said in tiers["off_because"]
+    for request_id in ("a1", "a2"):
+        assert not turn(engine, request_id, prompt(1, 240), "A")[0].loads
+    with pytest.raises(SettingsError, match="the engine has no host memory for KV"):
+        make_auto_engine("mori", settings={"allow_missing_tiers": False}, **shape)
+
+
+def test_a_worker_that_cannot_have_host_memory_turns_it_off_before_the_first_request(
+    make_auto_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sojourn_server.vllm import kv_offload_connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    def cannot_pin(*args: Any) -> Any:
+        raise RuntimeError("CUDA cannot pin 1 GiB")
+
+    engine = make_auto_engine("continuum", most=100)
+    scheduler = engine.scheduler
+    worker = kv_offload_connector.SojournConnector(
+        scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
+    )
+    monkeypatch.setattr(kv_offload_connector, "open_device_backend", cannot_pin)
+    worker.register_kv_caches({})
+    scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+    tiers = engine.ask("capabilities")["tiers"]
+    assert (tiers["on"], tiers["off_because"]) == (False, "CUDA cannot pin 1 GiB")
+    turn(engine, "a1", prompt(1, 480), "A")
+    engine.add("a2", prompt(1, 480), program_id="A")
+    worker.handle_preemptions(engine.plan().kv_connector_metadata)
+    assert worker.build_connector_worker_meta() is None
+    assert worker.get_finished(set()) == (None, None)
 
 
 def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None:

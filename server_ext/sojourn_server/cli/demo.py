@@ -267,8 +267,8 @@ def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str,
     policy = options.policy
     if name == "stock":
         policy = "stock"
-    elif options.kv_host_gib is not None:
-        flags = (*flags, "--kv-host-gib", str(options.kv_host_gib))
+    else:
+        flags = (*flags, "--kv-host-gib", str(options.kv_host_gib or 0))
     last_stage = ""
 
     def progress(seconds: float, stage: str) -> None:

@@ -21,7 +21,7 @@ from ..launch.kv_checks import EngineFacts, check_kv_offload, check_pair
 from ..launch.kv_offload_options import KvOffloadOptions
 from ..launch.launch_environment import detect_launch_environment
 from ..launch.launch_errors import InvalidOption
-from ..launch.model_config import check_layers, read_model_config
+from ..launch.model_config import check_layers, connector_refusal, read_model_config
 from ..launch.prefill_decode_options import PrefillDecodeOptions
 from ..launch.serve_command import (
     ONE_GROUP,
@@ -104,6 +104,7 @@ def serve(
     model_path = str(model_directory(model)) if is_local else model
     tiers = KvOffloadOptions(**_fields_of(KvOffloadOptions, options))
     pair = PrefillDecodeOptions(**_fields_of(PrefillDecodeOptions, options))
+    config = _model_config(model_path, EngineFlags.read(engine_args))
     is_printed = False
     try:
         command = build_command(
@@ -112,6 +113,7 @@ def serve(
                 model=model,
                 model_path=model_path,
                 reads_hidden_states=_uses_hidden_states(options),
+                model_refusal=connector_refusal(model_path, config) if config is not None else "",
                 extra=settings,
                 tiers=tiers,
                 pair=pair,
@@ -123,7 +125,8 @@ def serve(
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.flags, role))
-        _print_notes(_check_model(model_path, command.flags, role))
+        if config is not None and command.flags.kv_connector() in OWN_CONNECTORS:
+            _print_notes(_check_model(model_path, config, command.flags, role))
         address = listen_address(command.flags)
         if dry_run:  # before the checks of this machine, since the command may be for another one
             sys.stdout.write(command.as_shell() + "\n")
@@ -131,8 +134,8 @@ def serve(
         if tiers.any:
             _print_notes(check_kv_offload(tiers, _engine_facts(model_path, command.flags)))
         if pair.any:
-            config = json.loads(command.flags.value("--kv-transfer-config") or "{}")
-            name = config["kv_connector_extra_config"]["store_name"]
+            transfer = json.loads(command.flags.value("--kv-transfer-config") or "{}")
+            name = transfer["kv_connector_extra_config"]["store_name"]
             _print_notes(check_pair(pair, name, _engine_facts(model_path, command.flags)))
         if dry_run:
             return
@@ -241,14 +244,16 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
         raise CliError(message, next_step) from None
 
 
-def _check_model(model_path: str, flags: EngineFlags, role: str | None) -> list[str]:
-    """Return notes for the user about a model whose configuration is on this machine. Raises
-    ``InvalidOption`` for a model whose kind of layers sojourn's KV connectors do not support."""
-    if flags.kv_connector() not in OWN_CONNECTORS:
-        return []
-    config = read_model_config(model_path, flags.value("--revision"))
-    if config is None or any(map(flags.has, ("--hf-overrides", "--hf-config-path"))):
-        return []
+def _model_config(model_path: str, flags: EngineFlags) -> dict[str, Any] | None:
+    """Return the model's configuration; ``None`` if this machine does not have it or flags change it."""
+    if any(map(flags.has, ("--hf-overrides", "--hf-config-path"))):
+        return None
+    return read_model_config(model_path, flags.value("--revision"))
+
+
+def _check_model(model_path: str, config: dict[str, Any], flags: EngineFlags, role: str | None) -> list[str]:
+    """Return notes for the user about a model. Raises ``InvalidOption`` for a model whose kind of layers
+    sojourn's KV connectors do not support."""
     next_step = (
         "serve it without --kv-host-gib and --kv-disk, under a policy that needs neither, such as continuum; "
         "on CUDA, --tier-backend vllm works too"

@@ -143,6 +143,7 @@ _SHORT_FLAGS = {
     "-cc": "--compilation-config",
     "-dp": "--data-parallel-size",
     "-dpe": "--data-parallel-external-lb",
+    "-dpl": "--data-parallel-size-local",
     "-dpm": "--data-parallel-multi-port-external-lb",
     "-dpn": "--data-parallel-rank",
     "-pp": "--pipeline-parallel-size",

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..kv_offload.store_folder import IncompatibleStore, StoreInUse, check_stores
-from .kv_offload_options import GIB, KvOffloadOptions
+from .kv_offload_options import GIB, KvOffloadOptions, host_size_gib
 from .launch_errors import InvalidOption
 from .machine_memory import MachineMemory, read_memory
 from .prefill_decode_options import PrefillDecodeOptions
@@ -35,8 +35,9 @@ def check_kv_offload(options: KvOffloadOptions, engine: EngineFacts) -> list[str
     that the engine will surely reject. ``options``: accepted by ``offload_transfer_config``. The check takes
     no lock and writes nothing."""
     notes = []
-    if options.host_gib is not None:
-        notes += check_host_memory(options.host_gib, read_memory(), "--kv-host-gib")
+    host_gib = host_size_gib(options.host_gib)
+    if host_gib is not None:
+        notes += check_host_memory(host_gib, read_memory(), "--kv-host-gib")
     if options.disk is not None:
         check_store(DISK_FLAG, options.disk, options.disk_name, engine)
     return notes

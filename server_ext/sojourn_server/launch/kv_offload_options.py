@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..kv_offload.store_folder import is_store_name
-from .engine_flags import own_flag
+from .engine_flags import EngineFlags, own_flag, parallel_size
 from .launch_errors import InvalidOption
 
 GIB = 1 << 30
+AUTO = "auto"
+"""Value of ``--kv-host-gib``: ``auto_host_bytes``, of which the engine takes four times its device's KV."""
 BACKENDS = ("sojourn", "vllm")
 OFFLOAD_CONNECTOR = "SojournConnector"
 OFFLOAD_CONNECTOR_MODULE = "sojourn_server.vllm.kv_offload_connector"
@@ -31,7 +33,12 @@ supports this one."""
 class KvOffloadOptions:
     """Options of KV offload to host memory and disk. An option that is not given is ``None``."""
 
-    host_gib: float | None = own_flag("--kv-host-gib", "Host memory for KV evicted from the device, GiB")
+    host_gib: str | None = own_flag(
+        "--kv-host-gib",
+        "Host memory for KV evicted from the device: GiB, 0 or auto: four times the device's KV, at most "
+        "half of the free memory",
+        shown_default="auto on CUDA, else 0",
+    )
     disk: str | None = own_flag(
         "--kv-disk", "Directory for KV evicted from host memory; made if it is missing", is_path=True
     )
@@ -51,19 +58,47 @@ class KvOffloadOptions:
         return self != KvOffloadOptions()
 
 
+def host_size_gib(host_gib: str | None) -> float | None:
+    """Return the size that ``--kv-host-gib`` gives, 0 included; ``None`` if the flag is missing or ``auto``.
+    Raises ``InvalidOption``."""
+    if host_gib is None or host_gib == AUTO:
+        return None
+    try:
+        gib = float(host_gib)
+    except ValueError:
+        raise InvalidOption(f"--kv-host-gib is {host_gib!r}; expected GiB, {AUTO} or 0") from None
+    if gib != 0:
+        check_size("--kv-host-gib", gib)
+    return gib
+
+
+def auto_host_bytes(available_bytes: int, flags: EngineFlags) -> int:
+    """Return the most host memory that each engine of a command takes under ``auto``: half of the available
+    memory, divided among the data parallel ranks. Workers of one engine share its part."""
+    local = "--data-parallel-size-local"
+    ranks = parallel_size(flags, local if flags.has(local) else "--data-parallel-size")
+    return available_bytes // 2 // max(1, ranks)
+
+
 def offload_transfer_config(
-    options: KvOffloadOptions, *, cpu_build: bool, stock: bool, block_tokens: str | None = None
+    options: KvOffloadOptions,
+    *,
+    cpu_build: bool,
+    stock: bool,
+    block_tokens: str | None = None,
+    auto_bytes: int = 0,
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption`` for options that
     are wrong, incomplete or impossible on this engine. ``cpu_build``: whether the engine is vLLM's CPU build.
-    ``stock``: whether the policy is ``stock``. ``block_tokens``: value of ``--block-size``, if given."""
+    ``stock``: whether the policy is ``stock``. ``block_tokens``: value of ``--block-size``, if given.
+    ``auto_bytes``: result of ``auto_host_bytes``."""
     if options.backend not in BACKENDS:
         raise InvalidOption(f"--tier-backend is {options.backend!r}; expected {' or '.join(BACKENDS)}")
-    if options.host_gib is None:
+    host_gib = host_size_gib(options.host_gib)
+    if not host_gib and options.host_gib != AUTO:
         raise InvalidOption(
             "tiers below the device need host memory, which also fills the disk: give --kv-host-gib"
         )
-    check_size("--kv-host-gib", options.host_gib)
     if (options.disk is None) != (options.disk_gib is None):
         raise InvalidOption("--kv-disk and --kv-disk-gib go together: give the directory and its capacity")
     if options.disk_name is not None and options.disk is None:
@@ -75,8 +110,11 @@ def offload_transfer_config(
             f"--kv-disk-name is {options.disk_name!r}; expected letters, digits, '.', '_' and '-', at most "
             "64, the first a letter or digit"
         )
-    host_bytes = int(options.host_gib * GIB)
     if options.backend == "vllm":
+        if host_gib is None:
+            raise InvalidOption(
+                "--kv-host-gib is auto; expected a size in GiB, which vLLM's own connector needs"
+            )
         if options.disk is not None:
             raise InvalidOption(
                 "--kv-disk is for --tier-backend sojourn; vLLM's own connector has host memory only"
@@ -90,7 +128,7 @@ def offload_transfer_config(
             "kv_role": "kv_both",
             # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
             "kv_connector_extra_config": {
-                "cpu_bytes_to_use": host_bytes,
+                "cpu_bytes_to_use": int(host_gib * GIB),
                 "offload_prompt_only": False,
                 **({} if stock else CACHE_POLICY),
             },
@@ -99,7 +137,9 @@ def offload_transfer_config(
         raise InvalidOption(
             "--tier-backend sojourn needs our scheduler: choose a policy, for example observe"
         )
-    extra: dict[str, Any] = {"host_bytes": host_bytes}
+    extra: dict[str, Any] = {"host_bytes": AUTO, "host_bytes_max": auto_bytes}
+    if host_gib is not None:
+        extra = {"host_bytes": int(host_gib * GIB)}
     if not cpu_build and not _may_be_split(block_tokens):
         extra["kv_layout"] = CUDA_LAYOUT
     if options.disk is not None and options.disk_gib is not None:

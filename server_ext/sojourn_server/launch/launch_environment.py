@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ..vllm.compat import SELECTABLE_PLUGIN_GROUPS, is_cpu_build
+from .machine_memory import read_memory, shares_memory_with_gpu
 from .serve_command import PLUGIN_NAME, LaunchEnvironment
 
 
@@ -28,6 +29,8 @@ def detect_launch_environment() -> LaunchEnvironment:
         hostname=socket.gethostname(),
         cpus=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
         memory_nodes=count_memory_nodes(),
+        available_bytes=read_memory().available_bytes,
+        unified_memory=shares_memory_with_gpu(),
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
     )
 

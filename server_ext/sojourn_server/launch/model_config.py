@@ -32,26 +32,40 @@ def read_model_config(model: str, revision: str | None = None) -> dict[str, Any]
     return config if isinstance(config, dict) else None
 
 
+def _text_layers(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
+    """Return (the part of the configuration that describes the language model, its kinds of layers)."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config  # only multimodal models have a ``text_config``
+    types = text.get("layer_types", text.get("layers_block_type"))
+    return text, {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
+
+
+def connector_refusal(model: str, config: Mapping[str, Any]) -> str:
+    """Return why sojourn's KV connectors do not support the model; empty if its configuration says nothing
+    against it."""
+    if _text_layers(config)[1] & _STATE_LAYERS:
+        return (
+            f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
+            "sojourn's KV connectors support attention alone"
+        )
+    if config.get("is_encoder_decoder") is True:
+        return f"{model} has an encoder and a decoder; vLLM's KV connectors support decoders alone"
+    return ""
+
+
 def check_layers(
     model: str, config: Mapping[str, Any], next_step: str, *, in_one_group: bool = True
 ) -> list[str]:
     """Check that sojourn's KV connectors support the KV caches of all layers that the configuration lists.
-    Return notes for the user. Raises ``InvalidOption`` for layers that keep a state.
+    Return notes for the user. Raises ``InvalidOption`` for other models.
 
     ``next_step``: what the user can do; part of the error. ``in_one_group``: whether layers with sliding
     windows and with full attention share a KV cache group.
     """
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config  # only multimodal models have a ``text_config``
-    types = text.get("layer_types", text.get("layers_block_type"))
-    kinds = {kind for kind in types if isinstance(kind, str)} if isinstance(types, list) else set()
-    if kinds & _STATE_LAYERS:
-        raise InvalidOption(
-            f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
-            "sojourn's KV connectors support attention alone, so the engine would refuse the model once it "
-            "is loaded",
-            next_step,
-        )
+    refusal = connector_refusal(model, config)
+    if refusal:
+        raise InvalidOption(f"{refusal}, so the engine would refuse the model once it is loaded", next_step)
+    text, kinds = _text_layers(config)
     windows = any("sliding" in kind or "chunked" in kind for kind in kinds) and len(kinds) > 1
     if in_one_group and (windows or (not kinds and "sliding_window_pattern" in text)):
         return [

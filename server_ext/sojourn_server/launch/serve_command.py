@@ -19,9 +19,12 @@ from ..policies.preset_store import DEFAULT_PRESET
 from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
 from .engine_flags import EngineFlags, engine_workers, flag_name, own_flag, parallel_size
 from .kv_offload_options import (
+    AUTO,
     OFFLOAD_CONNECTOR,
     KvOffloadOptions,
+    auto_host_bytes,
     hash_seed_environment,
+    host_size_gib,
     offload_transfer_config,
 )
 from .launch_errors import InvalidOption
@@ -99,6 +102,10 @@ class LaunchEnvironment:
     shared_memory_bytes: int | None = None
     """Free bytes of ``/dev/shm``; ``None`` if it is not there."""
     hostname: str = "localhost"
+    available_bytes: int | None = None
+    """Memory that the engine may use; ``None`` if it is not known."""
+    unified_memory: bool = False
+    """Whether the GPU has no memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +153,8 @@ class ServeOptions:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further plugin settings: keys of ``additional_config.sojourn``."""
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
+    model_refusal: str = ""
+    """Why sojourn's connectors do not support the model; empty if they do, or if that is not known yet."""
     pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
     chat_template: str | None = None
     """Chat template file; set only for the models that sojourn makes (``tiny``, ``smol``). If it is set, the
@@ -186,6 +195,8 @@ def build_command(
     """Return the engine's command for ``options``. ``facts``: properties of the machine. ``environ``: the
     caller's environment. Raises ``InvalidOption`` for options, flags or files that cannot be used."""
     flags = EngineFlags.read(options.engine_args)
+    tiers, no_host = _host_by_default(options, flags, facts, environ)
+    options = replace(options, tiers=tiers)
     env: dict[str, str] = {}
     added: list[str] = []
 
@@ -237,6 +248,7 @@ def build_command(
             cpu_build=facts.cpu_build,
             stock=stock,
             block_tokens=flags.value("--block-size"),
+            auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
         )
         added += ["--kv-transfer-config", json.dumps(config)]
         if options.tiers.disk is not None:
@@ -252,7 +264,8 @@ def build_command(
         added += ["--kv-transfer-config", json.dumps(config)]
         env.update(hash_seed_environment(environ))
     stages = parallel_size(flags, "--pipeline-parallel-size")
-    on_host_alone = options.tiers.any and options.tiers.disk is None and stages <= 1
+    # Under auto the engine does without host memory rather than change the model's groups.
+    on_host_alone = tiers.any and tiers.disk is None and (stages <= 1 or tiers.host_gib == AUTO)
     if replace(flags, args=(*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
         default(ONE_GROUP)
@@ -292,8 +305,39 @@ def build_command(
         flags=flags,
         # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
-        warnings=_warnings(options, flags, facts, environ),
+        warnings=(*no_host, *_warnings(options, flags, facts, environ)),
     )
+
+
+def _host_by_default(
+    options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
+) -> tuple[KvOffloadOptions, list[str]]:
+    """Return (the options of host memory and disk, in which a missing ``--kv-host-gib`` is ``auto`` on CUDA;
+    a line that says why ``auto`` means no host memory, if so). A disk fails like any other option."""
+    tiers, line = options.tiers, "no host memory for KV (--kv-host-gib auto): {}"
+    if host_size_gib(tiers.host_gib) == 0:
+        return replace(tiers, host_gib=None), []
+    if tiers.host_gib is None:
+        on_cuda = not facts.cpu_build and facts.available_bytes is not None
+        is_other = options.policy == STOCK_POLICY or options.pair.any or tiers.backend == "vllm"
+        if not on_cuda or is_other or any(map(flags.has, _OTHER_PLACES_OF_KV)):
+            return tiers, []
+        if facts.unified_memory and tiers.disk is None:
+            return tiers, [line.format("the GPU's memory is this machine's; give a size if you want some")]
+    elif tiers.host_gib != AUTO:
+        return tiers, []
+    why = options.model_refusal
+    if flags.is_set("--no-enable-prefix-caching"):
+        why = _EXCLUDED_WITH_PREFILL_DECODE["--no-enable-prefix-caching"]
+    elif "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        why = "vLLM allows no KV connector with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+    if why and tiers.disk is None:
+        return replace(tiers, host_gib=None), [line.format(why)]
+    return replace(tiers, host_gib=AUTO), []
+
+
+_OTHER_PLACES_OF_KV = ("--kv-transfer-config", "--kv-offloading-size")
+"""Flags of vLLM that set a KV connector."""
 
 
 def policy_settings(

@@ -26,6 +26,10 @@ class ConnectorOptions:
     def __contains__(self, name: str) -> bool:
         return name in self._given
 
+    def is_auto(self, name: str) -> bool:
+        """Return whether the option's value is ``auto``."""
+        return bool(self._given.get(name) == "auto")
+
     def text(self, name: str, expected: str) -> str:
         value = self._given.get(name)
         if not isinstance(value, str) or not value:

@@ -46,13 +46,13 @@ def host_s_per_token(
 
 def connector_name(scheduler: Scheduler) -> str | None:
     """Return the name of the engine's KV connector; ``None`` without a connector. For a subclass of
-    ``SojournConnector``, the name is ``SojournConnector``."""
+    ``SojournConnector``, the name is ``SojournConnector``, or ``None`` if it has no host memory."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:
         return None
-    return (
-        SojournConnector.__name__ if isinstance(connector, SojournConnector) else str(transfer.kv_connector)
-    )
+    if isinstance(connector, SojournConnector):
+        return SojournConnector.__name__ if connector.settings.host_slots else None
+    return str(transfer.kv_connector)
 
 
 def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:

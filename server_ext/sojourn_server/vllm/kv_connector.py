@@ -173,9 +173,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         off. ``PathsConnector`` cancels the transfers that requests wait for."""
         raise NotImplementedError
 
-    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT]:
-        """Return a new worker. ``kv_caches``: the engine's KV tensors by layer, in forward pass order. Raises
-        ``UnsupportedKvCaches``."""
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT] | None:
+        """Return a new worker; ``None`` if the connector needs none. ``kv_caches``: the engine's KV tensors
+        by layer, in forward pass order. Raises ``UnsupportedKvCaches``."""
         raise NotImplementedError
 
     def _begin_step(self, orders: StepOrders[JobsT]) -> None:

@@ -19,6 +19,9 @@ GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 """Names of the KV cache spec classes of vLLM that the host memory tier supports together in one model."""
 
 
+NO_CONTEXTS = "no layer of this model has full attention, and a request frees blocks behind its window"
+
+
 def check_prefix_caching(vllm_config: VllmConfig) -> None:
     """Raise ``SettingsError`` if requests have no block hashes. The connectors find KV by these hashes."""
     if vllm_config.cache_config.enable_prefix_caching is False:
@@ -67,6 +70,16 @@ def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
         for group in kv_cache_config.kv_cache_groups
         for each in layer_specs(group.kv_cache_spec)
     )
+
+
+def check_auto(kv_cache_config: KVCacheConfig) -> None:
+    """Raise ``SettingsError`` where ``auto`` gives no host memory, although a size given by hand does."""
+    from .compat import current_platform
+
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        raise SettingsError("auto is for CUDA and CPUs; set a size with --kv-host-gib")
+    if not keeps_contexts(kv_cache_config):
+        raise SettingsError(NO_CONTEXTS)
 
 
 def check_transfers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

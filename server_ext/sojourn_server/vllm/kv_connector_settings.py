@@ -5,7 +5,9 @@ Bytes are those of all workers of the engine together. An option without a defau
 ``SojournConnector``, for host memory and disk:
 
 option               meaning
-host_bytes           host memory for blocks
+host_bytes           host memory for blocks; "auto": four times the device's KV, at most host_bytes_max. An
+                     engine that supports no host memory then starts without it
+host_bytes_max       only and always with "auto"
 disk, disk_bytes     directory of the blocks on disk, and its budget in bytes; both or none. Default: no disk
 disk_name            name of this engine's store in ``disk``. If given, stores with other names are read too
 max_stage_wait_s     maximum seconds that a request waits for the disk; default: 10
@@ -61,6 +63,7 @@ from .connector_options import ConnectorOptions
 from .kv_cache_groups import stored_block_bytes
 from .kv_connector_checks import (
     check_adapters,
+    check_auto,
     check_context_parallel,
     check_groups,
     check_hash_seed,
@@ -79,7 +82,12 @@ if TYPE_CHECKING:
 
 ROLES = ("prefill", "decode")
 _STORE_NAME = "letters, digits, '.', '_' and '-', at most 64"
-_OFFLOAD_OPTIONS = ("host_bytes", "disk", "disk_bytes", "disk_name", "max_stage_wait_s", "kv_layout")
+_OFFLOAD_OPTIONS = (
+    "host_bytes", "host_bytes_max", "disk", "disk_bytes", "disk_name", "max_stage_wait_s", "kv_layout",
+)  # fmt: skip
+AUTO_DEVICES = 4
+"""Under ``auto``, host memory is at most this multiple of the device's KV."""
+_GIB = 1 << 30
 _TRANSFER_OPTIONS = (
     "listen", "store", "store_name", "store_bytes", "buffer_bytes", "block_tokens",
     "save", "read_width", "patience_s", "lease_s", "waiting_write_bytes", "role", "node", "keep_on_reset",
@@ -115,6 +123,8 @@ class KVOffloadSettings(KVConnectorSettings):
     """Bytes of one block, all layers and all workers."""
     host_slots: int
     """Number of blocks that fit in host memory. Each worker has a slot for its part of each block."""
+    host_because: str
+    """Under ``auto``: why host memory has this size, or why there is none. Otherwise empty."""
     disk: str | None
     disk_bytes: int
     disk_name: str | None
@@ -127,6 +137,30 @@ class KVOffloadSettings(KVConnectorSettings):
         """Return the engine's settings. Raises ``SettingsError`` for a wrong setting or an unsupported
         engine."""
         options = ConnectorOptions(vllm_config.kv_transfer_config.kv_connector_extra_config, _OFFLOAD_OPTIONS)
+        try:
+            return cls._read(options, vllm_config, kv_cache_config)
+        except SettingsError as error:
+            if "disk" in options or not options.is_auto("host_bytes"):
+                raise
+            nothing = KvIdentity(
+                model="",
+                kv_dtype="",
+                block_tokens=1,
+                block_bytes=1,
+                layers=1,
+                hash_scheme="",
+                vllm_version="",
+            )
+            return cls(
+                blocks=kv_cache_config.num_blocks, block_tokens=1, identity=nothing, ranks=1, block_bytes=1,
+                host_slots=0, host_because=str(error), disk=None, disk_bytes=0, disk_name=None,
+                max_stage_wait_s=0.0,
+            )  # fmt: skip
+
+    @classmethod
+    def _read(
+        cls, options: ConnectorOptions, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> KVOffloadSettings:
         has_tensors = bool(kv_cache_config.kv_cache_tensors)
         check_load_failures(vllm_config)
         check_prefix_caching(vllm_config)
@@ -139,7 +173,13 @@ class KVOffloadSettings(KVConnectorSettings):
         identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
         block_bytes = _all_ranks_block_bytes(vllm_config, identity)
         ranks = parallel.world_size
-        host_bytes = options.size("host_bytes", block_bytes, "one block", flag="--kv-host-gib")
+        if options.is_auto("host_bytes"):
+            check_auto(kv_cache_config)
+            limit_bytes = options.size("host_bytes_max", block_bytes, "one block", flag="--kv-host-gib auto")
+            host_bytes, because = auto_host_bytes(kv_cache_config.num_blocks * block_bytes, limit_bytes)
+        else:
+            host_bytes = options.size("host_bytes", block_bytes, "one block", flag="--kv-host-gib")
+            because = ""
         check_memory("host_bytes (--kv-host-gib)", host_bytes, has_tensors)
         disk, disk_bytes, name = None, 0, None
         if on_disk:
@@ -165,6 +205,7 @@ class KVOffloadSettings(KVConnectorSettings):
             ranks=ranks,
             block_bytes=block_bytes,
             host_slots=host_bytes // block_bytes,
+            host_because=because,
             disk=disk,
             disk_bytes=disk_bytes,
             disk_name=name,
@@ -296,6 +337,15 @@ class KVTransferSettings(KVConnectorSettings):
         if self.ranks > 1:
             folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
         return SharedStore.open(folder, self.identity, name=self.store_name, budget_bytes=budget_bytes)
+
+
+def auto_host_bytes(device_bytes: int, limit_bytes: int) -> tuple[int, str]:
+    """Return (size of host memory under ``auto``, text that says why). ``device_bytes``: the device's KV."""
+    host_bytes = min(AUTO_DEVICES * device_bytes, limit_bytes)
+    why = f"{AUTO_DEVICES} times the device's {device_bytes / _GIB:.2f} GiB"
+    if host_bytes == limit_bytes:
+        why = "this engine's part of half of the memory that was free at the start"
+    return host_bytes, f"{host_bytes / _GIB:.2f} GiB, {why}"
 
 
 def rank_folder(folder: str, identity: KvIdentity) -> str:

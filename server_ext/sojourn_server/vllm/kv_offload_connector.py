@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
-from .compat import KVConnectorRole
+from .compat import KVConnectorHandshakeMetadata, KVConnectorRole
 from .connector_options import ConnectorOptions
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
-from .kv_connector_checks import keeps_contexts
+from .kv_connector_checks import NO_CONTEXTS, keeps_contexts
 from .kv_connector_settings import KVOffloadSettings
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ _FIELDS_OF_UNLIKE_LAYERS = (
 """Fields of a model's configuration that only models with several kinds of attention layers have."""
 
 
+@dataclass
+class NoHostMemory(KVConnectorHandshakeMetadata):
+    """A worker's message to the planner: it has no host memory, ``because``."""
+
+    because: str
+
+
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     """KV connector that saves one engine's KV blocks to host memory and disk, and loads them back. Most
     attributes exist only on the planner side."""
@@ -57,6 +65,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._block_size = self.settings.block_tokens
         self._answered: set[str] = set()
         """Worker side: requests whose rejected load has not been reported as ended yet."""
+        self._refusal = ""
+        """Worker side: why there is no worker, although the settings allow host memory."""
         self._not_filled: set[int] = set()
         """Worker side: ids of device blocks that an ended load did not fill, until vLLM asks for them."""
         if role is KVConnectorRole.SCHEDULER:
@@ -68,11 +78,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.off = False
             """Whether the connector is off, so that it saves and finds no more blocks."""
             self.off_because: str | None = None
-            if not keeps_contexts(kv_cache_config):
+            if not self.settings.host_slots:
+                self.turn_off(self.settings.host_because, logging.WARNING)
+            elif not keeps_contexts(kv_cache_config):
                 # A load of a context would fill vLLM's placeholder, which all requests share.
-                self.turn_off(
-                    "no layer of this model has full attention, and a request frees blocks behind its window"
-                )
+                self.turn_off(NO_CONTEXTS)
+            elif self.settings.host_because:
+                logger.info("sojourn: host memory for KV (auto): %s", self.settings.host_because)
             self.clock = time.monotonic
             self._ordered: dict[str, list[int]] = {}
             """Request → ids of device blocks that the load ordered in this step must fill."""
@@ -345,7 +357,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self._attempt(_wait_for_local_copies)
         return True
 
-    def turn_off(self, why: str) -> None:
+    def turn_off(self, why: str, level: int = logging.ERROR) -> None:
         """Turn the connector off, so that it saves and finds no more blocks.
 
         Call it when evictions are no longer reported, or the reports may be wrong. A waiting request still
@@ -354,7 +366,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         """
         if not self.off:
             self.off, self.off_because = True, why
-            logger.error("sojourn: tiers below the device are off: %s", why)
+            logger.log(level, "sojourn: tiers below the device are off: %s", why)
 
     def _disable(self, error: Exception) -> None:
         self.turn_off(f"an internal error of sojourn ({type(error).__name__})")
@@ -377,12 +389,32 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return None
         return ConnectorOptions(given, given).text("kv_layout", "the name of a KV cache layout of vLLM")
 
-    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker:
-        from ..kv_offload.kv_pages import device_layout
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
+        """Turn the connector off if a worker has no host memory. vLLM calls this before the first request."""
+        for each in metadata.values():
+            if isinstance(each, NoHostMemory):
+                self.turn_off(each.because, logging.WARNING)
+
+    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
+
+    def get_handshake_metadata(self) -> NoHostMemory | None:
+        """Return why this worker has no host memory; ``None`` if it has."""
+        return NoHostMemory(self._refusal) if self._refusal else None
+
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker | None:
+        from ..kv_offload.kv_pages import UnsupportedKvCaches, device_layout
         from ..kv_offload.offload_worker import OffloadWorker
 
         settings = self.settings
-        memory = open_device_backend(kv_caches, settings.blocks, settings.host_slots)
+        if not settings.host_slots:
+            return None
+        try:
+            memory = open_device_backend(kv_caches, settings.blocks, settings.host_slots)
+        except (UnsupportedKvCaches, RuntimeError) as error:
+            if settings.disk is not None or not settings.host_because:
+                raise
+            self._refusal = str(error)
+            return None
         # Files outlive the engine, and the next one may have another attention backend.
         settings = settings.with_layout(device_layout(kv_caches, settings.blocks))
         worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
@@ -401,12 +433,13 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def _begin_step(self, orders: StepOrders[OffloadJobs]) -> None:
         for request_id, block_ids in orders.rejected.items():
             self._reject(request_id, block_ids)
+        if self._worker is None:
+            return  # there is no host memory, and the planner knows it
         try:
-            assert self._worker is not None, "orders for a worker that has no KV caches"
             self._worker.begin_step(orders.jobs)
         except Exception:
             logger.exception("sojourn: the worker could not begin a step; its loads are computed instead")
-            begun = self._worker.loading if self._worker is not None else ()
+            begun = self._worker.loading
             for request_id, copies in orders.jobs.loads.items():
                 if request_id not in begun:
                     self._reject(request_id, (copy.block_id for copy in copies))
