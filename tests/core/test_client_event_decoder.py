@@ -15,7 +15,7 @@ from sojourn.request import MAX_PIGGYBACK_EVENTS
 from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
 from sojourn.wire_events import ProgramEnd, ToolStart
 from sojourn_server.core.client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS
-from sojourn_server.core.client_event_handler import MAX_TOOLS_PER_PROGRAM
+from sojourn_server.core.program_lifecycle import MAX_TOOLS_PER_PROGRAM
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, prompt

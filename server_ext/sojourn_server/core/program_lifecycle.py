@@ -1,31 +1,52 @@
-"""Lifecycle of programs: requests open programs, then programs end or expire."""
+"""The life of a program: a request opens it, turns and gaps follow, and it ends or falls silent.
+
+A *turn* lasts until the last of its program's parallel requests has left. A *gap* lasts from there until the
+program's next request; its tools run in it. The tool history learns the durations that clients report.
+Without a report, it learns the gap as the tool's duration. Times are seconds on the engine's monotonic clock.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from sojourn.ids import ProgramId
+from sojourn.ids import CallId, EmitterId, ProgramId
+from sojourn.wire_codec import EventOutcome, Outcome
+from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
+from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, common_prefix_length, split_tokens
 from ..policies.policy_protocols import DecisionReason
-from ..programs.program_state import ProgramState
-from ..programs.program_status import ProgramOutcome, ProgramSignal, ProgramStatus
-from .decision_recorder import DecisionRecorder
+from ..programs.declared_graphs import GraphError
+from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
+from ..programs.program_status import (
+    OVER_STATUSES,
+    REPORTED_OUTCOMES,
+    ProgramOutcome,
+    ProgramSignal,
+    ProgramStatus,
+)
+from .events_and_actions import FirstToken, RequestAdmitted, RequestArrived, TurnFinished
 from .lease_manager import LeaseManager
+from .request_hints import clipped, unused_event_fields
+from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
-MAX_EXPIRED_PER_TICK = 8
-"""Maximum number of programs that expire in one engine step; further ones expire in later steps."""
-OWN_TOOLS_PER_PROGRAM = 4
-"""Number of running tool calls that each program may always have, even when all programs together have
-``client_event_handler.MAX_RUNNING_TOOLS``. Without this minimum, one client that reports 100,000 calls would
-suppress the reports of all other clients."""
+MAX_TOOLS_PER_PROGRAM = 256
+MAX_EMITTERS_PER_PROGRAM = 16
+CALLS_BEFORE_WARNING = 8
+"""Number of tool calls of a program without any request after which a warning is given, once per program."""
+_EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
+"""Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
+
+_Answer = tuple[Outcome, str]
+"""Outcome of a client's event, and the reason if it was not applied."""
 
 
 class ProgramLifecycle:
-    """Opens, ends and expires programs. Learns from ended programs and releases their KV. Times are seconds
-    on the engine's monotonic clock."""
+    """Applies requests, turns and client events to the programs of one engine."""
 
     def __init__(
         self,
@@ -33,7 +54,6 @@ class ProgramLifecycle:
         lease_manager: LeaseManager,
         workflow_predictor: WorkflowPredictor,
         tier_manager: TierManager,
-        decision_recorder: DecisionRecorder,
     ) -> None:
         self._state = state
         self._programs = state.programs
@@ -41,13 +61,24 @@ class ProgramLifecycle:
         self._lease_manager = lease_manager
         self._workflow_predictor = workflow_predictor
         self._tier_manager = tier_manager
-        self._decision_recorder = decision_recorder
+        self.awaiting_first_token: dict[str, TurnRecord] = {}
+        """Records of admitted requests without an output token, by request id."""
+        self._unused_fields = unused_event_fields(state.preset)
+        self._handlers = {
+            ProgramStart: self._program_start,
+            ToolStart: self._tool_start,
+            ToolStop: self._tool_stop,
+            Heartbeat: self._heartbeat,
+            AegReport: self._aeg,
+            ProgramEnd: self._program_end,
+        }
+
+    # -- a request arrives ------------------------------------------------------
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
         """Return the program of a request that has arrived. An unknown id or the id of an ended program
         begins a new program with a new rank."""
-        program, forgotten = self._programs.open(program_id, now)
-        self.forget(forgotten, now)
+        program = self._contacted(program_id, now)
         self._leases.heard(program.id, now)
         program.disconnected = False
         if not program.ranked or program.status is ProgramStatus.ENDED:
@@ -58,49 +89,365 @@ class ProgramLifecycle:
                 program.reset_for_reuse(now)
         return program
 
-    def end_program(
-        self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float
-    ) -> None:
-        """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The
-        scheduler's ``Histories`` learn the program's turns and workflow steps. ``END`` drops the program's
-        KV; ``SILENCE`` only ends its lease.
+    def _contacted(self, program_id: ProgramId, now: float) -> ProgramState:
+        """Find or create a program, and forget those that were removed from a full table for it."""
+        program, forgotten = self._programs.open(program_id, now)
+        for each in forgotten:
+            self._tier_manager.forget(each.id, now)
+            self._lease_manager.drop(each.id, DecisionReason.SUPERSEDED, now)
+            # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
+            self._state.contexts.drop(each.id)
+            self._state.owners.contexts.pop(each.id, None)
+            self._state.release_reasons.pop(each.id, None)
+        return program
+
+    def join_turn(self, program: ProgramState, event: RequestArrived, now: float) -> list[str]:
+        """Return the ids of the requests that are *side requests* from now on: that of ``event`` if it is no
+        turn of its program, or else those that it takes out of the running turn.
+
+        A side request, such as one for a title, a count of tokens or a sub-agent without an id, has its
+        program's place in the queue. Else it is served like a request without a program.
+
+        The program's *main context* is the longest prompt of its running turn, or else the context that its
+        last turn left. The main context *waits* while the program is in a tool and has a lease or reported
+        the tool (at most ``max_held_s``). A request is a turn in four cases:
+
+        1. There is no main context: the program is new or over, or the hashes were dropped.
+        2. It continues the main context: it begins with the last prompt, since clients rewrite outputs, or
+           with at least half of it, if no turn runs (a rewind, an edited history).
+        3. A turn runs, and the request is longer. The turn's requests become side requests.
+        4. No turn runs, the main context does not wait, and the request is at least half as long, or it
+           continues the *branch*, the newest side request since the last turn. The conversation has moved
+           on, for example after a compaction.
+
+        A turn's context replaces the main context when the turn ends, and drops the branch.
         """
+        hashes, before, contexts = event.block_hashes, None, self._state.contexts
+        found = (self._state.requests.states[request_id] for request_id in program.live_requests)
+        # Not those of an earlier program of this id. Sorted, since the order of a set differs by process.
+        live = sorted((one for one in found if one.rank == program.rank), key=lambda one: one.arrival)
+        if live:
+            longest = max(live, key=lambda request: request.prompt_tokens)
+            before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
+        elif program.turns and program.status not in OVER_STATUSES:
+            before, prompt_tokens = contexts.get(program.id), program.prompt_tokens
+        if hashes is None or before is None or any(request.block_hashes is None for request in live):
+            return []
+        prompt_blocks = min(len(before), prompt_tokens // self._state.pool.block_size)
+        shared = common_prefix_length(before, hashes)
+        # The last block of a prompt may hold tokens that only begin an answer.
+        if shared >= prompt_blocks - 1 or (not live and 2 * shared >= prompt_blocks):
+            return []
+        if live:
+            is_longer = event.prompt_tokens > prompt_tokens
+            return [request.request_id for request in live] if is_longer else [event.request_id]
+        waits = program.gap_started_s is not None and program.tool_now() is not None
+        if waits and program.id not in self._leases:
+            in_gap_s = now - (program.gap_started_s or 0.0)
+            waits = bool(program.tools) and in_gap_s < self._state.limits.max_held_s
+        if not waits:
+            branch = contexts.branch(program.id)
+            is_branch = 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]
+            if is_branch or 2 * event.prompt_tokens >= program.context_tokens:
+                return []
+        contexts.put_branch(program.id, list(hashes))
+        return [event.request_id]
+
+    def begin_turn(
+        self, program: ProgramState, request_state: RequestState, event: RequestArrived, now: float
+    ) -> None:
+        """Add a request to its program's turn. The first request of a turn ends the gap before it."""
+        context, tool = event.identity.context, program.pending_tool
+        client_request_id = clipped(context.request_id) if context is not None else None
+        # A repeated request is no second turn. The first answer was lost, so no tool of it ran.
+        is_repeated = client_request_id is not None and client_request_id == program.client_request_id
+        if is_repeated:
+            program.gap_started_s = program.pending_tool = tool = None
+        gap_s, tool_s, tool_before = None, None, tool
+        if program.gap_started_s is not None and not program.live_requests:
+            gap_s, tool_before = max(0.0, now - program.gap_started_s), program.tool_of_gap()
+            if program.gap_tool_time is not None and not program.tools:
+                tool_s = program.gap_tool_time.seconds
+            self._learn_gap(program, gap_s, now)
+        program.tools.clear()
+        program.tools_ended_s = now
+        if gap_s is not None:
+            program.gap_started_s = program.gap_tool_time = None
+            self._workflow_predictor.came_back(program, tool, gap_s, event.prompt_tokens)
+        self._workflow_predictor.eviction_key_changed(program)
+        request_state.tool, program.pending_tool = tool, None
+        program.priority = event.priority
+        program.live_requests.add(event.request_id)
+        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
+        request_state.record = TurnRecord(
+            program.id,
+            program.turns + (not is_repeated),
+            event.request_id,
+            now,
+            tool_before=tool_before,
+            gap_s=gap_s,
+            tool_s=tool_s,
+            leased=self._leases.set_waiting(program.id, True),
+            client_request_id=client_request_id,
+        )
+
+    def _learn_gap(self, program: ProgramState, gap_s: float, now: float) -> None:
+        tool, recorder = program.pending_tool, self._state.recorder
+        if tool is not None:
+            source = "reported" if program.gap_reported else "inferred"
+            recorder.count("sojourn_tool_gap_source_total", source=source)
+            recorder.observe("sojourn_tool_gap_seconds", gap_s, tool=tool)
+            if not program.gap_reported:
+                self._state.histories.tools.observe(tool, gap_s)
+                program.gap_inferred_s = now
+
+    # -- a turn runs ------------------------------------------------------------
+
+    def admitted(
+        self,
+        record: TurnRecord,
+        program: ProgramState,
+        event: RequestAdmitted,
+        before: Sequence[Any] | None,
+        shared: int | None,
+        now: float,
+    ) -> None:
+        """Record a request's first admission, and where the KV of its prompt tokens came from.
+
+        ``before``: block hashes of the program's context after its last turn. ``shared``: how many of these
+        blocks the prompt begins with. Both are ``None`` if the hashes are unknown.
+        """
+        state = self._state
+        record.admitted_s = now
+        self.awaiting_first_token[event.request_id] = record
+        cause, evicted_block = self._lease_manager.loss_cause(program, before, event)
+        if evicted_block is not None:
+            record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
+        split = split_tokens(
+            prompt=event.tokens,
+            device=event.cached_tokens,
+            block_size=state.pool.block_size,
+            before_tokens=program.context_tokens,
+            before_full_blocks=len(before) if before is not None else 0,
+            shared_blocks=shared,
+            cause=cause,
+            dropped_hit_blocks=state.pool.dropped_hit_blocks,
+        )
+        record.tokens = replace(split, device=split.device - event.host_tokens, host=event.host_tokens)
+        reused = split.device  # on the device and in host memory
+        program.reused_tokens += reused
+        program.lost_tokens += sum(split.lost.values())
+        program.saved_s += state.reload.seconds(reused)
+        if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
+            state.histories.evicted_waits.observe(now - record.arrived_s)
+
+    def first_token(self, event: FirstToken, now: float) -> None:
+        """Record that a request has its first output token."""
+        record = self.awaiting_first_token.pop(event.request_id, None)
+        if record is not None:
+            record.first_token_s = now
+            program = self._programs.get(ProgramId(record.program_id))
+            if program is not None:
+                program.ttft_s = now - record.arrived_s
+
+    def close_record(self, record: TurnRecord, event: TurnFinished, now: float) -> None:
+        """Complete the record of a request that has left the engine, and add it to the ledger and to the
+        metrics."""
+        self.awaiting_first_token.pop(event.request_id, None)
+        record.finished_s = now
+        record.output_tokens = event.output_tokens
+        record.outcome = event.outcome.value
+        self._state.ledger.close(record)
+        count = self._state.recorder.count
+        count("sojourn_program_turns_total", outcome=record.outcome)
+        if lost := record.recomputed_after_preemption:
+            count("sojourn_lost_tokens_total", lost, cause=LossCause.PREEMPTED.value)
+        if record.tokens is not None:
+            self._count_tokens(record.tokens)
+
+    def _count_tokens(self, split: TokenSplit) -> None:
+        count = self._state.recorder.count
+        for result in ("device", "host", "new", "tail"):
+            count("sojourn_prompt_tokens_total", getattr(split, result), result=result)
+        for cause, tokens in split.lost.items():
+            count("sojourn_prompt_tokens_total", tokens, result="lost")
+            count("sojourn_lost_tokens_total", tokens, cause=cause.value)
+            if cause is not LossCause.CHANGED:
+                regretted = int(tokens // self._state.pool.tokens_per_block)
+                count("sojourn_evictions_regretted_total", regretted, tier="device")
+
+    def open_gap(self, program: ProgramState, event: TurnFinished, now: float) -> None:
+        """Start the gap after a program's turn: store the context length and the tool that now runs."""
+        context_tokens = event.prompt_tokens + event.output_tokens
+        program.prompt_tokens = event.prompt_tokens
+        # The first turn may have had several requests, and each of them counts in ``turns``.
+        if program.peak_tokens:
+            self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
+        else:
+            program.first_prompt_tokens = event.prompt_tokens
+        program.context_tokens = context_tokens
+        program.peak_tokens = max(program.peak_tokens, context_tokens)
+        program.gap_started_s, program.gap_tool_time = now, None
+        program.gap_reported = program.gap_leased = False
+        # Calls whose start was reported late, and their end lost, do not run in this gap.
+        program.tools = {
+            call: tool for call, tool in program.tools.items() if tool.started_s >= program.tools_ended_s
+        }
+        # The gap lasts until the slowest of the calls has ended.
+        program.pending_tool = self._state.histories.tools.slowest([call.key for call in event.tool_calls])
+
+    # -- the client reports -----------------------------------------------------
+
+    def apply_event(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
+        """Apply one client event to its program and return the outcome for the client. Any new event of a
+        known program counts as contact, even if it is then rejected."""
+        outcome, reason = self._apply(emitter, event, now)
+        unused: tuple[str, ...] = ()
+        if outcome in (Outcome.APPLIED, Outcome.DEFERRED):
+            fields = self._unused_fields.get(type(event), ())
+            unused = tuple(field for field in fields if getattr(event, field) is not None)
+        return EventOutcome(
+            outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq, unsupported=unused
+        )
+
+    def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Answer:
+        program_id = ProgramId(event.program_id)
+        if not isinstance(event, ProgramStart) and program_id not in self._programs:
+            return Outcome.MISSING, "unknown program; its next request or program_start opens it"
+        program = self._contacted(program_id, now)
+        seen = program.seen.get(emitter)
+        if seen is None:
+            if len(program.seen) >= MAX_EMITTERS_PER_PROGRAM:
+                del program.seen[next(iter(program.seen))]
+            seen = program.seen[emitter] = SequenceWindow()
+        if not seen.admit(event.seq):
+            return Outcome.DUPLICATE, "sequence number seen before, or too far behind"
+        self._leases.heard(program_id, now)
+        program.disconnected = False
+        if self._programs.signal(program, ProgramSignal.CONTACT):
+            self._workflow_predictor.eviction_key_changed(program)
+        answer: _Answer = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
+        return answer
+
+    def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> _Answer:
+        program.name = event.name or program.name
+        program.agent_type = event.agent_type or program.agent_type
+        if event.parent_program_id:
+            program.parent_id = ProgramId(event.parent_program_id)
+        if event.root_program_id:
+            program.root_id = ProgramId(event.root_program_id)
+        program.tenant = event.tenant or program.tenant
+        return self._heartbeat(program, event, now) if event.heartbeat else (Outcome.APPLIED, "")
+
+    def _heartbeat(self, program: ProgramState, event: AnyEvent, now: float) -> _Answer:
+        program.heartbeats = True
+        self._leases.promised(program.id, now)
+        return Outcome.APPLIED, ""
+
+    def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> _Answer:
+        if program.status is ProgramStatus.ENDED:
+            return Outcome.MISSING, "the program has ended; its next request opens it again"
+        if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
+            return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
+        key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
+        started_s = now - min(event.age_s, now)
+        learned = program.gap_inferred_s is not None and started_s <= program.gap_inferred_s
+        if learned or (not program.live_requests and started_s < program.tools_ended_s):
+            # A history already has the tool's duration, the gap between the two requests, or the gap is over.
+            return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
+        program.tools[CallId(event.call_id)] = RunningTool(
+            key, started_s, event.expected_s, event.expected_p95_s, event.tool, event.tool_class
+        )
+        if program.live_requests:
+            return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
+        self._tier_manager.tool_known(program, now)
+        lease = self._leases.get(program.id)
+        is_new = program.pending_tool != key
+        if lease is not None and not lease.anchored:
+            lease.anchored = True  # only once per gap, since the TTL was chosen for a tool that starts now
+            self._leases.extend(program.id, started_s + lease.ttl_s)
+        if is_new and (lease is not None or self._state.contexts.get(program.id) is not None):
+            program.pending_tool = key
+            self._workflow_predictor.tool_reported(program, now)
+            # Without a lease, the output showed no call of this tool. A gap gets at most one lease.
+            if lease is None and not program.gap_leased and program.status not in OVER_STATUSES:
+                block_ids = self._state.cached_context(program.id)
+                if block_ids:
+                    tool, used_blocks = program.tool_now(), self._state.used_blocks
+                    self._lease_manager.grant(program, tool, block_ids, used_blocks, now, "late_keep")
+        return Outcome.APPLIED, ""
+
+    def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> _Answer:
+        tool = program.tools.pop(CallId(event.call_id), None)
+        if tool is None:
+            return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
+        duration_s = event.duration_s
+        if duration_s is None:
+            duration_s = max(0.0, now - event.age_s - tool.started_s)
+        self._state.histories.tools.observe(tool.key, duration_s)
+        program.gap_reported = True
+        program.add_tool_time(tool, duration_s, now)
+        self._tier_manager.tool_known(program, now)
+        if not program.tools:
+            self._leases.extend(program.id, now + self._state.limits.return_grace_s)
+        program.calls_before_request += not program.ranked
+        if not program.ranked and program.calls_before_request == CALLS_BEFORE_WARNING:
+            # Not in the outcome: with data parallelism every rank gets the events, and one the requests.
+            warning = (
+                "tool calls are reported, but no request with this program id has reached this engine: "
+                "send the client's requests to this server, with the id"
+            )
+            self._state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
+        return Outcome.APPLIED, ""
+
+    def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Answer:
+        agent_type = event.agent_type or program.agent_type
+        try:
+            known = self._state.graphs.follow(event.graph_hash, event.graph, agent_type)
+        except GraphError as error:
+            return Outcome.REJECTED, str(error)
+        if not known:
+            return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
+        program.agent_type = agent_type
+        program.graph_hash = event.graph_hash
+        return Outcome.APPLIED, ""
+
+    def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> _Answer:
+        outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
+        self._end(program, ProgramSignal.END, outcome, now)
+        return Outcome.APPLIED, ""
+
+    # -- the end ----------------------------------------------------------------
+
+    def expire_silent_programs(self, now: float) -> None:
+        """End the programs that have been silent for too long."""
+        for program in self._programs.silent(now):
+            self._end(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
+
+    def _end(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
+        """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
+        learn its turns and workflow steps. ``END`` drops the program's KV; ``SILENCE`` only ends its
+        lease."""
+        state, predictor = self._state, self._workflow_predictor
         if not self._programs.signal(program, signal):
             return
         program.outcome = outcome
-        # After silence a tool may still run, and its end may be reported. More than a few running tools are
-        # not worth the memory: an expired program stays in the table until others need its place.
-        if signal is ProgramSignal.END or len(program.tools) > OWN_TOOLS_PER_PROGRAM:
+        if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
             program.tools.clear()
         self._tier_manager.forget(program.id, now)
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
-            self._state.histories.turns.observe(program.turns)
-            # A program without a turn had no service. Clients could flood the history with such programs.
-            if program.turns and outcome is not ProgramOutcome.CANCELLED:
-                self._state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
+            state.histories.turns.observe(program.turns)
             # An expired program counts as ended. A cancelled program does not, since it could have gone on.
-            self._workflow_predictor.learn_ended_program(
-                program, ended=outcome is not ProgramOutcome.CANCELLED
-            )
-            self._decision_recorder.count_ended_program(program, outcome.value, now)
-        self._workflow_predictor.eviction_key_changed(program)
+            has_ended = outcome is not ProgramOutcome.CANCELLED
+            # A program without a turn had no service. Clients could flood the history with such programs.
+            if program.turns and has_ended:
+                state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
+            predictor.learn_ended_program(program, ended=has_ended)
+            state.recorder.count("sojourn_programs_finished_total", outcome=outcome.value)
+            state.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
+        predictor.eviction_key_changed(program)
         if signal is ProgramSignal.END:
             self._lease_manager.drop(program.id, DecisionReason.END, now)
         else:
             self._lease_manager.end(program.id, DecisionReason.SILENT, now)
-
-    def expire_silent_programs(self, now: float) -> None:
-        """End at most ``MAX_EXPIRED_PER_TICK`` programs that have been silent for too long."""
-        for program in self._programs.silent(now)[:MAX_EXPIRED_PER_TICK]:
-            self.end_program(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
-
-    def forget(self, programs: Sequence[ProgramState], now: float) -> None:
-        """Drop the KV and all other data of programs that were removed from the table."""
-        for program in programs:
-            self._tier_manager.forget(program.id, now)
-            self._lease_manager.drop(program.id, DecisionReason.SUPERSEDED, now)
-            # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
-            self._state.contexts.drop(program.id)
-            self._state.owners.contexts.pop(program.id, None)
-            self._state.release_reasons.pop(program.id, None)

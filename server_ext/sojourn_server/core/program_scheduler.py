@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from sojourn.ids import EmitterId, ProgramId
 from sojourn.wire_codec import Outcome
 
+from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
 from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
@@ -32,8 +33,6 @@ from ..policies.preemption_policies import RecoveryMethod
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from .admission_controller import AdmissionController
-from .client_event_handler import ClientEventHandler
-from .decision_recorder import DecisionRecorder
 from .demand_forecaster import DemandForecaster
 from .events_and_actions import (
     Action,
@@ -69,11 +68,10 @@ from .events_and_actions import (
 )
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
-from .request_hints import MAX_NAME_CHARS, has_unused_field, unused_hint_fields
+from .request_hints import has_unused_field, unused_hint_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
-from .turn_gap_tracker import TurnGapTracker
 from .workflow_predictor import WorkflowPredictor
 
 
@@ -131,26 +129,22 @@ class ProgramScheduler:
         self._reset_leases: list[ProgramId] = []
         """Programs whose leases ended when the latest reset of the cache started."""
         self.lease_manager = LeaseManager(state)
-        self._turns = TurnGapTracker(state, self.lease_manager)
-        self._decision_recorder = DecisionRecorder(state)
-        self.predictor = WorkflowPredictor(state, self._decision_recorder)
+        self.predictor = WorkflowPredictor(state)
         self.forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self.forecaster)
         self.tiers = TierManager(state, self._moved)
-        self._lifecycle = ProgramLifecycle(
-            state, self.lease_manager, self.predictor, self.tiers, self._decision_recorder
-        )
-        self._client_events = ClientEventHandler(
-            state, self._lifecycle, self.lease_manager, self.predictor, self.tiers
-        )
+        self._lifecycle = ProgramLifecycle(state, self.lease_manager, self.predictor, self.tiers)
         self._parked_requests = self.tiers.parked_requests
         self._unused_hints = unused_hint_fields(state.preset)
+        self._cascades = PreemptionCascades()
+        self._steps = 0
+        """Number of completed engine steps."""
         self._now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
         self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
             RequestArrived: self._arrived,
             RequestAdmitted: self._admitted,
-            FirstToken: self._turns.first_token,
+            FirstToken: self._lifecycle.first_token,
             RequestPreempted: self._preempted,
             LoadGivenUp: self._load_given_up,
             TurnFinished: self._finished,
@@ -211,9 +205,9 @@ class ProgramScheduler:
         if program is None:
             self._requests.count_untracked(event.request_id)
         elif hashes is not None:
-            sides = self._turns.join_turn(program, event, now)
+            sides = self._lifecycle.join_turn(program, event, now)
             if event.request_id in sides:
-                self._decision_recorder.side_request(program.id, event.prompt_tokens, now)
+                self._log_side_request(program.id, event.prompt_tokens, now)
                 program = None
             else:
                 for side in sides:
@@ -231,47 +225,27 @@ class ProgramScheduler:
             elif ttl_clipped:
                 outcome = Outcome.CLIPPED
         if outcome is not None:
-            self._decision_recorder.count_hint(outcome)
+            self.recorder.count("sojourn_hints_total", outcome=outcome.value)
         if program is None:
             return
-        # A repeated request is no second turn. The first answer was lost, so no tool of it ran.
-        repeated = context.request_id if context is not None else None
-        if repeated is not None and repeated[:MAX_NAME_CHARS] == program.client_request_id:
-            program.gap_started_s = program.pending_tool = None
-        tool_s, tool_before = self._turns.tools_of_gap_s(program, now), program.tool_of_gap()
-        gap_s = self._turns.close_gap(program, now)
-        tool = program.pending_tool
-        if gap_s is not None:
-            self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
-        self.predictor.eviction_key_changed(program)
-        request_state.tool, program.pending_tool = tool, None
-        program.priority = event.priority
-        program.live_requests.add(event.request_id)
-        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
+        self._lifecycle.begin_turn(program, request_state, event, now)
         self.tiers.arrived(request_state, now)
         if self._parked_requests.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
-        leased = self._leases.set_waiting(program.id, True)
-        request_state.record = self._turns.open(
-            event,
-            program,
-            tool=tool if gap_s is None else tool_before,
-            gap_s=gap_s,
-            tool_s=tool_s,
-            leased=leased,
-            now=now,
-        )
 
     def _become_side_request(self, request_state: RequestState, now: float) -> None:
         """Take a request out of its program's turn."""
         program = request_state.program
         assert program is not None
-        self._decision_recorder.side_request(program.id, request_state.prompt_tokens, now)
+        self._log_side_request(program.id, request_state.prompt_tokens, now)
         program.live_requests.discard(request_state.request_id)
-        self._turns.awaiting_first_token.pop(request_state.request_id, None)
+        self._lifecycle.awaiting_first_token.pop(request_state.request_id, None)
         self.tiers.take_out(request_state, now)
         request_state.program = request_state.record = None
         self._outbox.append(QueuePlaceChanged(request_state.request_id))
+
+    def _log_side_request(self, program_id: ProgramId, tokens: int, now: float) -> None:
+        self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
 
     def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
@@ -299,7 +273,7 @@ class ProgramScheduler:
         before = self.state.contexts.get(program.id)
         shared = common_prefix_length(before, event.block_hashes) if before is not None else None
         self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
-        self._turns.admitted(record, program, event, before, shared, now)
+        self._lifecycle.admitted(record, program, event, before, shared, now)
         self.lease_manager.end(program.id, DecisionReason.RETURN, now)
         self.state.release_reasons.pop(program.id, None)
 
@@ -323,8 +297,24 @@ class ProgramScheduler:
             if request_state.record is not None:
                 request_state.record.preemptions += 1
         self.state.last_shortage_s = now
-        self._decision_recorder.preempted(request_state, now, recovery, tokens)
+        self._observe_cascade(self._cascades.preempted(self._steps))
+        cascade = {"in_cascade": self._cascades.length}
+        self._log_preemption(request_state, now, recovery.value, tokens, **cascade)
         return RecoveryChosen(recovery)
+
+    def _log_preemption(
+        self, request_state: RequestState | None, now: float, mode: str, tokens: int, **more: float
+    ) -> None:
+        """Log a preemption by which a request lost the KV of ``tokens`` tokens. An unknown request (``None``)
+        is only counted."""
+        self.recorder.count("sojourn_preemptions_total", mode=mode)
+        if request_state is not None:
+            numbers = {"tokens": tokens, "times": request_state.preemptions, **more}
+            self.decisions.add(now, "preempt", request_state.program_id, mode, **numbers)
+
+    def _observe_cascade(self, length: int) -> None:
+        if length:
+            self.recorder.observe("sojourn_preemption_cascade_length", length)
 
     def _load_given_up(self, event: LoadGivenUp, now: float) -> None:
         """Record that a request lost its blocks during or after the load of its KV, before it ran any step.
@@ -336,7 +326,7 @@ class ProgramScheduler:
         self._admission.drop_holder(event.request_id)
         if request_state is not None:
             request_state.preemptions += 1
-        self._decision_recorder.load_given_up(request_state, now)
+        self._log_preemption(request_state, now, "load", 0)
 
     def _finished(self, event: TurnFinished, now: float) -> None:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
@@ -368,7 +358,7 @@ class ProgramScheduler:
         program.last_contact_s = now
         record, client_request_id = request_state.record, None
         if record is not None:
-            self._turns.close(record, event, now)
+            self._lifecycle.close_record(record, event, now)
             client_request_id = record.client_request_id
         program.live_requests.discard(event.request_id)
         self.predictor.eviction_key_changed(program)
@@ -388,7 +378,7 @@ class ProgramScheduler:
         if failed:
             program.turn_final = False  # the program went on after a turn that was announced as the last
             return
-        self._turns.open_gap(program, event, now)
+        self._lifecycle.open_gap(program, event, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
         self.state.contexts.put(program.id, event.block_hashes)
         self.owners.contexts[program.id] = event.block_ids
@@ -441,7 +431,9 @@ class ProgramScheduler:
                 entries[owner][1].append(block_hash)
         for entry, hashes in entries.values():
             state.eviction_log.add(hashes, entry)
-            self._decision_recorder.evicted(entry.cause, len(hashes))
+            lost, blocks = {"tier": "device", "cause": entry.cause.value}, len(hashes)
+            self.recorder.count("sojourn_evictions_total", blocks, **lost)
+            self.recorder.count("sojourn_evicted_bytes_total", blocks * self.pool.block_bytes, **lost)
 
     def _victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""
@@ -501,16 +493,19 @@ class ProgramScheduler:
         limit_s = limits.gate_timeout_s if self.tiers.policy.refuses else limits.hold_timeout_s
         for request_state in self.tiers.take_overdue(limit_s, now):
             self._outbox.append(RequestRefused(request_state.request_id))
-            self._decision_recorder.refused(request_state, now)
+            self.recorder.count("sojourn_gate_timeouts_total")
+            self.decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
 
     def _step_completed(self, event: StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
         self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
         self.forecaster.record_step(event.seconds)
-        self._decision_recorder.step_completed()
+        self._steps += 1
+        if self._cascades.length:
+            self._observe_cascade(self._cascades.end_if_stale(self._steps))
 
     def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
-        return EventAnswered(self._client_events.apply_event(EmitterId(event.emitter), event.event, now))
+        return EventAnswered(self._lifecycle.apply_event(EmitterId(event.emitter), event.event, now))
 
     def _admission_requested(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
         enters = self._admission.try_admit(event, self._requests.states[event.request_id], now)
@@ -649,7 +644,7 @@ class ProgramScheduler:
 
     def awaiting_first_token(self) -> KeysView[str]:
         """Ids of requests that belong to programs, were admitted, and have no output token yet."""
-        return self._turns.awaiting_first_token.keys()
+        return self._lifecycle.awaiting_first_token.keys()
 
     # -- queries for the eviction order -------------------------------------------
 
@@ -693,7 +688,11 @@ class ProgramScheduler:
         if move.reason is MoveReason.OVER:  # the program's end is logged already
             self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
             return
-        self._decision_recorder.moved(program.id, move, now)
+        kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
+        self.decisions.add(now, kind, program.id, move.reason.value, **dict(move.terms))
+        self.recorder.count(
+            "sojourn_placements_total", to=move.to.value, when=move.when.value, reason=move.reason.value
+        )
         if move.when is MoveTiming.AFTER_TURN:
             return
         self.predictor.eviction_key_changed(program)

@@ -13,6 +13,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
+from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import (
     AbandonedBranch,
     EvictionCandidateView,
@@ -28,7 +29,6 @@ from ..programs.program_status import OVER_STATUSES
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
-from .decision_recorder import DecisionRecorder
 from .events_and_actions import LoadAheadChosen, PrefetchStarted
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
@@ -51,9 +51,9 @@ FIRST_RETRY_S = 0.1
 class WorkflowPredictor:
     """Predicts the next workflow step of each program of one engine, and plans the prefetch of its prefix."""
 
-    def __init__(self, state: SchedulerState, decision_recorder: DecisionRecorder) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         preset = state.preset
-        self._decision_recorder = decision_recorder
+        self._decisions, self._recorder = state.decisions, state.recorder
         self._preset = preset
         self._pool = state.pool
         self._copy_back_s = state.copy_back_s
@@ -241,14 +241,18 @@ class WorkflowPredictor:
             if blocks_below_device > load.blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
                 self._schedule(program, now + FIRST_RETRY_S * 2**tries)
         if is_first or load.blocks:
-            self._decision_recorder.prefetched(
-                event.program_id,
-                now,
-                missing_blocks=event.missing_blocks,
-                coming_blocks=event.coming_blocks,
-                lost_blocks=lost_blocks,
-                load_blocks=load.blocks,
-            )
+            if load.blocks:
+                reason = DecisionReason.TO_DEVICE
+            elif event.coming_blocks:
+                reason = DecisionReason.FROM_DISK
+            elif not event.missing_blocks:
+                reason = DecisionReason.IN_PLACE
+            else:
+                is_lost = lost_blocks == event.missing_blocks
+                reason = DecisionReason.NO_TIER if is_lost else DecisionReason.IN_HOST
+            blocks = load.blocks or event.missing_blocks
+            self._decisions.add(now, "prefetch", event.program_id, reason.value, blocks=blocks)
+            self._recorder.count("sojourn_prefetches_total", outcome=reason.value)
         return LoadAheadChosen(*load) if load.blocks else None
 
     def _load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:

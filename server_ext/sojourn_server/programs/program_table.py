@@ -63,10 +63,6 @@ class ProgramTable:
         """Number of programs by status."""
         return Counter(program.status for program in self)
 
-    def running_tools(self) -> int:
-        """Return the number of running tool calls of all programs."""
-        return sum(len(program.tools) for program in self)
-
     def next_rank(self) -> int:
         """Return a new arrival rank, for a program or for a request without a program."""
         self._next_rank += 1
