@@ -37,6 +37,7 @@ class SmallProgram:
     parent_turn: int | None = None
     start_offset_s: float | None = None
     delay_s: float = 0.0
+    blocks_parent: bool = False
     children: list[SmallProgram] = field(default_factory=list)
 
     @property

@@ -1,19 +1,25 @@
 """Hints of a simulated client: the fields of ``agentic_context`` in each request, and client events.
 
-The server receives no other data about a program. No hint reveals the program's recorded future; the expected
-number of turns left is estimated from finished programs, as a client may that knows its own runs. (sojourn's
-SDK sends no such estimate.)
+The server receives no other data about a program. By default no hint reveals the program's recorded future;
+the expected number of turns left is estimated from finished programs, as a client may that knows its own
+runs. (sojourn's SDK sends no such estimate.) With a ``HintSetting`` clients state what they know, or lie.
 """
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
+from sojourn.aeg import START, Aeg
 from sojourn.event_sender import POLL_EVERY_S
 
 from sojourn_server.traces.trace_schema import TraceToolRun
+
+from .workloads.program_plans import ProgramPlan
 
 AGENT_NODE = "agent"
 """Node name of an agent without a workflow graph: one loop of model and tool calls."""
@@ -119,16 +125,16 @@ class ClientHints:
         taken, self._unsent = self._unsent, []
         return [{**event, "age_s": round(now - at_s, 6)} for at_s, event in taken]
 
-    def program_start(self) -> dict[str, Any]:
-        """The event for the start of the program."""
+    def start_events(self) -> list[dict[str, Any]]:
+        """The events at the start of the program."""
         parent = {} if self._parent_id is None else {"parent_program_id": self._parent_id}
-        return self._event("program_start", **parent)
+        return [self._event("program_start", **parent)]
 
-    def program_end(self) -> dict[str, Any]:
-        """The event for the end of the program; also adds the program to the client history."""
+    def end_events(self) -> list[dict[str, Any]]:
+        """The events at the end of the program; also adds the program to the client history."""
         if self._history is not None and self._agent_type is not None:
             self._history.observe_end(self._agent_type, self._step)
-        return self._event("program_end", status="ok")
+        return [self._event("program_end", status="ok")]
 
     def tool_start(self, call_id: str, run: TraceToolRun) -> dict[str, Any]:
         """The event for the start of a tool call."""
@@ -141,3 +147,106 @@ class ClientHints:
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1
         return {"type": kind, "program_id": self._program_id, "seq": self._sequence, **fields}
+
+
+HOSTILE: dict[str, Any] = {
+    "expected_steps_left": 0.0,
+    "expected_resume": True,
+    "kv_retention_ttl_seconds": 300.0,
+    "deadline_seconds": 1.0,
+    "priority": 100,
+    "expected_output_length": 1,
+    "blocks_parent": True,
+    "expected_s": 1.0,
+}
+"""Hint → the value that would help a program most, were it believed. A hostile graph says that every node
+follows itself, so that the program always returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintSetting:
+    """What clients state beyond what sojourn's SDK states by itself, and how true it is."""
+
+    stated: tuple[str, ...] = ()
+    """Keys of ``HOSTILE``, or ``aeg`` for graph and nodes. With ``expected_resume`` goes ``final``, with
+    ``expected_s`` the 95th percentile. Where a workload does not know a value, clients do not state it."""
+    quality: Literal["true", "half", "hostile"] = "true"
+    """``half``: a program's numbers are all halved or all doubled, and half of its other values are wrong."""
+    liars: float = 1.0
+    """Share of the programs whose hints are not true, if ``quality`` is not ``true``."""
+    ends: bool = True
+    """Whether clients report the ends of programs."""
+
+    def lies(self, program_id: str) -> bool:
+        """Whether the hints of this program are not true."""
+        return self.quality != "true" and random.Random(f"liar/{program_id}").random() < self.liars
+
+
+class StatedHints(ClientHints):
+    """Hints of a client that knows its program's future (``ProgramPlan.true_hints``)."""
+
+    def __init__(
+        self,
+        plan: ProgramPlan,
+        parent_id: str | None,
+        *,
+        agent_type: str,
+        setting: HintSetting,
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(plan.instance_id, parent_id, agent_type=agent_type)
+        self._plan, self._setting, self._clock = plan, setting, clock
+        self._arrived_s = clock()
+        self._lies = setting.lies(plan.instance_id)
+        self._rng = random.Random(f"hints/{plan.instance_id}")
+        self._factor = self._rng.choice((0.5, 2.0))
+        graph = plan.true_hints(0).get("graph") if "aeg" in setting.stated else None
+        self._graph = Aeg(**graph) if graph else None
+
+    def context(self) -> dict[str, Any]:
+        context = super().context()
+        for name, value in self._plan.true_hints(self._step - 1).items():
+            if ("aeg" if name == "node" else name) not in self._setting.stated:
+                continue
+            if name == "deadline_seconds":
+                value = max(0.0, value - (self._clock() - self._arrived_s))
+            told = self._told(name, value)
+            of_ours = name in ("node", "expected_steps_left")
+            (context["sojourn"] if of_ours else context)[name] = told
+            if name == "expected_resume":
+                context["sojourn"]["final"] = not told
+        return context
+
+    def start_events(self) -> list[dict[str, Any]]:
+        events = super().start_events()
+        if (graph := self._graph) is not None:
+            if self._lies and self._setting.quality == "hostile":
+                first = [(START, node) for node in graph.successors(START)]
+                graph = Aeg(graph.nodes, [*first, *((node, node, 1.0) for node in graph.nodes)])
+            wire = msgspec.to_builtins(graph.wire())
+            kind = self._agent_type
+            events.append(self._event("aeg", graph_hash=graph.hash, agent_type=kind, graph=wire))
+        return events
+
+    def end_events(self) -> list[dict[str, Any]]:
+        return super().end_events() if self._setting.ends else []
+
+    def tool_start(self, call_id: str, run: TraceToolRun) -> dict[str, Any]:
+        event = super().tool_start(call_id, run)
+        if "expected_s" in self._setting.stated and run.s is not None:
+            event["expected_s"] = event["expected_p95_s"] = self._told("expected_s", run.s)
+        return event
+
+    def _told(self, name: str, value: Any) -> Any:
+        """What the client states where ``value`` is true."""
+        if not self._lies:
+            return value
+        if self._setting.quality == "hostile":
+            return HOSTILE.get(name, value)
+        if isinstance(value, bool):
+            return self._rng.choice((value, not value))
+        if isinstance(value, str):
+            return self._rng.choice(
+                (value, self._rng.choice([value] if self._graph is None else [*self._graph.nodes]))
+            )
+        return type(value)(value * self._factor)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 from sojourn_server.traces.trace_schema import TraceToolRun
 
-from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
+from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory, HintSetting, StatedHints
 from .event_queue import EventQueue
 from .request_router import RequestRouter, RequestRouterView, RoutableRequest, RoutedProgramView
 from .run_log import ProgramLog, RunLog, TurnLog
@@ -68,6 +68,8 @@ class ActiveProgram:
     """For a root program: number of unfinished programs in its tree of sub-agents, itself included."""
     children: list[ProgramPlan] = field(default_factory=list)
     """Sub-agents that start after one of the program's turns and have not been scheduled yet."""
+    awaited: set[str] = field(default_factory=set)
+    """Unfinished sub-agents for which the next turn waits."""
     hashes: list[Any] = field(default_factory=list)
     """Block hashes of the program's last turn."""
     state: str = "waiting"
@@ -106,11 +108,12 @@ class SimulatedClients:
         expected_s: Callable[[ProgramPlan], float],
         call_s: float,
         with_hints: bool,
+        hint_setting: HintSetting | None = None,
     ) -> None:
         """``standalone``: whether there is a single engine outside a cluster; logs then do not name the
         engine. ``expected_s``: function that returns the seconds a program takes alone on an empty engine.
         ``call_s``: virtual seconds that requests and events take to reach an engine. ``with_hints``: whether
-        clients send hints and events."""
+        clients send hints and events. ``hint_setting``: what they state; ``None``: no future."""
         self._event_queue = event_queue
         self._loop = loop
         self._request_router: Any = request_router
@@ -119,6 +122,7 @@ class SimulatedClients:
         self._expected_s = expected_s
         self._call_s = call_s
         self._with_hints = with_hints
+        self._hint_setting = hint_setting
         self._history = ClientHistory()
         self._sim_replicas = {sim_replica.replica: sim_replica for sim_replica in sim_replicas}
         self._names = list(self._sim_replicas)
@@ -186,7 +190,12 @@ class SimulatedClients:
         hints: ClientHints | None = None
         if self._with_hints:
             kind = agent_type_of(plan, is_child=parent is not None)
-            hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self._history)
+            if (stated := self._hint_setting) is None:
+                hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self._history)
+            else:
+                hints = StatedHints(
+                    plan, log.parent, agent_type=kind, setting=stated, clock=lambda: self._event_queue.now_s
+                )
         root = None if parent is None else parent.root or parent
         active = ActiveProgram(plan, log, root, hints, since_s=now)
         if root is not None:
@@ -194,7 +203,7 @@ class SimulatedClients:
         self.active[plan.instance_id] = active
         log.expected_s = self._expected_s(plan)
         if hints is not None:
-            self._queue_events(hints, hints.program_start())
+            self._queue_events(hints, *hints.start_events())
         for child in plan.children:
             (root or active).family += 1
             if child.parent_turn is None:
@@ -326,7 +335,9 @@ class SimulatedClients:
         active.hashes = turn.hashes
         active.context_tokens = turn.log.prompt_tokens + turn.log.output_tokens
         number = active.turn
-        for child in [c for c in active.children if c.parent_turn == number]:
+        started = [child for child in active.children if child.parent_turn == number]
+        active.awaited = {child.instance_id for child in started if child.blocks_parent}
+        for child in started:
             active.children.remove(child)
             self._event_queue.schedule_at(
                 now + child.delay_s, lambda child=child: self._begin_child(child, active)
@@ -341,7 +352,8 @@ class SimulatedClients:
         active.state, active.since_s = "acting", now
         if active.hints is not None:
             self._send_tool_events(active.hints, active.plan.tool_runs(number), number, gap_s)
-        self._event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
+        if not active.awaited:  # else the end of the last sub-agent sends the next request
+            self._event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
         self._query_router()
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
@@ -369,8 +381,14 @@ class SimulatedClients:
         now = self._event_queue.now_s
         active.state, active.since_s = "over", now
         del self.active[active.plan.instance_id]
+        ending = active.hints.end_events() if active.hints is not None else []
         if active.hints is not None:
-            self._queue_events(active.hints, active.hints.program_end())
+            self._queue_events(active.hints, *ending)
+        parent = self.active.get(active.log.parent or "")
+        if parent is not None and active.plan.instance_id in parent.awaited:
+            parent.awaited.remove(active.plan.instance_id)
+            if not parent.awaited:
+                self._submit(parent)
         root = active.root or active
         root.family -= 1
         if root.family == 0:
@@ -379,7 +397,7 @@ class SimulatedClients:
                 at_s, plan = following
                 self._event_queue.schedule_at(max(now, at_s), lambda: self._begin(plan, None))
         self._query_router(over=active)
-        if active.hints is None:  # with hints, the last event still needs the engine's name
+        if not ending:  # an event about the end still needs the engine's name
             self._forget(active.plan.instance_id)
 
     def _forget(self, program_id: str) -> None:

@@ -132,8 +132,8 @@ class SimulatedGateway:
 class GatewayClients(SimulatedClients):
     """Clients behind the gateway's routing core.
 
-    The clients state no deadlines, since a client does not know how long its program will take. The core
-    derives deadlines from the mean duration of earlier programs of the same agent type.
+    By default the clients state no deadlines, since a client does not know how long its program will take.
+    The core derives deadlines from the mean duration of earlier programs of the same agent type.
     """
 
     def __init__(
@@ -215,6 +215,7 @@ class GatewayClients(SimulatedClients):
     def _route_request(self, request: RoutableRequest) -> None:
         active = self._submitted[request.request_id].active
         plan, log = active.plan, active.log
+        deadline_s = (self._submitted[request.request_id].context or {}).get("deadline_seconds")
         prefix: tuple[int, ...] = ()
         if self._gateway.reads_prefixes:
             prefix = prefix_hashes(self._submitted[request.request_id].prompt)
@@ -226,6 +227,7 @@ class GatewayClients(SimulatedClients):
                 program_id=request.program_id,
                 parent_id=log.parent,
                 agent_type=agent_type_of(plan, is_child=log.parent is not None),
+                deadline_s=None if deadline_s is None else self._event_queue.now_s + deadline_s,
                 prefix=prefix,
                 exact=True,
             )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .client_hints import HintSetting
 from .event_queue import EventQueue, VirtualClock
 from .latency.latency_protocol import LatencyModel
 from .request_router import RequestRouter
@@ -38,10 +39,10 @@ class Simulation:
 
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
     have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
-    clients send hints and events. ``with_tool_calls``: whether a finished output contains its tool calls, as
-    a real output does; if false, servers know of tools by client events only. ``until_s``: end of the run;
-    with ``None`` it ends when all programs have finished. ``on_progress`` gets the log and the virtual
-    seconds so far.
+    clients send hints and events; ``hint_setting``: which. ``with_tool_calls``: whether a finished output has
+    its tool calls, as a real output does; if false, servers know of tools by client events only. ``until_s``:
+    end of the run; with ``None`` it ends when all programs have finished. ``on_progress`` gets the log and
+    the virtual seconds so far.
 
     ``standalone`` means a single engine outside a cluster. Its logs name no replica. Client events that occur
     during a step keep their own times, but are handled at the end of the step.
@@ -58,6 +59,7 @@ class Simulation:
         front: SimulatedGateway | RequestRouter,
         standalone: bool = False,
         with_hints: bool,
+        hint_setting: HintSetting | None = None,
         with_tool_calls: bool = True,
         until_s: float | None = None,
         on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
@@ -101,6 +103,7 @@ class Simulation:
             expected_s=self._expected_s,
             call_s=latency.call_s,
             with_hints=with_hints,
+            hint_setting=hint_setting,
         )
         self._due: list[tuple[float, int]] = []
         """Heap of (due time, engine number). An entry is stale if its time is not the engine's ``due_s``."""

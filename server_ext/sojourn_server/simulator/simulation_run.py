@@ -16,6 +16,7 @@ from .simulator_policies import Bound, SimulatorPolicy, find_cluster_policy, fin
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
+    from .client_hints import HintSetting
     from .simulated_engine import SimulatedEngine
     from .simulation import Simulation
     from .workloads.arrival_processes import ArrivalProcess
@@ -94,14 +95,15 @@ def run_simulation(
     on_progress: Callable[[float, int], None] = lambda now, finished: None,
     *,
     arrivals: ArrivalProcess | None = None,
+    hint_setting: HintSetting | None = None,
     prepare: Callable[[Simulation], None] | None = None,
 ) -> RunLog:
     """Run one specification, and return its log.
 
     ``on_progress`` gets the virtual seconds so far and the number of finished programs. ``arrivals`` replaces
-    the programs and arrivals of ``spec.workload``. ``prepare`` gets the simulation before it runs. For an
-    invalid specification, raises ``SimulatorError``, ``PolicyError``, ``TraceError`` or
-    ``LatencyProfileError`` before the run starts.
+    the programs and arrivals of ``spec.workload``. ``hint_setting``: what clients state. ``prepare`` gets the
+    simulation before it runs. For an invalid specification, raises ``SimulatorError``, ``PolicyError``,
+    ``TraceError`` or ``LatencyProfileError`` before the run starts.
     """
     policy = engine_policy(spec)
     latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
@@ -128,6 +130,7 @@ def run_simulation(
         else find_cluster_policy(spec.policy).front(replicas),
         standalone=replicas is None,
         with_hints=policy.settings is not None,
+        hint_setting=hint_setting,
         until_s=spec.until_s,
         on_progress=report_progress,
     )

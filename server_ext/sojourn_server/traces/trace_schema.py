@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -66,7 +66,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gap_s: Seconds | None = None
     """Seconds between this response and the next request."""
     gap_kind: str | None = None
-    """``tool`` or ``human``."""
+    """``tool``, ``human``, or ``agents``: the next request waits for the sub-agents that this turn starts."""
     interactive: bool | int = False
     """Whether the tool asked a person."""
     t: Seconds | None = None
@@ -79,6 +79,8 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Number of leading blocks of the previous prompt that this prompt keeps, if block ids were recorded."""
     hash_runs: tuple[tuple[Count, Count], ...] | None = None
     """Ids of the full blocks after the first ``hash_lcp`` blocks, as runs (first id, count), if recorded."""
+    hints: dict[str, Any] | None = None
+    """What the agent itself knows, in the wire's names, as ``node``; deadlines from the program's arrival."""
 
     @property
     def idle_s(self) -> float:
@@ -96,8 +98,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tool_runs(self) -> tuple[TraceToolRun, ...]:
-        """The tool calls for which the next turn waits, from ``tools`` or else from the names in ``tool``. A
-        call without a duration gets ``tool_seconds``; without it the call may have taken the whole gap."""
+        """The tool calls for which the next turn waits. One without a duration gets ``tool_seconds``."""
         runs = self.tools or [TraceToolRun(name=name) for name in (self.tool.split("+") if self.tool else ())]
         return tuple(
             msgspec.structs.replace(run, s=self.tool_seconds) if run.s is None else run
@@ -107,8 +108,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def tool_run(self) -> TraceToolRun | None:
-        """The tool call that determines the gap: the longest of ``tool_runs``, else of the background calls.
-        A call without a duration is the longest. ``None`` without tools."""
+        """The longest of ``tool_runs``, else of the background calls; one without a duration is longest."""
         runs = self.tool_runs or self.tools or ()
         return max(runs, key=lambda run: math.inf if run.s is None else run.s, default=None)
 

@@ -70,6 +70,7 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
       began before ``since_s`` counts in proportion.
     - ``prompt_tokens``, ``computed_tokens``, ``regenerated_tokens``, hits: sums over turns that got blocks.
     - ``programs_per_hour``: programs that finished from ``since_s`` on ÷ hours since ``since_s``.
+    - ``ended_work_s``: ``service_s`` of the same programs.
     - ``cascades``: preemptions at most ``CASCADE_STEPS`` steps after another preemption.
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
@@ -112,7 +113,8 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         scheduler_ms_per_step=1e3 * run.scheduler_s / run.steps if run.steps else None,
         since_s=since_s,
         programs_cut=sum(program.cut and program.finished_s is not None for program in programs),
-        programs_per_hour=_rate(3600.0 * _programs_finished_since(run.programs, since_s), window_s),
+        programs_per_hour=_rate(3600.0 * len(_ended_since(run.programs, since_s)), window_s),
+        ended_work_s=math.fsum(map(service_s, _ended_since(run.programs, since_s))),
         unfinished_elapsed_s=summary_statistics(elapsed),
         completion_estimate_s=estimated_statistics(finished, elapsed),
         queue_s=_waits(sent, "admitted_s", run.virtual_s),
@@ -135,6 +137,14 @@ def summary_statistics(values: Iterable[float]) -> SummaryStatistics:
     """Mean and percentiles of ``values``."""
     summary: dict[str, Any] = summarise(values)
     return SummaryStatistics(**summary)
+
+
+def service_s(program: ProgramLog) -> float:
+    """Seconds that the requests of a finished program take alone on an empty engine, without tools; 0 if the
+    log does not say."""
+    if program.expected_s is None:
+        return 0.0
+    return program.expected_s - math.fsum(turn.gap_s for turn in program.turns)
 
 
 def slowdowns(programs: Iterable[ProgramLog], run_end_s: float) -> tuple[list[float], list[float]]:
@@ -264,8 +274,10 @@ def _output_tokens_since(run: RunLog, since_s: float) -> float:
     return total
 
 
-def _programs_finished_since(programs: Iterable[ProgramLog], since_s: float) -> int:
-    return sum(program.finished_s is not None and program.finished_s >= since_s for program in programs)
+def _ended_since(programs: Iterable[ProgramLog], since_s: float) -> list[ProgramLog]:
+    return [
+        program for program in programs if program.finished_s is not None and program.finished_s >= since_s
+    ]
 
 
 def _rate(amount: float, seconds: float) -> float | None:
@@ -276,7 +288,7 @@ def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
     notes = []
     if not run.programs:
         notes.append(NONE_ARRIVED_NOTE)
-    none_finished = not _programs_finished_since(run.programs, since_s)
+    none_finished = not _ended_since(run.programs, since_s)
     if run.programs and none_finished:
         notes.append(NONE_FINISHED_NOTE)
     if unfinished and run.loop != "closed":

@@ -87,6 +87,8 @@ class RunRow(RunFacts, kw_only=True):
     programs_cut: int = 0
     """Number of finished programs that ended early because their next turn would not have fitted."""
     programs_per_hour: float | None = None
+    ended_work_s: float | None = None
+    """Seconds that the requests of the finished programs take, each program alone on an empty engine."""
     unfinished_elapsed_s: SummaryStatistics = NO_STATISTICS
     """Elapsed time of unfinished programs."""
     completion_estimate_s: SummaryStatistics = NO_STATISTICS

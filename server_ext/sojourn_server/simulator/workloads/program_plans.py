@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from sojourn.shell_command import is_shell_tool
@@ -81,6 +82,8 @@ class ProgramPlan:
     delay_s: float = 0.0
     start_offset_s: float | None = None
     """Start of a sub-agent whose parent turn is unknown, in seconds after its parent's start."""
+    blocks_parent: bool = False
+    """Whether the parent's next turn waits for the end of this sub-agent."""
     children: list[ProgramPlan] = field(default_factory=list)
     _builder: PromptBuilder = field(repr=False)
     _turns: Sequence[TraceTurn] = field(repr=False)
@@ -108,6 +111,19 @@ class ProgramPlan:
     def tool_runs(self, turn: int) -> tuple[TraceToolRun, ...]:
         """Tools that the client waits for after ``turn``, as the SDK reports them."""
         return tuple(_sdk_tool(run) for run in self._turns[turn].tool_runs)
+
+    def true_hints(self, turn: int) -> dict[str, Any]:
+        """What a client that knows the program's future can state with the request of ``turn``, in the names
+        of the wire. What the workload states (``TraceTurn.hints``) replaces what follows from the plan."""
+        left = len(self.plans) - turn - 1
+        return {
+            "expected_steps_left": float(left),
+            "expected_resume": left > 0,
+            "expected_output_length": self.plans[turn].output_tokens,
+            "kv_retention_ttl_seconds": self.gap_s(turn) if left else 0.0,
+            "blocks_parent": self.blocks_parent,
+            **(self._turns[turn].hints or {}),
+        }
 
 
 class ProgramPlanner:
@@ -184,6 +200,7 @@ class ProgramPlanner:
             if child.parent_turn is not None:
                 plan.parent_turn = child.parent_turn
                 plan.delay_s = self._delay_s(program.turns[child.parent_turn], child)
+                plan.blocks_parent = program.turns[child.parent_turn].gap_kind == "agents"
             else:
                 plan.start_offset_s = child.start_offset_s or 0.0
             children.append(plan)
