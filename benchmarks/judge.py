@@ -9,8 +9,8 @@ are kept in the cache folder; empty it after a change of code. The page has the 
 first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
 ``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights.
 Those runs are not compared with the code: after a change of the policy, ``--renew`` repeats the runs of the
-policy and of the oracle in all of those cells; near the capacity also those of the order of arrival, with
-which slowdowns are compared. With ``--kept`` it takes the new runs that are finished, and keeps the others.
+policy and of the oracle in all of those cells. With ``--kept`` it takes the new runs that are finished, and
+keeps the others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import NamedTuple
 
 import msgspec
 from judge_page import (
-    ARRIVAL_ORDER,
-    BUSY_LOADS,
     LIMITS,
     ORACLE,
     OURS,
@@ -38,9 +36,8 @@ from judge_page import (
     heat_map,
     page,
 )
-from kept_runs import kept_file, run_kept
+from kept_runs import chosen, kept_file, run_kept
 from oracle_policies import oracle_row
-from policy_comparison import chosen
 from result_pages import made_by, write_result
 from rich.console import Console
 from sojourn_server.simulator.report.results_file import made_with
@@ -247,8 +244,8 @@ def renewed(
     options: argparse.Namespace,
     console: Console,
 ) -> Iterator[Cell]:
-    """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``, and of the order of arrival
-    where slowdowns are compared. Arrival rates stay as they were."""
+    """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``. Arrival rates stay as they
+    were."""
     point_of = {point.name: point for point in points}
     for number, cell in enumerate(earlier, 1):
         point, rate = point_of.get(cell.name), cell.rows[STOCK].rate_per_s
@@ -257,8 +254,6 @@ def renewed(
                 f"{cell.name} is no cell of this grid; expected the traces of the earlier result"
             )
         names = [name for name in (OURS, ORACLE) if name in cell.rows]
-        if cell.load in BUSY_LOADS:
-            names += [name for name in ARRIVAL_ORDER if name in cell.rows][:1]
         specs = specs_of(point, names, rate, options.seed)
         if options.kept:
             specs = [spec for spec in specs if is_kept(spec, options)]

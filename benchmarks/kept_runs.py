@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
 from argparse import ArgumentParser, RawTextHelpFormatter
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
@@ -30,6 +31,16 @@ def run_arguments(doc: str | None) -> ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder to write into")
     return parser
+
+
+def chosen(folder: Path, only: str | None) -> list[Path]:
+    """The traces of a folder, sorted. ``only`` has parts of their file names, commas between."""
+    words = only.split(",") if only else [""]
+    files = sorted(path for path in folder.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+    found = [path for path in files if any(word in path.name for word in words)]
+    if not found:
+        sys.exit(f"{folder} holds no trace{f' named like {only}' if only else ''}")
+    return found
 
 
 def row_of(spec: RunSpec) -> RunRow:

@@ -24,8 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from belady import AccessRecorder, recomputed_tokens
-from kept_runs import row_and_log, row_of, run_arguments, run_kept
-from policy_comparison import chosen
+from kept_runs import chosen, row_and_log, row_of, run_arguments, run_kept
 from result_pages import FIRST_WORDS, marked, opening, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
