@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.core.refused_requests import RefusedRequests
+from sojourn_server.core.engine_service import MAX_REFUSALS, RefusedRequests
 from virtual_engine import VirtualEngine
 
 
@@ -33,7 +33,6 @@ def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
         refusals.record_refusal(f"{child}_cmpl-a-0-0a1b2c3d", 600.0)
     assert refusals.take("cmpl-a") == 600.0
     assert refusals.take("cmpl-a") is None
-    assert len(refusals._waited_s) == 0
 
 
 def test_an_id_that_is_used_again_has_its_newest_refusal() -> None:
@@ -44,12 +43,10 @@ def test_an_id_that_is_used_again_has_its_newest_refusal() -> None:
 
 
 def test_the_newest_are_remembered() -> None:
-    refusals = RefusedRequests(limit=3)
-    for n in range(5):
+    refusals = RefusedRequests()
+    for n in range(MAX_REFUSALS + 2):
         refusals.record_refusal(f"chatcmpl-{n}x-0a1b2c3d", float(n))
-    refusals.record_refusal("chatcmpl-4x-0a1b2c3d", 4.5)
-    assert len(refusals._waited_s) == 3
-    assert [refusals.take(f"chatcmpl-{n}x") for n in range(5)] == [None, None, 2.0, 3.0, 4.5]
+    assert [refusals.take(f"chatcmpl-{n}x") for n in (1, 2)] == [None, 2.0]
 
 
 def test_the_http_side_asks_for_it() -> None:

@@ -9,7 +9,6 @@ carries out actions at once and records them in ``done``.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -19,8 +18,9 @@ from scheduler_driver import SchedulerDriver
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import WIRE_VERSION, EventOutcome, decode_outcomes
 from sojourn.wire_events import Event
-from sojourn_server.core.engine_service import EngineService
+from sojourn_server.core.engine_service import EngineService, EngineView
 from sojourn_server.core.events_and_actions import (
+    Action,
     EngineAction,
     EngineActionKind,
     LeaseGranted,
@@ -29,6 +29,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinished,
     TurnFinishReason,
 )
+from sojourn_server.core.events_and_actions import Event as EngineEvent
 from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.request_table import RequestState
@@ -46,7 +47,7 @@ BASH = "Let us see.\n```bash\npytest -q\n```"
 TOOL = "bash:pytest"
 
 
-class VirtualEngine:
+class VirtualEngine(EngineView):
     """One engine with ``blocks`` blocks of ``BLOCK_TOKENS`` tokens. ``now`` is the virtual time in seconds.
     The recorder is strict: metrics that are not in the catalogue raise."""
 
@@ -69,14 +70,8 @@ class VirtualEngine:
         )
         self.program_scheduler = SchedulerDriver(state)
         self.program_scheduler.recorder.strict = True
-        self.service = EngineService(
-            self.program_scheduler,
-            engine={"virtual": "1"},
-            pool_state=self.pool_state,
-            tier_state=lambda: {tier: dict(states) for tier, states in self.tiers.items()},
-            owned_blocks=self._owned_blocks,
-            cpu_clock=time.thread_time,
-        )
+        self.engine = {"virtual": "1"}
+        self.service = EngineService(self.program_scheduler, self)
         self.cached: set[int] = set()
         self.held: dict[ProgramId, Sequence[int]] = {}
         self.done: list[EngineAction] = []
@@ -269,9 +264,11 @@ class VirtualEngine:
             "free": total - leased - cached,
         }
 
-    def _owned_blocks(self, program_id: ProgramId) -> int:
-        hashes = self.program_scheduler.state.contexts.get(program_id) or ()
-        return sum(block in self.cached for block in hashes)
+    def tier_state(self) -> dict[str, Any]:
+        return {tier: dict(states) for tier, states in self.tiers.items()}
+
+    def handle(self, event: EngineEvent, now: float) -> list[Action]:
+        return self.program_scheduler.handle(event, now)
 
     # -- for assertions ---------------------------------------------------------------
 

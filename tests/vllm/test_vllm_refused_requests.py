@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
 from sojourn_server.api.refusal_middleware import refusal_message
-from sojourn_server.core.refused_requests import RefusedRequests
+from sojourn_server.core.engine_service import RefusedRequests
 from sojourn_server.vllm import endpoint
 
 pytestmark = pytest.mark.filterwarnings("default")

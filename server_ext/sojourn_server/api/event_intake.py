@@ -2,8 +2,8 @@
 
 The engine reads events on its scheduling thread, between two steps, so events cost generation time. The
 intake makes one call at a time, with at most ``MAX_EVENTS_PER_CALL`` events. After each call it waits as long
-as the engine asks (``core/event_time_budget.py``). Batches are served in the order of their arrival. A flood
-of events fills the intake's queue, not the engine's, and is then refused.
+as the engine asks (``EventTimeBudget``). Batches are served in the order of their arrival. A flood of events
+fills the intake's queue, not the engine's, and is then refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from sojourn.wire_codec import (
     encode,
 )
 
-from ..core.client_event_decoder import undecodable_outcome
-from ..core.event_time_budget import EVENT_SHARE, MAX_WAIT_S
+from ..core.client_event_decoder import EVENT_SHARE, MAX_WAIT_S, undecodable_outcome
 from .engine_rpc import EngineError, EngineRpc, EngineUnavailableError
 from .response_merging import merge_event_answers
 

@@ -1,4 +1,4 @@
-"""Decodes client events from the wire, and passes each to the scheduler."""
+"""Decodes client events from the wire, passes each to the scheduler, and limits the time that they take."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ MAX_ATTACHED_EVENTS = 64
 handles attached events before their request, so ``EventTimeBudget`` cannot delay them. Their time is charged
 to the budget, and delays events that are posted later."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
+
+
+EVENT_SHARE = 0.04
+"""Share of the engine's time that events may use once ``EVENT_BURST_S`` is used up."""
+EVENT_BURST_S = 0.02
+"""Maximum budget that can be saved up for a burst of events, in seconds of the engine's time."""
+MAX_WAIT_S = 1.5
+"""Maximum wait after a call in seconds, so that one slow call does not delay events for long. The value is
+below the SDK's ``send_timeout_s``."""
 
 
 class _EventLabel(msgspec.Struct):
@@ -104,3 +113,21 @@ def undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome
     program_id = label.program_id[:MAX_ID_BYTES] if isinstance(label.program_id, str) else None
     seq = label.seq if isinstance(label.seq, int) and not isinstance(label.seq, bool) else None
     return kind, EventOutcome(outcome=outcome, reason=error, program_id=program_id, seq=seq)
+
+
+class EventTimeBudget:
+    """Computes how long an engine's API servers must wait before they send the next client events. There is
+    one budget per engine, because its API servers share the engine's time. Times are in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._credit_s = EVENT_BURST_S
+        self._credited_at = now
+
+    def spend(self, busy_s: float, now: float) -> float:
+        """Charge a call that took ``busy_s`` and ended at ``now``; returns the seconds to wait before the
+        next call."""
+        earned_s = max(now - self._credited_at, 0.0) * EVENT_SHARE
+        self._credited_at = now
+        credit_s = min(self._credit_s + earned_s, EVENT_BURST_S) - busy_s
+        self._credit_s = max(credit_s, -MAX_WAIT_S * EVENT_SHARE)
+        return max(-self._credit_s / EVENT_SHARE, 0.0)

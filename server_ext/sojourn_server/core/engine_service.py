@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -21,41 +25,108 @@ from sojourn.wire_codec import (
 )
 
 from ..metrics.link_metrics import count_links
-from ..metrics.live_frame import EngineSnapshot
+from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
 from ..metrics.metrics_recorder import MetricsRecorder
+from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
+from ..policies.retention_policies import NoRetention
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from . import engine_answers as answers
-from .client_event_decoder import EVENT_TYPES, ClientEventDecoder, EventHandler
-from .live_frame_builder import collect_turn_facts, take_snapshot
+from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
+from .events_and_actions import Action, Event
 from .program_scheduler import ProgramScheduler
-from .refused_requests import RefusedRequests
-from .request_hints import unused_fields
+from .request_hints import HINTED_TTL, unused_fields, unused_hint_fields
+from .request_table import RequestState
+from .scheduler_state import SchedulerState
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
 MAX_RESIDENT_SHOWN = 2000
 """Maximum number of programs with KV in the answer to ``load``."""
-MAX_SNAPSHOT_PROGRAMS = 20_000
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
+MAX_REFUSALS = 1024
+"""Maximum number of refusals kept; the oldest is dropped first."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``StockEngineService`` answers."""
 
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
-_arguments = msgspec.json.Decoder(dict[str, Any] | None)
+
+
+class _Arguments(msgspec.Struct):
+    """The arguments of all operations."""
+
+    program_id: str = ""
+    graph_hash: str = ""
+    request_id: str = ""
+    status: str | None = None
+    limit: int | None = None
+    since: int | None = None
+    changed_within_s: float | None = None
+
+    def limit_from(self, default: int, most: int) -> int:
+        """Return ``limit``, but 1 to ``most``; ``default`` if it is absent."""
+        return default if self.limit is None else max(1, min(self.limit, most))
+
+
+_arguments = msgspec.json.Decoder(_Arguments | None)
 
 
 class KVTransferStatus(Protocol):
-    """Protocol of an object that returns the status of KV transfer in an engine of a prefill/decode pair.
-
-    The status is the entry ``paths`` in the answers to ``capabilities`` and ``stats``."""
+    """Status of KV transfer in an engine: the entry ``paths`` in the answers to ``capabilities`` and
+    ``stats``; ``None``: unknown, or the engine is in no prefill/decode pair."""
 
     def capabilities(self) -> dict[str, Any] | None: ...
 
     def stats(self) -> dict[str, Any] | None: ...
+
+
+class _NoPair:
+    def capabilities(self) -> None: ...
+
+    def stats(self) -> None: ...
+
+
+class EngineView:
+    """What the service reads of its engine. As it stands, an engine without tiers, disk, network and pair."""
+
+    engine: Mapping[str, str] = MappingProxyType({})
+    """The entry ``engine`` in the answer to ``capabilities``."""
+    missing: answers.MissingTiers | None = None
+    """The mechanisms that are off for lack of tiers; ``None``: all are on."""
+    paths: KVTransferStatus = _NoPair()
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Pass an event to the ``ProgramScheduler``, and carry the actions out. Return them."""
+        raise NotImplementedError
+
+    def pool_state(self) -> dict[str, int]:
+        """Numbers of blocks by state: running, leased, cached, free; and their ``total``."""
+        raise NotImplementedError
+
+    def below_blocks(self, program_id: ProgramId) -> tuple[int, int]:
+        """Numbers of blocks of a program's context in host memory and on disk."""
+        return 0, 0
+
+    def below_device(self) -> answers.TierCapabilities | None:
+        """The entry ``tiers`` in the answer to ``capabilities``; ``None`` without tiers."""
+        return None
+
+    def tier_state(self) -> dict[str, Any]:
+        """``used`` and ``free`` blocks of each tier below the device, numbers of copies by result
+        (``moves``), and ``traffic``: bytes moved, seconds of copying, seconds that forward passes waited."""
+        return {}
+
+    def network_state(self) -> dict[str, Any] | None:
+        """State of the neural network that predicts output lengths; ``None`` without one."""
+        return None
+
+    def persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
+        """Write the blocks of a chain of hashes to disk. Returns ``stored_blocks``, ``pending_blocks``,
+        ``pending_bytes`` and ``shared``, or the ``reason`` why writing is not possible."""
+        return {"reason": "there is no disk"}
 
 
 class UnknownOperation(InputError):
@@ -63,107 +134,39 @@ class UnknownOperation(InputError):
 
 
 class EngineService:
-    """Carries out the operations ``events, event_batches, capabilities, programs, program, load, explain,
-    persist, graphs, graph, stats, snapshot, decisions, drain_metrics`` and ``refusal``.
+    """Carries out the operations in ``_OPERATIONS``, ``events`` and ``event_batches``.
 
-    ``refusal`` returns the seconds that a refused request had waited; each refusal is returned once.
+    Each operation is a method that takes the arguments and the time."""
 
-    Arguments that are entries of the answer to ``capabilities`` (``docs/wire.md``), or functions that return
-    one:
-
-    - ``engine``: the entry ``engine``.
-    - ``below_device``: returns the entry ``tiers``; ``None`` without tiers.
-    - ``missing``: the entry ``missing``, the mechanisms that are off for lack of tiers; ``None``: all are on.
-
-    Functions that return parts of the engine's state:
-
-    - ``pool_state``: numbers of blocks by state (running, leased, cached, free).
-    - ``tier_state``: ``used`` and ``free`` blocks of each tier below the device, numbers of copies by result
-      (``moves``), and ``traffic``: bytes moved, seconds of copying, seconds that forward passes waited.
-    - ``network_state``: state of the neural network that predicts output lengths; ``None`` without one.
-    - ``owned_blocks``: number of cached blocks on the device that a program owns.
-    - ``below_blocks``: numbers of blocks of a program's context in host memory and on disk.
-    - ``cpu_clock``: CPU seconds used so far. A snapshot reports how many of them it took.
-
-    ``handle`` handles client events, by default ``program_scheduler.handle``. ``paths`` returns the status of
-    KV transfer; ``None``: no prefill/decode pair. ``persist`` writes the blocks of a chain of hashes to disk.
-    It returns ``stored_blocks``, ``pending_blocks``, ``pending_bytes`` and ``shared``, or the ``reason`` why
-    writing is not possible.
-    """
-
-    def __init__(
-        self,
-        program_scheduler: ProgramScheduler,
-        *,
-        engine: dict[str, str],
-        pool_state: Callable[[], dict[str, int]],
-        handle: EventHandler | None = None,
-        tier_state: Callable[[], dict[str, Any]] = dict,
-        below_device: Callable[[], answers.TierCapabilities | None] = lambda: None,
-        missing: answers.MissingTiers | None = None,
-        network_state: Callable[[], dict[str, Any] | None] = lambda: None,
-        persist: Callable[[Sequence[Any]], dict[str, Any]] = lambda hashes: {"reason": "there is no disk"},
-        paths: KVTransferStatus | None = None,
-        owned_blocks: Callable[[ProgramId], int] = lambda program_id: 0,
-        below_blocks: Callable[[ProgramId], tuple[int, int]] = lambda program_id: (0, 0),
-        cpu_clock: Callable[[], float] = lambda: 0.0,
-    ) -> None:
+    def __init__(self, program_scheduler: ProgramScheduler, view: EngineView) -> None:
         self._program_scheduler = program_scheduler
         self._state = program_scheduler.state
-        self._tier_state = tier_state
-        self._below_device = below_device
-        self._missing = missing
-        self._network_state = network_state
-        self._persist_blocks = persist
-        self._paths = paths
-        self._owned_blocks = owned_blocks
-        self._below_blocks = below_blocks
-        self._cpu_clock = cpu_clock
-        self._handle = handle or program_scheduler.handle
-        self.client_event_decoder = ClientEventDecoder(self._handle, program_scheduler.recorder)
+        self._view = view
+        self.client_event_decoder = ClientEventDecoder(view.handle, program_scheduler.recorder)
         """Handles client events, including those attached to requests."""
         self.refusals = RefusedRequests()
         """Requests that the engine refused, as noted by the vLLM adapter."""
-        self._engine = engine
-        self._pool_state = pool_state
-        self._operations: dict[str, Callable[[dict[str, Any], float], Any]] = {
-            "capabilities": self._capabilities,
-            "programs": self._programs,
-            "program": self._program,
-            "load": self._load,
-            "explain": self._explain,
-            "persist": self._persist,
-            "graphs": self._graphs,
-            "graph": self._graph,
-            "stats": self._stats,
-            "snapshot": self._snapshot,
-            "decisions": self._decisions,
-            "refusal": self._refusal,
-            "drain_metrics": self._drain_metrics,
-        }
 
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``UnknownOperation`` or ``WireError``."""
         apply_batch = self.client_event_decoder.apply_batch
-        if operation == "events":
-            return encode(apply_batch(payload.encode("utf-8", "replace"), now)).decode()
-        if operation == "event_batches":
-            try:
-                batches = _batches.decode(payload)
-            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-                raise WireError(f"{operation}: not a list of batches: {error}") from error
-            return encode([apply_batch(bytes(batch), now) for batch in batches]).decode()
-        handler = self._operations.get(operation)
-        if handler is None:
-            expected = ", ".join(["events", "event_batches", *self._operations])
-            raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
+        carry_out = _OPERATIONS.get(operation)
         try:
-            arguments = _arguments.decode(payload) if payload else None
+            if operation == "events":
+                answer: Any = apply_batch(payload.encode("utf-8", "replace"), now)
+            elif operation == "event_batches":
+                answer = [apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
+            elif carry_out is not None:
+                arguments = _arguments.decode(payload) if payload else None
+                answer = carry_out(self, arguments or _Arguments(), now)
+            else:
+                expected = ", ".join(["events", "event_batches", *_OPERATIONS])
+                raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise WireError(f"{operation}: arguments are not a JSON object: {error}") from error
-        return encode(handler(arguments or {}, now)).decode()
+            raise WireError(f"{operation}: invalid arguments: {error}") from error
+        return encode(answer).decode()
 
-    def _capabilities(self, arguments: dict[str, Any], now: float) -> answers.EngineCapabilities:
+    def _capabilities(self, arguments: _Arguments, now: float) -> answers.EngineCapabilities:
         preset, limits = self._state.preset, self._state.limits
         return answers.EngineCapabilities(
             version=version("sojourn"),
@@ -180,28 +183,27 @@ class EngineService:
                 hinted_ttl_s=limits.max_hinted_ttl_s,
             ),
             unused_hints=unused_fields(preset),
-            engine=self._engine,
-            tiers=self._below_device(),
-            missing=self._missing,
-            paths=self._paths.capabilities() if self._paths is not None else None,
+            engine=dict(self._view.engine),
+            tiers=self._view.below_device(),
+            missing=self._view.missing,
+            paths=self._view.paths.capabilities(),
         )
 
-    def _programs(self, arguments: dict[str, Any], now: float) -> answers.ProgramList:
-        limit = _int_argument(arguments, "limit", 100, 1, MAX_PROGRAMS_SHOWN)
-        status = arguments.get("status")
-        table = self._state.programs
-        chosen = [p for p in table if status is None or p.status.value == status]
+    def _programs(self, arguments: _Arguments, now: float) -> answers.ProgramList:
+        programs, limit = self._state.programs, arguments.limit_from(100, MAX_PROGRAMS_SHOWN)
+        chosen = [one for one in programs if arguments.status in (None, one.status.value)]
         chosen.sort(key=lambda program: program.rank, reverse=True)
-        shown = [answers.ProgramSummary(**self._summary(program, now)) for program in chosen[:limit]]
         return answers.ProgramList(
-            programs=shown, shown=len(shown), total=len(chosen), forgotten=table.forgotten
+            programs=[answers.ProgramSummary(**self._summary(program, now)) for program in chosen[:limit]],
+            shown=min(limit, len(chosen)),
+            total=len(chosen),
+            forgotten=programs.forgotten,
         )
 
-    def _program(self, arguments: dict[str, Any], now: float) -> answers.ProgramDetail | None:
-        program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
+    def _program(self, arguments: _Arguments, now: float) -> answers.ProgramDetail | None:
+        program = self._state.programs.get(ProgramId(arguments.program_id))
         if program is None:
             return None
-        turns = self._state.ledger.of_program(program.id)
         longest = sorted(program.tools.items(), key=lambda item: (item[1].started_s, item[0]))
         tools = [
             answers.ToolSummary(
@@ -215,18 +217,15 @@ class EngineService:
         ]
         return answers.ProgramDetail(
             **self._summary(program, now),
-            tenant=program.tenant,
-            graph_hash=program.graph_hash,
-            expected_steps_left=program.expected_steps_left,
+            **_same(program, "tenant graph_hash expected_steps_left p_reuse"),
             goes_on=program.continuation_probability,
             tier=program.prediction_source,
-            p_reuse=program.p_reuse,
             tools=tools,
-            ledger=[turn.as_dict() for turn in turns],
+            ledger=[turn.as_dict() for turn in self._state.ledger.of_program(program.id)],
             decisions=[one.own_dict() for one in self._state.decisions.of_program(program.id)],
         )
 
-    def _load(self, arguments: dict[str, Any], now: float) -> answers.EngineLoad:
+    def _load(self, arguments: _Arguments, now: float) -> answers.EngineLoad:
         state = self._state
         requests = state.requests.states.values()
         programs: list[tuple[ProgramState, int, int]] = []
@@ -234,8 +233,7 @@ class EngineService:
         for program in sorted(state.programs, key=lambda one: one.last_contact_s, reverse=True):
             if program.status in OVER_STATUSES:
                 continue
-            found = map(state.requests.states.get, program.live_requests)
-            own = [request for request in found if request is not None]
+            own = _requests_of(state, program)
             if self._program_scheduler.tiers.placed(program.id) is Tier.WAITING:
                 if own:
                     waiting.append(str(program.id))
@@ -246,7 +244,7 @@ class EngineService:
             tokens = program.context_tokens if runs else self._resident_tokens(program)
             if tokens or runs:
                 programs.append((program, tokens, len(own)))
-        blocks, paths = self._pool_state(), self._paths
+        blocks = self._view.pool_state()
         return answers.EngineLoad(
             requests=len(requests),
             request_tokens=sum(one.prompt_tokens for one in requests),
@@ -263,7 +261,7 @@ class EngineService:
             ],
             complete=len(programs) <= MAX_RESIDENT_SHOWN,
             waiting=waiting[:MAX_RESIDENT_SHOWN],
-            **pair_load(paths),
+            **pair_load(self._view.paths),
         )
 
     def _resident_tokens(self, program: ProgramState) -> int:
@@ -271,7 +269,7 @@ class EngineService:
         block counts as there, since nothing of it is kept."""
         per_block = self._state.pool.tokens_per_block
         full = int(program.context_tokens / per_block)
-        blocks = self._owned_blocks(program.id) + sum(self._below_blocks(program.id))
+        blocks = len(self._state.owners.blocks.get(program.id, ())) + sum(self._view.below_blocks(program.id))
         return program.context_tokens if blocks >= full else int(blocks * per_block)
 
     def _steps_left(self, program: ProgramState, requests: int) -> float | None:
@@ -284,15 +282,15 @@ class EngineService:
             left = graph.steps_after(node) if graph is not None else None
         return round(left + requests, 3) if left is not None else None
 
-    def _explain(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
-        program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
+    def _explain(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
+        program = self._state.programs.get(ProgramId(arguments.program_id))
         return None if program is None else collect_turn_facts(self._state, program, now)
 
-    def _persist(self, arguments: dict[str, Any], now: float) -> answers.EnginePersistProgress | None:
-        program = self._state.programs.get(ProgramId(str(arguments.get("program_id"))))
+    def _persist(self, arguments: _Arguments, now: float) -> answers.EnginePersistProgress | None:
+        program = self._state.programs.get(ProgramId(arguments.program_id))
         if program is None:
             return None
-        progress = self._persist_blocks(self._state.contexts.get(program.id) or ())
+        progress = self._view.persist(self._state.contexts.get(program.id) or ())
         pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
         return answers.EnginePersistProgress(
             program_id=program.id,
@@ -307,7 +305,7 @@ class EngineService:
             compute_s=self._state.compute_s(program.context_tokens),
         )
 
-    def _graphs(self, arguments: dict[str, Any], now: float) -> answers.GraphList:
+    def _graphs(self, arguments: _Arguments, now: float) -> answers.GraphList:
         graphs = self._state.graphs
         types = graphs.types()
         shown = [answers.GraphSummary(**_graph_summary(known, types)) for known in reversed(list(graphs))]
@@ -315,8 +313,8 @@ class EngineService:
             graphs=shown, total=len(shown), bytes=graphs.bytes, forgotten=graphs.forgotten
         )
 
-    def _graph(self, arguments: dict[str, Any], now: float) -> answers.GraphDetail | None:
-        known = self._state.graphs.get(str(arguments.get("graph_hash")))
+    def _graph(self, arguments: _Arguments, now: float) -> answers.GraphDetail | None:
+        known = self._state.graphs.get(arguments.graph_hash)
         if known is None:
             return None
         graph = known.aeg.wire()
@@ -329,25 +327,23 @@ class EngineService:
             ],
         )
 
-    def _stats(self, arguments: dict[str, Any], now: float) -> answers.EngineStats:
-        state, histories = self._state, self._state.histories
+    def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
+        state, histories, placed = self._state, self._state.histories, self._program_scheduler.tiers.counts()
         return answers.EngineStats(
             policy=state.preset.name,
-            programs={status.value: state.programs.counts[status] for status in ProgramStatus},
+            programs=_by_status(state),
             requests=len(state.requests.states),
             leases=answers.LeaseTotals(
-                count=len(state.leases),
-                blocks=state.leases.blocks,
-                budget_blocks=state.leases.budget_blocks,
+                count=len(state.leases), **_same(state.leases, "blocks budget_blocks")
             ),
-            pool={"block_size": state.pool.block_size, **self._pool_state()},
-            tiers=self._tier_state(),
-            paths=self._paths.stats() if self._paths is not None else None,
-            placed={tier.value: count for tier, count in self._program_scheduler.tiers.counts().items()},
+            pool={"block_size": state.pool.block_size, **self._view.pool_state()},
+            tiers=self._view.tier_state(),
+            paths=self._view.paths.stats(),
+            placed={tier.value: count for tier, count in placed.items()},
             ledger=state.ledger.totals,
             output_lengths={
                 **self._program_scheduler.forecaster.statistics(),
-                "network": self._network_state(),
+                "network": self._view.network_state(),
             },
             tombstones=len(state.eviction_log),
             history=answers.HistoryTotals(
@@ -358,70 +354,51 @@ class EngineService:
             ),
         )
 
-    def _snapshot(self, arguments: dict[str, Any], now: float) -> EngineSnapshot:
-        within_s = arguments.get("changed_within_s")
-        if not isinstance(within_s, int | float | None):
-            raise WireError(f"changed_within_s is {within_s!r}; expected a number of seconds")
-        started = self._cpu_clock()
+    def _snapshot(self, arguments: _Arguments, now: float) -> EngineSnapshot:
+        within_s = arguments.changed_within_s
+        started_s = time.thread_time()
         found = take_snapshot(
-            self._state,
+            self._program_scheduler,
+            self._view,
             now=now,
             since_s=None if within_s is None else now - within_s,
-            limit=_int_argument(arguments, "limit", MAX_SNAPSHOT_PROGRAMS, 1, MAX_SNAPSHOT_PROGRAMS),
-            placed_tier=self._program_scheduler.tiers.placed,
-            owned_blocks=self._owned_blocks,
-            below_blocks=self._below_blocks,
-            blocks=self._pool_state(),
-            tiers=self._tier_state(),
+            limit=arguments.limit,
         )
-        spent_s = round(self._cpu_clock() - started, 6)
+        spent_s = round(time.thread_time() - started_s, 6)
         return msgspec.structs.replace(found, engine=msgspec.structs.replace(found.engine, spent_s=spent_s))
 
-    def _decisions(self, arguments: dict[str, Any], now: float) -> answers.DecisionPage:
-        limit = _int_argument(arguments, "limit", 1000, 1, MAX_DECISIONS_SHOWN)
-        since = _int_argument(arguments, "since", 0, 0, sys.maxsize)
-        chosen, following = self._state.decisions.since(since, limit)
+    def _decisions(self, arguments: _Arguments, now: float) -> answers.DecisionPage:
+        limit = arguments.limit_from(1000, MAX_DECISIONS_SHOWN)
+        chosen, following = self._state.decisions.since(max(0, arguments.since or 0), limit)
         return answers.DecisionPage(decisions=[decision.as_dict() for decision in chosen], next=following)
 
-    def _refusal(self, arguments: dict[str, Any], now: float) -> dict[str, Any] | None:
-        waited_s = self.refusals.take(str(arguments.get("request_id")))
+    def _refusal(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
+        waited_s = self.refusals.take(arguments.request_id)
         return None if waited_s is None else {"waited_s": waited_s}
 
-    def _drain_metrics(self, arguments: dict[str, Any], now: float) -> dict[str, Any]:
-        state = self._state
-        parts = {name: blocks for name, blocks in self._pool_state().items() if name != "total"}
-        gauges: dict[str, list[tuple[dict[str, str], float]]] = {
-            "sojourn_programs": [
-                ({"state": status.value}, state.programs.counts[status]) for status in ProgramStatus
-            ],
-            "sojourn_leases": [({}, len(state.leases))],
-            "sojourn_placed_programs": [
-                ({"tier": tier.value}, count)
-                for tier, count in self._program_scheduler.tiers.counts().items()
-            ],
-            "sojourn_build_info": [
-                (
-                    {
-                        "version": version("sojourn"),
-                        "vllm": self._engine.get("vllm", "unknown"),
-                        "preset": state.preset.name,
-                        "adapter": "active",
-                    },
-                    1,
-                )
-            ],
-            "sojourn_kv_blocks": [
-                ({"tier": "device", "state": name}, blocks) for name, blocks in parts.items()
-            ],
-            "sojourn_kv_bytes": [
-                ({"tier": "device", "state": name}, blocks * state.pool.block_bytes)
-                for name, blocks in parts.items()
-            ],
-        }
-        tiers, recorder = self._tier_state(), state.recorder
-        traffic = tiers.pop("traffic", {})
+    def _drain_metrics(self, arguments: _Arguments, now: float) -> dict[str, Any]:
+        state, recorder = self._state, self._state.recorder
+        device = {name: blocks for name, blocks in self._view.pool_state().items() if name != "total"}
+        tiers = self._view.tier_state()
+        traffic = tiers.pop("traffic", None)
         for what, total in tiers.pop("moves", {}).items():
             recorder.count_total("sojourn_tier_moves_total", total, what=what)
+        build = {
+            "version": version("sojourn"),
+            "vllm": self._view.engine.get("vllm", "unknown"),
+            "preset": state.preset.name,
+            "adapter": "active",
+        }
+        placed = self._program_scheduler.tiers.counts()
+        gauges: dict[str, list[tuple[dict[str, str], float]]] = {
+            "sojourn_programs": [({"state": name}, count) for name, count in _by_status(state).items()],
+            "sojourn_leases": [({}, len(state.leases))],
+            "sojourn_placed_programs": [({"tier": tier.value}, count) for tier, count in placed.items()],
+            "sojourn_build_info": [(build, 1)],
+            "sojourn_kv_blocks": list(_by_state("device", device, 1)),
+            "sojourn_kv_bytes": list(_by_state("device", device, state.pool.block_bytes)),
+            "sojourn_tier_blocks": [row for tier, of in tiers.items() for row in _by_state(tier, of, 1)],
+        }
         if traffic:
             for lane, total in traffic["moved_bytes"].items():
                 recorder.count_total("sojourn_tier_bytes_total", total, lane=lane)
@@ -429,29 +406,18 @@ class EngineService:
                 recorder.count_total("sojourn_tier_seconds_total", total, lane=lane)
             recorder.count_total("sojourn_tier_wait_seconds_total", traffic["waited_s"])
             gauges["sojourn_tier_jobs"] = [({}, traffic["jobs"])]
-        gauges["sojourn_tier_blocks"] = [
-            ({"tier": tier, "state": state}, blocks)
-            for tier, states in tiers.items()
-            for state, blocks in states.items()
-        ]
-        gauges |= count_links(recorder, self._paths.stats() if self._paths is not None else None)
-        return state.recorder.drain(gauges)
+        gauges |= count_links(recorder, self._view.paths.stats())
+        return recorder.drain(gauges)
 
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
         """The fields of a ``ProgramSummary``."""
         lease = self._state.leases.get(program.id)
         placed = self._program_scheduler.tiers.placed(program.id)
         return {
+            **_same(program, "status outcome name agent_type node turns context_tokens"),
             "program_id": program.id,
-            "status": program.status,
-            "outcome": program.outcome,
-            "name": program.name,
-            "agent_type": program.agent_type,
             "parent_program_id": program.parent_id,
             "root_program_id": program.root_id,
-            "node": program.node,
-            "turns": program.turns,
-            "context_tokens": program.context_tokens,
             "requests": len(program.live_requests),
             "placed": placed.value if placed is not None else None,
             "tool": program.tool_now(),
@@ -468,6 +434,23 @@ class EngineService:
                 waiting=lease.waiting,
             ),
         }
+
+
+_OPERATIONS: dict[str, Callable[[EngineService, _Arguments, float], Any]] = {
+    "capabilities": EngineService._capabilities,
+    "programs": EngineService._programs,
+    "program": EngineService._program,
+    "load": EngineService._load,
+    "explain": EngineService._explain,
+    "persist": EngineService._persist,
+    "graphs": EngineService._graphs,
+    "graph": EngineService._graph,
+    "stats": EngineService._stats,
+    "snapshot": EngineService._snapshot,
+    "decisions": EngineService._decisions,
+    "refusal": EngineService._refusal,
+    "drain_metrics": EngineService._drain_metrics,
+}
 
 
 class StockEngineService:
@@ -496,9 +479,9 @@ class StockEngineService:
         return encode(answer).decode()
 
 
-def pair_load(paths: KVTransferStatus | None) -> dict[str, Any]:
+def pair_load(paths: KVTransferStatus) -> dict[str, Any]:
     """Return the fields ``links`` and ``epoch`` of an ``EngineLoad``; empty if the engine is in no pair."""
-    capabilities, stats = (paths.capabilities(), paths.stats()) if paths is not None else (None, None)
+    capabilities, stats = paths.capabilities(), paths.stats()
     if capabilities is None or stats is None:
         return {}
     return {"epoch": capabilities["epoch"], "links": stats.get("links", {})}
@@ -516,12 +499,196 @@ def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, 
     }
 
 
-def _int_argument(arguments: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
-    """Return the argument, limited to ``least``..``most``, or ``default`` if absent. Raises ``WireError`` if
-    the argument is not an integer."""
-    value = arguments.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WireError(f"{name} is {value!r}; expected a whole number")
-    return max(least, min(value, most))
+def take_snapshot(
+    program_scheduler: ProgramScheduler,
+    view: EngineView,
+    *,
+    now: float,
+    since_s: float | None,
+    limit: int | None,
+) -> EngineSnapshot:
+    """Return the engine's numbers, and a row for each of at most ``limit`` programs, latest contact first.
+
+    The programs are those with a request, a lease or contact since ``since_s``; all if ``since_s`` is
+    ``None``."""
+    state = program_scheduler.state
+    leased = state.leases.programs()
+    chosen = [
+        program
+        for program in state.programs
+        if since_s is None
+        or program.last_contact_s >= since_s
+        or program.live_requests
+        or program.id in leased
+    ]
+    chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
+    shown = chosen if limit is None else chosen[: max(1, limit)]
+    tiers = view.tier_state()
+    engine = EngineRow(
+        engine="0",
+        now_s=now,
+        policy=state.preset.name,
+        block_tokens=state.pool.tokens_per_block,
+        block_bytes=state.pool.block_bytes,
+        blocks={name: count for name, count in view.pool_state().items() if name != "total"},
+        tiers={tier: dict(tiers[tier]) for tier in ("host", "disk") if tier in tiers},
+        programs=_by_status(state),
+        requests=len(state.requests.states),
+        running_requests=sum(request.running for request in state.requests.states.values()),
+        leases=len(state.leases),
+        forgotten=state.programs.forgotten,
+        **_same(state.reload, "mean_running prefill_share"),
+        **_same(state.ledger.totals, "turns prompt_tokens device_tokens host_tokens new_tokens tail_tokens"),
+        **_same(state.ledger.totals, "output_tokens lost_tokens"),
+        preempted_tokens=state.ledger.totals.recomputed_after_preemption_tokens,
+        grants_leases=not isinstance(state.preset.retention, NoRetention),
+        untracked_requests=state.requests.untracked_arrivals,
+    )
+    return EngineSnapshot(
+        engine=engine,
+        programs=[_row(program_scheduler, view, program) for program in shown],
+        total=len(state.programs),
+        full=since_s is None and len(shown) == len(chosen),
+    )
+
+
+def _row(program_scheduler: ProgramScheduler, view: EngineView, program: ProgramState) -> ProgramRow:
+    state = program_scheduler.state
+    lease, tier = state.leases.get(program.id), program_scheduler.tiers.placed(program.id)
+    host_blocks, disk_blocks = view.below_blocks(program.id)
+    requests = _requests_of(state, program)
+    since_s = min(
+        (request.arrived_s for request in requests), default=program.last_turn_s or program.arrived_s
+    )
+    return ProgramRow(
+        **_same(program, "tenant turns context_tokens reused_tokens lost_tokens"),
+        program_id=program.id,
+        engine="0",
+        status=program.status.value,
+        name=program.name or program.agent_type,
+        parent_program_id=program.parent_id,
+        requests=len(requests),
+        tool=program.tool_now(),
+        since_s=round(since_s, 3),
+        running=any(request.running for request in requests),
+        tier=tier.value if tier is not None else None,
+        device_blocks=len(state.owners.blocks.get(program.id, ())),
+        lease_blocks=lease.blocks if lease is not None else 0,
+        lease_until_s=round(lease.deadline_s(), 3) if lease is not None else None,
+        lease_reason=lease.reason.value if lease is not None else None,
+        saved_s=round(program.saved_s, 3),
+        ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
+        host_blocks=host_blocks,
+        disk_blocks=disk_blocks,
+        tool_ended=program.tools_ended(),
+    )
+
+
+def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
+    """Return the program's turns, oldest first, and the decisions about the program. Turns in progress come
+    last. Each turn has estimates of the seconds to compute its lost and its reused tokens.
+
+    The result also has two entries on hinted TTLs. ``max_hinted_ttl_s``: longest TTL that a hint can get;
+    ``None`` if the preset ignores hinted TTLs. ``max_hinted_ttl_from``: the settings that limit this TTL."""
+    records = state.ledger.of_program(program.id)
+    live = [request.record for request in _requests_of(state, program) if request.record is not None]
+    records += [
+        replace(record, finished_s=now, outcome="running")
+        for record in sorted(live, key=lambda record: record.arrived_s)
+    ]
+    max_hinted_ttl_s, bound_by = _max_hinted_ttl(state)
+    return {
+        "program_id": program.id,
+        "turns": program.turns,
+        "ledger": [_with_estimates(state, record) for record in records],
+        "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
+        "decisions_since_s": state.decisions.oldest_s,
+        "max_hinted_ttl_s": max_hinted_ttl_s,
+        "max_hinted_ttl_from": bound_by,
+    }
+
+
+def _max_hinted_ttl(state: SchedulerState) -> tuple[float | None, str]:
+    """Return the longest TTL that a hint can get (``None`` if the preset ignores hinted TTLs), and the
+    settings that limit this TTL."""
+    if HINTED_TTL in unused_hint_fields(state.preset):
+        return None, ""
+    of_policy_s = float(getattr(state.preset.retention, "max_ttl_s", math.inf))
+    bounds_s = {
+        "--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s,
+        "max_ttl_s of the preset's retention": of_policy_s,
+    }
+    least_s = min(bounds_s.values())
+    return least_s, " and ".join(name for name, bound_s in bounds_s.items() if bound_s == least_s)
+
+
+def _with_estimates(state: SchedulerState, record: TurnRecord) -> dict[str, Any]:
+    tokens = record.tokens
+    known = tokens is not None and state.reload.known
+    reused = tokens.device + tokens.host if tokens is not None else 0
+    lost = sum(tokens.lost.values()) if tokens is not None else 0
+    return {
+        **record.as_dict(),
+        "recompute_estimate_s": round(state.reload.seconds(lost), 6) if known else None,
+        "saved_estimate_s": round(state.reload.seconds(reused), 6) if known else None,
+    }
+
+
+def _requests_of(state: SchedulerState, program: ProgramState) -> list[RequestState]:
+    """The program's requests in the engine."""
+    found = map(state.requests.states.get, program.live_requests)
+    return [request for request in found if request is not None]
+
+
+def _same(source: Any, names: str) -> dict[str, Any]:
+    """Attributes of ``source`` that an answer has under the same names."""
+    return {name: getattr(source, name) for name in names.split()}
+
+
+def _by_status(state: SchedulerState) -> dict[str, int]:
+    """Number of programs by status."""
+    counts = state.programs.counts
+    return {status.value: counts[status] for status in ProgramStatus}
+
+
+def _by_state(tier: str, states: dict[str, int], factor: int) -> Iterator[tuple[dict[str, str], float]]:
+    """The rows of a gauge of a tier's blocks by state, each multiplied by ``factor``."""
+    return (({"tier": tier, "state": state}, blocks * factor) for state, blocks in states.items())
+
+
+# vLLM's API server derives the engine's request id from its own ID: CHILD_ID-PART-RANDOM. CHILD numbers the
+# answers to one prompt, PART numbers the prompts of one request. CHILD, PART and RANDOM may each be absent.
+_ID_DECORATIONS = (re.compile(r"^\d+_"), re.compile(r"-[0-9a-f]{8}$"), re.compile(r"[-_]\d+$"))
+
+
+class RefusedRequests:
+    """The newest refused requests and their waiting times, found by any id that the API server may use. The
+    API server looks them up, to tell clients the reason."""
+
+    def __init__(self) -> None:
+        self._waited_s: dict[str, float] = {}
+
+    def record_refusal(self, request_id: str, waited_s: float) -> None:
+        """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
+        self._waited_s.pop(request_id, None)
+        self._waited_s[request_id] = waited_s
+        if len(self._waited_s) > MAX_REFUSALS:
+            del self._waited_s[next(iter(self._waited_s))]
+
+    def take(self, api_server_id: str) -> float | None:
+        """Remove a request's refusal, and return the seconds that the request waited; ``None`` if it was not
+        refused. The refusal is removed because a client may use the id again.
+
+        ``api_server_id``: the API server's id of the request.
+        """
+        found = [request_id for request_id in self._waited_s if api_server_id in _api_server_ids(request_id)]
+        waited_s = [self._waited_s.pop(request_id) for request_id in found]
+        return waited_s[-1] if waited_s else None
+
+
+def _api_server_ids(request_id: str) -> set[str]:
+    """All ids that the API server may have for the engine's request ``request_id``."""
+    found = {request_id}
+    for decoration in _ID_DECORATIONS:
+        found |= {decoration.sub("", name) for name in found}
+    return found

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.engine_service import EngineService
-from ..core.event_time_budget import EventTimeBudget
+from ..core.client_event_decoder import EventTimeBudget
+from ..core.engine_answers import TierCapabilities
+from ..core.engine_service import EngineService, EngineView
 from ..core.events_and_actions import (
     Action,
     BlocksEvicted,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.sojourn")
 
+
 def _loaded_tokens(request: Request, computed: int) -> int:
     """Return how many of the first ``computed`` tokens of a request the KV connector loaded, whichever
     connector it is. If a part of an asynchronous load failed, vLLM lowers ``computed``."""
@@ -90,7 +92,7 @@ def _loaded_tokens(request: Request, computed: int) -> int:
     return max(0, loaded)
 
 
-class SchedulerAdapter:
+class SchedulerAdapter(EngineView):
     """Connects one vLLM scheduler to the ``ProgramScheduler``: reports events and carries out actions. Raises
     ``SettingsError``, ``PresetError`` or ``UnsupportedModel``."""
 
@@ -109,7 +111,9 @@ class SchedulerAdapter:
         rank = data_parallel_rank(scheduler.vllm_config)
         history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
-        missing = missing_tiers(preset, connector_name(scheduler), allowed=settings.allow_missing_tiers)
+        self.missing = missing = missing_tiers(
+            preset, connector_name(scheduler), allowed=settings.allow_missing_tiers
+        )
         if missing is not None:
             # Without a connector the user expects no host memory, so this is no warning.
             level = logging.INFO if scheduler.connector is None else logging.WARNING
@@ -175,24 +179,9 @@ class SchedulerAdapter:
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._history = history
-        offload, predictor = self._offload, self._length_predictor
-        self.service = EngineService(
-            self.program_scheduler,
-            engine=profile_description(scheduler, groups.tokens_per_block),
-            pool_state=self._pinned.count_by_state,
-            handle=self.handle,
-            tier_state=lambda: offload.state() if offload is not None else {},
-            below_device=lambda: offload_description(scheduler),
-            missing=missing,
-            network_state=lambda: predictor.trainer.state() if predictor is not None else None,
-            persist=self._persist,
-            paths=pair_status_reporter(scheduler),
-            owned_blocks=lambda program_id: len(self._queue.owners.blocks.get(program_id, ())),
-            cpu_clock=time.thread_time,
-            below_blocks=lambda program_id: (
-                offload.held_blocks(program_id) if offload is not None else (0, 0)
-            ),
-        )
+        self.engine = profile_description(scheduler, groups.tokens_per_block)
+        self.paths = pair_status_reporter(scheduler) or self.paths
+        self.service = EngineService(self.program_scheduler, self)
         self._event_budget = EventTimeBudget(clock())
         self._step_timer = StepTimer()
         logger.info(
@@ -506,6 +495,26 @@ class SchedulerAdapter:
             return f'{{"wait_s": {wait_s:.6f}, "batches": {answer}}}'
         return answer
 
+    def pool_state(self) -> dict[str, int]:
+        return self._pinned.count_by_state()
+
+    def below_blocks(self, program_id: ProgramId) -> tuple[int, int]:
+        return self._offload.held_blocks(program_id) if self._offload is not None else (0, 0)
+
+    def below_device(self) -> TierCapabilities | None:
+        return offload_description(self._scheduler)
+
+    def tier_state(self) -> dict[str, Any]:
+        return self._offload.state() if self._offload is not None else {}
+
+    def network_state(self) -> dict[str, Any] | None:
+        return self._length_predictor.trainer.state() if self._length_predictor is not None else None
+
+    def persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
+        if self._offload is None:
+            return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
+        return self._offload.persist(hashes)
+
     def shutdown(self) -> None:
         """Save the learned histories, end the recording, and stop the length predictor, which saves its
         network. Called when the engine stops."""
@@ -594,11 +603,6 @@ class SchedulerAdapter:
             self._prefetcher.load(program_id, hashes[:end], chosen.blocks, now + chosen.keep_s)
 
     # -- inside -----------------------------------------------------------------
-
-    def _persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        if self._offload is None:
-            return {"reason": "this engine has no sojourn connector: no host memory or disk to write to"}
-        return self._offload.persist(hashes)
 
     def _admitted(self, request_id: str, computed: int, now: float) -> None:
         known = self.program_scheduler.request(request_id)
