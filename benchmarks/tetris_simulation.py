@@ -37,7 +37,7 @@ LOADS = {
 }
 DEVICE = {"hardware": "a100-80gb", "model": "llama-3.1-8b"}
 POLICIES = (
-    "stock", "tetris", "tetris+host", "tetris+host+oracle", "tetris+host+erring", "mean-length",
+    "stock", "tetris", "tetris+host", "tetris+host+oracle", "tetris+host+erring",
     "no-prediction", "no-gate", "no-best-fit",
 )  # fmt: skip
 ERROR = 1.17

@@ -15,7 +15,7 @@ from sojourn_server.core.demand_forecaster import (
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.core.program_scheduler import QueueState
 from sojourn_server.policies.policy_views import RunningRequestView
-from sojourn_server.policies.preemption_policies import AlwaysRecompute, RecoveryMethod
+from sojourn_server.policies.preemption_policies import RecoveryMethod
 from sojourn_server.policies.preset import Preset, load_preset
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 
@@ -166,6 +166,11 @@ def test_preempted_requests_are_asked_about_too_and_strangers_never() -> None:
     e.program_scheduler.preempted(request, e.now, tokens=40)
     assert e.program_scheduler.queue_place(request).state is QueueState.GATED
     assert e.program_scheduler.queue_place(e.arrive(None, prompt(8))).state is QueueState.OPEN
+
+
+class AlwaysRecompute:
+    def recovery(self, victim: object, now: float) -> RecoveryMethod:
+        return RecoveryMethod.RECOMPUTE
 
 
 def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:

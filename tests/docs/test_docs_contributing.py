@@ -41,8 +41,8 @@ def test_the_policy_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(source, "CONTRIBUTING.md", "exec"), module.__dict__)
     assert '`POLICY_CLASSES["retention"]`' in CONTRIBUTING
-    assert '`"median": "retention_median:MedianRetention"`' in CONTRIBUTING
-    monkeypatch.setitem(POLICY_CLASSES["retention"], "median", "retention_median:MedianRetention")
+    assert '`"median": retention_median.MedianRetention`' in CONTRIBUTING
+    monkeypatch.setitem(POLICY_CLASSES["retention"], "median", module.MedianRetention)
 
     preset = parse_preset(code("example-preset", "toml"), source="CONTRIBUTING.md")
     history = ToolHistory()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from sojourn.ids import ProgramId
 from sojourn_server.policies.admission_policies import WholeProgramAdmission
@@ -24,12 +24,12 @@ from sojourn_server.policies.policy_views import (
     WaitingRequestView,
 )
 from sojourn_server.policies.preemption_policies import MostAttainedServiceVictim
-from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
 from sojourn_server.policies.queue_order_policies import (
+    PROMOTION_RATIO,
     LeastAttainedService,
     ProgramFcfs,
-    ServiceLevels,
     StrictProgramFcfs,
+    service_level,
 )
 from sojourn_server.policies.retention_policies import LeastWasteRetention, UntilProgramEndRetention
 from sojourn_server.programs.windowed_history import ToolHistory
@@ -104,8 +104,6 @@ def test_a_preempted_later_program_stands_behind_an_earlier_one() -> None:
 def test_admit_keeps_what_calls_a_tool_until_the_end() -> None:
     assert UntilProgramEndRetention().keep(TURN, 0.0) == RetentionDecision(1800.0, DecisionReason.FIXED)
     assert UntilProgramEndRetention().keep(replace(TURN, tool=None), 0.0).ttl_s == 0.0
-    with pytest.raises(ValueError, match="ttl_s is nan"):
-        UntilProgramEndRetention(ttl_s=math.nan)
 
 
 # -- autellix -------------------------------------------------------------------------
@@ -127,14 +125,13 @@ def test_a_call_enters_by_its_programs_service_and_sinks_by_its_own(
     attained_s: float, ran_s: float, level: int
 ) -> None:
     """Bounds 2, 4, … 64 s; quanta 1, 2, … 64 s."""
-    assert ServiceLevels().level(attained_s, ran_s) == level
+    assert service_level(attained_s, ran_s) == level
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e3), st.floats(0, 1e3))
 def test_more_service_never_raises(attained_s: float, ran_s: float, more: float, longer: float) -> None:
-    levels = ServiceLevels()
-    assert levels.level(attained_s + more, ran_s) >= levels.level(attained_s, ran_s)
-    assert levels.level(attained_s, ran_s + longer) >= levels.level(attained_s, ran_s)
+    assert service_level(attained_s + more, ran_s) >= service_level(attained_s, ran_s)
+    assert service_level(attained_s, ran_s + longer) >= service_level(attained_s, ran_s)
 
 
 def test_least_attained_goes_first_and_a_queue_is_fifo() -> None:
@@ -181,7 +178,7 @@ def test_no_request_waits_for_ever_behind_new_ones(
     """A request that has waited beta times its service precedes all later arrivals."""
     attained_s, ran_s = lives[index % len(lives)]
     old = call(1, attained_s=attained_s, ran_s=ran_s, since_s=10.0, arrived_s=10.0)
-    now = 10.0 + PLAS.beta * (attained_s + ran_s) + later_s
+    now = 10.0 + PROMOTION_RATIO * (attained_s + ran_s) + later_s
     newcomer = call(2, arrived_s=now + 1e-3, since_s=now + 1e-3, now_s=now + 1.0)
     assert PLAS.key(old._replace(now_s=now + 1.0)) < PLAS.key(newcomer)
 
@@ -195,30 +192,6 @@ def test_the_victim_is_in_the_lowest_queue_there_the_last_admitted() -> None:
     ]
     assert MostAttainedServiceVictim().victim(running, BlockShortage(), 0.0) == "longer"
     assert MostAttainedServiceVictim().victim([running[1], running[3]], BlockShortage(), 0.0) == "short"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('order = { policy = "least-attained", beta = 0 }', "beta is 0; expected"),
-        ('order = { policy = "least-attained", beta = inf }', "beta is inf; expected"),
-        ('order = { policy = "least-attained", levels = 0 }', "levels 0"),
-        ('order = { policy = "least-attained", first_s = -1.0 }', "first_s -1.0"),
-        ('victim = { policy = "most-attained", quantum_s = 0.0 }', "quantum_s is 0.0"),
-        ('retention = { policy = "least-waste", max_ttl_s = nan }', "max_ttl_s is nan"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:
-    with pytest.raises(PresetError, match=f"x: .*{message}"):
-        parse_preset(f'extends = "autellix"\n{text}', source="x")
-
-
-def test_autellix_measures_order_and_victim_alike() -> None:
-    preset = load_preset("autellix")
-    assert isinstance(preset.order, LeastAttainedService)
-    assert isinstance(preset.victim, MostAttainedServiceVictim)
-    for option in ("levels", "first_s", "quantum_s"):
-        assert getattr(preset.order, option) == getattr(preset.victim, option)
 
 
 # -- infercept --------------------------------------------------------------------------
@@ -262,7 +235,8 @@ def test_it_is_kept_as_long_as_keeping_wastes_less(
         reload_s=reload_s,
         chunked_reload_s=reload_s * share,
     )
-    keep = LeastWasteRetention(max_ttl_s=1e12).keep(turn, 0.0)
+    keep = LeastWasteRetention().keep(turn, 0.0)
+    assume(keep.ttl_s < 300.0)
     assert keep.reason is DecisionReason.LEAST_WASTE
     for elapsed_s, pays in ((early * keep.ttl_s, True), (late * keep.ttl_s, False)):
         preserve, discard = waste(turn, elapsed_s)

@@ -17,11 +17,14 @@ from sojourn_server.policies.admission_policies import DemandForecastAdmission
 from sojourn_server.policies.forecasting import STEP_POINTS, needed_blocks
 from sojourn_server.policies.policy_views import AdmissionView, BlockShortage, RunningRequestView
 from sojourn_server.policies.preemption_policies import (
+    HORIZON_STEPS,
+    IMMUNE_TOKENS,
     MAX_CANDIDATES_COMPARED,
+    MOST_PREEMPTIONS,
     BestFitVictim,
     EngineVictim,
 )
-from sojourn_server.policies.preset import PresetError, load_preset, parse_preset
+from sojourn_server.policies.preset import load_preset
 
 NEED = BlockShortage(1, 100, 16, 0.05)
 
@@ -49,12 +52,12 @@ def needs(running: list[RunningRequestView], size: int) -> list[Fraction]:
     return needed
 
 
-def candidates_of(policy: BestFitVictim, running: list[RunningRequestView]) -> list[RunningRequestView]:
+def candidates_of(running: list[RunningRequestView]) -> list[RunningRequestView]:
     """Those who may be preempted."""
 
     def may_go(view: RunningRequestView) -> bool:
-        often = view.preemptions >= policy.most_preemptions
-        lately = view.preemptions > 0 and view.stayed_tokens < policy.immune_tokens
+        often = view.preemptions >= MOST_PREEMPTIONS
+        lately = view.preemptions > 0 and view.stayed_tokens < IMMUNE_TOKENS
         return not often and not lately
 
     candidates = [view for view in running if may_go(view)]
@@ -64,15 +67,13 @@ def candidates_of(policy: BestFitVictim, running: list[RunningRequestView]) -> l
     return candidates
 
 
-def naive(
-    policy: BestFitVictim, running: list[RunningRequestView], need: BlockShortage
-) -> tuple[list[RunningRequestView], bool]:
+def naive(running: list[RunningRequestView], need: BlockShortage) -> tuple[list[RunningRequestView], bool]:
     """The candidates, best first, and whether the best one is unambiguous."""
-    candidates = candidates_of(policy, running)
+    candidates = candidates_of(running)
 
     def worth(view: RunningRequestView) -> tuple[float, ...]:
         others = needs([other for other in running if other is not view], need.block_size)
-        most = max(need for at, need in zip(STEP_POINTS, others, strict=True) if at <= policy.horizon_steps)
+        most = max(need for at, need in zip(STEP_POINTS, others, strict=True) if at <= HORIZON_STEPS)
         stays = 0 if view.freed_blocks is None else view.blocks - view.freed_blocks
         room = need.available_blocks - stays
         own = Fraction(2 * view.context_tokens + need.block_size, 2 * need.block_size)
@@ -103,12 +104,6 @@ requests = st.builds(
 sets = st.lists(requests, min_size=1, max_size=6).map(
     lambda views: [view._replace(request_id=f"r{at}", position=at) for at, view in enumerate(views)]
 )
-policies = st.builds(
-    BestFitVictim,
-    horizon_steps=st.sampled_from([1.0, 300.0, 1024.0, math.inf]),
-    immune_tokens=st.sampled_from([0, 64]),
-    most_preemptions=st.integers(1, 4),
-)
 shortages = st.builds(
     BlockShortage,
     st.integers(0, 5),
@@ -119,31 +114,31 @@ shortages = st.builds(
 
 
 @settings(max_examples=150)
-@given(policy=policies, running=sets, need=shortages)
+@given(running=sets, need=shortages)
 def test_it_chooses_like_a_naive_implementation(
-    policy: BestFitVictim, running: list[RunningRequestView], need: BlockShortage
+    running: list[RunningRequestView], need: BlockShortage
 ) -> None:
-    chosen = policy.victim(running, need, 0.0)
+    chosen = BestFitVictim().victim(running, need, 0.0)
     if not any(view.of_program and view.remaining for view in running):
-        candidates = candidates_of(policy, running)
+        candidates = candidates_of(running)
         if len(candidates) == len(running) or not any(view.of_program for view in running):
             assert chosen is None
         else:
             assert chosen == max(candidates, key=lambda view: (view.position, view.request_id)).request_id
         return
-    ordered, clear = naive(policy, running, need)
+    ordered, clear = naive(running, need)
     if clear:
         assert chosen == ordered[0].request_id
     else:
         assert chosen in {view.request_id for view in ordered}
 
 
-@given(policy=policies, running=sets, need=shortages, data=st.data())
+@given(running=sets, need=shortages, data=st.data())
 def test_the_order_of_the_candidates_does_not_matter(
-    policy: BestFitVictim, running: list[RunningRequestView], need: BlockShortage, data: st.DataObject
+    running: list[RunningRequestView], need: BlockShortage, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(running))
-    assert policy.victim(shuffled, need, 0.0) == policy.victim(running, need, 0.0)
+    assert BestFitVictim().victim(shuffled, need, 0.0) == BestFitVictim().victim(running, need, 0.0)
 
 
 # -- the rule, by example ---------------------------------------------------------------------------
@@ -174,9 +169,10 @@ def test_of_very_many_a_bounded_number_is_weighed_and_a_good_one_is_among_them(
     assert sum(weighed) <= 400 + MAX_CANDIDATES_COMPARED
     # Where nobody by leaving makes room for the others, whoever frees most is among them.
     tight = need._replace(available_blocks=need.available_blocks // 2)
-    chosen = BestFitVictim(horizon_steps=1.0).victim(running, tight, 0.0)
+    monkeypatch.setattr(preemption_policies, "HORIZON_STEPS", 1.0)
+    chosen = BestFitVictim().victim(running, tight, 0.0)
     monkeypatch.setattr(preemption_policies, "MAX_CANDIDATES_COMPARED", 1000)
-    assert BestFitVictim(horizon_steps=1.0).victim(running, tight, 0.0) == chosen
+    assert BestFitVictim().victim(running, tight, 0.0) == chosen
 
 
 def test_a_program_that_holds_too_little_is_spared() -> None:
@@ -313,22 +309,6 @@ def test_where_all_are_immune_those_go_that_went_least_often() -> None:
     assert both(7, 8) == "big"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("horizon_steps = 0", "horizon_steps is 0, expected > 0"),
-        ("horizon_steps = nan", "horizon_steps is nan"),
-        ("immune_tokens = -1", "immune_tokens is -1, expected ≥ 0"),
-        ("immune_tokens = nan", "immune_tokens is nan"),
-        ("most_preemptions = 0", "most_preemptions is 0, expected ≥ 1"),
-        ("most_preemptions = nan", "most_preemptions is nan"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(options: str, message: str) -> None:
-    with pytest.raises(PresetError, match=f"x: victim: .*{message}"):
-        parse_preset(f'extends = "tetris"\nvictim = {{ policy = "best-fit", {options} }}', source="x")
-
-
 def test_the_preset_of_the_paper_chooses_so() -> None:
     assert load_preset("tetris").victim == BestFitVictim()
 
@@ -454,16 +434,16 @@ class Engine:
             return self.running[-1]
         by_name = {life.name: life for life in self.running}
         if isinstance(self.policy, BestFitVictim):
-            may_go = [life for life in self.running if self.may_go(life, self.policy)]
+            may_go = [life for life in self.running if self.may_go(life)]
             fewest = min(life.preemptions for life in self.running)
             assert by_name[chosen] in may_go if may_go else by_name[chosen].preemptions == fewest
         return by_name[chosen]
 
     @staticmethod
-    def may_go(life: Life, policy: BestFitVictim) -> bool:
+    def may_go(life: Life) -> bool:
         stayed = life.written - life.when_in
-        often = life.preemptions >= policy.most_preemptions
-        return life.preemptions == 0 or (not often and stayed >= policy.immune_tokens)
+        often = life.preemptions >= MOST_PREEMPTIONS
+        return life.preemptions == 0 or (not often and stayed >= IMMUNE_TOKENS)
 
     def admit(self) -> None:
         while self.waiting and self.waiting[0].blocks <= self.free and self.may_admit(self.waiting[0]):

@@ -155,7 +155,7 @@ def test_a_module_lies_beside_the_file(tmp_path: Path, name: str) -> None:
         ('admission = "yours:Patient"', r"there is no .*yours\.py, and installed modules are"),
         (
             'admission = "mine:Half"',
-            r"has no reserves_prompt_blocks and no forecasts and no may_admit; "
+            r"has no may_admit and no reserves_prompt_blocks and no forecasts; "
             r"admission needs what AdmissionPolicy in",
         ),
         ('lease_reclaim = "mine:Patient"', r"lease_reclaim: mine:Patient has no release"),

@@ -112,8 +112,6 @@ def test_its_options_are_those_of_survival() -> None:
         source="x",
     )
     assert preset.output_length == HiddenStatePrediction(hints=False, min_outputs=3)
-    with pytest.raises(ValueError, match="min_outputs 0"):
-        HiddenStatePrediction(min_outputs=0)
 
 
 def test_the_preset_differs_from_tetris_in_that_alone() -> None:

@@ -72,20 +72,6 @@ def test_equal_ranks_are_ordered_by_name() -> None:
     assert LATEST.release(need(1, 2), leases[::-1], 0.0) == ("a", "m")
 
 
-def test_a_patient_engine_waits_while_that_is_cheaper_than_rebuilding() -> None:
-    patient = LatestProgramReclaim(patient=True)
-    stuck = need(9, 5, busy=False)
-    leases = held(("a", 1, 10), expires_s=10.0, reload_s=4.0)
-    assert patient.release(stuck, leases, 5.0) == ("a",), "5 s of waiting for 4 s of prefill"
-    assert patient.release(stuck, leases, 7.0) is None
-    assert patient.release(stuck, leases, 10.5) == ("a",), (
-        "its time is over: it waits for this very scheduler"
-    )
-    assert patient.release(need(9, 5, running=True), leases, 7.0) == ("a",)
-    waiting = [leases[0]._replace(waiting=True)]
-    assert patient.release(stuck, waiting, 7.0) == ("a",)
-
-
 def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None:
     leases = [*held(("late", 1, 10), expires_s=90.0), *held(("soon", 9, 10), expires_s=10.0)]
     assert SoonestExpiringReclaim().release(need(5, 4), leases, 0.0) == ("soon",)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from sojourn_server.policies.forecasting import (
     MIN_OUTPUTS,
     QUANTILE_POINTS,
-    MeanLengthPrediction,
     NoLengthPrediction,
     OutputLengthView,
     RemainingTokens,
@@ -23,7 +22,6 @@ from sojourn_server.policies.forecasting import (
     SurvivalPrediction,
     tail_exponent,
 )
-from sojourn_server.policies.preset import PresetError, parse_preset
 
 ENOUGH = 10**12
 SHARES = [(point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS)]
@@ -64,9 +62,7 @@ def test_a_policy_without_prediction_answers_none() -> None:
     assert NoLengthPrediction().remaining(OutputLengthView("r", 5, 100, [10] * 99, 50, 0.1), 0.0) is None
 
 
-@pytest.mark.parametrize(
-    "policy", [MeanLengthPrediction(), SurvivalPrediction(), SurvivalPrediction(hints=False)]
-)
+@pytest.mark.parametrize("policy", [SurvivalPrediction(), SurvivalPrediction(hints=False)])
 def test_no_prediction_for_a_type_with_few_samples(policy: RemainingTokensPolicy) -> None:
     few = OutputLengthView("r", 0, 100, [50] * (MIN_OUTPUTS - 1))
     assert policy.remaining(few, 0.0) is None
@@ -74,37 +70,10 @@ def test_no_prediction_for_a_type_with_few_samples(policy: RemainingTokensPolicy
     assert policy.remaining(few._replace(lengths=[50] * MIN_OUTPUTS), 0.0) is not None
 
 
-def test_the_mean_less_what_is_written_and_then_the_next_token() -> None:
-    lengths = [100] * 10 + [400] * 10
-    assert asked(MeanLengthPrediction(), lengths, 0) == (250.0,)
-    assert asked(MeanLengthPrediction(), lengths, 200) == (50.0,)
-    assert (
-        asked(MeanLengthPrediction(), lengths, 250) == asked(MeanLengthPrediction(), lengths, 10**9) == (1.0,)
-    )
-    assert asked(MeanLengthPrediction(), lengths, 200, most=20) == (20.0,)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{ policy = "mean", min_outputs = 0 }', "min_outputs is 0; expected ≥ 1"),
-        ('{ policy = "mean", min_outputs = nan }', "min_outputs is nan"),
-        ('{ policy = "survival", min_outputs = 0 }', "min_outputs 0"),
-        ('{ policy = "survival", min_outputs = nan }', "min_outputs nan"),
-        ('{ policy = "survival", tail_share = 0.0 }', "tail_share 0.0"),
-        ('{ policy = "survival", tail_share = 1.1 }', "tail_share 1.1"),
-        ('{ policy = "survival", tail_share = nan }', "tail_share nan"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(text: str, message: str) -> None:
-    with pytest.raises(PresetError, match=f"x: output_length: .*{message}"):
-        parse_preset(f'extends = "tetris"\noutput_length = {text}', source="x")
-
-
 # -- conditional quantiles --------------------------------------------------------------------------
 
 
-def naive(lengths: Sequence[int], so_far: int, most: int, share: float) -> list[float]:
+def naive(lengths: Sequence[int], so_far: int, most: int) -> list[float]:
     """Sort those that came so far and count: of n, each of n + 1 gaps has the same chance."""
     came = sorted(length for length in lengths if length > so_far)
     left = []
@@ -112,7 +81,7 @@ def naive(lengths: Sequence[int], so_far: int, most: int, share: float) -> list[
         place = Fraction(2 * point + 1, 2 * QUANTILE_POINTS) * (len(came) + 1)
         gap, within = divmod(place, 1)
         if gap == len(came):
-            exponent = tail_exponent(sorted(lengths), share)
+            exponent = tail_exponent(sorted(lengths))
             end = max([so_far, *lengths]) * float(1 - within) ** (-1 / exponent)
         else:
             begin, end = [so_far, *came][gap : gap + 2]
@@ -124,14 +93,11 @@ def naive(lengths: Sequence[int], so_far: int, most: int, share: float) -> list[
 lengths = st.lists(st.integers(1, 60) | st.integers(1, 10**5), min_size=1, max_size=80).map(sorted)
 
 
-@given(lengths=lengths, so_far=st.integers(0, 70) | st.integers(0, 10**6), most=st.integers(1, 10**6),
-       share=st.sampled_from([0.01, 0.1, 1.0]))  # fmt: skip
-def test_points_are_those_of_one_that_sorts_and_counts(
-    lengths: list[int], so_far: int, most: int, share: float
-) -> None:
-    points = asked(SurvivalPrediction(min_outputs=1, tail_share=share), lengths, so_far, most)
+@given(lengths=lengths, so_far=st.integers(0, 70) | st.integers(0, 10**6), most=st.integers(1, 10**6))
+def test_points_are_those_of_one_that_sorts_and_counts(lengths: list[int], so_far: int, most: int) -> None:
+    points = asked(SurvivalPrediction(min_outputs=1), lengths, so_far, most)
     assert len(points) == QUANTILE_POINTS
-    assert points == pytest.approx(naive(lengths, so_far, most, share), rel=1e-9)
+    assert points == pytest.approx(naive(lengths, so_far, most), rel=1e-9)
     assert all(1.0 <= point <= most for point in points)
 
 
@@ -175,17 +141,12 @@ def test_in_a_heavy_tail_the_longer_it_is_the_more_is_expected_of_it(alpha: floa
 
 def test_the_exponent_of_a_tail_is_found_again() -> None:
     for alpha in (1.5, 2.0, 3.0, 5.0):
-        found = [tail_exponent(sample(pareto(alpha), Random(seed)), 0.1) for seed in range(30)]
+        found = [tail_exponent(sample(pareto(alpha), Random(seed))) for seed in range(30)]
         assert fmean(found) == pytest.approx(alpha, rel=0.1)
 
 
-@given(lengths=st.lists(st.integers(1, 10**9), max_size=40).map(sorted), share=st.floats(0.001, 1.0))
-def test_an_exponent_is_from_one_to_eight(lengths: list[int], share: float) -> None:
-    assert 1.0 <= tail_exponent(lengths, share) <= 8.0
-
-
 def test_where_all_are_equally_long_nothing_speaks_for_much_more() -> None:
-    assert tail_exponent([100] * 50, 0.1) == 8.0
+    assert tail_exponent([100] * 50) == 8.0
     assert asked(SurvivalPrediction(), [100] * 50, 60) == (40.0,) * QUANTILE_POINTS
     assert max(asked(SurvivalPrediction(), [100] * 50, 100)) < 50.0
 
@@ -346,12 +307,13 @@ def test_it_is_off_by_less_than_the_mean_where_outputs_are_of_two_kinds() -> Non
     """Asked every 32 tokens, as the engine does, of outputs that were held back."""
     random = Random(11)
     seen, held_back = sample(bimodal, random), sample(bimodal, random, 200)
-    policies: list[RemainingTokensPolicy] = [SurvivalPrediction(), MeanLengthPrediction()]
     off: list[list[float]] = [[], []]
     for length in held_back:
         for so_far in range(0, length, 32):
-            for policy, found in zip(policies, off, strict=True):
-                expected = median(asked(policy, seen, so_far))
+            by_mean = max(1.0, fmean(seen) - so_far)
+            for expected, found in zip(
+                (median(asked(SurvivalPrediction(), seen, so_far)), by_mean), off, strict=True
+            ):
                 found.append(abs(math.log((length - so_far) / expected)))
     survival, mean = map(fmean, off)
     assert survival < 0.7 * mean

@@ -61,12 +61,6 @@ def test_continuum(view: FinishedTurnView, keep: RetentionDecision) -> None:
     assert ContinuumRetention().keep(view, 5.0) == keep
 
 
-def test_a_shorter_bound_bounds_hints_too() -> None:
-    policy = ContinuumRetention(max_ttl_s=2.0)
-    assert policy.keep(turn(hinted_ttl_s=40.0), 0.0).ttl_s == 2.0
-    assert policy.keep(turn(reload_s=1e6), 0.0).ttl_s == 2.0
-
-
 def test_fixed_and_none() -> None:
     assert FixedRetention(ttl_s=7.0).keep(turn(), 0.0) == RetentionDecision(7.0, DecisionReason.FIXED)
     assert FixedRetention(ttl_s=7.0).keep(turn(tool=None), 0.0) == RetentionDecision(

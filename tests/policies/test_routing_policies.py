@@ -44,10 +44,8 @@ def request(**more: Any) -> RoutingView:
 
 
 EVERY = (
-    RandomRouting(), RoundRobinRouting(), SessionAffinityRouting(), SessionAffinityRouting(leaves_for=0.5),
-    PrefixAffinityRouting(),
-    CapacityRouting(),
-    CapacityRouting(size_by="context", fit="least-room"), LeastDelayRouting(),
+    RandomRouting(), RoundRobinRouting(), SessionAffinityRouting(), PrefixAffinityRouting(),
+    CapacityRouting(), CapacityRouting(size_by="context"), LeastDelayRouting(),
 )  # fmt: skip
 replicas_of = st.lists(
     st.builds(
@@ -130,7 +128,6 @@ def test_the_longest_prefix_wins_unless_it_is_short_or_loads_differ_too_much() -
 def test_a_program_moves_to_the_most_free_replica_and_waits_without_one() -> None:
     replicas = [replica("a", room_tokens=500, homed=1), replica("b", room_tokens=900, homed=1)]
     assert CapacityRouting().route(request(), replicas, 0.0) == RoutingDecision("b", "fits")
-    assert CapacityRouting(fit="least-room").route(request(), replicas, 0.0) == RoutingDecision("a", "fits")
     assert CapacityRouting().route(request(size_tokens=901), replicas, 0.0) == RoutingDecision(
         None, "no_room", 901
     )
@@ -139,9 +136,6 @@ def test_a_program_moves_to_the_most_free_replica_and_waits_without_one() -> Non
     assert CapacityRouting().route(request(size_tokens=901), empty, 0.0).replica_id == "c", (
         "no other ever will"
     )
-    least = CapacityRouting(fit="least-room")
-    assert least.route(request(size_tokens=400), empty, 0.0).replica_id == "a", "an empty one is too small"
-    assert least.route(request(size_tokens=901), empty, 0.0).replica_id == "c"
 
 
 def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:
@@ -169,12 +163,12 @@ def test_victims_are_drawn_among_all_loaded_replicas() -> None:
 
 
 def test_afs_is_equation_8() -> None:
-    policy = AgentFairShare(least_share=0.0)
+    policy = AgentFairShare()
     urgent = TenantView("urgent", [RunningTaskView(10.0, 120.0), RunningTaskView(5.0, 105.0)])
     calm = TenantView("calm", [RunningTaskView(10.0, 1100.0)])
     assert policy.score(urgent.tasks, 100.0) == pytest.approx(10 / 20 + 5 / 5)
     shares = policy.shares([urgent, calm], 100.0)
-    assert shares["urgent"] == pytest.approx(1.5 / 1.51)
+    assert shares["urgent"] == pytest.approx(0.05 + 0.9 * 1.5 / 1.51)
     assert sum(shares.values()) == pytest.approx(1.0)
 
 
@@ -183,17 +177,14 @@ tasks_of = st.lists(st.builds(RunningTaskView, st.floats(0, 1e6), st.floats(-1e6
 
 @given(
     of=st.dictionaries(st.sampled_from("abcd"), tasks_of, max_size=4),
-    least=st.floats(0, 1),
     now=st.floats(-1e6, 1e6),
 )
-def test_shares_add_up_and_every_tenant_has_some(
-    of: dict[str, list[RunningTaskView]], least: float, now: float
-) -> None:
-    shares = AgentFairShare(least_share=least).shares([TenantView(t, v) for t, v in of.items()], now)
+def test_shares_add_up_and_every_tenant_has_some(of: dict[str, list[RunningTaskView]], now: float) -> None:
+    shares = AgentFairShare().shares([TenantView(t, v) for t, v in of.items()], now)
     assert shares.keys() == of.keys()
     if shares:
         assert math.fsum(shares.values()) == pytest.approx(1.0)
-        assert min(shares.values()) >= least / len(shares) - 1e-9
+        assert min(shares.values()) >= 0.1 / len(shares) - 1e-9
 
 
 def test_the_tenant_with_the_least_used_share_is_next_ties_by_waiting_time() -> None:
@@ -214,25 +205,6 @@ def test_the_tenant_with_the_least_used_share_is_next_ties_by_waiting_time() -> 
     assert FcfsSharing().order([light, flood], shares) == ["flood", "light"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [
-        (SessionAffinityRouting, {"most_load": 0}),
-        (PrefixAffinityRouting, {"least_match": 1.1}),
-        (PrefixAffinityRouting, {"most_ratio": 0.9}),
-        (CapacityRouting, {"size_by": "mood"}),
-        (CapacityRouting, {"fit": "best"}),
-        (WorkStealing, {"load_ratio": 0.5}),
-        (WorkStealing, {"idle_s": -1}),
-        (AgentFairShare, {"epoch_s": 0}),
-        (AgentFairShare, {"least_share": 2}),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused_with_what_was_expected(policy: Any, options: Any) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        policy(**options)
-
-
 def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_character() -> None:
     replicas = [replica("a"), replica("b")]
     drawn = [
@@ -243,17 +215,3 @@ def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_charact
     alike = sum(len(set(drawn[at : at + 4])) == 1 for at in range(0, 400, 4))
     assert alike < 30, "an eighth would be all at one"
     assert 150 < drawn.count("a") < 250
-
-
-def test_a_home_is_not_left_for_a_replica_that_is_as_full() -> None:
-    ours = SessionAffinityRouting(leaves_for=0.5)
-    home, other = replica("a", load=1.2), replica("b", load=0.8)
-    view = request(home=home, cached=True)
-    assert ours.route(view, [home, other], 0.0) == RoutingDecision("a", "home_all_full")
-    assert SessionAffinityRouting().route(view, [home, other], 0.0) == RoutingDecision(
-        "b", "home_too_full"
-    ), "as printed"
-    idle = replica("c", load=0.6)
-    assert ours.route(view, [home, other, idle], 0.0) == RoutingDecision("c", "home_too_full")
-    with pytest.raises(ValueError, match="leaves_for is -1"):
-        SessionAffinityRouting(leaves_for=-1)

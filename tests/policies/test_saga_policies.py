@@ -15,7 +15,15 @@ from sojourn.ids import ProgramId
 from sojourn_server.policies.admission_policies import NoAdmissionControl
 from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
 from sojourn_server.policies.lease_reclaim_policies import EvictionOrderReclaim
-from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
+from sojourn_server.policies.policy_protocols import (
+    NO_LOAD_AHEAD,
+    DecisionReason,
+    LoadAhead,
+    NextStepPrediction,
+    PredictionSource,
+    PrefetchTiming,
+    RetentionDecision,
+)
 from sojourn_server.policies.policy_views import (
     EvictionCandidateView,
     EvictionScoreScale,
@@ -26,19 +34,12 @@ from sojourn_server.policies.policy_views import (
     ReclaimRequest,
     WorkflowStepView,
 )
-from sojourn_server.policies.prefetch_policies import (
-    NO_LOAD_AHEAD,
-    LikeliestSuccessorPrefetch,
-    LoadAhead,
-    PrefetchTiming,
-)
+from sojourn_server.policies.prefetch_policies import LikeliestSuccessorPrefetch
 from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset, read_preset
 from sojourn_server.policies.queue_order_policies import RequestFcfs
 from sojourn_server.policies.retention_policies import ToolTypeRetention
 from sojourn_server.policies.workflow_prediction import (
     NO_NEXT_STEP_PREDICTION,
-    NextStepPrediction,
-    PredictionSource,
     ThreeTierPrediction,
     hinted_continuation_probability,
 )
@@ -96,14 +97,6 @@ def test_each_term_alone():
 
 def test_nothing_seen_yet_is_no_division_by_zero():
     assert math.isfinite(score(EvictionCandidateView(1, False, 5.0), EvictionScoreScale())[1])
-
-
-@pytest.mark.parametrize(
-    "options", [{"recency": -0.1}, {"reuse": math.nan}, {"size": math.inf}, {"cold_reuse": 2.0}]
-)
-def test_weights_that_make_no_sense(options: dict[str, float]):
-    with pytest.raises(ValueError, match="expected"):
-        WorkflowAwareLruEviction(**options)
 
 
 # -- three tiers (S2) --------------------------------------------------------------------
@@ -261,19 +254,6 @@ def test_programs_that_are_unknown_or_not_expected_back_get_no_lease():
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_ttl_s": math.inf},
-        {"min_samples": 0},
-        {"enough": 1},
-    ],
-)
-def test_a_rule_that_makes_no_sense(options: dict[str, Any]):
-    with pytest.raises(ValueError, match="expected"):
-        ToolTypeRetention(**options)
-
-
 # -- prefetch (S5) -------------------------------------------------------------------------
 
 
@@ -313,7 +293,6 @@ def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_
         view._replace(host_blocks=0),
     ):
         assert policy.load_ahead(other, 0.0) == NO_LOAD_AHEAD
-    assert LikeliestSuccessorPrefetch(to_device=False).load_ahead(view, 0.0) == NO_LOAD_AHEAD
 
 
 # -- lease reclaim ----------------------------------------------------------------------------------
@@ -371,9 +350,9 @@ def test_saga_paper_differs_in_admission_order_and_preemption():
 
 def test_saga_has_the_papers_defaults():
     saga = load_preset("saga-paper")
-    assert saga.eviction == WorkflowAwareLruEviction(recency=0.3, reuse=0.5, size=0.2)
+    assert saga.eviction == WorkflowAwareLruEviction(size=0.2)
     assert saga.workflow_prediction == ThreeTierPrediction()
-    assert saga.retention == ToolTypeRetention(max_ttl_s=300.0)
+    assert saga.retention == ToolTypeRetention()
 
 
 def test_a_preset_that_asks_for_no_workflow_prediction_has_none():

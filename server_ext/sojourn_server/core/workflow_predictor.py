@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.policy_protocols import DecisionReason
+from ..policies.policy_protocols import NO_LOAD_AHEAD, DecisionReason, LoadAhead
 from ..policies.policy_views import (
     AbandonedBranch,
     EvictionCandidateView,
@@ -22,7 +22,6 @@ from ..policies.policy_views import (
     PrefetchView,
     WorkflowStepView,
 )
-from ..policies.prefetch_policies import NO_LOAD_AHEAD, LoadAhead
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
@@ -324,7 +323,7 @@ class WorkflowPredictor:
         program.prefetch_at_s = None
         if not prefetch.is_used or program.pending_tool is None:
             return
-        if prefetch.needs_successor and program.successor is None:
+        if program.successor is None:
             return
         prefix, of_successor = self.expected_prefix(program)
         tokens = len(prefix) * self._pool.block_size if of_successor else program.context_tokens

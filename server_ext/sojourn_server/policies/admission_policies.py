@@ -1,21 +1,27 @@
-"""Admission policies: they decide which program without KV may start to use the engine's memory."""
+"""Admission (``admission`` in presets): which program without KV may start to use the engine's memory?"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from .forecasting import (
-    PRIOR_GROWTH,
-    PRIOR_TURNS,
-    STEP_POINTS,
     GrowthStatistics,
     expected_growth_tokens,
     growth_reserve,
     needed_blocks,
-    peak_demand_blocks,
 )
 from .policy_views import AdmissionView, ProgramGrowthView
+
+RELAX_S = 600.0
+"""Seconds without a loss of KV after which ``ExpectedGrowthAdmission`` reserves nothing."""
+SLIGHT_SHARE = 0.1
+"""When a request's expected demand falls below this share of its peak, the request has most likely ended."""
+LARGEST_SHARE = 0.5
+"""Maximum share of the available blocks that is reserved for one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +29,9 @@ class NoAdmissionControl:
     """Admits every program. The engine's own rule still applies: a request is admitted if its prompt fits
     now."""
 
-    is_used: bool = False
-    reserves_prompt_blocks: bool = False
-    forecasts: bool = False
+    is_used = False
+    reserves_prompt_blocks = False
+    forecasts = False
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:
         return True
@@ -43,9 +49,9 @@ class WholeProgramAdmission:
     KV may be waiting for this program, as a parent waits for its sub-agent.
     """
 
-    is_used: bool = True
-    reserves_prompt_blocks: bool = True
-    forecasts: bool = False
+    is_used = True
+    reserves_prompt_blocks = True
+    forecasts = False
     patience_s: float = 30.0
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:
@@ -67,34 +73,22 @@ class ExpectedGrowthAdmission:
 
     The expected growth of a program is the mean growth per turn times its expected number of further turns.
     Both come from observed turns and finished programs. Until there are enough of these, the priors of
-    ``forecasting.context_growth`` apply.
+    ``forecasting`` apply.
 
-    The share is 0 until a living program loses KV for the first time. The reason is that expected growth says
-    how large contexts become, not that all are large at the same time. After each loss the share is
-    ``reserve``, and then falls to 0 within ``relax_s`` seconds. If ``relax_s`` is ``inf``, the share is
-    always ``reserve``.
+    The share is 0 until a living program loses KV for the first time (``growth_reserve`` says why). After
+    each loss it is ``reserve``, and then falls to 0 within ``RELAX_S``.
     """
 
-    is_used: bool = True
-    reserves_prompt_blocks: bool = False
-    forecasts: bool = False
-    reserve: float = 0.7
-    """Share of the expected growth to reserve, 0 to 1. Programs end at different times, so 1 is too much."""
-    prior_turns: float = PRIOR_TURNS
-    prior_growth: float = PRIOR_GROWTH
-    relax_s: float = 600.0
-    """Seconds without a loss of KV after which nothing is reserved; ``inf``: growth is always reserved."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reserve <= 1 or not self.relax_s > 0:
-            raise ValueError(
-                f"reserve is {self.reserve}, expected 0 to 1; relax_s is {self.relax_s}, expected seconds > 0"
-            )
+    is_used = True
+    reserves_prompt_blocks = False
+    forecasts = False
+    reserve: Annotated[float, Meta(ge=0, le=1)] = 0.7
+    """Share of the expected growth to reserve. Programs end at different times, so 1 is too much."""
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:
         if not view.earlier or not view.anything_running:
             return True
-        share = growth_reserve(self.reserve, view.since_shortage_s, self.relax_s)
+        share = growth_reserve(self.reserve, view.since_shortage_s, RELAX_S)
         growth = sum(self.expected_growth_tokens(program, view) for program in view.earlier) if share else 0
         reserved_blocks = min(share * growth / view.block_size, view.pool_blocks)
         return view.free_blocks - view.need_blocks >= reserved_blocks
@@ -105,32 +99,18 @@ class ExpectedGrowthAdmission:
         seen = GrowthStatistics(
             view.observed_turns, view.mean_growth_tokens, view.observed_programs, view.mean_turns
         )
-        return expected_growth_tokens(
-            program,
-            seen,
-            view.max_context_tokens,
-            prior_turns=self.prior_turns,
-            prior_growth=self.prior_growth,
-        )
-
-
-SLIGHT_SHARE = 0.1
-"""When a request's expected demand falls below this share of its peak, the request has most likely ended."""
-
-LARGEST_SHARE = 0.5
-"""Maximum share of the available blocks that is reserved for one request."""
+        return expected_growth_tokens(program, seen, view.max_context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandForecastAdmission:
     """Admits a request if the expected KV demand of this request and all running requests fits the memory.
 
-    Demand is checked for the next ``horizon_steps`` engine steps. The Tetris paper compares "future KV cache
-    demand with available memory" in order to copy KV before a preemption. This policy makes the same
-    comparison before each admission, to prevent preemptions. An engine without the policy admits every prompt
-    that fits. When contexts grow, such an engine preempts the newest request, admits the same request one
-    step later, and so on. The share ``reserve`` of the available blocks stays free, since demand exceeds its
-    expectation half of the time.
+    The Tetris paper compares "future KV cache demand with available memory" in order to copy KV before a
+    preemption. This policy makes the same comparison before each admission, to prevent preemptions. An engine
+    without the policy admits every prompt that fits. When contexts grow, such an engine preempts the newest
+    request, admits the same request one step later, and so on. The share ``reserve`` of the available blocks
+    stays free, since demand exceeds its expectation half of the time.
 
     A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
     living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the
@@ -141,18 +121,10 @@ class DemandForecastAdmission:
     step is ignored.
     """
 
-    reserve: float = 0.05
-    horizon_steps: float = math.inf
-    is_used: bool = True
-    reserves_prompt_blocks: bool = False
-    forecasts: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reserve < 1 or not self.horizon_steps > 0:
-            raise ValueError(
-                f"reserve is {self.reserve}, expected at least 0 and below 1; "
-                f"horizon_steps is {self.horizon_steps}, expected > 0"
-            )
+    reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    is_used = True
+    reserves_prompt_blocks = False
+    forecasts = True
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:
         own = view.own
@@ -162,9 +134,8 @@ class DemandForecastAdmission:
             return True
         room = view.available_blocks * (1 - self.reserve)
         own_blocks = [min(part, LARGEST_SHARE * room) for part in needed_blocks([own], view.block_size)]
-        peak = peak_demand_blocks(own_blocks, self.horizon_steps)
+        peak = max(own_blocks)
         return not any(
             others + part > room and part >= SLIGHT_SHARE * peak
-            for point, others, part in zip(STEP_POINTS, view.needed_blocks, own_blocks, strict=True)
-            if point <= self.horizon_steps
+            for others, part in zip(view.needed_blocks, own_blocks, strict=True)
         )

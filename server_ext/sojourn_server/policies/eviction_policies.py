@@ -1,10 +1,12 @@
-"""Eviction policies: in which order are cached blocks reused?"""
+"""Eviction (``eviction`` in presets): in which order are cached blocks reused?"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
+
+from msgspec import Meta
 
 from .placement.placement_views import Tier
 from .policy_views import EvictionCandidateView, EvictionScoreScale
@@ -39,12 +41,17 @@ DEVICE_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.IDLE, 
 HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, BlockLabel.IDLE)
 """Eviction order in host memory. IDLE is last, since placement puts the KV of idle programs there."""
 
+RECENCY_WEIGHT, REUSE_WEIGHT = 0.3, 0.5
+"""α and β of SAGA's equation 1; γ is ``WorkflowAwareLruEviction.size``."""
+COLD_REUSE = 0.5
+"""P_reuse of a program without prediction."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLruEviction:
     """The engine's order: least recently used block first, later blocks of a prefix before earlier ones."""
 
-    by_program: bool = False
+    by_program = False
 
     def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
         return (0.0,)
@@ -54,24 +61,7 @@ class BlockLruEviction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatestProgramEviction:
-    """Evicts blocks of ended programs first, then blocks of the program that arrived last.
-
-    If programs are served in order of arrival, the blocks of the latest program are needed last. Bélády's
-    optimal policy would then evict the same blocks.
-    """
-
-    by_program: bool = True
-
-    def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
-        return (not owner.over, -owner.program_rank)
-
-    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
-        return inputs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TypedLabelEviction:
+class TypedLabelEviction(BlockLruEviction):
     """Evicts blocks by the tier in which their program is placed (MORI §4.3.2; mechanism M5).
 
     Blocks of ended programs are evicted first. Then come blocks of programs that are placed in no tier
@@ -79,47 +69,33 @@ class TypedLabelEviction:
     same label, those whose program ended its last turn earliest are first.
     """
 
-    by_program: bool = True
+    by_program = True
 
     def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
         rank = DEVICE_EVICTION_ORDER.index(LABEL_OF_TIER[owner.tier])
         return (not owner.over, rank, owner.last_turn_s)
-
-    def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
-        return inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowAwareLruEviction:
     """Orders eviction by recency, probability of reuse and size: WA-LRU (SAGA §4.1, eq. 1–4; mechanism S3).
 
-        P_evict = recency·(now − t_last)/τ_max + reuse·(1 − P_reuse) + size·(blocks/size_max)
+        P_evict = 0.3·(now − t_last)/τ_max + 0.5·(1 − P_reuse) + size·(blocks/size_max)
 
     τ_max and size_max are the longest gap and the largest context (``EvictionScoreScale``). Blocks of ended
     programs are evicted first, then those with the highest P_evict. The score leaves out ``now/τ_max``, which
     is the same for all blocks. So a score stays valid until its program has an event or the scale changes.
-    P_reuse is 1 while a request of the program is in the engine. A program without prediction has P_reuse =
-    ``cold_reuse``: among such programs, recency and size decide. Blocks that a program's newest turn did not
-    use belong to an abandoned branch. Their P_reuse is multiplied by the share of blocks in abandoned
-    branches that is used again. Raises ``ValueError`` for weights that are not finite numbers ≥ 0, and for a
-    ``cold_reuse`` outside 0 to 1.
+    P_reuse is 1 while a request of the program is in the engine, and ``COLD_REUSE`` without a prediction:
+    among such programs, recency and size decide. Blocks that a program's newest turn did not use belong to an
+    abandoned branch. Their P_reuse is multiplied by the share of blocks in abandoned branches that is used
+    again.
     """
 
-    recency: float = 0.3
-    reuse: float = 0.5
-    size: float = 0.2
-    cold_reuse: float = 0.5
-    by_program: bool = True
-
-    def __post_init__(self) -> None:
-        weights = (self.recency, self.reuse, self.size)
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
-            raise ValueError(f"weights recency, reuse, size are {weights}; expected finite numbers ≥ 0")
-        if not 0 <= self.cold_reuse <= 1:
-            raise ValueError(f"cold_reuse is {self.cold_reuse}; expected 0 to 1")
+    by_program = True
+    size: Annotated[float, Meta(ge=0, le=1)] = 0.2
 
     def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
-        p_reuse = self.cold_reuse if owner.p_reuse is None else owner.p_reuse
+        p_reuse = COLD_REUSE if owner.p_reuse is None else owner.p_reuse
         if owner.has_request:
             p_reuse = 1.0
         return (not owner.over, owner.last_turn_s, p_reuse, owner.blocks, owner.in_abandoned_branch)
@@ -130,4 +106,4 @@ class WorkflowAwareLruEviction:
         size = min(1.0, blocks / scale.most_blocks) if scale.most_blocks > 0 else 0.0
         if in_abandoned_branch:
             p_reuse *= scale.branch_reuse
-        return (living, self.recency * recent - self.reuse * (1.0 - p_reuse) - self.size * size)
+        return (living, RECENCY_WEIGHT * recent - REUSE_WEIGHT * (1.0 - p_reuse) - self.size * size)

@@ -1,14 +1,10 @@
-"""Expected growth of a program's context, from earlier turns and programs.
-
-KV demand of a set of running requests, from the expected remaining tokens of each; and the question
-``forecast``: when will the requests run out of blocks (Tetris §2.3)?
+"""Forecasts: how far will a context grow; how many tokens will a request still generate (``output_length`` in
+presets; Tetris §2.2); and when do blocks run out (``forecast``; Tetris §2.3)?
 
 Time is counted in engine steps. A decoding request writes one token per step. Let a request have c context
 tokens, and end after r further tokens. At step s < r it needs KV for c + s tokens. From step r on it needs
 none. If several values of r are equally likely, the expected demand is the mean over them. A request without
 a prediction counts with its present demand at every step.
-
-The question ``output_length``: how many tokens will a running request still generate (Tetris §2.2)?
 """
 
 from __future__ import annotations
@@ -18,19 +14,17 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
-from .policy_views import ProgramGrowthView
+from msgspec import Meta
 
-MIN_TURNS_SEEN = 16
-"""The mean growth per turn replaces the prior once at least this many turns were observed."""
+from .policy_views import ProgramGrowthView, RunningRequestView
 
-MIN_PROGRAMS_SEEN = 8
-"""The mean number of turns of finished programs replaces the prior once at least this many have finished."""
-
+MIN_TURNS_SEEN, MIN_PROGRAMS_SEEN = 16, 8
+"""The mean growth per turn replaces the prior once this many turns were observed; the mean number of turns,
+once this many programs have finished."""
 PRIOR_TURNS = 11.0
 """Prior number of turns of a program: Continuum's SWE-bench workload has 10.9 (Table 3)."""
-
 PRIOR_GROWTH = 0.3
 """Prior growth per turn as a share of the first prompt. With ``PRIOR_TURNS``, a context grows to about four
 times its first prompt. In public agent traces, the medians of this factor are 2 to 6."""
@@ -71,20 +65,18 @@ def expected_growth_tokens(
     max_context_tokens: int,
     *,
     turns_ahead: float | None = None,
-    prior_turns: float = PRIOR_TURNS,
-    prior_growth: float = PRIOR_GROWTH,
 ) -> float:
     """Return the tokens by which the program's context is expected to grow, at most up to
     ``max_context_tokens``.
 
     ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
     turn. With ``None``, a context that was longer before is expected to reach its former length again, since
-    the program may run a shorter branch now, such as a sub-agent. ``prior_turns`` and ``prior_growth`` (a
-    share of the first prompt) apply until ``seen`` has enough observations.
+    the program may run a shorter branch now, such as a sub-agent. ``PRIOR_TURNS`` and ``PRIOR_GROWTH`` apply
+    until ``seen`` has enough observations.
     """
     room = max(0, max_context_tokens - program.context_tokens)
-    turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else prior_turns
-    prior = prior_growth * program.first_prompt_tokens
+    turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else PRIOR_TURNS
+    prior = PRIOR_GROWTH * program.first_prompt_tokens
     per_turn = seen.mean_growth_tokens if seen.growth_observed else prior
     if turns_ahead is not None:
         return min(turns_ahead * per_turn, room)
@@ -101,20 +93,6 @@ were the powers of two only, the peak would be 15 % too low.
 """
 
 
-class GrowingRequest(Protocol):
-    """A request that runs or might run, such as a ``RunningRequestView``."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens whose KV the request needs now."""
-        ...
-
-    @property
-    def remaining(self) -> tuple[float, ...] | None:
-        """Equally likely numbers of tokens that the request still generates; ``None``: unknown."""
-        ...
-
-
 class RequestGrowth(NamedTuple):
     """The data about one request that a demand forecast needs."""
 
@@ -124,7 +102,7 @@ class RequestGrowth(NamedTuple):
     """Number of the request's blocks that other requests use too."""
 
 
-def needed_blocks(running: Iterable[GrowingRequest], block_size: float) -> list[float]:
+def needed_blocks(running: Iterable[RequestGrowth | RunningRequestView], block_size: float) -> list[float]:
     """Return the expected demand in blocks at each of ``STEP_POINTS``, in O(requests × remaining lengths).
 
     ``block_size``: tokens of context per block. Half a block is added per request, because on average half of
@@ -202,7 +180,7 @@ class ShortageForecastPolicy(Protocol):
 class NoShortageForecast:
     """No forecast: a shortage is handled when it occurs."""
 
-    is_used: bool = False
+    is_used = False
 
     def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
         return None
@@ -212,15 +190,11 @@ class NoShortageForecast:
 class ExpectedDemandForecast:
     """Predicts the number of engine steps until expected demand exceeds the available blocks.
 
-    Looks ``steps`` steps ahead. Raises ``ValueError`` for less than one step.
+    Looks ``steps`` steps ahead.
     """
 
-    steps: int = 128
-    is_used: bool = True
-
-    def __post_init__(self) -> None:
-        if not self.steps >= 1:
-            raise ValueError(f"steps is {self.steps}; expected ≥ 1")
+    steps: Annotated[int, Meta(ge=1)] = 128
+    is_used = True
 
     def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
         return first_shortage_step(demand.needed_blocks, demand.available_blocks, self.steps)
@@ -228,16 +202,13 @@ class ExpectedDemandForecast:
 
 QUANTILE_POINTS = 8
 """Number of equally likely lengths in a prediction."""
-
 MIN_OUTPUTS = 16
 """Minimum number of earlier output lengths (``OutputLengthView.lengths``) for a prediction."""
-
-MIN_TAIL = 4
-"""The tail of the length distribution is estimated from at least this many of the longest outputs."""
-
+TAIL_SHARE, MIN_TAIL = 0.1, 4
+"""The tail of the length distribution is estimated from this share of the outputs, the longest ones, and from
+at least so many."""
 MIN_ERROR = 0.001
 """Lower bound of a hint's assumed error, however exact earlier hints were."""
-
 
 RemainingTokens = tuple[float, ...]
 """Equally likely numbers of tokens still to generate, ascending; at least one value, each ≥ 1."""
@@ -290,34 +261,11 @@ _QUANTILE_SHARES = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUAN
 class NoLengthPrediction:
     """Predicts nothing."""
 
-    predicts: bool = False
-    reads_hidden_states: bool = False
+    predicts = False
+    reads_hidden_states = False
 
     def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeanLengthPrediction:
-    """Predicts the mean of ``OutputLengthView.lengths`` minus the tokens generated so far; a baseline.
-
-    A request beyond the mean is expected to end with its next token. There is no prediction before
-    ``min_outputs`` finished outputs. Raises ``ValueError`` for ``min_outputs`` below 1.
-    """
-
-    min_outputs: int = MIN_OUTPUTS
-    predicts: bool = True
-    reads_hidden_states: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.min_outputs >= 1:
-            raise ValueError(f"min_outputs is {self.min_outputs}; expected ≥ 1")
-
-    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
-        if len(view.lengths) < self.min_outputs:
-            return None
-        mean = math.fsum(view.lengths) / len(view.lengths)
-        return (clamp_remaining(mean - view.output_tokens, view),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,26 +275,16 @@ class SurvivalPrediction:
     Let n of ``OutputLengthView.lengths`` exceed the output's length so far. The output is equally likely to
     end in each of the n + 1 intervals before, between and after these n lengths. Beyond the longest length, a
     power law applies, so the longer an output already is, the more tokens are expected. Hill's estimate gives
-    the exponent from the longest outputs; ``tail_share`` is their share of all outputs. There is no
-    prediction before ``min_outputs`` finished outputs.
+    the exponent from the longest outputs. There is no prediction before ``min_outputs`` finished outputs.
 
     With ``hints``, a client's hint replaces the prediction while hints for the agent type are more accurate
     than always predicting the median length. With too few finished outputs for a median, a hint also counts.
-    Raises ``ValueError`` for numbers out of range.
     """
 
-    min_outputs: int = MIN_OUTPUTS
-    tail_share: float = 0.1
+    min_outputs: Annotated[int, Meta(ge=1)] = MIN_OUTPUTS
     hints: bool = True
-    predicts: bool = True
-    reads_hidden_states: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.min_outputs >= 1 or not 0 < self.tail_share <= 1:
-            raise ValueError(
-                f"min_outputs {self.min_outputs}, tail_share {self.tail_share}; "
-                "expected ≥ 1, and above 0 up to 1"
-            )
+    predicts = True
+    reads_hidden_states = False
 
     def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
         lengths, so_far = view.lengths, view.output_tokens
@@ -367,7 +305,7 @@ class SurvivalPrediction:
             place = share * (longer + 1)
             gap = int(place)
             if gap == longer:
-                exponent = exponent or tail_exponent(lengths, self.tail_share)
+                exponent = exponent or tail_exponent(lengths)
                 length = longest * (1 - (place - gap)) ** (-1 / exponent)
             else:
                 begin, end = lengths[ended + gap - 1] if gap else so_far, lengths[ended + gap]
@@ -376,12 +314,11 @@ class SurvivalPrediction:
         return tuple(left)
 
 
-def tail_exponent(lengths: Sequence[int], share: float) -> float:
-    """Return α of P(length > x) ~ x^-α, by Hill's estimate from the longest of ``lengths``.
+def tail_exponent(lengths: Sequence[int]) -> float:
+    """Return α of P(length > x) ~ x^-α, by Hill's estimate from the longest of ``lengths``, ascending.
 
-    ``lengths``: ascending. ``share``: share of ``lengths`` that is used. α is limited to 1 to 8: a heavier
-    tail has no mean, a lighter one is no power law."""
-    count = min(len(lengths) - 1, max(MIN_TAIL, round(len(lengths) * share)))
+    α is limited to 1 to 8: a heavier tail has no mean, a lighter one is no power law."""
+    count = min(len(lengths) - 1, max(MIN_TAIL, round(len(lengths) * TAIL_SHARE)))
     if count < 2:
         return 1.0
     edge = lengths[-count - 1]
@@ -436,18 +373,16 @@ class HiddenStatePrediction(SurvivalPrediction):
 
     Otherwise, ``SurvivalPrediction`` predicts. If ``SurvivalPrediction`` has no prediction, the network's
     prediction is used as soon as the network's error is known. So a network that has learned nothing, gets
-    bad input or is out of date does no harm. The network reads the model's hidden states. Options and raised
-    errors are those of ``SurvivalPrediction``.
+    bad input or is out of date does no harm. The network reads the model's hidden states.
     """
 
-    reads_hidden_states: bool = True
+    reads_hidden_states = True
 
     def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
         known = SurvivalPrediction.remaining(self, view, now)
-        if not view.network_prediction or view.prediction_error is None:
+        error, baseline = view.prediction_error, view.baseline_error
+        if not view.network_prediction or error is None:
             return known
-        if known is not None and (
-            view.baseline_error is None or view.prediction_error >= view.baseline_error
-        ):
+        if known is not None and (baseline is None or error >= baseline):
             return known
         return tuple(clamp_remaining(tokens, view) for tokens in view.network_prediction)

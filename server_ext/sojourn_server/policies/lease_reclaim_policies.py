@@ -1,50 +1,39 @@
-"""Lease reclaim: which leases end early when a request needs blocks (Continuum §5.2; mechanism C8)."""
+"""Lease reclaim (``lease_reclaim`` in presets): which leases end early when a request needs blocks (Continuum
+§5.2; mechanism C8)?
+
+Leases must not be reclaimed against the order of the queue. Otherwise any new request could end the lease of
+an earlier program. The policies differ in when they make an exception.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sojourn.ids import ProgramId
 
 from .policy_views import LeaseView, ReclaimRequest
 
+Leases = Sequence[LeaseView]
+Chosen = tuple[ProgramId, ...] | None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatestProgramReclaim:
     """Ends leases until the request fits. Leases of the latest-arrived programs end first.
 
-    Leases must not be reclaimed against the order of the queue, so there are three cases:
-
     - A running request reclaims any lease. The alternative is a preemption, which costs more than the loss of
       an idle program's cache.
     - A waiting request reclaims leases of programs that arrived later, if these hold enough blocks.
     - If those leases hold too few blocks and nothing runs, a waiting request also reclaims leases of earlier
-      programs. Without this case the engine would stand still (the paper's deadlock). If ``patient`` is true
-      and the next lease expires sooner than the cheapest leased context could be rebuilt, the request first
-      waits for that expiry. The TTL bounds this wait.
+      programs. Without this case the engine would stand still (the paper's deadlock).
     """
 
-    patient: bool = False
-
-    def release(
-        self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
-    ) -> tuple[ProgramId, ...] | None:
-        victims = _latest_first(need, leases)
-        if not need.running:
-            later = _leases_of_later_programs(need, victims)
-            if later is not None or need.anything_running:
-                return later
-            if self.patient and self._leases_worth_waiting_for(victims, now):
-                return None
-        return _shortest_sufficient_prefix(victims, need.blocks)
-
-    @staticmethod
-    def _leases_worth_waiting_for(leases: Sequence[LeaseView], now: float) -> bool:
-        active = [lease for lease in leases if lease.expires_s > now and not lease.waiting]
-        if not active:
-            return False
-        return min(lease.expires_s for lease in active) - now < min(lease.reload_s for lease in active)
+    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
+        later = None if need.running else _of_later_programs(need, leases)
+        if later is not None or (need.anything_running and not need.running):
+            return later
+        return _first_sufficient(need, leases, _latest_first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +48,10 @@ class LaterProgramsReclaim:
 
     patience_s: float = 30.0
 
-    def release(
-        self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
-    ) -> tuple[ProgramId, ...] | None:
-        victims = _latest_first(need, leases)
+    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
         if not need.running and need.idle_s >= self.patience_s:
-            return _shortest_sufficient_prefix(victims, need.blocks)
-        return _leases_of_later_programs(need, victims)
+            return _first_sufficient(need, leases, _latest_first)
+        return _of_later_programs(need, leases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +61,8 @@ class SoonestExpiringReclaim:
     Leases end until there are enough blocks or no leases are left. So leases never delay a request.
     """
 
-    def release(
-        self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
-    ) -> tuple[ProgramId, ...] | None:
-        victims = sorted(
-            (lease for lease in leases if lease.program_id != need.program_id),
-            key=lambda lease: (lease.expires_s, lease.program_id),
-        )
-        return _shortest_sufficient_prefix(victims, need.blocks)
+    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
+        return _first_sufficient(need, leases, lambda lease: (lease.expires_s, lease.program_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,19 +74,13 @@ class EvictionOrderReclaim:
     eviction order by program, the leases that expire soonest end first.
     """
 
-    def release(
-        self, need: ReclaimRequest, leases: Sequence[LeaseView], now: float
-    ) -> tuple[ProgramId, ...] | None:
-        victims = sorted(
-            (lease for lease in leases if lease.program_id != need.program_id),
-            key=lambda lease: (lease.waiting, lease.score, lease.expires_s, lease.program_id),
+    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
+        return _first_sufficient(
+            need, leases, lambda lease: (lease.waiting, lease.score, lease.expires_s, lease.program_id)
         )
-        return _shortest_sufficient_prefix(victims, need.blocks)
 
 
-def reclaim_for_overdue(
-    need: ReclaimRequest, leases: Sequence[LeaseView], now: float
-) -> tuple[ProgramId, ...] | None:
+def reclaim_for_overdue(need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
     """Return the programs whose leases end for an overdue ``ReclaimRequest``, whatever the policy.
 
     Leases with a TTL from the client end first, because hints could otherwise starve requests without a
@@ -114,39 +88,40 @@ def reclaim_for_overdue(
     still equal end in the order of their expiry. ``None`` without leases. Also ``None`` if other requests run
     and all leases together hold too few blocks, because the request would still have to wait.
     """
-    victims = sorted(
-        (lease for lease in leases if lease.program_id != need.program_id and lease.blocks),
-        key=lambda lease: (not lease.hinted, lease.waiting, lease.expires_s, lease.program_id),
-    )
-    if need.anything_running and sum(lease.blocks for lease in victims) < need.blocks:
+    held = [lease for lease in leases if lease.program_id != need.program_id and lease.blocks]
+    if need.anything_running and sum(lease.blocks for lease in held) < need.blocks:
         return None
-    return _shortest_sufficient_prefix(victims, need.blocks)
+    return _first_sufficient(
+        need, held, lambda lease: (not lease.hinted, lease.waiting, lease.expires_s, lease.program_id)
+    )
 
 
-def _latest_first(need: ReclaimRequest, leases: Sequence[LeaseView]) -> list[LeaseView]:
-    """Return the leases of other programs than the request's own, the latest-arrived program first."""
-    others = (lease for lease in leases if lease.program_id != need.program_id)
-    return sorted(others, key=lambda lease: (-lease.program_rank, lease.program_id))
+def _latest_first(lease: LeaseView) -> tuple[int, ProgramId]:
+    return (-lease.program_rank, lease.program_id)
 
 
-def _leases_of_later_programs(
-    need: ReclaimRequest, victims: Sequence[LeaseView]
-) -> tuple[ProgramId, ...] | None:
-    """Return programs of ``victims`` that arrived after the request's program: in the given order, until
-    their leases together hold enough blocks. ``None``: all of them together hold too few blocks."""
-    later = [lease for lease in victims if lease.program_rank > need.program_rank]
+def _of_later_programs(need: ReclaimRequest, leases: Leases) -> Chosen:
+    """Return programs that arrived after the request's program, the latest first, until their leases together
+    hold enough blocks. ``None``: all of them together hold too few blocks."""
+    later = [
+        lease
+        for lease in leases
+        if lease.program_rank > need.program_rank and lease.program_id != need.program_id
+    ]
     enough = sum(lease.blocks for lease in later) >= need.blocks
-    return _shortest_sufficient_prefix(later, need.blocks) if enough else None
+    return _first_sufficient(need, later, _latest_first) if enough else None
 
 
-def _shortest_sufficient_prefix(leases: Sequence[LeaseView], blocks: int) -> tuple[ProgramId, ...] | None:
-    """Return the programs of the first ``leases`` that together hold at least ``blocks`` blocks.
-
-    If all leases together hold fewer, the programs of all leases are returned; ``None`` without leases."""
+def _first_sufficient(
+    need: ReclaimRequest, leases: Leases, order: Callable[[LeaseView], tuple[object, ...]]
+) -> Chosen:
+    """Return the programs of the first ``leases`` of other programs, by ``order``, that together hold at
+    least the needed blocks. If all of them hold fewer, all are returned; ``None`` without leases."""
+    others = (lease for lease in leases if lease.program_id != need.program_id)
     chosen: list[ProgramId] = []
     gained = 0
-    for lease in leases:
-        if gained >= blocks:
+    for lease in sorted(others, key=order):  # type: ignore[arg-type, type-var]
+        if gained >= need.blocks:
             break
         chosen.append(lease.program_id)
         gained += lease.blocks

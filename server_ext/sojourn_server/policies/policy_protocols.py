@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from sojourn.ids import ProgramId
 
@@ -27,10 +27,6 @@ from .policy_views import (
     WaitingRequestView,
     WorkflowStepView,
 )
-
-if TYPE_CHECKING:
-    from .prefetch_policies import LoadAhead, PrefetchTiming
-    from .workflow_prediction import NextStepPrediction
 
 
 class DecisionReason(str, Enum):
@@ -81,6 +77,45 @@ class RetentionDecision(NamedTuple):
 
     ttl_s: float
     reason: DecisionReason
+
+
+class PredictionSource(str, Enum):
+    """The source of a prediction."""
+
+    HINTS = "hints"
+    """Declared by the client: a graph and the present node, the number of steps left, or a tool call."""
+    INFERRED = "inferred"
+    """Inferred from earlier programs of this agent type."""
+    COLD = "cold"
+    """Nothing is known about the program's workflow."""
+
+
+class NextStepPrediction(NamedTuple):
+    """A prediction of what follows a turn, and its source."""
+
+    source: PredictionSource
+    continuation_probability: float | None
+    """Probability that another turn follows; ``None``: unknown."""
+    successor: str | None = None
+    """The most likely next workflow step; ``None``: unknown, or not likely enough to act on."""
+
+
+class PrefetchTiming(NamedTuple):
+    """Planned times of a prefetch, in engine time: the copy starts at ``at_s`` and should end by ``by_s``."""
+
+    at_s: float
+    by_s: float
+
+
+class LoadAhead(NamedTuple):
+    """Number of blocks to load into spare blocks of the device. A loaded block is given up if no request uses
+    it within ``keep_s`` seconds."""
+
+    blocks: int
+    keep_s: float
+
+
+NO_LOAD_AHEAD = LoadAhead(0, 0.0)
 
 
 class RetentionPolicy(Protocol):
@@ -169,14 +204,12 @@ class PrefetchPolicy(Protocol):
     ``plan`` returns the times of the prefetch, or ``None`` for no prefetch. When the prefetch starts, blocks
     on disk are read into host memory. Then ``load_ahead`` returns how many of the leading missing blocks to
     load from host memory into spare blocks of the device, and for how many seconds to keep loaded blocks that
-    are unused.
+    are unused. The policy is asked only about programs whose next step is predicted.
 
-    ``is_used``: whether the policy is asked. ``needs_successor``: whether the policy is asked only about
-    programs whose next step is predicted.
+    ``is_used``: whether the policy is asked.
     """
 
     is_used: bool
-    needs_successor: bool
 
     def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None: ...
 

@@ -1,7 +1,5 @@
-"""Victims: which request is preempted when a running request finds no free block?
-
-Recovery: how a preempted request gets its KV back, by recomputing or by offloading (Tetris §2.1).
-"""
+"""Preemption: which running request is preempted (``victim`` in presets), and how does it get its KV back
+(``recovery``; Tetris §2.1)?"""
 
 from __future__ import annotations
 
@@ -14,11 +12,15 @@ from typing import NamedTuple, Protocol
 
 from .forecasting import STEP_POINTS, needed_blocks, peak_demand_blocks
 from .policy_views import BlockShortage, RunningRequestView
-from .queue_order_policies import ServiceLevels
+from .queue_order_policies import service_level
 
 MAX_CANDIDATES_COMPARED = 64
 """Maximum number of candidates that ``BestFitVictim`` compares in full: half of them are chosen for the least
 loss, half for the most freed blocks."""
+HORIZON_STEPS = 1024.0
+IMMUNE_TOKENS = 64
+MOST_PREEMPTIONS = 3
+"""Numbers of ``BestFitVictim``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,27 +40,21 @@ class LatestProgramVictim:
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
-        if not running:
-            return None
-        return max(running, key=lambda view: (view.program_rank, view.position)).request_id
+        last = max(running, key=lambda view: (view.program_rank, view.position), default=None)
+        return None if last is None else last.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MostAttainedServiceVictim(ServiceLevels):
-    """Preempts a request whose program has had the most service (arXiv 2502.13965, Autellix, §4.2.2).
-
-    Autellix sorts requests into queues by service. The victim is the last admitted request of the queue with
-    the most service. Options are those of ``ServiceLevels``.
-    """
+class MostAttainedServiceVictim:
+    """Preempts a request whose program has had the most service (arXiv 2502.13965, Autellix, §4.2.2): the
+    last admitted request of the queue with the most service (``service_level``)."""
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
-        if not running:
-            return None
-
         def standing(view: RunningRequestView) -> tuple[int, int]:
-            return (self.level(view.attained_s, view.ran_s), view.position)
+            return (service_level(view.attained_s, view.ran_s), view.position)
 
-        return max(running, key=standing).request_id
+        last = max(running, key=standing, default=None)
+        return None if last is None else last.request_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,37 +62,25 @@ class BestFitVictim:
     """Preempts one request whose removal ends the shortage: the one with the least loss (Tetris §1, §4).
 
     A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
-    ``horizon_steps`` steps. If no single removal is enough, the victim is the request whose removal leaves
+    ``HORIZON_STEPS`` steps. If no single removal is enough, the victim is the request whose removal leaves
     the smallest shortage.
 
     The loss is the victim's pause divided by the victim's total output tokens. The same pause hurts a short
     answer more than a long one. The pause is the wait until blocks are free again, plus the work to restore
     the KV.
 
-    A preempted request is immune until it has generated ``immune_tokens`` more tokens. After
-    ``most_preemptions`` preemptions it stays immune. This prevents repeated preemption of one request. If all
+    A preempted request is immune until it has generated ``IMMUNE_TOKENS`` more tokens. After
+    ``MOST_PREEMPTIONS`` preemptions it stays immune. This prevents repeated preemption of one request. If all
     requests are immune, those with the fewest preemptions are candidates.
 
     While no program's request has a predicted output length, the victim is the candidate that was admitted
     last. If no running request belongs to a program, the engine chooses.
     """
 
-    horizon_steps: float = 1024.0
-    immune_tokens: int = 64
-    most_preemptions: int = 3
-
-    def __post_init__(self) -> None:
-        if not (self.horizon_steps > 0 and self.immune_tokens >= 0 and self.most_preemptions >= 1):
-            raise ValueError(
-                f"horizon_steps is {self.horizon_steps}, expected > 0; immune_tokens is "
-                f"{self.immune_tokens}, expected ≥ 0; most_preemptions is {self.most_preemptions}, "
-                "expected ≥ 1"
-            )
-
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
         if not any(view.of_program for view in running):
             return None
-        candidates = [view for view in running if not self._is_immune(view)]
+        candidates = [view for view in running if not _is_immune(view)]
         if not candidates:
             least = min(view.preemptions for view in running)
             candidates = [view for view in running if view.preemptions == least]
@@ -115,7 +99,7 @@ class BestFitVictim:
             # ``available_blocks`` counts a shared block for each request that uses it. The victim's shared
             # blocks stay in use after its removal.
             available_blocks = need.available_blocks - view.shared_blocks
-            lacking = max(0.0, peak_demand_blocks(others, self.horizon_steps) - available_blocks)
+            lacking = max(0.0, peak_demand_blocks(others, HORIZON_STEPS) - available_blocks)
             back_at = next(
                 (
                     at
@@ -128,10 +112,11 @@ class BestFitVictim:
 
         return min(_preselected_candidates(candidates, need), key=worth).request_id
 
-    def _is_immune(self, view: RunningRequestView) -> bool:
-        return view.preemptions > 0 and (
-            view.preemptions >= self.most_preemptions or view.stayed_tokens < self.immune_tokens
-        )
+
+def _is_immune(view: RunningRequestView) -> bool:
+    return view.preemptions > 0 and (
+        view.preemptions >= MOST_PREEMPTIONS or view.stayed_tokens < IMMUNE_TOKENS
+    )
 
 
 def _preselected_candidates(
@@ -217,14 +202,6 @@ class RecoveryPolicy(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlwaysRecompute:
-    """Always recomputes, as the unmodified engine does."""
-
-    def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
-        return RecoveryMethod.RECOMPUTE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AlwaysOffload:
     """Always offloads if host memory has space, else recomputes."""
 
@@ -249,10 +226,7 @@ def measured_break_even_tokens(
 
     0: offloading is faster at every length. ``inf``: recomputing is faster for all long contexts. The prefill
     of S tokens takes a + b·S + c·S² seconds. ``copy_s_per_token`` is the time to copy a token's KV out and
-    back. Raises ``ValueError`` unless all arguments are finite and ≥ 0."""
-    coefficients = (a_s, b_s_per_token, c_s_per_token2, copy_s_per_token)
-    if not all(math.isfinite(value) and value >= 0 for value in coefficients):
-        raise ValueError(f"a, b, c and copying are {coefficients}; expected finite numbers ≥ 0")
+    back."""
     gained = b_s_per_token - copy_s_per_token
     if gained >= 0:
         return 0.0

@@ -1,31 +1,8 @@
-"""Frozen snapshots for the gateway's policies: routing, stealing, fairness.
+"""Routing, for the gateway: which replica serves a request (``routing`` in cluster presets), when does a
+program move (``stealing``), and which waiting request is routed first (``waiting_order``)?
 
 A replica is one engine, or one data-parallel rank of an engine: the unit with its own KV memory. A program's
 home is the replica that serves the program's turns. Sizes are in tokens.
-
-The protocol of routing policies: which replica serves a request?
-
-Routing without sessions: random, round robin, and by prompt prefix.
-
-Session affinity with a load bound (SAGA §5.1).
-
-Routing by capacity: a program goes to a replica with free memory for all of its KV, or waits (MORI §4.3.1;
-mechanism M7).
-
-Routing by delay: a program goes to the replica on which it and the other programs slow each other least.
-
-A decode step for several programs reads the KV of all of them. So a program slows the other programs of its
-replica until the program ends. The best replica depends on how long each program stays. A small agent of ten
-turns does best beside programs that are about to end. A large agent does best where few contexts are left
-when the agent has grown.
-
-Order of the requests that no replica has capacity for: which request is routed first when capacity is
-free?
-
-From time to time, the gateway serves the oldest request first under every policy
-(``routing/capacity_queue.py``), so that no request waits for ever.
-
-Work stealing: a program moves to an idle replica while requests wait for other replicas (SAGA §5.2).
 """
 
 from __future__ import annotations
@@ -33,7 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
+
+from msgspec import Meta
+
+LEAST_MATCH = 0.5
+MOST_AHEAD, MOST_RATIO = 64, 1.5
+"""Numbers of ``PrefixAffinityRouting``."""
+MOST_FULL = 0.9
+"""Share of a replica's memory that ``LeastDelayRouting`` plans to fill."""
+LOAD_RATIO = 2.0
+"""``WorkStealing``: minimum ratio of the loads of victim and thief."""
+
+
+# -- what the policies see, and what they answer -----------------------------------------
 
 
 class ReplicaView(NamedTuple):
@@ -148,20 +138,30 @@ class RoutingPolicy(Protocol):
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision: ...
 
 
+# -- which replica ------------------------------------------------------------------------
+
+
+def stable_hash(what: str, many: int) -> int:
+    """Hash ``what`` to a number from 0 to ``many`` - 1, the same in every process."""
+    digest = blake2b(f"0/{what}".encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % many
+
+
+def _open(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+    return [replica for replica in replicas if replica.takes_new]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomRouting:
     """Picks a random replica by a hash of the request's id, like a load balancer without sessions."""
 
-    seed: int = 0
-    reads_prefixes: bool = False
-    reasons: ClassVar[tuple[str, ...]] = ("random",)
+    reads_prefixes = False
+    reasons = ("random",)
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
-        open_ones = [replica for replica in replicas if replica.takes_new]
-        if not open_ones:
+        if not (open_ones := _open(replicas)):
             return NO_REPLICA
-        chosen = open_ones[stable_hash(self.seed, view.request_id, len(open_ones))]
-        return RoutingDecision(chosen.replica_id, "random")
+        return RoutingDecision(open_ones[stable_hash(view.request_id, len(open_ones))].replica_id, "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,12 +169,11 @@ class RoundRobinRouting:
     """Sends request number n to replica n modulo the number of replicas. Only replicas that accept programs
     count."""
 
-    reads_prefixes: bool = False
-    reasons: ClassVar[tuple[str, ...]] = ("in_turn",)
+    reads_prefixes = False
+    reasons = ("in_turn",)
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
-        open_ones = [replica for replica in replicas if replica.takes_new]
-        if not open_ones:
+        if not (open_ones := _open(replicas)):
             return NO_REPLICA
         return RoutingDecision(open_ones[view.number % len(open_ones)].replica_id, "in_turn")
 
@@ -183,78 +182,42 @@ class RoundRobinRouting:
 class PrefixAffinityRouting:
     """Routes to the replica that has computed the longest prefix of the prompt, if the prefix is long enough.
 
-    This is the rule of SGLang's and vLLM's routers. The prefix must be at least the share ``least_match`` of
+    This is the rule of SGLang's and vLLM's routers. The prefix must be at least the share ``LEAST_MATCH`` of
     the prompt, and loads must not differ too much. Otherwise the replica with the fewest requests is chosen.
-    Loads differ too much if one replica has over ``most_ahead`` requests more than another, and over
-    ``most_ratio`` times as many. Only replicas that accept programs are considered. Raises ``ValueError`` for
-    ``least_match`` outside 0 to 1, ``most_ahead`` < 0 or ``most_ratio`` < 1.
+    Loads differ too much if one replica has over ``MOST_AHEAD`` requests more than another, and over
+    ``MOST_RATIO`` times as many. Only replicas that accept programs are considered.
     """
 
-    least_match: float = 0.5
-    most_ahead: int = 64
-    most_ratio: float = 1.5
-    reads_prefixes: bool = True
-    reasons: ClassVar[tuple[str, ...]] = ("prefix", "fewest_requests", "unbalanced")
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.least_match <= 1 and self.most_ahead >= 0 and self.most_ratio >= 1):
-            raise ValueError(
-                f"least_match {self.least_match}, most_ahead {self.most_ahead}, most_ratio "
-                f"{self.most_ratio}; expected 0 to 1, ≥ 0, ≥ 1"
-            )
+    reads_prefixes = True
+    reasons = ("prefix", "fewest_requests", "unbalanced")
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
-        open_ones = [replica for replica in replicas if replica.takes_new]
-        if not open_ones:
+        if not (open_ones := _open(replicas)):
             return NO_REPLICA
-        fewest = open_ones[0]
-        least = most = fewest.in_flight + fewest.queued
-        for replica in open_ones:
-            requests = replica.in_flight + replica.queued
-            if requests < least:
-                fewest, least = replica, requests
-            elif requests > most:
-                most = requests
-        if most - least > self.most_ahead and most > self.most_ratio * least:
-            return RoutingDecision(fewest.replica_id, "unbalanced")
-        if view.prefix_tokens:
-            matching = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0))
-            matched = view.prefix_tokens.get(matching.replica_id, 0)
-            if matched and matched >= self.least_match * view.context_tokens:
-                return RoutingDecision(matching.replica_id, "prefix")
-        return RoutingDecision(fewest.replica_id, "fewest_requests")
-
-
-def stable_hash(seed: int, what: str, many: int) -> int:
-    """Hash ``seed`` and ``what`` to a number from 0 to ``many`` - 1, the same in every process."""
-    digest = blake2b(f"{seed}/{what}".encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % many
+        requests = [replica.in_flight + replica.queued for replica in open_ones]
+        least, most = min(requests), max(requests)
+        fewest = open_ones[requests.index(least)].replica_id
+        if most - least > MOST_AHEAD and most > MOST_RATIO * least:
+            return RoutingDecision(fewest, "unbalanced")
+        best = max(open_ones, key=lambda replica: view.prefix_tokens.get(replica.replica_id, 0)).replica_id
+        matched = view.prefix_tokens.get(best, 0)
+        if matched and matched >= LEAST_MATCH * view.context_tokens:
+            return RoutingDecision(best, "prefix")
+        return RoutingDecision(fewest, "fewest_requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAffinityRouting:
     """Routes to the replica with the program's KV. If that replica is overloaded, routes to the least loaded
-    replica.
+    replica (SAGA §5.1, eq. 7; mechanism S6).
 
-    This is equation 7 of SAGA §5.1. A replica is overloaded if its load is at least ``most_load``. A new
-    sub-agent goes to its parent's replica unless that replica is overloaded. A program leaves its replica
-    only for a replica whose load is lower by at least ``leaves_for`` (0 in the paper). A move recomputes the
-    KV, and gains nothing if all replicas are full. Raises ``ValueError`` for ``most_load`` ≤ 0 or
-    ``leaves_for`` < 0.
+    A replica is overloaded if its load is at least ``most_load``. A new sub-agent goes to its parent's
+    replica unless that replica is overloaded.
     """
 
-    most_load: float = 0.8
-    leaves_for: float = 0.0
-    reads_prefixes: bool = False
-    reasons: ClassVar[tuple[str, ...]] = (
-        "home", "near_parent", "least_loaded", "home_too_full", "home_all_full",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        if not self.most_load > 0:
-            raise ValueError(f"most_load is {self.most_load}; expected > 0")
-        if not self.leaves_for >= 0:
-            raise ValueError(f"leaves_for is {self.leaves_for}; expected ≥ 0")
+    most_load: Annotated[float, Meta(gt=0)] = 0.8
+    reads_prefixes = False
+    reasons = ("home", "near_parent", "least_loaded", "home_too_full")
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
         home = view.home if view.cached else None
@@ -263,50 +226,27 @@ class SessionAffinityRouting:
         near = view.parent_home
         if view.home is None and near is not None and near.takes_new and near.load < self.most_load:
             return RoutingDecision(near.replica_id, "near_parent")
-        least: ReplicaView | None = None
-        for replica in replicas:
-            # Equal loads: the replica with fewer resident programs, since programs return from their tools.
-            if replica.takes_new and (
-                least is None or (replica.load, replica.homed) < (least.load, least.homed)
-            ):
-                least = replica
-        if least is None:
-            return RoutingDecision(home.replica_id, "home") if home is not None else NO_REPLICA
-        if home is not None and home.load - least.load < self.leaves_for:
-            return RoutingDecision(home.replica_id, "home_all_full")
-        return RoutingDecision(least.replica_id, "least_loaded" if home is None else "home_too_full")
-
-
-SIZE_MEASURES = ("peak", "context")
-"""Values of ``CapacityRouting.size_by``."""
-FIT_RULES = ("most-room", "least-room")
-"""Values of ``CapacityRouting.fit``."""
+        # Equal loads: the replica with fewer resident programs, since programs return from their tools.
+        least = min(_open(replicas), key=lambda replica: (replica.load, replica.homed), default=None)
+        if least is not None and (home is None or home.load >= least.load):
+            return RoutingDecision(least.replica_id, "least_loaded" if home is None else "home_too_full")
+        return NO_REPLICA if home is None else RoutingDecision(home.replica_id, "home")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityRouting:
-    """Routes a program to the replica that has its KV in any tier, or else to a replica with enough free
-    memory.
+    """Routes a program to the replica that has its KV in any tier, or else to the replica with the most free
+    memory, if it is enough (MORI §4.3.1; mechanism M7).
 
     ``size_by`` defines a program's size: its expected longest context (``peak``), or its present context as
     in MORI (``context``). With ``context``, a replica may accept young programs that later outgrow the
-    replica. ``fit`` selects among replicas with enough free memory: the replica with the most free memory, as
-    in MORI (``most-room``), or the replica with the least (``least-room``). The parent's replica is preferred
-    for a new sub-agent. A replica that is no program's home accepts a program of any size. If no replica
-    fits, the program waits. Raises ``ValueError`` for other values of ``size_by`` or ``fit``.
+    replica. The parent's replica is preferred for a new sub-agent. A replica that is no program's home
+    accepts a program of any size. If no replica fits, the program waits.
     """
 
-    size_by: str = "peak"
-    fit: str = "most-room"
-    reads_prefixes: bool = False
-    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "fits", "returns")
-
-    def __post_init__(self) -> None:
-        if self.size_by not in SIZE_MEASURES or self.fit not in FIT_RULES:
-            raise ValueError(
-                f"size_by {self.size_by!r}, fit {self.fit!r}; expected one of {SIZE_MEASURES} "
-                f"and one of {FIT_RULES}"
-            )
+    size_by: Literal["peak", "context"] = "peak"
+    reads_prefixes = False
+    reasons = ("home", "near_parent", "fits", "returns")
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
         if view.home is not None and view.cached:
@@ -315,51 +255,42 @@ class CapacityRouting:
         near = view.parent_home
         if near is not None and near.takes_new and near.room_tokens >= size:
             return RoutingDecision(near.replica_id, "near_parent")
-        open_ones = [replica for replica in replicas if replica.takes_new]
+        open_ones = _open(replicas)
         # An empty replica admits its first program whatever its size.
         possible = [replica for replica in open_ones if replica.room_tokens >= size or not replica.homed]
         if not possible:
             return wait_for_capacity(size) if open_ones else NO_REPLICA
-        sign = 1.0 if self.fit == "most-room" else -1.0
-        best = max(possible, key=lambda replica: (replica.room_tokens >= size, sign * replica.room_tokens))
+        best = max(possible, key=lambda replica: (replica.room_tokens >= size, replica.room_tokens))
         return RoutingDecision(best.replica_id, "fits" if view.home is None else "returns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeastDelayRouting:
-    """Routes a program to the replica that has its KV, or else to a replica with enough memory. Of several
-    replicas with enough memory, it chooses the replica with the least ``mutual_delay`` of the program and the
-    replica's programs.
+    """Routes a program to the replica that has its KV, or else to the replica with enough memory on which it
+    and the other programs slow each other least (``mutual_delay``).
 
-    A new sub-agent goes to its parent's replica, because the parent holds memory on that replica until the
-    sub-agent ends.
+    A decode step for several programs reads the KV of all of them. So a program slows the other programs of
+    its replica until it ends, and the best replica depends on how long each program stays. A small agent of
+    ten turns does best beside programs that are about to end. A large agent does best where few contexts are
+    left when the agent has grown. A new sub-agent goes to its parent's replica, because the parent holds
+    memory there until the sub-agent ends.
 
     The memory check assumes that contexts grow evenly to their programs' expected sizes, and that all
     programs take turns at the same pace. Memory is enough if all contexts together never exceed the share
-    ``most_full`` of the memory. Programs end at different times, so more programs fit than if memory were
+    ``MOST_FULL`` of the memory. Programs end at different times, so more programs fit than if memory were
     reserved for every program's full size. A replica without other programs always counts as having enough
     memory. So does a replica without requests, since its resident programs may never return.
 
     If no replica has enough memory for a program, the program and all programs behind it wait. A request that
     is expected to be its program's last does not wait: the request goes to the least loaded replica.
-
-    ``resident_for_s``: seconds for which a program without a request counts as resident after its last
-    activity. A limit is needed, since many clients never report a program's end. The default is the longest
-    time for which SAGA (§4.2) keeps KV. Raises ``ValueError`` if ``most_full`` is not in (0, 1] or the time
-    is negative.
     """
 
-    most_full: float = 0.9
-    resident_for_s: float = 300.0
-    reads_prefixes: bool = False
-    reads_residents: bool = True
-    reasons: ClassVar[tuple[str, ...]] = ("home", "near_parent", "least_loaded", "least_delay", "returns")
-
-    def __post_init__(self) -> None:
-        if not 0 < self.most_full <= 1:
-            raise ValueError(f"most_full is {self.most_full}; expected above 0, at most 1")
-        if not self.resident_for_s >= 0:
-            raise ValueError(f"resident_for_s is {self.resident_for_s}; expected seconds ≥ 0")
+    resident_for_s: Annotated[float, Meta(ge=0)] = 300.0
+    """Seconds for which a program without a request counts as resident after its last activity, since many
+    clients never report a program's end. The default is the longest time for which SAGA (§4.2) keeps KV."""
+    reads_prefixes = False
+    reads_residents = True
+    reasons = ("home", "near_parent", "least_loaded", "least_delay", "returns")
 
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
         if view.home is not None and view.cached:
@@ -395,7 +326,7 @@ class LeastDelayRouting:
         there = view.residents.get(replica.replica_id, ())
         if not there or not (replica.in_flight or replica.queued):
             return True
-        return peak_resident_tokens((*there, newcomer)) <= self.most_full * replica.memory_tokens
+        return peak_resident_tokens((*there, newcomer)) <= MOST_FULL * replica.memory_tokens
 
 
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
@@ -440,6 +371,9 @@ def peak_resident_tokens(programs: Sequence[ResidentProgramGroup]) -> float:
     return most
 
 
+# -- which waiting request ----------------------------------------------------------------
+
+
 class WaitingProgramView(NamedTuple):
     """A request that waits at the gateway for capacity on any replica, and its program."""
 
@@ -456,8 +390,9 @@ class WaitingProgramView(NamedTuple):
 
 
 class WaitingOrderPolicy(Protocol):
-    """Orders the waiting requests of a tenant, lowest ``key`` first. A request's key is computed once, when
-    the request begins to wait."""
+    """Orders the waiting requests of a tenant that no replica has capacity for, lowest ``key`` first. A
+    request's key is computed once, when the request begins to wait. From time to time, the gateway serves the
+    oldest request first under every policy, so that no request waits for ever."""
 
     by_arrival: bool
     """Whether the order is that of arrival."""
@@ -469,7 +404,7 @@ class WaitingOrderPolicy(Protocol):
 class ArrivalOrder:
     """First come, first served."""
 
-    by_arrival: bool = True
+    by_arrival = True
 
     def key(self, request: WaitingProgramView) -> tuple[float, ...]:
         return (request.number,)
@@ -481,7 +416,7 @@ class IdlenessOrder:
     programs. Equally idle programs, and new programs, are ordered by context length, the shortest first (MORI
     §4.3.1)."""
 
-    by_arrival: bool = False
+    by_arrival = False
 
     def key(self, request: WaitingProgramView) -> tuple[float, ...]:
         idleness = request.idleness if request.returning else 0.0
@@ -491,13 +426,15 @@ class IdlenessOrder:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestFirstOrder:
     """Orders requests by the program's expected longest context, the largest first, as in best-fit decreasing
-    (Johnson 1974, MORI §4.3.1). ``CapacityRouting.fit`` is the other part of that rule: it chooses the
-    replica."""
+    (Johnson 1974, MORI §4.3.1)."""
 
-    by_arrival: bool = False
+    by_arrival = False
 
     def key(self, request: WaitingProgramView) -> tuple[float, ...]:
         return (-request.size_tokens, request.number)
+
+
+# -- which program moves ------------------------------------------------------------------
 
 
 class StealingReplicaView(NamedTuple):
@@ -545,7 +482,7 @@ class StealingPolicy(Protocol):
 class NoStealing:
     """Never steals: a waiting request stays with its replica."""
 
-    is_used: bool = False
+    is_used = False
 
     def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
         return None
@@ -553,30 +490,25 @@ class NoStealing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkStealing:
-    """Lets an idle replica, the thief, steal from a replica with a higher load, the victim (SAGA §5.2).
+    """Lets an idle replica, the thief, steal from a replica with a higher load, the victim (SAGA §5.2;
+    mechanism S7).
 
-    The victim's load must be more than ``load_ratio`` times the thief's load, and the thief must have been
+    The victim's load must be more than ``LOAD_RATIO`` times the thief's load, and the thief must have been
     idle for ``idle_s`` seconds, as the paper's safeguard (a) requires. The victim is drawn at random. The
-    thief becomes the home of the stolen program. Raises ``ValueError`` for times below 0 or a ratio below 1.
+    thief becomes the home of the stolen program.
     """
 
-    idle_s: float = 0.1
-    load_ratio: float = 2.0
-    seed: int = 0
-    is_used: bool = True
-    reasons: ClassVar[tuple[str, ...]] = ("idle",)
-
-    def __post_init__(self) -> None:
-        if not (self.idle_s >= 0 and self.load_ratio >= 1):
-            raise ValueError(f"idle_s {self.idle_s}, load_ratio {self.load_ratio}; expected ≥ 0, ≥ 1")
+    idle_s: Annotated[float, Meta(ge=0)] = 0.1
+    is_used = True
+    reasons = ("idle",)
 
     def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
         thieves = [r for r in replicas if r.takes_new and not r.queued and r.idle_s >= self.idle_s]
         if not thieves:
             return None
         thief = min(thieves, key=lambda r: (r.load, -r.idle_s))
-        full = [r for r in replicas if r.may_leave and r.load > self.load_ratio * thief.load]
+        full = [r for r in replicas if r.may_leave and r.load > LOAD_RATIO * thief.load]
         if not full:
             return None
-        victim = full[stable_hash(self.seed, f"{now}/{thief.replica_id}", len(full))]
+        victim = full[stable_hash(f"{now}/{thief.replica_id}", len(full))]
         return StealDecision(thief.replica_id, victim.replica_id, "idle")

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
+import tomllib
 
 _MAX_INTEGER = 2**63
 
@@ -26,17 +21,11 @@ def load_toml(text: str) -> dict[str, Any]:
         raise TomlError("not TOML: nested too deeply") from None
     except ValueError as error:  # also raised for a wrong date or an integer with thousands of digits
         raise TomlError(f"not TOML: {str(error)[:200]}") from None
-    _check_integers(document)
-    return document
-
-
-def _check_integers(document: dict[str, Any]) -> None:
     values: list[Any] = [document]
     while values:
         value = values.pop()
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
+        if isinstance(value, dict | list):
+            values += value.values() if isinstance(value, dict) else value
         elif isinstance(value, int) and not -_MAX_INTEGER <= value < _MAX_INTEGER:
             raise TomlError(f"not TOML: an integer of {value.bit_length()} bits; expected at most 64")
+    return document

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 from sojourn.aeg import END
 
+from .policy_protocols import NextStepPrediction, PredictionSource
 from .policy_views import WorkflowStepView
-
-
-class PredictionSource(str, Enum):
-    """The source of a prediction."""
-
-    HINTS = "hints"
-    """Declared by the client: a graph and the present node, the number of steps left, or a tool call."""
-    INFERRED = "inferred"
-    """Inferred from earlier programs of this agent type."""
-    COLD = "cold"
-    """Nothing is known about the program's workflow."""
-
-
-class NextStepPrediction(NamedTuple):
-    """A prediction of what follows a turn, and its source."""
-
-    source: PredictionSource
-    continuation_probability: float | None
-    """Probability that another turn follows; ``None``: unknown."""
-    successor: str | None = None
-    """The most likely next workflow step; ``None``: unknown, or not likely enough to act on."""
-
 
 MIN_TASKS = 30
 """Number of ended programs of an agent type from which next steps are inferred."""
@@ -44,7 +21,7 @@ NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
 class NoWorkflowPrediction:
     """Predicts nothing."""
 
-    is_used: bool = False
+    is_used = False
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
         return NO_NEXT_STEP_PREDICTION
@@ -68,7 +45,7 @@ class ThreeTierPrediction:
     inference: bool = True
     """Whether edges are inferred from earlier programs; false: hints alone (ablation). If ``hints`` is false
     too, nothing is predicted."""
-    is_used: bool = True
+    is_used = True
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
         inferred = self.inference and step.tasks >= MIN_TASKS and bool(step.inferred)

@@ -18,8 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..toml_document import TomlError, load_toml
-from .step_costs import non_negative_least_squares
-from .step_costs import StepCosts, StepSample
+from .step_costs import StepCosts, StepSample, non_negative_least_squares
 
 PROFILE_VERSION = 2
 
