@@ -318,8 +318,6 @@ def simulator_page(text: str) -> str:
     results = RESULT.parent
     truth = json.loads((results / "simulator_validation.json").read_text(encoding="utf-8"))
     text = placed(text, "simulator-truth", truth_table(truth))
-    speed = json.loads((results / "simulator_speed.json").read_text(encoding="utf-8"))
-    text = placed(text, "simulator-speed", speed_line(speed))
     own = EXAMPLES / "custom_policy" / "break_even"
     for name, suffix, language in (("own-preset", ".toml", "toml"), ("own-policy", ".py", "python")):
         code = own.with_suffix(suffix).read_text(encoding="utf-8")
@@ -350,18 +348,6 @@ def truth_table(truth: dict[str, Any]) -> str:
             f"| {off['regenerated_tokens']:+.1%} |"
         )
     return "\n".join(lines)
-
-
-def speed_line(speed: dict[str, Any]) -> str:
-    """What ``benchmarks/simulator_speed.py`` found, in a sentence."""
-    made = speed["made_with"]
-    points = ", ".join(
-        f"{point['virtual_s_per_wall_s']:.0f} at {point['programs']} programs" for point in speed["points"]
-    )
-    return (
-        f"Virtual seconds a wall second, {speed['policy']} on {speed['trace']} ({speed['hardware']}, "
-        f"{speed['model']}; {made['machine']['cores']} cores of {made['machine']['processor']}): {points}."
-    )
 
 
 def policies_table() -> str:
