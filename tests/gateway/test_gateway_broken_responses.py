@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from fake_engine import FakeEngine, engines, running
-from gateway_harness import lines, until, world
+from gateway_harness import World, lines, until, world
+from sojourn_server.gateway.http import proxy_request
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
+from sojourn_server.routing import routing_events
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
@@ -159,3 +161,65 @@ async def test_a_long_answer_passes_in_parts_and_is_recorded(path: str) -> None:
         if path == "/v1/responses":
             [program] = it.gateway.routing_backend.core.program_statuses()
             assert (program.turns, program.context_tokens) == (1, 105)
+
+
+class Stalling(FakeEngine):
+    """Streams one event, and the others when it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = asyncio.Event()
+
+    async def _stream(self, request: Request) -> AsyncIterator[bytes]:
+        yield b'data: {"number": 0}\n\n'
+        await self.goes_on.wait()
+        yield b'data: {"number": 1}\n\n'
+        yield b"data: [DONE]\n\n"
+
+
+class Client:
+    """An ASGI client whose engine is taken for dead when ``when`` is sent to it; it takes that when
+    ``takes`` is set."""
+
+    def __init__(self, it: World, replica_id: str, when: str, *, stream: bool = True) -> None:
+        self.takes = asyncio.Event()
+        self.told = b""
+        self.is_complete = False
+        self.blocks = asyncio.Event()
+        self._it, self._replica_id, self._when = it, replica_id, when
+        self._body: list[dict[str, Any]] = [
+            {"type": "http.request", "body": json.dumps({"messages": [], "stream": stream}).encode()}
+        ]
+
+    async def run(self) -> None:
+        scope = {"path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        await self._it.gateway.generation(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body:
+            await asyncio.sleep(3600)
+        return self._body.pop()
+
+    async def _send(self, message: Any) -> None:
+        self.told += message.get("body", b"")
+        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body")
+        if message["type"] == self._when:
+            self._when = ""
+            self._it.gateway.routing_backend.tell(routing_events.ReplicaGone(self._replica_id, "1.0"))
+            self.blocks.set()
+            await self.takes.wait()
+
+
+async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.05)
+    fake = Stalling()
+    await fake.start()
+    async with world([fake], poll_s=3600) as it:
+        client = Client(it, fake.name, "http.response.start")
+        client.takes.set()
+        await asyncio.wait_for(client.run(), 30.0)
+        assert b"replica_lost" in client.told
+    fake.goes_on.set()
+    await fake.kill()

@@ -14,12 +14,14 @@ from faulty_file_system import (
     WRITES,
     FailAt,
     FaultyFiles,
+    broken,
     identity,
     key,
     payload,
 )
-from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
-from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
+from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome, StoreError
+from sojourn_server.kv_offload.shared_store import SharedStore, blocks_per_full
 
 KEYS = [key(number) for number in range(12)]
 
@@ -51,6 +53,11 @@ def put_context(store: SharedStore, *numbers: int) -> list[PutOutcome]:
     return outcomes
 
 
+def the_file(root: Path, key: bytes) -> Path:
+    (found,) = root.rglob(f"{key.hex()}.*")
+    return found
+
+
 def test_what_was_put_is_got_in_whatever_pieces(tmp_path: Path) -> None:
     store = shared(tmp_path)
     text = payload(KEYS[0])
@@ -68,6 +75,35 @@ def test_the_leading_ones_end_at_the_first_gap(tmp_path: Path) -> None:
     assert store.leading(KEYS[:5]) == 2
     assert store.leading(KEYS[2:]) == 0
     assert store.leading([]) == 0
+    store.close()
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "empty"])
+def test_a_file_of_the_wrong_size_is_never_returned_and_its_place_is_free(
+    tmp_path: Path, change: str
+) -> None:
+    store = shared(tmp_path)
+    put(store, KEYS[0])
+    path = the_file(tmp_path, KEYS[0])
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[:-1], "longer": content + b"!", "empty": b""}[change])
+    with pytest.raises(BlockCorrupt) as caught:
+        get(store, KEYS[0])
+    assert caught.value.reason is BlockDefect.LENGTH
+    assert store.leading(KEYS[:1]) == 0
+    assert put(store, KEYS[0]) is PutOutcome.STORED
+    assert get(store, KEYS[0]) == payload(KEYS[0])
+    store.close()
+
+
+def test_a_disk_that_cannot_be_read_fails(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    store = shared(tmp_path, files=files)
+    put(store, KEYS[0])
+    files.before = broken("readv")
+    with pytest.raises(StoreError):
+        get(store, KEYS[0])
+    assert files.paths == {}, "a descriptor was left open"
     store.close()
 
 
@@ -173,3 +209,9 @@ def test_a_full_store_never_exceeds_its_budget_whoever_writes(tmp_path: Path) ->
 
 
 # -- Full Blocks of engine blocks --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("engine", "full"), [(48, 64), (128, 64), (0, 64), (-1, 64)])
+def test_a_full_block_is_a_whole_number_of_engine_blocks(engine: int, full: int) -> None:
+    with pytest.raises(ValueError, match="not a whole number of engine blocks"):
+        blocks_per_full(engine, full)

@@ -131,6 +131,17 @@ def test_a_refused_copy_is_an_error_of_its_caller() -> None:
     backend.to_host([BlockCopy(0, 0)], backend.fence()).wait()
 
 
+@pytest.mark.parametrize("slot", [-1, SLOTS])
+def test_a_slot_that_does_not_exist_is_refused(slot: int) -> None:
+    """A copy by address would reach other memory of the process."""
+    cuda = FakeCuda(0)
+    backend = CudaDeviceBackend(device_memory()[1], SLOTS, cuda)
+    with pytest.raises(IndexError, match=f"slots 0 to {slot}" if slot > 0 else f"slots {slot} to 0"):
+        backend.to_host([BlockCopy(0, 0), BlockCopy(1, slot)], backend.fence())
+    with pytest.raises(IndexError, match="expected 0 to 5"):
+        backend.to_device([BlockCopy(0, slot)], backend.fence())
+
+
 def test_host_memory_is_pinned_in_chunks_and_unpinned_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sojourn_server.kv_offload.cuda_device_backend.PIN_CHUNK_BYTES", 3 * 4096)
     cuda = FakeCuda(0)
@@ -138,4 +149,19 @@ def test_host_memory_is_pinned_in_chunks_and_unpinned_at_the_end(monkeypatch: py
     assert sum(cuda.pinned.values()) == 1000 * 48
     assert len(cuda.pinned) == 4  # of 256 slots: 12,288 bytes are both whole slots and whole pages
     backend.close()
+    assert not cuda.pinned
+
+
+def test_no_host_memory_stays_pinned_if_a_part_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sojourn_server.kv_offload.cuda_device_backend.PIN_CHUNK_BYTES", 4096)
+
+    class Small(FakeCuda):
+        def pin(self, address: int, size_bytes: int) -> None:
+            if len(self.pinned) == 2:
+                raise RuntimeError("no more")
+            super().pin(address, size_bytes)
+
+    cuda = Small(0)
+    with pytest.raises(RuntimeError, match="no more"):
+        CudaDeviceBackend([KvPages(1 << 20, 4096, 4096)], 5, cuda)
     assert not cuda.pinned

@@ -20,7 +20,7 @@ from faulty_file_system import (
     put,
 )
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
-from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
+from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore
 
 KEYS = [key(number) for number in range(10)]
@@ -171,3 +171,25 @@ def test_a_restart_with_something_else_is_refused_and_explained(tmp_path: Path, 
     assert sorted(tmp_path.rglob("*")) == before
     with open_store(tmp_path) as store:
         assert get(store, KEYS[0]) == payload(KEYS[0])
+
+
+def test_a_folder_of_the_right_name_with_something_else_in_it_is_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / identity().digest().hex()[:16]
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("text")
+    with pytest.raises(IncompatibleStore, match=r"manifest.json: found 'none'"):
+        open_store(tmp_path)
+    assert (folder / "thesis.tex").read_text() == "text"
+    # Where only the manifest is missing because the last opener died before it wrote one, all is well.
+    (folder / "thesis.tex").unlink()
+    (folder / f"{MANIFEST}.partial").write_text("{")
+    with open_store(tmp_path) as store:
+        assert put(store, KEYS[0]) is PutOutcome.STORED
+
+
+def test_a_root_that_cannot_be_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="Not a directory"):
+        open_store(tmp_path / "file")
+    with open_store(tmp_path / "several" / "new" / "folders") as store:
+        put(store, KEYS[0])

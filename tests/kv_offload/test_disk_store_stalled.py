@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
 import pytest
-from faulty_file_system import FaultyFiles, get, key, open_store, put
+from faulty_file_system import FILE_BYTES, FaultyFiles, broken, get, key, open_store, payload, put
+from sojourn_server.kv_offload.disk_store import PutOutcome
 from sojourn_server.kv_offload.store_folder import StoreInUse
 
 KEYS = [key(number) for number in range(10)]
+
+
+def test_opening_with_a_smaller_budget_keeps_what_cannot_be_removed(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        for each in KEYS:
+            put(store, each)
+    files = FaultyFiles(broken("unlink", code=errno.EROFS))
+    with open_store(tmp_path, blocks=2, files=files) as store:
+        assert store.keys() == KEYS[1:]
+        assert put(store, key(99)) is PutOutcome.FULL
+        assert get(store, KEYS[5]) == payload(KEYS[5])
+        assert store.used_bytes == 10 * FILE_BYTES
+    with open_store(tmp_path, blocks=2) as store:
+        assert store.keys() == [KEYS[9], KEYS[5]]
 
 
 def test_closing_does_not_wait_for_ever_and_keeps_the_lock(

@@ -12,6 +12,14 @@ def key(number: int) -> bytes:
     return b"%032d" % number
 
 
+def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=4))
+    assert planner.has_jobs
+    planner.take_results(OffloadResults(on_disk=[key(1)]))
+    assert not planner.has_jobs
+    assert planner.lookup("r", [key(1)], 0.0) is None, "it is being read"
+
+
 def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
     """Copied ahead of need, in a step."""
     planner.store([(each, 1) for each in keys], rank)
@@ -53,6 +61,19 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert not planner.take_jobs().spills
     planner.write_to_disk(cold, 0)
     assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
+
+
+def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
+    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner.take_results(OffloadResults(on_disk=[]))
+    stored(planner, keys(0, 30), 3)
+    planner.write_to_disk(keys(0, 30), 1)
+    jobs = planner.take_jobs()
+    full = {job: {file.key: CopyResult.FULL for file in files} for job, files in jobs.spills.items()}
+    planner.take_results(OffloadResults(spilled=full))
+    for _ in range(200):
+        assert not planner.take_jobs().spills
+    assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
 
 
 def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sojourn_server.kv_offload.offload_jobs import (
+    SPEED_MAX_AGE_S,
     SPEED_SAMPLES,
     TRANSFER_DIRECTIONS,
     OffloadResults,
@@ -42,3 +43,12 @@ def test_a_link_that_has_slowed_is_told_soon_however_long_it_was_fast() -> None:
     for _ in range(SPEED_SAMPLES):
         traffic.add(moved(0.1, 1000), 0.0)
     assert round(traffic.seconds_a_byte("to_host", 0.0) or 0.0, 9) == 0.1 / 1000, "and fast again"
+
+
+def test_what_was_measured_long_ago_is_not_believed_for_ever() -> None:
+    traffic = OffloadStats()
+    traffic.add(moved(10.0, 1000), 100.0)
+    traffic.add(moved(1.0, 1000), 101.0)
+    assert traffic.seconds_a_byte("to_host", 100.0 + SPEED_MAX_AGE_S) == 11.0 / 2000
+    assert traffic.seconds_a_byte("to_host", 100.5 + SPEED_MAX_AGE_S) == 1.0 / 1000
+    assert traffic.seconds_a_byte("to_host", 102.0 + SPEED_MAX_AGE_S) is None

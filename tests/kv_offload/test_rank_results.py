@@ -6,7 +6,7 @@ import random
 
 import pytest
 from sojourn_server.kv_offload.disk_planner import TierLimits
-from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, RankResults
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult, RankResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
 
 MOVED, FULL, MISSING, CORRUPT, FAILED = CopyResult
@@ -36,6 +36,11 @@ def test_what_an_earlier_engine_left_counts_where_all_ranks_have_it() -> None:
     complete = combined.add([OffloadResults(on_disk=[b"c", b"d", b"a"])])
     assert complete.on_disk == [b"a", b"c"]
     assert sorted(complete.partly_on_disk) == [b"b", b"d"]
+
+
+def test_a_search_finds_what_all_ranks_find() -> None:
+    reports = [OffloadResults(probed={1: ProbeResult(5, 2)}), OffloadResults(probed={1: ProbeResult(3, 1)})]
+    assert RankResults(2).add(reports).probed == {1: ProbeResult(3, 1)}
 
 
 def test_speeds_are_of_the_engine() -> None:
