@@ -1,0 +1,121 @@
+"""Hints that simulated clients state: true, wrong by half, hostile; and turns that wait for sub-agents."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from script_modules import benchmark
+from sojourn_server.simulator.client_hints import HOSTILE, HintSetting, StatedHints
+from sojourn_server.simulator.workloads.program_plans import ProgramPlan, ProgramPlanner
+
+ALL = (*HOSTILE, "aeg")
+
+
+@pytest.fixture(scope="module")
+def hint_value() -> Iterator[ModuleType]:
+    with benchmark("hint_value") as module:
+        yield module
+
+
+def plans_of(hint_value: ModuleType, load: str) -> list[ProgramPlan]:
+    planner = ProgramPlanner(hint_value.LOADS[load].draw(0))
+    return [planner.plan(number) for number in range(len(planner))]
+
+
+def client(plan: ProgramPlan, **setting: Any) -> StatedHints:
+    return StatedHints(plan, None, agent_type="a", setting=HintSetting(**setting), clock=lambda: 0.0)
+
+
+def numbers(plan: ProgramPlan, **setting: Any) -> list[float]:
+    stated = ("expected_steps_left",)
+    one = client(plan, stated=stated, **setting)
+    return [one.context()["sojourn"]["expected_steps_left"] for _ in plan.plans]
+
+
+def test_true_hints_say_what_follows_and_only_what_is_asked_for(hint_value: ModuleType) -> None:
+    plan = plans_of(hint_value, "branches")[0]
+    turns = len(plan.plans)
+    one = client(plan, stated=ALL)
+    events = one.start_events()
+    assert [event["type"] for event in events] == ["program_start", "aeg"]
+    assert {node["id"] for node in events[1]["graph"]["nodes"]} == {"plan", "work", "join"}
+    contexts = [one.context() for _ in range(turns)]
+    assert [context["sojourn"]["expected_steps_left"] for context in contexts] == [*range(turns - 1, -1, -1)]
+    assert [context["sojourn"]["final"] for context in contexts] == [False] * (turns - 1) + [True]
+    assert [context["sojourn"]["node"] for context in contexts[:2]] == ["plan", "work"]
+    assert contexts[0]["expected_output_length"] == 800
+    run = plans_of(hint_value, "known tools")[0].tool_runs(0)[0]
+    assert one.tool_start("c", run)["expected_s"] == run.s
+    silent = client(plan)
+    assert silent.context() == {"step_id": "1", "sojourn": {"agent_type": "a", "node": "agent"}}
+    assert "expected_s" not in silent.tool_start("c", run)
+    assert client(plan, ends=False).end_events() == []
+
+
+def test_hints_wrong_by_half_are_halved_or_doubled_for_a_whole_program(hint_value: ModuleType) -> None:
+    factors = set()
+    for plan in plans_of(hint_value, "step limits")[:20]:
+        true, half = numbers(plan), numbers(plan, quality="half")
+        factors.add(half[0] / true[0])
+        assert half == [half[0] / true[0] * left for left in true]
+    assert factors == {0.5, 2.0}
+    plan = plans_of(hint_value, "branches")[0]
+    names = {client(plan, stated=ALL, quality="half").context()["sojourn"]["node"] for _ in range(20)}
+    assert len(names) == 1, "the same in every run"
+
+
+def test_liars_state_what_would_help_them_and_the_others_the_truth(hint_value: ModuleType) -> None:
+    plans = plans_of(hint_value, "step limits")
+    told = HintSetting(stated=ALL, quality="hostile", liars=0.5)
+    liars = [plan for plan in plans if told.lies(plan.instance_id)]
+    assert 0.3 * len(plans) < len(liars) < 0.7 * len(plans)
+    for plan in plans:
+        expected = [0.0] * len(plan.plans) if plan in liars else numbers(plan)
+        assert numbers(plan, quality="hostile", liars=0.5) == expected
+    plan = plans_of(hint_value, "branches")[0]
+    graph = client(plan, stated=ALL, quality="hostile").start_events()[1]["graph"]
+    assert {(edge["source"], edge["target"]) for edge in graph["edges"] if edge["target"] != "plan"} == {
+        ("work", "work"), ("join", "join"),
+    }  # fmt: skip
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("default")
+def test_a_turn_waits_for_the_last_of_its_sub_agents(
+    hint_value: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the engine accepts every hint, true or not."""
+    logs = []
+    run_simulation = hint_value.run_simulation
+
+    def simulated(spec: Any, **more: Any) -> Any:
+        every = replace(more.pop("hint_setting"), stated=ALL)
+        logs.append(run_simulation(spec, hint_setting=every, **more))
+        return logs[-1]
+
+    monkeypatch.setattr(hint_value, "run_simulation", simulated)
+    for load in ("fan-out", "urgent, gateway"):
+        monkeypatch.setitem(hint_value.LOADS, load, replace(hint_value.LOADS[load], programs=4))
+        for quality in hint_value.QUALITIES:
+            hint_value.play(hint_value.Run(load=load, policy="saga", hint="aeg", quality=quality))
+    waits = 0
+    for log in logs[:3]:
+        ends = defaultdict(list)
+        for program in log.programs:
+            assert program.finished_s is not None
+            if program.parent is not None:
+                ends[program.parent].append(program.finished_s)
+        for program in log.programs:
+            if program.parent is None:
+                waits += 1
+                assert all(turn.submitted_s in ends[program.program_id] for turn in program.turns[1:])
+                assert program.turns[-1].submitted_s == max(ends[program.program_id])
+    assert waits == 12
