@@ -14,6 +14,7 @@ from sojourn_server.core.demand_forecaster import (
 )
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.core.program_scheduler import QueueState
+from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preemption_policies import RecoveryMethod
 from sojourn_server.policies.preset import Preset, load_preset
@@ -182,7 +183,7 @@ def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
         a, b = start(e, "a"), start(e, "b")
         views = [running(a), running(b, position=1)]
         chosen = e.program_scheduler.plan_proactive_offload(
-            views, 20, e.now, offload_s_per_token=1e-6, load_back_s_per_token=1e-6
+            views, 20, e.now, link=LinkCosts(1e-6, 1e-6, 0.0)
         )
         assert chosen == (b if copied else None)
 
@@ -192,15 +193,13 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
     e.program_scheduler.state.reload.observe_step(1000, 1.0)  # a millisecond a token
     demand_forecaster = e.program_scheduler.forecaster
     link = e.program_scheduler.state.host_link
-    link.observe_stores(1e-4, 0.0)
-    link.observe_loads(1e-4, 0.0)
+    link.observe(LinkCosts(1e-4, 1e-4, 0.0, 0.0))
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.OFFLOAD
-    link.observe_stores(1e-4, 10.0)
+    link.observe(LinkCosts(1e-4, 1e-4, 10.0))
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
         "the link is busy for ten seconds"
     )
-    link.observe_stores(1e-3, 0.0)
-    link.observe_loads(1e-3, 0.0)
+    link.observe(LinkCosts(1e-3, 1e-3, 0.0, 0.0))
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
         "a link at a tenth of its speed"
     )
@@ -221,13 +220,13 @@ def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
         return demand_forecaster.with_predictions(running(start(e), context=tokens), e.now).recover_s
 
     assert recovers_s(500) == pytest.approx(2 * assumed_s), "out and back, at the assumed speed"
-    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=2e-4), e.now)
+    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, 2e-4, loads_queued_s=0.0)), e.now)
     assert state.copy_back_s(500) == pytest.approx(0.1)
     assert recovers_s(500) == pytest.approx(0.1 + assumed_s)
-    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=2e-4, queued_s=0.3), e.now)
+    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, 2e-4, loads_queued_s=0.3)), e.now)
     assert state.copy_back_s(500) == pytest.approx(0.4), "behind the copies that wait"
     assert recovers_s(500) == pytest.approx(0.4), "they go while it is copied out"
-    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, queued_s=3.0), e.now)
+    e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, None, loads_queued_s=3.0)), e.now)
     assert recovers_s(500) == pytest.approx(0.5), "computing is faster"
     assert engine().program_scheduler.state.copy_back_s(500) is None, "there is no host memory"
 

@@ -20,6 +20,7 @@ from sojourn_server.core.events_and_actions import (
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest
 from sojourn_server.programs.program_status import ProgramStatus
@@ -240,17 +241,18 @@ def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> N
     engine.program_scheduler.pool.host_s_per_token = 0.001
     assert engine.turn("p", prompt(40)) is None
     assert engine.reasons("keep") == ["not_worth_it"]
-    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, load_back_s_per_token=0.1), engine.now)
+    link = LinkCosts(None, 0.1, loads_queued_s=0.0)
+    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
     lease = engine.turn("q", prompt(40, 1))
     assert lease is not None, "the link is slower than its profile says"
     assert lease.reload_s == pytest.approx(4.2)
-    engine.program_scheduler.handle(
-        StepCompleted(1, 0.01, 1, load_back_s_per_token=0.1, queued_s=10.0), engine.now
-    )
+    link = LinkCosts(None, 0.1, loads_queued_s=10.0)
+    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
     lease = engine.turn("r", prompt(40, 2))
     assert lease is not None
     assert lease.reload_s == pytest.approx(14.2), "the copies that wait for the link go first"
-    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, queued_s=1e6), engine.now)
+    link = LinkCosts(None, None, loads_queued_s=1e6)
+    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
     lease = engine.turn("s", prompt(40, 3))
     assert lease is not None
     assert lease.reload_s == 42.0, "computing is faster"

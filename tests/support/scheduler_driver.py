@@ -19,8 +19,6 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     state = program_scheduler.state
     programs, requests, leases = state.programs, state.requests.states, state.leases
     assert not state.actions, "actions of a handled event are left"
-    running = [request.prompt_tokens for request in requests.values() if request.running]
-    assert state.requests.running_tokens == sum(running), "tokens of running requests"
     held = {block_id for lease in leases for block_id in lease.block_ids}
     assert leases.held_blocks == len(held) == sum(lease.freed_blocks for lease in leases), "leased blocks"
     owners = state.owners
@@ -100,8 +98,7 @@ class SchedulerDriver(ProgramScheduler):
 
     def waiting_view(self, request_id: str) -> WaitingRequestView:
         """Return the view of a waiting request that the queue-order policy gets."""
-        state = self._requests.states[request_id]
-        return self._waiting_view(state)
+        return self._waiting_view(self._requests.states[request_id])
 
     def make_room(self, need: ReclaimRequest, now: float) -> int:
         """Ask for blocks. Return the number of leases that ended."""

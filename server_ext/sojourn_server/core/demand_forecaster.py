@@ -1,4 +1,4 @@
-"""Forecasts the remaining output of each request, and the KV demand of all running requests.
+"""Forecasts the KV demand of running requests, and decides which requests may be admitted.
 
 The forecaster asks the preset's remaining-tokens policy about each request, sums the demand of all running
 requests, and learns from every finished output. It samples the running requests every few steps. Between two
@@ -8,8 +8,10 @@ samples it subtracts the demand of leaving requests and adds the demand of new r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
+
+from sojourn.ids import ProgramId
 
 from ..policies.costs.reload_estimate import restore_s
 from ..policies.forecasting import (
@@ -20,9 +22,11 @@ from ..policies.forecasting import (
     RequestGrowth,
     needed_blocks,
 )
-from ..policies.policy_views import BlockShortage, RunningRequestView
+from ..policies.policy_views import AdmissionView, BlockShortage, ProgramGrowthView, RunningRequestView
 from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
+from ..programs.program_status import ProgramSignal
 from ..programs.windowed_history import SlidingWindow
+from .events_and_actions import AdmissionRequested, OutputLengthPredicted, RequestLetIn
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -96,7 +100,7 @@ class DemandForecaster:
     # -- what happens -----------------------------------------------------------
 
     def record_step(self, seconds: float) -> None:
-        """Record an engine step that took ``seconds`` seconds."""
+        """Record the duration of an engine step."""
         if seconds > 0:
             self._step_s += (STEP_SMOOTHING if self._step_s else 1.0) * (seconds - self._step_s)
 
@@ -106,11 +110,7 @@ class DemandForecaster:
             self.changes += 1
 
     def remove_demand(self, request_id: str) -> bool:
-        """Subtract a request's demand from the sum. Returns whether the sum included this demand.
-
-        Also called before the admission policy decides on a request again. If the policy accepted the request
-        before, but the engine could not admit it, the sum still includes the request's demand.
-        """
+        """Subtract a request's demand from the sum. Returns whether the sum included this demand."""
         view = self._counted.pop(request_id, None)
         if view is None:
             return False
@@ -125,10 +125,7 @@ class DemandForecaster:
         more."""
         if self.predicts and most_tokens and request_state.request_id not in self._counted:
             written = max(0, tokens - request_state.prompt_tokens)
-            view = self.as_running_view(
-                request_state, tokens=tokens, output_tokens=written, most_tokens=most_tokens, now=now
-            )
-            self.add_demand(view)
+            self.add_demand(self.as_running_view(request_state, tokens, written, most_tokens, now))
 
     def add_demand(self, view: RunningRequestView) -> None:
         """Add the demand of a request that the admission policy accepted."""
@@ -154,34 +151,23 @@ class DemandForecaster:
         self._judge_predictions(request_state, output_tokens)
 
     def output_aborted(self, request_state: RequestState, output_tokens: int) -> None:
-        """Check the output-length hint of a request that its client aborted. The length is not learned.
-
-        The hint is compared with the number of tokens generated before the abort. Its error counts only if it
-        is above the mean error of the agent type's hints. So an abort never makes hints look better.
-        """
+        """Check the output-length hint of a request that its client aborted. The length is not learned. The
+        hint's error counts only above the mean of its type, so an abort never makes hints look better."""
         if self.predicts and output_tokens >= 1:
             self._judge_hint(request_state, output_tokens, only_worse=True)
 
-    def store_prediction(
-        self, request_id: str, at_tokens: int, remaining: RemainingTokens, now: float, *, most_tokens: int
-    ) -> None:
-        """Store a neural network's prediction of a request's remaining tokens.
-
-        ``at_tokens``: tokens generated when the prediction was made. ``most_tokens``: maximum number of
-        further tokens at that point. The prediction is ignored if the request is unknown, if a newer
-        prediction is stored, or if the preset predicts no output lengths. It is also ignored if
-        ``most_tokens`` is below 1, or a predicted value is below 1 or not finite.
-        """
-        request_state = self._request_states.get(request_id)
+    def store_prediction(self, event: OutputLengthPredicted, now: float) -> None:
+        """Store a neural network's prediction of a request's remaining tokens. A prediction is ignored if it
+        is invalid, if the request is unknown or has a newer one, or if the preset predicts no lengths."""
+        request_state, at_tokens = self._request_states.get(event.request_id), event.at_tokens
+        remaining, most_tokens = event.remaining, event.most_tokens
         if (
             request_state is None
             or not self.predicts
-            or not remaining
-            or most_tokens < 1
             or at_tokens < request_state.network_predicted_at_tokens
         ):
             return
-        if not all(1.0 <= left < math.inf for left in remaining):
+        if most_tokens < 1 or not remaining or not all(1.0 <= left < math.inf for left in remaining):
             return
         checked = request_state.checked_predictions
         if not checked or (
@@ -195,15 +181,11 @@ class DemandForecaster:
         request_state.remaining = None  # so that the next forecast uses the new prediction
 
     def statistics(self) -> dict[str, float | None]:
-        """Return statistics. ``outputs``: number of learned output lengths. ``network_off`` and
-        ``without_off``: mean errors of predictions with and without the neural network
-        (``prediction_errors``)."""
-        prediction_error, baseline_error = self.prediction_errors
+        """Return the number of learned output lengths, and ``prediction_errors``."""
+        network_off, without_off = self.prediction_errors
         return {
-            "outputs": self._lengths.count(),
-            "network_off": prediction_error,
-            "without_off": baseline_error,
-        }
+            "outputs": self._lengths.count(), "network_off": network_off, "without_off": without_off,
+        }  # fmt: skip
 
     @property
     def prediction_errors(self) -> tuple[float | None, float | None]:
@@ -242,25 +224,28 @@ class DemandForecaster:
         fixed = self._pool.fixed_blocks  # the forecast demand does not include fixed blocks
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
-    def block_shortage(
-        self, running: Iterable[RunningRequestView], short_blocks: int, used_blocks: int
-    ) -> BlockShortage:
-        """Return the shortage of blocks, as input of the policy that selects a victim in ``running``.
-
-        ``short_blocks``: blocks that are missing now. ``used_blocks``: blocks in use."""
-        room = self.available_blocks(running, used_blocks)
-        return BlockShortage(short_blocks, room, self._pool.tokens_per_block, self._step_s)
+    def victim(
+        self, running: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
+    ) -> str | None:
+        """Return the request that the policy preempts if ``short_blocks`` blocks are missing; ``None``: the
+        engine chooses. ``running``: views with predictions. ``used_blocks``: blocks in use or leased."""
+        room_blocks = self.available_blocks(running, used_blocks)
+        need = BlockShortage(short_blocks, room_blocks, self._pool.tokens_per_block, self._step_s)
+        return self._preset.victim.victim(running, need, now)
 
     def with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
-        """Return the view of a running request with its predicted remaining output and its recovery cost
-        filled in."""
+        """Return the engine's view of a running request with its service, its predicted remaining output and
+        its recovery cost filled in."""
         request_state = self._request_states.get(view.request_id)
         if request_state is None:
             return view
         preempted = self._preempted_view(view.context_tokens, 0)
         recompute_s = preempted.recompute_s if preempted.recompute_s < math.inf else 0.0
         recover_s = restore_s(recompute_s, preempted.offload_s if preempted.offload_s < math.inf else None)
+        run_s = now - request_state.since_s if request_state.running else 0.0
         return view._replace(
+            attained_s=request_state.attained_s,
+            ran_s=request_state.ran_s + run_s,
             remaining=self._remaining(request_state, view.output_tokens, view.most_tokens, now),
             preemptions=request_state.preemptions,
             stayed_tokens=view.output_tokens - request_state.output_tokens_at_admission
@@ -271,7 +256,7 @@ class DemandForecaster:
         )
 
     def as_running_view(
-        self, request_state: RequestState, *, tokens: int, output_tokens: int, most_tokens: int, now: float
+        self, request_state: RequestState, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
         """Return a request, running or not, as a ``RunningRequestView``. ``tokens``: number of tokens whose
         KV counts as the request's demand."""
@@ -289,9 +274,8 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """Choose how a request that is preempted with ``tokens`` tokens of KV recovers them.
-
-        ``copied_tokens``: how many of these tokens are in host memory already."""
+        """Choose how a preempted request recovers the KV of ``tokens`` tokens, of which ``copied_tokens`` are
+        in host memory already."""
         return self._preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
@@ -396,3 +380,118 @@ def _network_remaining(request_state: RequestState, output_tokens: int) -> Remai
         return None
     prediction = request_state.network_prediction
     return tuple(max(1.0, left - written) for left in prediction if left > written) or None
+
+
+class AdmissionController:
+    """Asks the admission policy about the requests to which it applies. All others are admitted."""
+
+    def __init__(self, state: SchedulerState, demand_forecaster: DemandForecaster) -> None:
+        self._policy = state.preset.admission
+        self._state = state
+        self._leases = state.leases
+        self._demand_forecaster = demand_forecaster
+        self._holding: dict[str, RequestState] = {}
+        """Request id → request that counts as a holder of KV: the engine admitted the request, or the
+        admission policy has accepted it."""
+
+    def admitted(self, request_state: RequestState) -> None:
+        """Record that the engine admitted the request. It also admits requests that the policy has rejected
+        for long (``ProgramScheduler.passes_admission``)."""
+        self._holding[request_state.request_id] = request_state
+        if request_state.admission_blocked_since_s is not None and request_state.program is not None:
+            self._state.programs.signal(request_state.program, ProgramSignal.UNGATE)
+        request_state.admission_blocked_since_s = None
+
+    def drop_holder(self, request_id: str) -> None:
+        """Record that a request no longer holds KV, because it left the engine or lost its blocks."""
+        self._holding.pop(request_id, None)
+
+    def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
+        """Whether the admission policy decides on this request.
+
+        False for a request without a program, and if the policy's ``is_used`` is false. A policy that
+        forecasts KV demand decides on all other requests. A policy that does not forecast decides only on
+        requests that are not preempted and whose program holds no KV. A program holds KV if it has a lease,
+        or another request with KV. ``preempted``: whether the engine preempted the request; ``None``: the
+        last reported state applies.
+        """
+        program = request_state.program
+        if program is None or not self._policy.is_used:
+            return False
+        if self._policy.forecasts:
+            return True
+        if preempted is None:
+            preempted = request_state.preempted
+        if preempted or program.id in self._leases:
+            return False
+        return not any(
+            other != request_state.request_id and other in self._holding for other in program.live_requests
+        )
+
+    def try_admit(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
+        """Decide whether the request may be admitted. If so, record it as a holder of KV."""
+        let_in, request_state = RequestLetIn(event.request_id), self._state.requests.states[event.request_id]
+        program = request_state.program
+        if program is None or not self.applies_to(request_state, event.preempted):
+            return let_in
+        pool, forecaster = self._state.pool, self._demand_forecaster
+        growth, turns = self._state.histories.growth_tokens, self._state.histories.turns
+        own = demand = None
+        if self._policy.forecasts:
+            # The policy may have accepted the request before, without the engine admitting it.
+            forecaster.remove_demand(request_state.request_id)
+            tokens = int(max(0, event.need_blocks - pool.fixed_blocks) * pool.tokens_per_block)
+            own = forecaster.as_running_view(
+                request_state, tokens, event.output_tokens, event.most_tokens, now
+            )
+            demand = forecaster.demand
+        later = sum(lease.blocks for lease in self._leases if lease.rank > request_state.rank)
+        view = AdmissionView(
+            need_blocks=event.need_blocks,
+            free_blocks=event.free_blocks + later,
+            pool_blocks=pool.blocks,
+            block_size=pool.tokens_per_block,
+            max_context_tokens=pool.max_context_tokens,
+            anything_running=event.anything_running,
+            # If the policy forecasts, all running requests' demand replaces the earlier programs' growth.
+            earlier=() if demand is not None else tuple(self._holding_before(request_state.rank)),
+            observed_turns=growth.count(),
+            mean_growth_tokens=growth.mean(),
+            observed_programs=turns.count(),
+            mean_turns=turns.mean(),
+            idle_s=self._state.requests.idle_s(now, event.anything_running),
+            own=own,
+            needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),
+            available_blocks=demand.available_blocks if demand is not None else 0,
+            since_shortage_s=max(0.0, now - self._state.last_shortage_s),
+        )
+        is_admitted = self._policy.may_admit(view, now)
+        self._state.programs.signal(program, ProgramSignal.UNGATE if is_admitted else ProgramSignal.GATE)
+        if is_admitted:
+            # Recorded now, since several requests may be accepted before the engine reports an admission.
+            self._holding[request_state.request_id] = request_state
+        else:
+            self.drop_holder(request_state.request_id)
+            if request_state.admission_blocked_since_s is None:
+                request_state.admission_blocked_since_s = now
+        if is_admitted and own is not None:
+            forecaster.add_demand(own)
+        return let_in if is_admitted else None
+
+    def _holding_before(self, rank: int) -> Iterator[ProgramGrowthView]:
+        """Yield the view of each program that arrived before ``rank`` (has a lower rank) and holds KV."""
+        seen: set[ProgramId] = set()
+        for request_state in self._holding.values():
+            program = request_state.program
+            if program is not None and request_state.rank < rank and program.id not in seen:
+                seen.add(program.id)
+                first_tokens = program.first_prompt_tokens or request_state.prompt_tokens
+                yield ProgramGrowthView(
+                    program.turns, first_tokens, request_state.prompt_tokens, program.peak_tokens
+                )
+        for lease in self._leases:
+            program = self._state.programs.get(lease.program_id)
+            if lease.rank < rank and program is not None and program.id not in seen:
+                yield ProgramGrowthView(
+                    program.turns, program.first_prompt_tokens, program.context_tokens, program.peak_tokens
+                )

@@ -17,6 +17,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire_codec import EventOutcome
 from sojourn.wire_events import AnyEvent
 
+from ..policies.costs.reload_estimate import LinkCosts
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
@@ -81,12 +82,8 @@ class RequestPreempted(_Event, frozen=True):
     """Distinct cached blocks that the request leaves, in context order."""
     copied_tokens: int = 0
     """Number of tokens whose KV is already in host memory."""
-    offload_s_per_token: float | None = None
-    """Measured seconds to copy a token to host memory; None before the first copy."""
-    load_back_s_per_token: float | None = None
-    """Measured seconds to copy a token from host memory to the device; None before the first copy."""
-    queued_s: float = 0.0
-    """Seconds until the queued copies to host memory are done."""
+    link: LinkCosts | None = None
+    """``None``: no host memory of ours."""
 
 
 class LoadGivenUp(_Event, frozen=True):
@@ -146,11 +143,8 @@ class StepCompleted(_Event, frozen=True):
     tokens: int
     seconds: float
     requests: int
-    load_back_s_per_token: float | None = None
-    """Measured seconds to copy a token's KV from host memory to the device; ``None`` before the first
-    copy."""
-    queued_s: float = 0.0
-    """Seconds until the queued copies to the device are done."""
+    link: LinkCosts | None = None
+    """``None``: no host memory of ours."""
     kv_tokens: int = 0
     """Tokens of the requests' contexts, including the tokens of this step; 0: unknown."""
 
@@ -199,12 +193,8 @@ class DemandSampled(_Event, frozen=True):
 
     used_blocks: int
     running: Sequence[RunningRequestView]
-    offload_s_per_token: float | None = None
-    """Measured seconds to copy a token to host memory; None before the first copy."""
-    load_back_s_per_token: float | None = None
-    """Measured seconds to copy a token from host memory to the device; None before the first copy."""
-    queued_s: float = 0.0
-    """Seconds until the queued copies to host memory are done."""
+    link: LinkCosts | None = None
+    """``None``: no host memory of ours."""
 
 
 class OutputLengthPredicted(_Event, frozen=True):

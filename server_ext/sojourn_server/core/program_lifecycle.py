@@ -26,7 +26,14 @@ from ..programs.program_status import (
     ProgramSignal,
     ProgramStatus,
 )
-from .events_and_actions import FirstToken, RequestAdmitted, RequestArrived, TurnFinished
+from .events_and_actions import (
+    ClientEventReceived,
+    EventAnswered,
+    FirstToken,
+    RequestAdmitted,
+    RequestArrived,
+    TurnFinished,
+)
 from .lease_manager import LeaseManager
 from .request_hints import clipped, unused_event_fields
 from .request_table import RequestState
@@ -298,16 +305,18 @@ class ProgramLifecycle:
 
     # -- the client reports -----------------------------------------------------
 
-    def apply_event(self, emitter: EmitterId, event: AnyEvent, now: float) -> EventOutcome:
+    def apply_event(self, received: ClientEventReceived, now: float) -> EventAnswered:
         """Apply one client event to its program and return the outcome for the client. Any new event of a
         known program counts as contact, even if it is then rejected."""
-        outcome, reason = self._apply(emitter, event, now)
+        event = received.event
+        outcome, reason = self._apply(EmitterId(received.emitter), event, now)
         unused: tuple[str, ...] = ()
         if outcome in (Outcome.APPLIED, Outcome.DEFERRED):
             fields = self._unused_fields.get(type(event), ())
             unused = tuple(field for field in fields if getattr(event, field) is not None)
-        return EventOutcome(
-            outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq, unsupported=unused
+        program_id, seq = event.program_id, event.seq
+        return EventAnswered(
+            EventOutcome(outcome=outcome, reason=reason, program_id=program_id, seq=seq, unsupported=unused)
         )
 
     def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Answer:

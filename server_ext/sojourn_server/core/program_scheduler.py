@@ -19,7 +19,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sojourn.ids import EmitterId, ProgramId
+from sojourn.ids import ProgramId
 from sojourn.wire_codec import Outcome
 
 from ..metrics.preemption_cascades import PreemptionCascades
@@ -28,44 +28,12 @@ from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
-from ..policies.policy_views import AbandonedBranch, RunningRequestView, WaitingRequestView
+from ..policies.policy_views import AbandonedBranch, WaitingRequestView
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
-from .admission_controller import AdmissionController
-from .demand_forecaster import DemandForecaster
-from .events_and_actions import (
-    Action,
-    AdmissionRequested,
-    Answer,
-    BlocksEvicted,
-    BlocksNeeded,
-    CacheReset,
-    CacheResetStarted,
-    ClientEventReceived,
-    DemandSampled,
-    EngineAction,
-    EngineActionKind,
-    Event,
-    EventAnswered,
-    FirstToken,
-    LoadGivenUp,
-    OutputLengthPredicted,
-    PrefetchStarted,
-    QueuePlaceChanged,
-    RecoveryChosen,
-    RequestAdmitted,
-    RequestArrived,
-    RequestChosen,
-    RequestLetIn,
-    RequestPreempted,
-    RequestRefused,
-    StepCompleted,
-    Tick,
-    TurnFinished,
-    TurnFinishReason,
-    VictimNeeded,
-)
+from . import events_and_actions as ev
+from .demand_forecaster import AdmissionController, DemandForecaster
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_hints import has_unused_field, unused_hint_fields
@@ -141,28 +109,28 @@ class ProgramScheduler:
         """Number of completed engine steps."""
         self._now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
-        self._handlers: dict[type, Callable[[Any, float], Answer | None]] = {
-            RequestArrived: self._arrived,
-            RequestAdmitted: self._admitted,
-            FirstToken: self._lifecycle.first_token,
-            RequestPreempted: self._preempted,
-            LoadGivenUp: self._load_given_up,
-            TurnFinished: self._finished,
-            ClientEventReceived: self._client_event,
-            Tick: self._tick,
-            StepCompleted: self._step_completed,
-            AdmissionRequested: self._admission_requested,
-            BlocksNeeded: self._blocks_needed,
-            VictimNeeded: self._victim_needed,
-            DemandSampled: self._demand_sampled,
-            OutputLengthPredicted: self._output_length_predicted,
-            BlocksEvicted: self._evicted,
-            PrefetchStarted: self.predictor.prefetch_started,
-            CacheResetStarted: self._cache_reset_started,
-            CacheReset: self._cache_reset,
+        self._handlers: dict[type, Callable[[Any, float], ev.Answer | None]] = {
+            ev.RequestArrived: self._arrived,
+            ev.RequestAdmitted: self._admitted,
+            ev.FirstToken: self._lifecycle.first_token,
+            ev.RequestPreempted: self._preempted,
+            ev.LoadGivenUp: self._load_given_up,
+            ev.TurnFinished: self._finished,
+            ev.ClientEventReceived: self._lifecycle.apply_event,
+            ev.Tick: self._tick,
+            ev.StepCompleted: self._step_completed,
+            ev.AdmissionRequested: self._admission.try_admit,
+            ev.BlocksNeeded: self._blocks_needed,
+            ev.VictimNeeded: self._victim_needed,
+            ev.DemandSampled: self._demand_sampled,
+            ev.OutputLengthPredicted: self.forecaster.store_prediction,
+            ev.BlocksEvicted: self._evicted,
+            ev.PrefetchStarted: self.predictor.prefetch_started,
+            ev.CacheResetStarted: self._cache_reset_started,
+            ev.CacheReset: self._cache_reset,
         }
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Apply one event; return the actions for the engine, in order.
 
         If the event gets an answer (see the event's docstring), the last action is this ``Answer``.
@@ -172,16 +140,10 @@ class ProgramScheduler:
         """
         handler = self._handlers.get(type(event))
         if handler is None:
-            raise TypeError(f"{type(event).__name__} is not an event; expected one of {Event}")
+            raise TypeError(f"{type(event).__name__} is not an event; expected one of {ev.Event}")
         answer = handler(event, now)
-        actions: list[Action] = self._outbox
-        if actions:
-            actions = actions.copy()
-            self._outbox.clear()
-        elif answer is None:
-            return []
-        else:
-            return [answer]
+        actions = self._outbox.copy()
+        self._outbox.clear()
         if answer is not None:
             actions.append(answer)
         return actions
@@ -192,9 +154,9 @@ class ProgramScheduler:
         """Return the request's data in the form that the queue order policy reads, as of ``_now_s``."""
         program = request_state.program
         leased = program is not None and program.id in self._leases
-        return self._requests.waiting(request_state, self._now_s, leased=leased)
+        return request_state.waiting_view(self._now_s, leased=leased)
 
-    def _arrived(self, event: RequestArrived, now: float) -> None:
+    def _arrived(self, event: ev.RequestArrived, now: float) -> None:
         """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
         self._now_s = now
         self._end_missing_request(event.request_id, now)
@@ -202,9 +164,7 @@ class ProgramScheduler:
         # A client that sends hints names each conversation itself, so all its requests are turns.
         hashes = event.block_hashes if context is None else None
         program = named = self._lifecycle.open(program_id, now) if program_id is not None else None
-        if program is None:
-            self._requests.count_untracked(event.request_id)
-        elif hashes is not None:
+        if program is not None and hashes is not None:
             sides = self._lifecycle.join_turn(program, event, now)
             if event.request_id in sides:
                 self._log_side_request(program.id, event.prompt_tokens, now)
@@ -212,12 +172,13 @@ class ProgramScheduler:
             else:
                 for side in sides:
                     self._become_side_request(self._requests.states[side], now)
-        request_state = self._requests.enter(event.request_id, program, now, event.prompt_tokens)
+        request_state = self._requests.enter(
+            event.request_id, program, now, event.prompt_tokens, ranked_as=named
+        )
         request_state.priority, request_state.block_hashes = event.priority, hashes
-        if named is not None:
-            request_state.rank = named.rank  # of a side request, too
-        ttl_clipped = self._requests.apply_hint(request_state, context, self.limits.max_hinted_ttl_s)
-        outcome = event.identity.outcome
+        outcome, ttl_clipped = event.identity.outcome, False
+        if program is not None and context is not None:
+            ttl_clipped = request_state.apply_hint(context, self.limits.max_hinted_ttl_s)
         # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
         if outcome is not Outcome.CLIPPED:
             if program is not None and context is not None and has_unused_field(context, self._unused_hints):
@@ -242,7 +203,7 @@ class ProgramScheduler:
         self._lifecycle.awaiting_first_token.pop(request_state.request_id, None)
         self.tiers.take_out(request_state, now)
         request_state.program = request_state.record = None
-        self._outbox.append(QueuePlaceChanged(request_state.request_id))
+        self._outbox.append(ev.QueuePlaceChanged(request_state.request_id))
 
     def _log_side_request(self, program_id: ProgramId, tokens: int, now: float) -> None:
         self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
@@ -250,15 +211,17 @@ class ProgramScheduler:
     def _end_missing_request(self, request_id: str, now: float) -> None:
         """End a request that the engine no longer has, for example because its id arrives again."""
         if request_id in self._requests.states:
-            self._finished(TurnFinished(request_id, TurnFinishReason.ERROR, (), 0, 0, (), ()), now)
+            self._finished(ev.TurnFinished(request_id, ev.TurnFinishReason.ERROR, (), 0, 0, (), ()), now)
 
-    def _admitted(self, event: RequestAdmitted, now: float) -> None:
+    def _admitted(self, event: ev.RequestAdmitted, now: float) -> None:
         """Record that a request got its blocks. The first admission ends its program's lease."""
         request_state = self._requests.states.get(event.request_id)
         if request_state is None:
             return
         promoted_s = self.preset.order.promoted_s(self._waiting_view(request_state))
-        first = self._requests.run(request_state, now, promoted_s)
+        first = not request_state.admitted
+        request_state.run(now, promoted_s)
+        self._requests.idle_since_s = None
         request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
         self.tiers.admitted(request_state, now, event.block_hashes)
         self.forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
@@ -277,19 +240,18 @@ class ProgramScheduler:
         self.lease_manager.end(program.id, DecisionReason.RETURN, now)
         self.state.release_reasons.pop(program.id, None)
 
-    def _preempted(self, event: RequestPreempted, now: float) -> RecoveryChosen:
+    def _preempted(self, event: ev.RequestPreempted, now: float) -> ev.RecoveryChosen:
         """Record that a running request lost its blocks; choose how it recovers its KV."""
         request_id, tokens = event.request_id, event.tokens
         request_state = self._requests.states.get(request_id)
         if request_state is not None and request_state.program is not None:
             self.owners.own(event.block_ids, request_state.program.id)
-        link = self.state.host_link
-        link.observe_stores(event.offload_s_per_token, event.queued_s)
-        link.observe_loads(event.load_back_s_per_token)
+        if event.link is not None:
+            self.state.host_link.observe(event.link)
         recovery = self.forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
         self.forecaster.request_left(request_id)
         if request_state is not None:
-            self._requests.stop(request_state, now)
+            request_state.stop(now)
             self.tiers.preempted(request_state, now)
             request_state.preempted = True
             request_state.preemptions += 1
@@ -300,7 +262,7 @@ class ProgramScheduler:
         self._observe_cascade(self._cascades.preempted(self._steps))
         cascade = {"in_cascade": self._cascades.length}
         self._log_preemption(request_state, now, recovery.value, tokens, **cascade)
-        return RecoveryChosen(recovery)
+        return ev.RecoveryChosen(recovery)
 
     def _log_preemption(
         self, request_state: RequestState | None, now: float, mode: str, tokens: int, **more: float
@@ -316,7 +278,7 @@ class ProgramScheduler:
         if length:
             self.recorder.observe("sojourn_preemption_cascade_length", length)
 
-    def _load_given_up(self, event: LoadGivenUp, now: float) -> None:
+    def _load_given_up(self, event: ev.LoadGivenUp, now: float) -> None:
         """Record that a request lost its blocks during or after the load of its KV, before it ran any step.
 
         This counts as a preemption of the request, so that it is not chosen as victim every time.
@@ -328,7 +290,7 @@ class ProgramScheduler:
             request_state.preemptions += 1
         self._log_preemption(request_state, now, "load", 0)
 
-    def _finished(self, event: TurnFinished, now: float) -> None:
+    def _finished(self, event: ev.TurnFinished, now: float) -> None:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
         and the program may get a lease."""
         request_state = self._requests.states.pop(event.request_id, None)
@@ -336,13 +298,13 @@ class ProgramScheduler:
         self.forecaster.request_left(event.request_id)
         if request_state is None:
             return
-        self._requests.stop(request_state, now)
-        failed = event.outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
+        request_state.stop(now)
+        failed = event.outcome in (ev.TurnFinishReason.ABORTED, ev.TurnFinishReason.ERROR)
         if not failed:
             self.forecaster.ended(
-                request_state, event.output_tokens, cut=event.outcome is TurnFinishReason.LENGTH
+                request_state, event.output_tokens, cut=event.outcome is ev.TurnFinishReason.LENGTH
             )
-        elif event.outcome is TurnFinishReason.ABORTED:
+        elif event.outcome is ev.TurnFinishReason.ABORTED:
             self.forecaster.output_aborted(request_state, event.output_tokens)
         self.tiers.finished(request_state, now, failed=failed)
         program = request_state.program
@@ -369,7 +331,7 @@ class ProgramScheduler:
             if self.tiers.places and not self._parked_requests.any_of(program.id):
                 self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
             return
-        program.disconnected = event.outcome is TurnFinishReason.ABORTED
+        program.disconnected = event.outcome is ev.TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
         self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
@@ -405,14 +367,14 @@ class ProgramScheduler:
 
     # -- shortages of blocks ----------------------------------------------------
 
-    def _blocks_needed(self, event: BlocksNeeded, now: float) -> None:
+    def _blocks_needed(self, event: ev.BlocksNeeded, now: float) -> None:
         """End leases for a request that needs blocks."""
         need = event.need
         if not need.anything_running:
             need = replace(need, idle_s=self._requests.idle_s(now, False))
         self.lease_manager.make_room(need, now, self._score)
 
-    def _evicted(self, event: BlocksEvicted, now: float) -> None:
+    def _evicted(self, event: ev.BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
         state, taker_request_id = self.state, event.taker_request_id
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
@@ -435,45 +397,33 @@ class ProgramScheduler:
             self.recorder.count("sojourn_evictions_total", blocks, **lost)
             self.recorder.count("sojourn_evicted_bytes_total", blocks * self.pool.block_bytes, **lost)
 
-    def _victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
+    def _victim_needed(self, event: ev.VictimNeeded, now: float) -> ev.RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""
-        views = self._with_predictions(event.running, now)
-        chosen = self._victim(views, event.short_blocks, event.used_blocks, now)
-        return RequestChosen(chosen) if chosen is not None else None
+        views = [self.forecaster.with_predictions(view, now) for view in event.running]
+        chosen = self.forecaster.victim(views, event.short_blocks, event.used_blocks, now)
+        return ev.RequestChosen(chosen) if chosen is not None else None
 
-    def _demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
+    def _demand_sampled(self, event: ev.DemandSampled, now: float) -> ev.RequestChosen | None:
         """Choose a running request to offload before a forecast shortage comes. ``None``: no request is
         offloaded."""
         state, forecaster = self.state, self.forecaster
-        state.host_link.observe_stores(event.offload_s_per_token, event.queued_s)
-        state.host_link.observe_loads(event.load_back_s_per_token)
+        if event.link is not None:
+            state.host_link.observe(event.link)
         if forecaster.sample_demand(event.running, event.used_blocks, now) is None:
             return None
-        views = self._with_predictions(event.running, now)
-        chosen = self._victim(views, 0, event.used_blocks, now)
+        views = [forecaster.with_predictions(view, now) for view in event.running]
+        chosen = forecaster.victim(views, 0, event.used_blocks, now)
         view = next((view for view in views if view.request_id == chosen), None)
         if view is None or forecaster.recovery(view.context_tokens, now) is not RecoveryMethod.OFFLOAD:
             return None
-        return RequestChosen(view.request_id)
-
-    def _with_predictions(
-        self, running: Sequence[RunningRequestView], now: float
-    ) -> list[RunningRequestView]:
-        with_service, with_predictions = self._requests.with_service, self.forecaster.with_predictions
-        return [with_predictions(with_service(view, now), now) for view in running]
-
-    def _victim(
-        self, views: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
-    ) -> str | None:
-        need = self.forecaster.block_shortage(views, short_blocks, used_blocks)
-        return self.preset.victim.victim(views, need, now)
+        return ev.RequestChosen(view.request_id)
 
     def _score(self, program_id: ProgramId) -> tuple[float, ...]:
         return self.owner_score(self.owner_standing(program_id))
 
     # -- blocks, time and order ------------------------------------------------
 
-    def _tick(self, event: Tick, now: float) -> None:
+    def _tick(self, event: ev.Tick, now: float) -> None:
         self._now_s = now
         if event.used_blocks is not None:
             self.state.used_blocks = event.used_blocks
@@ -484,7 +434,7 @@ class ProgramScheduler:
             self.predictor.observe_open_gap(now)
         if self.preset.prefetch.is_used:
             while (program := self.predictor.pop_due_prefetch(now)) is not None:
-                prefetch = EngineAction(EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
+                prefetch = ev.EngineAction(ev.EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
                 self._outbox.append(prefetch)
         if not self.tiers.places:
             return
@@ -492,37 +442,26 @@ class ProgramScheduler:
         limits = self.limits
         limit_s = limits.gate_timeout_s if self.tiers.policy.refuses else limits.hold_timeout_s
         for request_state in self.tiers.take_overdue(limit_s, now):
-            self._outbox.append(RequestRefused(request_state.request_id))
+            self._outbox.append(ev.RequestRefused(request_state.request_id))
             self.recorder.count("sojourn_gate_timeouts_total")
             self.decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
 
-    def _step_completed(self, event: StepCompleted, now: float) -> None:
+    def _step_completed(self, event: ev.StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
-        self.state.host_link.observe_loads(event.load_back_s_per_token, event.queued_s)
+        if event.link is not None:
+            self.state.host_link.observe(event.link)
         self.forecaster.record_step(event.seconds)
         self._steps += 1
         if self._cascades.length:
             self._observe_cascade(self._cascades.end_if_stale(self._steps))
 
-    def _client_event(self, event: ClientEventReceived, now: float) -> EventAnswered:
-        return EventAnswered(self._lifecycle.apply_event(EmitterId(event.emitter), event.event, now))
-
-    def _admission_requested(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
-        enters = self._admission.try_admit(event, self._requests.states[event.request_id], now)
-        return RequestLetIn(event.request_id) if enters else None
-
-    def _output_length_predicted(self, event: OutputLengthPredicted, now: float) -> None:
-        self.forecaster.store_prediction(
-            event.request_id, event.at_tokens, event.remaining, now, most_tokens=event.most_tokens
-        )
-
-    def _cache_reset_started(self, event: CacheResetStarted, now: float) -> None:
+    def _cache_reset_started(self, event: ev.CacheResetStarted, now: float) -> None:
         self._reset_leases = self.lease_manager.end_all(DecisionReason.RESET, now)
         # The engine may refuse the reset. Then the blocks of these leases stay cached.
         for program_id in self._reset_leases:
             self.state.release_reasons.pop(program_id, None)
 
-    def _cache_reset(self, event: CacheReset, now: float) -> None:
+    def _cache_reset(self, event: ev.CacheReset, now: float) -> None:
         contexts = self.state.contexts
         if event.device:
             self.lease_manager.end_all(DecisionReason.RESET, now)
@@ -686,7 +625,7 @@ class ProgramScheduler:
         """Handle a program's move to another tier, as decided by the tier manager: log the move, end the
         program's lease if the program leaves the device, and add the action for the engine."""
         if move.reason is MoveReason.OVER:  # the program's end is logged already
-            self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.END, move.to))
+            self._place(program, DecisionReason.END, move.to)
             return
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
         self.decisions.add(now, kind, program.id, move.reason.value, **dict(move.terms))
@@ -701,7 +640,10 @@ class ProgramScheduler:
             self.lease_manager.end(program.id, DecisionReason.PLACED, now)
         if program.live_requests:
             self._programs.signal(program, ProgramSignal.GATE if parked else ProgramSignal.UNGATE)
-        self._outbox.append(EngineAction(EngineActionKind.PLACE, program.id, DecisionReason.PLACED, move.to))
+        self._place(program, DecisionReason.PLACED, move.to)
+
+    def _place(self, program: ProgramState, reason: DecisionReason, tier: Tier) -> None:
+        self._outbox.append(ev.EngineAction(ev.EngineActionKind.PLACE, program.id, reason, tier))
 
     def close_recording(self, reason: str) -> None:
         """Do nothing. ``RecordingScheduler`` overrides this method to write the end record of a recording."""

@@ -1,4 +1,4 @@
-"""The table of requests in the engine, with the state of each and the number of running tokens."""
+"""The table of requests in the engine, and the state of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sojourn.ids import ProgramId
 from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting import RemainingTokens
-from ..policies.policy_views import RunningRequestView, WaitingRequestView
+from ..policies.policy_views import WaitingRequestView
 from ..programs.program_state import ProgramState
 from ..programs.program_table import ProgramTable
 from .request_hints import clipped
@@ -37,7 +37,7 @@ class RequestState:
     """Time from which placement counts the request as waiting: the request's arrival or, for a retry, the
     arrival of the aborted request."""
     hinted_ttl_s: float | None = None
-    """TTL that the hint asks for, clipped; ``None`` without such a hint."""
+    """TTL that the hint asks for, clipped."""
     final: bool = False
     """Whether the hint says that no further turn follows."""
     resumes: bool = False
@@ -91,48 +91,104 @@ class RequestState:
         return self.program.id if self.program is not None else None
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Record that the request begins to run, or is admitted again while it runs. ``promoted_s``: time at
+        """Record that the request got its blocks, which may happen while it runs. ``promoted_s``: time at
         which the request's long wait moves it to the front of the queue. If a waiting request was moved, its
         times before ``promoted_s`` no longer count."""
-        if self.running:
-            self.ran_s += now - self.since_s
-        elif promoted_s <= now:
-            self.waited_s, self.ran_s = now - promoted_s, 0.0
-        else:
-            self.waited_s += now - self.since_s
-        self.running, self.since_s = True, now
+        if not self.running and promoted_s <= now:
+            self.since_s, self.waited_s, self.ran_s = promoted_s, 0.0, 0.0
+        self.stop(now)
+        self.running = self.admitted = True
+        self.preempted = False
 
     def stop(self, now: float) -> None:
-        """Add the present run or wait to ``ran_s`` or ``waited_s``, and begin a new wait."""
+        """Record that the request lost its blocks or left: add the present run or wait to ``ran_s`` or
+        ``waited_s``, and begin a wait."""
         if self.running:
             self.ran_s += now - self.since_s
         else:
             self.waited_s += now - self.since_s
         self.running, self.since_s = False, now
 
+    def waiting_view(self, now: float, *, leased: bool) -> WaitingRequestView:
+        """Return the view for the queue order policy. ``leased``: whether the program has a lease."""
+        return WaitingRequestView(
+            preempted=self.preempted,
+            leased=leased,
+            program_rank=self.rank,
+            arrival=self.arrival,
+            attained_s=self.attained_s,
+            ran_s=self.ran_s,
+            waited_s=self.waited_s + (self.program.waited_s if self.program is not None else 0.0),
+            arrived_s=self.arrived_s,
+            since_s=self.since_s,
+            now_s=now,
+        )
+
+    def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float) -> bool:
+        """Store a hint here and in the state of the program, which must be known. Returns whether the hinted
+        TTL was out of bounds and was clipped."""
+        program, was_clipped = self.program, False
+        assert program is not None
+        if context.parent_program_id:
+            program.parent_id = ProgramId(context.parent_program_id)
+        if context.root_program_id:
+            program.root_id = ProgramId(context.root_program_id)
+        ttl_s = context.kv_retention_ttl_seconds
+        if ttl_s is not None:
+            self.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
+            was_clipped = self.hinted_ttl_s != ttl_s
+        self.final = context.expected_resume is False
+        self.resumes = context.expected_resume is True
+        if context.expected_output_length is not None and context.expected_output_length > 0:
+            self.hinted_tokens = context.expected_output_length
+        ours = context.sojourn
+        if ours is not None:
+            program.heartbeats = program.heartbeats or bool(ours.heartbeat)
+            # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
+            program.agent_type = clipped(ours.agent_type) or program.agent_type
+            program.node = clipped(ours.node) or program.node
+            program.tenant = clipped(ours.tenant) or program.tenant
+            left = ours.expected_steps_left
+            program.expected_steps_left = left if left is not None and 0 <= left < math.inf else None
+            self.steps_left, self.node = program.expected_steps_left, clipped(ours.node)
+            self.final = self.final or ours.final
+        return was_clipped
+
 
 class RequestTable:
-    """The requests of one engine, by id. Times are seconds on the engine's monotonic clock."""
+    """The requests of one engine, by id."""
 
     def __init__(self, programs: ProgramTable) -> None:
         self._programs = programs
         self.states: dict[str, RequestState] = {}
-        self.running_tokens = 0
-        """Prompt tokens of all running requests."""
         self.untracked_arrivals = 0
-        """Number of requests without a program that have arrived, except those of ``sojourn doctor``."""
+        """Number of requests that named no program, except those of ``sojourn doctor``."""
         self._arrivals = 0
-        self._idle_since_s: float | None = None
+        self.idle_since_s: float | None = None
+        """Time of the first ``idle_s`` without a running request, since a request ran."""
+
+    @property
+    def running_tokens(self) -> int:
+        """Prompt tokens of all running requests."""
+        return sum(state.prompt_tokens for state in self.states.values() if state.running)
 
     def enter(
-        self, request_id: str, program: ProgramState | None, now: float, prompt_tokens: int = 0
+        self,
+        request_id: str,
+        program: ProgramState | None,
+        now: float,
+        prompt_tokens: int,
+        *,
+        ranked_as: ProgramState | None,
     ) -> RequestState:
-        """Add a request that has reached the engine, and return its state. A request without a program gets a
-        rank of its own."""
+        """Add a request that has reached the engine, and return its state. A request of no program has a rank
+        of its own, unless it is ``ranked_as`` a program (a side request)."""
         self._arrivals += 1
-        request_state = RequestState(
+        if ranked_as is None:
+            self.untracked_arrivals += PROBE_ID not in request_id
+        request_state = self.states[request_id] = RequestState(
             request_id,
-            program.rank if program is not None else self._programs.next_rank(),
+            ranked_as.rank if ranked_as is not None else self._programs.next_rank(),
             self._arrivals,
             program,
             None,
@@ -141,98 +197,14 @@ class RequestTable:
             attained_s=program.attained_s if program is not None else 0.0,
             since_s=now,
         )
-        self.states[request_id] = request_state
         return request_state
-
-    def count_untracked(self, request_id: str) -> None:
-        """Count a request that names no program. Side requests do not count."""
-        self.untracked_arrivals += PROBE_ID not in request_id
-
-    def apply_hint(
-        self, request_state: RequestState, context: AgenticContext | None, max_hinted_ttl_s: float
-    ) -> bool:
-        """Store a hint in the state of a request and of its program. Without a program, the hint is ignored.
-        Returns whether the hinted TTL was out of bounds and was clipped."""
-        program = request_state.program
-        if context is None or program is None:
-            return False
-        if context.parent_program_id:
-            program.parent_id = ProgramId(context.parent_program_id)
-        if context.root_program_id:
-            program.root_id = ProgramId(context.root_program_id)
-        was_clipped = False
-        ttl_s = context.kv_retention_ttl_seconds
-        if ttl_s is not None:
-            request_state.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
-            was_clipped = request_state.hinted_ttl_s != ttl_s
-        request_state.final = context.expected_resume is False
-        request_state.resumes = context.expected_resume is True
-        if context.expected_output_length is not None and context.expected_output_length > 0:
-            request_state.hinted_tokens = context.expected_output_length
-        ours = context.sojourn
-        if ours is not None:
-            if ours.heartbeat:
-                program.heartbeats = True
-            # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
-            program.agent_type = clipped(ours.agent_type) or program.agent_type
-            program.node = clipped(ours.node) or program.node
-            program.tenant = clipped(ours.tenant) or program.tenant
-            left = ours.expected_steps_left
-            program.expected_steps_left = left if left is not None and 0 <= left < math.inf else None
-            request_state.steps_left = program.expected_steps_left
-            request_state.node = clipped(ours.node)
-            request_state.final = request_state.final or ours.final
-        return was_clipped
-
-    def run(self, request_state: RequestState, now: float, promoted_s: float) -> bool:
-        """Record that a request got its blocks. Returns whether this is its first admission."""
-        if not request_state.running:
-            self.running_tokens += request_state.prompt_tokens
-        request_state.run(now, promoted_s)
-        self._idle_since_s = None
-        request_state.preempted = False
-        first = not request_state.admitted
-        request_state.admitted = True
-        return first
-
-    def stop(self, request_state: RequestState, now: float) -> None:
-        """Record that a request has lost its blocks, or has left the engine."""
-        if request_state.running:
-            self.running_tokens -= request_state.prompt_tokens
-        request_state.stop(now)
 
     def idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which no request has run; 0.0 if ``anything_running``.
 
         The time starts at the first call with ``anything_running=False`` after the last run of a request."""
         if anything_running:
-            self._idle_since_s = None
-            return 0.0
-        if self._idle_since_s is None:
-            self._idle_since_s = now
-        return now - self._idle_since_s
-
-    def waiting(self, request_state: RequestState, now: float, *, leased: bool) -> WaitingRequestView:
-        """Return a request's view for the queue order policy. ``leased``: whether the request's program has a
-        lease."""
-        program = request_state.program
-        return WaitingRequestView(
-            preempted=request_state.preempted,
-            leased=leased,
-            program_rank=request_state.rank,
-            arrival=request_state.arrival,
-            attained_s=request_state.attained_s,
-            ran_s=request_state.ran_s,
-            waited_s=request_state.waited_s + (program.waited_s if program is not None else 0.0),
-            arrived_s=request_state.arrived_s,
-            since_s=request_state.since_s,
-            now_s=now,
-        )
-
-    def with_service(self, view: RunningRequestView, now: float) -> RunningRequestView:
-        """Return the engine's view of a running request with ``attained_s`` and ``ran_s`` filled in."""
-        request_state = self.states.get(view.request_id)
-        if request_state is None:
-            return view
-        ran_s = request_state.ran_s + (now - request_state.since_s if request_state.running else 0.0)
-        return view._replace(attained_s=request_state.attained_s, ran_s=ran_s)
+            self.idle_since_s = None
+        elif self.idle_since_s is None:
+            self.idle_since_s = now
+        return 0.0 if self.idle_since_s is None else now - self.idle_since_s

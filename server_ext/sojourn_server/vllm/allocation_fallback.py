@@ -71,16 +71,8 @@ class DemandMonitor:
         if not len(scheduler.waiting) and free_blocks > AMPLE_FREE_SHARE * self._pool.num_gpu_blocks:
             return
         self._due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
-        out_s, back_s, queued_s = (
-            self._offload.link.offload_costs() if self._offload is not None else (None, None, 0.0)
-        )
-        sample = DemandSampled(
-            self._pinned.used_blocks(),
-            self.views(running),
-            offload_s_per_token=out_s,
-            load_back_s_per_token=back_s,
-            queued_s=queued_s,
-        )
+        link = self._offload.link.offload_costs() if self._offload is not None else None
+        sample = DemandSampled(self._pinned.used_blocks(), self.views(running), link)
         likely = answer_of(self._handle(sample, now), RequestChosen)
         if likely is not None and self._offload is not None:
             self._copy_ahead(scheduler.requests[likely.request_id], self._offload)

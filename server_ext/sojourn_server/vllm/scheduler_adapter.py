@@ -288,11 +288,11 @@ class SchedulerAdapter(EngineView):
         if took_s is not None:
             # Policies compare the cost of computing with that of copying, so the wait does not count.
             took_s = max(0.0, took_s - waited_s)
-            back_s, queued_s = self._offload.link.load_costs() if self._offload is not None else (None, 0.0)
+            link = self._offload.link.load_costs() if self._offload is not None else None
             tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
             kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
             kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-            self.handle(StepCompleted(tokens, took_s, requests, back_s, queued_s, kv_tokens), now)
+            self.handle(StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
 
     def observe_hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
         """Handle the hidden states that the worker sent with the results of the step ``planned``."""
@@ -387,20 +387,14 @@ class SchedulerAdapter(EngineView):
         cached = self._cached_blocks(request, program_id)[0] if program_id is not None else []
         reusable, hashes = self._groups.reusable(request)
         copied = self._offload.count_copied(reusable) if self._offload is not None else 0
-        out_s, back_s, queued_s = (
-            self._offload.link.offload_costs(len(reusable) - copied)
-            if self._offload is not None
-            else (None, None, 0.0)
-        )
+        link = self._offload.link.offload_costs(len(reusable) - copied) if self._offload is not None else None
         actions = self.handle(
             RequestPreempted(
                 request.request_id,
                 tokens=request.num_computed_tokens,
                 block_ids=[block.block_id for block in cached],
                 copied_tokens=copied * len(hashes) * self._groups.hash_tokens // max(1, len(reusable)),
-                offload_s_per_token=out_s,
-                load_back_s_per_token=back_s,
-                queued_s=queued_s,
+                link=link,
             ),
             self._clock(),
         )

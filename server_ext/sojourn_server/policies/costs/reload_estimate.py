@@ -7,8 +7,22 @@ Learns from the steps of an engine how long a context takes to compute.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .engine_profile import PrefillCurve
+
+
+class LinkCosts(NamedTuple):
+    """Measured costs of copies between device and host memory."""
+
+    store_s_per_token: float | None
+    """Seconds to copy a token's KV to host memory; ``None`` before the first copy."""
+    load_s_per_token: float | None
+    """Seconds to copy a token's KV back to the device; ``None`` before the first copy."""
+    stores_queued_s: float | None = None
+    """Seconds until the queued copies to host memory are done; ``None``: stores were not looked at."""
+    loads_queued_s: float | None = None
+    """Seconds until the queued copies to the device are done; ``None``: not looked at."""
 
 
 class HostLink:
@@ -27,20 +41,14 @@ class HostLink:
         self.stores_queued_s = 0.0
         """Seconds until the queued copies to host memory are done."""
 
-    def observe_loads(self, s_per_token: float | None, queued_s: float | None = None) -> None:
-        """Store measurements of copies to the device: ``s_per_token``, seconds to copy a token's KV, and
-        ``queued_s``, seconds that queued copies take. If ``queued_s`` is ``None``, its earlier value stays.
-
-        If ``s_per_token`` is ``None`` (not measured), the assumed time applies again. If the last measured
-        time stayed in use, a link that was slow once would be avoided for ever."""
-        self._load_s_per_token = s_per_token
-        if queued_s is not None:
-            self.loads_queued_s = queued_s
-
-    def observe_stores(self, s_per_token: float | None, queued_s: float) -> None:
-        """Store measurements of copies to host memory. ``s_per_token``: seconds to copy a token's KV;
-        ``None``: not measured, so the assumed time applies. ``queued_s``: seconds that queued copies take."""
-        self._store_s_per_token, self.stores_queued_s = s_per_token, queued_s
+    def observe(self, costs: LinkCosts) -> None:
+        """Store measurements. If a time per token is ``None``, the assumed one applies again. If the last
+        measured one stayed in use, a link that was slow once would be avoided for ever."""
+        self._load_s_per_token = costs.load_s_per_token
+        if costs.loads_queued_s is not None:
+            self.loads_queued_s = costs.loads_queued_s
+        if costs.stores_queued_s is not None:
+            self._store_s_per_token, self.stores_queued_s = costs.store_s_per_token, costs.stores_queued_s
 
     @property
     def load_s_per_token(self) -> float | None:
