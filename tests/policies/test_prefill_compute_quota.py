@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,10 +149,3 @@ def test_a_preempted_request_that_could_not_be_cut_opens_the_step_again() -> Non
     step.undo_take("a")
     assert (step.closed, step.cut, step.prompts_s) == (False, None, 0.0)
     assert step.offer("b", 0, 90) == 90
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected above 0"):
-        PrefillComputeQuota(costs=FLAT, quota_s=0.0)
-    with pytest.raises(ValueError, match="expected seconds"):
-        AttentionCosts(pair_s=math.nan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -112,15 +113,13 @@ def _of_later_programs(need: ReclaimRequest, leases: Leases) -> Chosen:
     return _first_sufficient(need, later, _latest_first) if enough else None
 
 
-def _first_sufficient(
-    need: ReclaimRequest, leases: Leases, order: Callable[[LeaseView], tuple[object, ...]]
-) -> Chosen:
+def _first_sufficient(need: ReclaimRequest, leases: Leases, order: Callable[[LeaseView], Any]) -> Chosen:
     """Return the programs of the first ``leases`` of other programs, by ``order``, that together hold at
     least the needed blocks. If all of them hold fewer, all are returned; ``None`` without leases."""
     others = (lease for lease in leases if lease.program_id != need.program_id)
     chosen: list[ProgramId] = []
     gained = 0
-    for lease in sorted(others, key=order):  # type: ignore[arg-type, type-var]
+    for lease in sorted(others, key=order):
         if gained >= need.blocks:
             break
         chosen.append(lease.program_id)

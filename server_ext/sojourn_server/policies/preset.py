@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from . import (
     admission_policies,
@@ -96,6 +97,7 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
     },
 }
 """Question (a key of a preset) → policy name → class."""
+_NO_PLACEMENT: Any = placement_policy.NoPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ class Preset:
         default_factory=workflow_prediction.NoWorkflowPrediction
     )
     prefetch: PrefetchPolicy = field(default_factory=prefetch_policies.NoPrefetch)
-    placement: placement_policy.PlacementPolicy = field(default_factory=placement_policy.NoPlacement)
+    placement: placement_policy.PlacementPolicy = field(default_factory=_NO_PLACEMENT)
     output_length: forecasting.RemainingTokensPolicy = field(default_factory=forecasting.NoLengthPrediction)
     forecast: forecasting.ShortageForecastPolicy = field(default_factory=forecasting.NoShortageForecast)
     recovery: preemption_policies.RecoveryPolicy = field(default_factory=preemption_policies.AlwaysOffload)

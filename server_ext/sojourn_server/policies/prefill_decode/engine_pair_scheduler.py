@@ -1,22 +1,25 @@
-"""Values of prefill/decode disaggregation: requests, engine pairs and storage reads (DualPath §6).
+"""Assigns a prefill engine, a decode engine and a read side to requests (DualPath §6.1; mechanisms D4–D6).
 
 An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers the
-engines and nodes. Of equally good engines, the engine with the lowest number is chosen.
-
-Read-side policies: which node reads a request's KV from storage (DualPath §6.1; mechanism D6)?
-
-Assigns a prefill engine, a decode engine and a read side to requests (DualPath §6.1; mechanisms D4–D6).
+engines and nodes. Of equally good engines, the one with the lowest number is chosen.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 FULL_BLOCK_TOKENS = 64
 """Tokens of a Full Block, with all layers: the unit of storage (DualPath §4.1, A.5)."""
+SPEED_WINDOW_S = 60.0
+"""Seconds of engines' work over which their speed is averaged, with exponential weights."""
+MIN_SPEED_S = 1.0
+"""The speed counts as known after this many seconds of engines' work."""
+HIGH_TOKENS_RATIO = 1.05
+"""An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
+``high_token_threshold``). The rule is our reading of the paper, whose formula is illegible in our copy."""
 
 
 class PdRequest(NamedTuple):
@@ -31,18 +34,6 @@ class PdRequest(NamedTuple):
     """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
 
 
-class StorageReadView(NamedTuple):
-    """A request's read from storage, and the state of the two storage NICs that could do the read. One NIC is
-    on the prefill engine's node, the other on the decode engine's node."""
-
-    prefill_queue_s: float
-    """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
-    decode_queue_s: float
-    """Seconds of reads queued at the decode engine's node; negative: seconds since its NIC became idle."""
-    one_node: bool = False
-    """Whether both engines are on one node and share its NIC."""
-
-
 class EnginePair(NamedTuple):
     """A request's engines, and the side of its storage read."""
 
@@ -53,16 +44,28 @@ class EnginePair(NamedTuple):
     """Whether the decode engine's node reads the stored blocks. If not, the prefill engine's node does."""
 
 
+# -- which node reads (D6) ---------------------------------------------------------------
+
+
+class StorageReadView(NamedTuple):
+    """A request's read from storage, and the state of the two storage NICs that could do the read."""
+
+    prefill_queue_s: float
+    """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
+    decode_queue_s: float
+    """The same at the decode engine's node."""
+    one_node: bool = False
+    """Whether both engines are on one node and share its NIC."""
+
+
 class ReadSidePolicy(Protocol):
     """Chooses the engine whose node reads all of a request's stored blocks."""
 
     def decode_reads(self, view: StorageReadView) -> bool:
-        """Return whether the decode engine's node reads the blocks. If not, the prefill engine's node
-        does."""
+        """Return whether the decode engine's node reads. If not, the prefill engine's node does."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class PrefillSideRead:
     """The prefill engine's node reads everything: one path, as in systems before DualPath."""
 
@@ -70,105 +73,19 @@ class PrefillSideRead:
         return False
 
 
-@dataclass(frozen=True, slots=True)
 class ShorterQueueRead:
     """The side with the shorter read queue reads everything (DualPath §6.1).
 
-    If neither side has queued reads, the side that has been idle longer reads. The prefill side reads if both
-    sides are equal, or if both engines are on one node.
-
-    The paper does not say which of two idle sides reads. A fixed choice would give one side all reads of a
-    lightly loaded fleet.
+    If neither side has queued reads, the side that has been idle longer reads, since a fixed choice would
+    give one side all reads of a lightly loaded fleet; the paper does not say which. The prefill side reads if
+    both sides are equal, or if both engines are on one node.
     """
 
     def decode_reads(self, view: StorageReadView) -> bool:
         return view.decode_queue_s < view.prefill_queue_s and not view.one_node
 
 
-SPEED_WINDOW_S = 60.0
-"""Seconds of engines' work over which their speed is averaged, with exponential weights."""
-MIN_SPEED_S = 1.0
-"""The speed counts as known after this many seconds of engines' work."""
-HIGH_TOKENS_RATIO = 1.05
-"""An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
-``high_token_threshold``). The rule is our reading of the paper, whose formula is illegible in our copy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSelectionLimits:
-    """Limits for the selection, the paper's α and β.
-
-    In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
-    engine computes within a fixed time. Both times are illegible in the text available to us; router and
-    simulator use 3 s and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count,
-    a time, or both (then the lower limit applies). The measured speed of the engines converts the time to
-    tokens. Raises ``ValueError`` for limits < 0, and for ``most_tokens_s`` of 0.
-    """
-
-    short_queue_s: float = 3.0
-    """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
-    most_tokens: float = math.inf
-    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
-    most_tokens_s: float = math.inf
-    """β as seconds of an engine's computation. This limit does not apply until the engines' speed is
-    known."""
-
-    def __post_init__(self) -> None:
-        if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
-            raise ValueError(
-                f"short_queue_s is {self.short_queue_s}, expected seconds ≥ 0; most_tokens is "
-                f"{self.most_tokens}, expected ≥ 0; most_tokens_s is {self.most_tokens_s}, "
-                "expected seconds > 0"
-            )
-
-
-class PrefillSpeed:
-    """The mean number of prompt tokens that a prefill engine finishes per second while it has requests.
-
-    Tokens that are read from storage count like computed tokens, both here and in an engine's unfinished
-    tokens. The end of a request takes effect at the next call to ``advance``.
-    """
-
-    def __init__(self) -> None:
-        self._unfinished: dict[int, int] = {}
-        """Engine → number of its requests. Engines without requests are absent."""
-        self._since_s: dict[int, float] = {}
-        """Engine → time up to which its work is counted."""
-        self._done: list[tuple[int, int]] = []
-        """(engine, prompt tokens) of each request that left since ``advance``; 0 tokens if not computed."""
-        self._work_s = self._tokens = 0.0
-
-    def begin(self, engine: int, now: float) -> None:
-        """Record that an engine got a request."""
-        if not self._unfinished.get(engine):
-            self._since_s[engine] = now
-        self._unfinished[engine] = self._unfinished.get(engine, 0) + 1
-
-    def end(self, engine: int, tokens: int) -> None:
-        """Record that a request left an engine. ``tokens``: length of the request's prompt; 0 if the prompt
-        was not computed."""
-        self._done.append((engine, tokens))
-
-    def advance(self, now: float) -> None:
-        """Count the requests that ended since the last call."""
-        for engine, tokens in self._done:
-            since_s = self._since_s.get(engine)
-            if since_s is None:
-                continue
-            spent_s = max(0.0, now - since_s)
-            kept = max(0.0, 1.0 - spent_s / SPEED_WINDOW_S)
-            self._work_s = self._work_s * kept + spent_s
-            self._tokens = self._tokens * kept + tokens
-            self._since_s[engine] = now
-            self._unfinished[engine] -= 1
-            if not self._unfinished[engine]:
-                del self._unfinished[engine], self._since_s[engine]
-        self._done.clear()
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Mean tokens per second of work; ``None``: unknown."""
-        return self._tokens / self._work_s if self._work_s >= MIN_SPEED_S and self._tokens else None
+# -- engines and nodes ---------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -184,18 +101,6 @@ class StorageNic:
     busy_until_s: float = -math.inf
     """Time at which all assigned reads are done; in the past: the NIC is idle since then."""
 
-    def add_read(self, blocks: int, now: float) -> None:
-        """Add a read of ``blocks`` Full Blocks."""
-        self.busy_until_s = max(self.busy_until_s, now) + blocks * self.block_s
-
-    def report(self, queue_s: float, now: float) -> None:
-        """Replace the estimate by the reported ``queue_s``; 0 means that the NIC is idle. Raises
-        ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
-        if not 0 <= queue_s < math.inf:
-            raise ValueError(f"queue_s is {queue_s}; expected seconds, finite and ≥ 0")
-        # An idle NIC keeps the time at which it became idle.
-        self.busy_until_s = now + queue_s if queue_s else min(self.busy_until_s, now)
-
 
 @dataclass(slots=True, eq=False)
 class PrefillEngine:
@@ -206,6 +111,10 @@ class PrefillEngine:
     tokens: int = 0
     """Prompt tokens of the requests that are assigned to the engine and not prefilled yet."""
     is_suspended: bool = False
+    requests: int = 0
+    """Number of these requests. The end of one counts from the next ``dispatch`` on."""
+    since_s: float = 0.0
+    """While it has requests: the time up to which its work is counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -238,18 +147,42 @@ class DecodeEngine:
         self.requests += sign
 
 
+# -- which engines (D4, D5) ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSelectionLimits:
+    """Limits for the selection, the paper's α and β.
+
+    In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
+    engine computes within a fixed time. Both times are illegible in the text available to us; router and
+    simulator use 3 s and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count,
+    a time, or both (then the lower limit applies). The measured speed of the engines converts the time to
+    tokens. Raises ``ValueError`` for limits out of range.
+    """
+
+    short_queue_s: float = 3.0
+    """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
+    most_tokens: float = math.inf
+    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
+    most_tokens_s: float = math.inf
+    """β as seconds of an engine's computation. It does not apply until the engines' speed is known."""
+
+    def __post_init__(self) -> None:
+        if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
+            raise ValueError(f"{self}; expected limits ≥ 0, and most_tokens_s above 0")
+
+
 def choose_prefill(
     engines: Iterable[PrefillEngine], short_queue_s: float, most_tokens: float, now: float
 ) -> PrefillEngine | None:
     """Return the engine for the next request; ``None``: the request must wait.
 
     Of the engines with at most ``most_tokens`` (β) unfinished tokens, those on nodes with a read queue of at
-    most ``short_queue_s`` (α) are preferred. Of these, the engine with the fewest tokens is chosen. Ties go
-    to the lowest number.
+    most ``short_queue_s`` (α) are preferred. Of these, the engine with the fewest tokens is chosen.
     """
-    below = [engine for engine in engines if not engine.is_suspended and engine.tokens <= most_tokens]
     return min(
-        below,
+        (engine for engine in engines if not engine.is_suspended and engine.tokens <= most_tokens),
         key=lambda one: (one.nic.busy_until_s - short_queue_s > now, one.tokens, one.number),
         default=None,
     )
@@ -264,12 +197,9 @@ def high_token_threshold(
     of the first requests in ``queue``: as many as fit into the free request slots and the free memory of all
     engines.
     """
-    free = tokens = 0
-    places: float = 0
-    for engine in engines:
-        free += engine.free_kv_tokens
-        tokens += engine.tokens
-        places += max(0, engine.most_requests - engine.requests)
+    free = sum(engine.free_kv_tokens for engine in engines)
+    tokens = sum(engine.tokens for engine in engines)
+    places = sum(max(0, engine.most_requests - engine.requests) for engine in engines)
     for request in queue:
         free -= request.kv_tokens
         places -= 1
@@ -285,19 +215,22 @@ def choose_decode(
     """Return the engine for a request (phase 2). ``None``: no engine has both enough free memory and a free
     request slot.
 
-    If some of these engines would have at most ``most_tokens`` tokens with the request, the one with the
-    fewest requests is chosen. Ties go to the fewest tokens, then to the lowest number. If all would have
-    more, the one with the fewest tokens is chosen. Ties go to the fewest requests, then to the lowest number.
+    Of the engines that would have at most ``most_tokens`` tokens with the request, the one with the fewest
+    requests is chosen, then with the fewest tokens. If all would have more, the one with the fewest tokens is
+    chosen, then with the fewest requests.
     """
-    fitting = [
-        engine
-        for engine in engines
-        if engine.free_kv_tokens >= request.kv_tokens and engine.requests < engine.most_requests
-    ]
-    below = [engine for engine in fitting if engine.tokens + request.tokens <= most_tokens]
-    if below:
-        return min(below, key=lambda engine: (engine.requests, engine.tokens, engine.number))
-    return min(fitting, key=lambda engine: (engine.tokens, engine.requests, engine.number), default=None)
+
+    def rank(engine: DecodeEngine) -> tuple[bool, int, int, int]:
+        is_high = engine.tokens + request.tokens > most_tokens
+        load = (engine.tokens, engine.requests) if is_high else (engine.requests, engine.tokens)
+        return (is_high, *load, engine.number)
+
+    return min(
+        (one for one in engines
+         if one.free_kv_tokens >= request.kv_tokens and one.requests < one.most_requests),
+        key=rank,
+        default=None,
+    )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -305,54 +238,12 @@ class _RequestInFlight:
     """A submitted request that has not ended."""
 
     request: PdRequest
-    group: _DecodeGroup | None = None
-    """The decode group in whose queue the request waits; ``None``: in none."""
+    group: int | None = None
+    """The decode group in whose queue the request waits, or waited; ``None``: in none yet."""
     prefill: PrefillEngine | None = None
-    """``None``: not chosen yet."""
     decode: DecodeEngine | None = None
-    """``None``: not chosen yet."""
     prefilled: bool = False
     """Whether the prompt is computed."""
-
-
-@dataclass(slots=True, eq=False)
-class _DecodeGroup:
-    """Available decode engines that share one queue."""
-
-    number: int
-    engines: list[DecodeEngine] = field(default_factory=list)
-    queue: dict[int | str, _RequestInFlight] = field(default_factory=dict)
-    """Requests that wait for an engine of the group, in order, by id."""
-    queued_tokens: int = 0
-
-    @property
-    def largest(self) -> int:
-        """KV capacity in tokens of the group's largest engine."""
-        return max(engine.kv_tokens for engine in self.engines)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the requests on the group's engines and in its queue. If the queue did not count, all
-        requests of a burst would go to one group."""
-        return self.queued_tokens + sum(engine.tokens for engine in self.engines)
-
-    @property
-    def is_at_limit(self) -> bool:
-        """Whether the group has as many requests, queued ones included, as its engines may have."""
-        requests = len(self.queue) + sum(engine.requests for engine in self.engines)
-        return requests >= sum(engine.most_requests for engine in self.engines)
-
-    def enqueue(self, flight: _RequestInFlight) -> None:
-        """Add a request to the end of the queue."""
-        flight.group = self
-        self.queue[flight.request.request_id] = flight
-        self.queued_tokens += flight.request.tokens
-
-    def dequeue(self, flight: _RequestInFlight) -> None:
-        """Remove a request from the queue."""
-        flight.group = None
-        del self.queue[flight.request.request_id]
-        self.queued_tokens -= flight.request.tokens
 
 
 class PairScheduler:
@@ -360,13 +251,13 @@ class PairScheduler:
 
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
     queue of a decode group: of the groups with a large enough engine and below their request limit, the one
-    with the fewest tokens (DualPath's phase 1). ``choose_prefill`` and ``choose_decode`` choose the engines.
-    When both are chosen, ``side`` decides which of their nodes reads the request's KV from storage. In the
-    paper, engines fetch requests periodically. Here any event may free capacity, so call ``dispatch`` after
-    each event. ``dispatch`` returns the requests that can start.
+    with the fewest tokens, queued ones included (DualPath's phase 1). ``choose_prefill`` and
+    ``choose_decode`` choose the engines. When both are chosen, ``side`` decides which of their nodes reads
+    the request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
+    capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start.
 
     A router and a simulator that report the same events get the same pairs. This holds while no request waits
-    and the nodes report their read queues correctly.
+    and the nodes report their read queues correctly. Unknown numbers and requests raise ``KeyError``.
     """
 
     def __init__(
@@ -375,9 +266,6 @@ class PairScheduler:
         side: ReadSidePolicy | None = None,
         high_tokens_ratio: float = HIGH_TOKENS_RATIO,
     ) -> None:
-        """Raises ``ValueError`` unless ``high_tokens_ratio`` is above 0."""
-        if not high_tokens_ratio > 0:
-            raise ValueError(f"high_tokens_ratio is {high_tokens_ratio}; expected above 0")
         self.nics: dict[int, StorageNic] = {}
         """Node → its storage NIC."""
         self.prefill: dict[int, PrefillEngine] = {}
@@ -385,20 +273,24 @@ class PairScheduler:
         self.limits = limits or PrefillSelectionLimits()
         self.most_prefill_tokens = self.limits.most_tokens
         """β in tokens, at present."""
-        self._speed = PrefillSpeed() if self.limits.most_tokens_s < math.inf else None
-        """Measured speed of prefill engines; ``None`` if ``limits.most_tokens_s`` is ``inf``."""
+        self.in_flight: dict[int | str, _RequestInFlight] = {}
+        """Requests that were submitted and have not ended, in order of arrival."""
         self._side = side or ShorterQueueRead()
         self._high_tokens_ratio = high_tokens_ratio
-        self._groups: dict[int, _DecodeGroup] = {}
-        """Decode groups with an available engine."""
-        self._prefill_queue: dict[int | str, _RequestInFlight] = {}
-        """Requests that wait for a prefill engine, in order."""
+        self._groups: dict[int, list[DecodeEngine]] = {}
+        """Decode group → its available engines, at least one."""
+        self._queued: dict[int | str, _RequestInFlight] = {}
+        """Requests with a decode group that lack an engine, in order: the queue for prefill engines and,
+        group by group, those for decode engines."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
         """Requests in no queue. Either no available decode engine is large enough for them, or all groups
         with such an engine are at their request limit. They are queued as soon as a group with such an engine
         is below its limit: another group may have a free slot first."""
-        self.in_flight: dict[int | str, _RequestInFlight] = {}
-        """Requests that were submitted and have not ended, in order of arrival."""
+        self._left: list[tuple[PrefillEngine, int]] = []
+        """(engine, prompt tokens) of each request that left a prefill engine since ``dispatch``; 0 tokens if
+        its prompt was not computed."""
+        self._work_s = self._worked_tokens = 0.0
+        """Recent seconds in which prefill engines had requests, and the prompt tokens that they finished."""
 
     # -- the fleet ---------------------------------------------------------------------
 
@@ -414,26 +306,21 @@ class PairScheduler:
         del self.nics[node]
 
     def add_prefill(self, number: int, node: int) -> None:
-        """Add a prefill engine, whose number no earlier one had. Raises ``KeyError`` for an unknown node."""
+        """Add a prefill engine, whose number no earlier one had."""
         self.prefill[number] = PrefillEngine(number, self.nics[node])
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add a decode engine with KV memory for ``kv_tokens`` tokens, whose number no earlier engine had.
-        Raises ``ValueError`` for ``kv_tokens`` below 1, and ``KeyError`` for an unknown node."""
-        if kv_tokens < 1:
-            raise ValueError(f"decode engine {number}: kv_tokens is {kv_tokens}; expected at least 1")
-        self.decode[number] = DecodeEngine(number, self.nics[node], group, kv_tokens, kv_tokens)
-        self._enter_group(self.decode[number])
+        """Add a decode engine with KV memory for ``kv_tokens`` tokens, whose number no earlier one had."""
+        engine = self.decode[number] = DecodeEngine(number, self.nics[node], group, kv_tokens, kv_tokens)
+        self._groups.setdefault(group, []).append(engine)
 
     def set_decode_request_limit(self, number: int, most_requests: float) -> None:
         """Set a decode engine's request limit. ``inf``, the initial value, means unknown. Requests on the
-        engine stay there, even above the limit. Raises ``ValueError`` for a limit below 1."""
-        if not most_requests >= 1:
-            raise ValueError(f"decode engine {number}: most_requests is {most_requests}; expected at least 1")
+        engine stay there, even above the limit."""
         self.decode[number].most_requests = most_requests
 
     # A removed or suspended engine keeps the requests that have both engines; a suspended one still counts
-    # them as load. All others are queued again. Unknown numbers raise ``KeyError``.
+    # them as load. All others are queued again.
 
     def remove_prefill(self, number: int) -> None:
         """Remove a prefill engine."""
@@ -455,7 +342,7 @@ class PairScheduler:
         engine = self.decode[number]
         if not engine.is_suspended:
             engine.is_suspended = True
-            self._groups[engine.group].engines.remove(engine)
+            self._groups[engine.group].remove(engine)
         self._requeue_unpaired()
 
     def resume_prefill(self, number: int) -> None:
@@ -467,24 +354,19 @@ class PairScheduler:
         engine = self.decode[number]
         if engine.is_suspended:
             engine.is_suspended = False
-            self._enter_group(engine)
-
-    def _enter_group(self, engine: DecodeEngine) -> None:
-        self._groups.setdefault(engine.group, _DecodeGroup(engine.group)).engines.append(engine)
+            self._groups.setdefault(engine.group, []).append(engine)
 
     def largest_kv_tokens(self) -> int:
         """Return the KV capacity, in tokens, of the largest available decode engine; 0 without one."""
-        return max((group.largest for group in self._groups.values()), default=0)
+        return max((one.kv_tokens for engines in self._groups.values() for one in engines), default=0)
 
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
-        """Add a request. Raises ``ValueError`` if the request's id is in flight already, if the request has
-        no tokens, or if all available decode engines are too small: it would block the queue for ever."""
+        """Add a request. Raises ``ValueError`` if its id is in flight already, or if all available decode
+        engines are too small: it would block the queue for ever."""
         if request.request_id in self.in_flight:
             raise ValueError(f"request {request.request_id!r} is already in flight; expected a new id")
-        if request.tokens < 1 or request.hit_blocks < 0 or request.kv_tokens < 0:
-            raise ValueError(f"{request}; expected at least one token, and nothing below 0")
         if self._groups and request.kv_tokens > (largest := self.largest_kv_tokens()):
             raise ValueError(
                 f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at "
@@ -495,31 +377,27 @@ class PairScheduler:
         self._place_unplaced()
 
     def prefilled(self, request_id: int | str) -> None:
-        """Record that a request's prompt is computed. The request no longer counts as load of its prefill
-        engine. Raises ``KeyError`` for an unknown request."""
+        """Record that a request's prompt is computed: no longer load of its prefill engine."""
         flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
             self._leave_prefill(flight, flight.request.tokens)
 
     def end(self, request_id: int | str) -> None:
-        """Remove a request that was answered or cancelled, at any stage. Raises ``KeyError`` for an unknown
-        request."""
+        """Remove a request that was answered or cancelled, at any stage."""
         flight = self.in_flight.pop(request_id)
         self._unplaced.pop(request_id, None)
-        self._prefill_queue.pop(request_id, None)
-        if flight.group is not None:
-            flight.group.dequeue(flight)
-        if not flight.prefilled:
-            self._leave_prefill(flight, 0)
-        if flight.decode is not None:
-            flight.decode.assign(flight.request, -1)
+        self._queued.pop(request_id, None)
+        self._leave_engines(flight)
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC.
-
-        Raises ``ValueError`` unless ``queue_s`` is finite and ≥ 0, and ``KeyError`` for an unknown node."""
-        self.nics[node].report(queue_s, now)
+        """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC. Raises
+        ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
+        if not 0 <= queue_s < math.inf:
+            raise ValueError(f"queue_s is {queue_s}; expected seconds, finite and ≥ 0")
+        nic = self.nics[node]
+        # An idle NIC keeps the time at which it became idle.
+        nic.busy_until_s = now + queue_s if queue_s else min(nic.busy_until_s, now)
 
     # -- decisions ---------------------------------------------------------------------
 
@@ -529,37 +407,40 @@ class PairScheduler:
         self._place_unplaced()
         self._update_token_limit(now)
         ready: list[_RequestInFlight] = []
-        for flight in list(self._prefill_queue.values()):
+        for flight in self._queued.values():
+            if flight.prefill is not None:
+                continue
             engine = choose_prefill(
                 self.prefill.values(), self.limits.short_queue_s, self.most_prefill_tokens, now
             )
             if engine is None:
                 break
-            del self._prefill_queue[flight.request.request_id]
             flight.prefill = engine
             engine.tokens += flight.request.tokens
-            if self._speed is not None:
-                self._speed.begin(engine.number, now)
+            if not engine.requests:
+                engine.since_s = now
+            engine.requests += 1
             if flight.decode is not None:
                 ready.append(flight)
         ready += (flight for flight in self._assign_decode() if flight.prefill is not None)
+        for flight in ready:
+            del self._queued[flight.request.request_id]
         return [self._pair(flight, now) for flight in ready]
 
     def _assign_decode(self) -> Iterator[_RequestInFlight]:
         """Assign queued requests to decode engines, and yield them. The requests of a group come in the order
         of its queue."""
-        for group in self._groups.values():
-            if not group.queue:
-                continue
-            queued = list(group.queue.values())
-            most = high_token_threshold(
-                group.engines, (flight.request for flight in queued), self._high_tokens_ratio
-            )
-            for flight in queued:
-                engine = choose_decode(group.engines, flight.request, most)
+        queues: dict[int | None, list[_RequestInFlight]] = {}
+        for flight in self._queued.values():
+            if flight.decode is None:
+                queues.setdefault(flight.group, []).append(flight)
+        for group, engines in self._groups.items() if queues else ():
+            queue = queues.get(group, [])
+            most = high_token_threshold(engines, (one.request for one in queue), self._high_tokens_ratio)
+            for flight in queue:
+                engine = choose_decode(engines, flight.request, most)
                 if engine is None:
                     break
-                group.dequeue(flight)
                 flight.decode = engine
                 engine.assign(flight.request)
                 yield flight
@@ -569,30 +450,60 @@ class PairScheduler:
         prompt; 0 if not computed."""
         if flight.prefill is not None:
             flight.prefill.tokens -= flight.request.tokens
-            if self._speed is not None:
-                self._speed.end(flight.prefill.number, computed_tokens)
+            self._left.append((flight.prefill, computed_tokens))
+
+    def _leave_engines(self, flight: _RequestInFlight) -> None:
+        if not flight.prefilled:
+            self._leave_prefill(flight, 0)
+        if flight.decode is not None:
+            flight.decode.assign(flight.request, -1)
 
     def _update_token_limit(self, now: float) -> None:
-        """Set the token limit of prefill engines (the paper's β): the tokens that an engine computes in
-        ``limits.most_tokens_s`` seconds at the measured speed, but at most ``limits.most_tokens``."""
-        if self._speed is None:
-            return
-        self._speed.advance(now)
-        tokens_per_s = self._speed.tokens_per_s
-        if tokens_per_s is not None:
+        """Measure the prompt tokens that a prefill engine finishes per second while it has requests, and set
+        β: the tokens that it computes in ``limits.most_tokens_s``, but at most ``limits.most_tokens``.
+
+        Tokens that are read from storage count like computed ones, here and in an engine's unfinished tokens.
+        """
+        for engine, tokens in self._left:
+            spent_s = max(0.0, now - engine.since_s)
+            kept = max(0.0, 1.0 - spent_s / SPEED_WINDOW_S)
+            self._work_s = self._work_s * kept + spent_s
+            self._worked_tokens = self._worked_tokens * kept + tokens
+            engine.since_s = now
+            engine.requests -= 1
+        self._left.clear()
+        if self._work_s >= MIN_SPEED_S and self._worked_tokens:
+            tokens_per_s = self._worked_tokens / self._work_s
             self.most_prefill_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
 
     def _place_unplaced(self) -> None:
         """Queue those requests of ``_unplaced`` for which a decode group has a large enough engine and is
         below its request limit."""
+        if not self._unplaced:
+            return
+        # Queued requests count for their group. Otherwise all requests of a burst would go to one group.
+        queued: dict[int | None, list[int]] = {}
+        for flight in self._queued.values():
+            if flight.decode is None:
+                queued.setdefault(flight.group, []).append(flight.request.tokens)
+        loads: dict[int, list[float]] = {}
+        for number, engines in self._groups.items():
+            waiting = queued.get(number, [])
+            free = sum(one.most_requests - one.requests for one in engines) - len(waiting)
+            tokens = sum(one.tokens for one in engines) + sum(waiting)
+            loads[number] = [tokens, free, max(one.kv_tokens for one in engines)]
         for request_id, flight in list(self._unplaced.items()):
-            open_groups = [group for group in self._groups.values() if not group.is_at_limit]
-            if not open_groups:
-                break
-            fitting = [group for group in open_groups if group.largest >= flight.request.kv_tokens]
+            request = flight.request
+            fitting = [
+                (tokens, number)
+                for number, (tokens, free, largest) in loads.items()
+                if free > 0 and largest >= request.kv_tokens
+            ]
             if fitting:
-                min(fitting, key=lambda group: (group.tokens, group.number)).enqueue(flight)
-                self._prefill_queue[request_id] = flight
+                flight.group = min(fitting)[1]
+                loads[flight.group][0] += request.tokens
+                loads[flight.group][1] -= 1
+                self._queued[request_id] = flight
                 del self._unplaced[request_id]
 
     def _requeue_unpaired(self) -> None:
@@ -603,16 +514,12 @@ class PairScheduler:
         order. In different orders there could be a deadlock: request A holds the prefill engine that B needs,
         and waits for memory that B holds.
         """
-        self._groups = {number: group for number, group in self._groups.items() if group.engines}
+        self._groups = {number: engines for number, engines in self._groups.items() if engines}
         unpaired = [one for one in self.in_flight.values() if one.prefill is None or one.decode is None]
         for flight in unpaired:
-            self._leave_prefill(flight, 0)
-            if flight.decode is not None:
-                flight.decode.assign(flight.request, -1)
-            if flight.group is not None:
-                flight.group.dequeue(flight)
-            flight.prefill = flight.decode = None
-        self._prefill_queue.clear()
+            self._leave_engines(flight)
+            flight.group = flight.prefill = flight.decode = None
+        self._queued.clear()
         self._unplaced = {one.request.request_id: one for one in unpaired}
         self._place_unplaced()
 
@@ -626,5 +533,6 @@ class PairScheduler:
             one, other = prefill.nic, decode.nic
             view = StorageReadView(one.busy_until_s - now, other.busy_until_s - now, one is other)
             decode_reads = self._side.decode_reads(view)
-            (other if decode_reads else one).add_read(request.hit_blocks, now)
+            nic = other if decode_reads else one
+            nic.busy_until_s = max(nic.busy_until_s, now) + request.hit_blocks * nic.block_s
         return EnginePair(request, prefill.number, decode.number, decode_reads)

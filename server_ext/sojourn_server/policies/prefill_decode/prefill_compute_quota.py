@@ -20,18 +20,13 @@ class AttentionCosts:
     The units are attention pairs (a new token and a token that it attends to), new tokens, requests, and
     tokens whose KV is read. Let a request have ``cached`` tokens in the KV cache, and ``new`` tokens to
     compute. It has new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of
-    requests add up. Raises ``ValueError`` for costs that are not finite and ≥ 0.
+    requests add up.
     """
 
     pair_s: float
     token_s: float = 0.0
     request_s: float = 0.0
     kv_token_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        costs = (self.pair_s, self.token_s, self.request_s, self.kv_token_s)
-        if not all(0 <= cost < math.inf for cost in costs):
-            raise ValueError(f"{self}; expected seconds, finite and ≥ 0")
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
@@ -54,18 +49,11 @@ class AttentionCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillComputeQuota:
     """Limits the attention of a step's prompts to ``quota_s`` seconds. A prompt that does not fit is cut at a
-    block boundary (``block_tokens``). Raises ``ValueError`` for a quota that is not above 0 or blocks below 1
-    token."""
+    block boundary (``block_tokens``)."""
 
     costs: AttentionCosts
     quota_s: float = 0.3
     block_tokens: int = 64
-
-    def __post_init__(self) -> None:
-        if not self.quota_s > 0 or self.block_tokens < 1:
-            raise ValueError(
-                f"quota_s {self.quota_s}, block_tokens {self.block_tokens}; expected above 0, at least 1"
-            )
 
     def chunk(self, cached: int, new: int, left_s: float, *, first: bool) -> int:
         """Return how many of a request's ``new`` tokens fit in ``left_s`` seconds of attention.
@@ -104,15 +92,14 @@ class StepQuotaUsage:
         self._quota = quota
         self._taken: dict[str, float] = {}
         self._closed_by: str | None = None
-        """Id of the request that closed the step (see ``closed``), if it got tokens; ``None``: there is
-        none."""
+        """Id of the request that closed the step (see ``closed``), if it got tokens."""
         self.decodes_s = decodes_s
         self.prompts_s = 0.0
         """Attention seconds of the prompts packed so far."""
         self.closed = False
         """True once a prompt did not fit completely; later prompts of the step get nothing."""
         self.cut: str | None = None
-        """Id of the request that got only part of its tokens; ``None``: there is none."""
+        """Id of the request that got only part of its tokens."""
 
     def offer(self, request_id: str, cached: int, new: int, *, chunkable: bool = True) -> int:
         """Return how many of a request's ``new`` tokens may be computed in this step. ``cached``: number of
