@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from script_modules import benchmark
 from sojourn_server.simulator.client_hints import HOSTILE, HintSetting, StatedHints
+from sojourn_server.simulator.event_queue import EventQueue
 from sojourn_server.simulator.workloads.program_plans import ProgramPlan, ProgramPlanner
 
 ALL = (*HOSTILE, "aeg")
@@ -31,7 +32,7 @@ def plans_of(hint_value: ModuleType, load: str) -> list[ProgramPlan]:
 
 
 def client(plan: ProgramPlan, **setting: Any) -> StatedHints:
-    return StatedHints(plan, None, agent_type="a", setting=HintSetting(**setting), clock=lambda: 0.0)
+    return StatedHints(plan, None, "a", HintSetting(**setting), EventQueue())
 
 
 def numbers(plan: ProgramPlan, **setting: Any) -> list[float]:

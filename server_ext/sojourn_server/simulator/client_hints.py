@@ -8,8 +8,7 @@ runs. (sojourn's SDK sends no such estimate.) With a ``HintSetting`` clients sta
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +18,7 @@ from sojourn.event_sender import POLL_EVERY_S
 
 from sojourn_server.traces.trace_schema import TraceToolRun
 
+from .event_queue import EventQueue
 from .workloads.program_plans import ProgramPlan
 
 AGENT_NODE = "agent"
@@ -28,7 +28,6 @@ _DECAY = 0.5 ** (1 / 20)
 _ENOUGH_PROGRAMS = 5
 _CONFIDENT_WEIGHT = _ENOUGH_PROGRAMS * 0.9 * _DECAY ** (_ENOUGH_PROGRAMS / 2)
 """Minimum weight of an average that is used, where the next program weighs 1."""
-_MAX_TYPES = 64
 _MAX_TURN = 64
 """Highest turn number that has an average of its own. Later turns count as this turn."""
 _MAX_TURNS = 512
@@ -39,7 +38,7 @@ class ClientHistory:
     type: at the same turn if enough are known, else at any turn. All clients of a run share one history."""
 
     def __init__(self) -> None:
-        self._types: OrderedDict[str, tuple[list[int], dict[int, list[float]]]] = OrderedDict()
+        self._types: dict[str, tuple[list[int], dict[int, list[float]]]] = {}
         """Agent type → ([number of finished programs], turn → [weight, weighted sum of the turns left]). Turn
         0 stands for all turns."""
 
@@ -58,9 +57,6 @@ class ClientHistory:
     def observe_end(self, agent_type: str, turns: int) -> None:
         """Record that a program ended after ``turns`` turns."""
         finished, averages = self._types.setdefault(agent_type, ([0], {}))
-        self._types.move_to_end(agent_type)
-        if len(self._types) > _MAX_TYPES:
-            self._types.popitem(last=False)
         finished[0] += 1
         for number in range(1, min(turns, _MAX_TURNS) + 1):
             for key in (min(number, _MAX_TURN), 0):
@@ -186,22 +182,15 @@ class StatedHints(ClientHints):
     """Hints of a client that knows its program's future (``ProgramPlan.true_hints``)."""
 
     def __init__(
-        self,
-        plan: ProgramPlan,
-        parent_id: str | None,
-        *,
-        agent_type: str,
-        setting: HintSetting,
-        clock: Callable[[], float],
+        self, plan: ProgramPlan, parent_id: str | None, kind: str, setting: HintSetting, clock: EventQueue
     ) -> None:
-        super().__init__(plan.instance_id, parent_id, agent_type=agent_type)
-        self._plan, self._setting, self._clock = plan, setting, clock
-        self._arrived_s = clock()
+        super().__init__(plan.instance_id, parent_id, agent_type=kind)
+        self._plan, self._setting, self._clock, self._arrived_s = plan, setting, clock, clock.now_s
         self._lies = setting.lies(plan.instance_id)
         self._rng = random.Random(f"hints/{plan.instance_id}")
         self._factor = self._rng.choice((0.5, 2.0))
         graph = plan.true_hints(0).get("graph") if "aeg" in setting.stated else None
-        self._graph = Aeg(**graph) if graph else None
+        self._graph = Aeg(**(graph or {"nodes": ()}))
 
     def context(self) -> dict[str, Any]:
         context = super().context()
@@ -209,7 +198,7 @@ class StatedHints(ClientHints):
             if ("aeg" if name == "node" else name) not in self._setting.stated:
                 continue
             if name == "deadline_seconds":
-                value = max(0.0, value - (self._clock() - self._arrived_s))
+                value = max(0.0, value - (self._clock.now_s - self._arrived_s))
             told = self._told(name, value)
             of_ours = name in ("node", "expected_steps_left")
             (context["sojourn"] if of_ours else context)[name] = told
@@ -219,13 +208,12 @@ class StatedHints(ClientHints):
 
     def start_events(self) -> list[dict[str, Any]]:
         events = super().start_events()
-        if (graph := self._graph) is not None:
+        if (graph := self._graph).nodes:
             if self._lies and self._setting.quality == "hostile":
                 first = [(START, node) for node in graph.successors(START)]
                 graph = Aeg(graph.nodes, [*first, *((node, node, 1.0) for node in graph.nodes)])
-            wire = msgspec.to_builtins(graph.wire())
-            kind = self._agent_type
-            events.append(self._event("aeg", graph_hash=graph.hash, agent_type=kind, graph=wire))
+            content = {"graph_hash": graph.hash, "graph": msgspec.to_builtins(graph.wire())}
+            events.append(self._event("aeg", agent_type=self._agent_type, **content))
         return events
 
     def end_events(self) -> list[dict[str, Any]]:
@@ -243,10 +231,7 @@ class StatedHints(ClientHints):
             return value
         if self._setting.quality == "hostile":
             return HOSTILE.get(name, value)
-        if isinstance(value, bool):
-            return self._rng.choice((value, not value))
-        if isinstance(value, str):
-            return self._rng.choice(
-                (value, self._rng.choice([value] if self._graph is None else [*self._graph.nodes]))
-            )
+        if isinstance(value, (bool, str)):
+            wrong = not value if isinstance(value, bool) else self._rng.choice([*self._graph.nodes])
+            return self._rng.choice((value, wrong))
         return type(value)(value * self._factor)

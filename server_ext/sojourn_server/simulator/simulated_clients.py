@@ -193,9 +193,7 @@ class SimulatedClients:
             if (stated := self._hint_setting) is None:
                 hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self._history)
             else:
-                hints = StatedHints(
-                    plan, log.parent, agent_type=kind, setting=stated, clock=lambda: self._event_queue.now_s
-                )
+                hints = StatedHints(plan, log.parent, kind, stated, self._event_queue)
         root = None if parent is None else parent.root or parent
         active = ActiveProgram(plan, log, root, hints, since_s=now)
         if root is not None:

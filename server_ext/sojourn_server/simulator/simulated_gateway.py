@@ -132,8 +132,8 @@ class SimulatedGateway:
 class GatewayClients(SimulatedClients):
     """Clients behind the gateway's routing core.
 
-    By default the clients state no deadlines, since a client does not know how long its program will take.
-    The core derives deadlines from the mean duration of earlier programs of the same agent type.
+    Without a ``HintSetting`` they state no deadlines. The core then derives them from the mean duration of
+    earlier programs of the same agent type.
     """
 
     def __init__(
