@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -95,14 +94,6 @@ def test_a_burst_arrives_together_and_the_rate_stays() -> None:
     assert times[-1] / 5000 == pytest.approx(0.5, rel=0.1)
 
 
-def test_arrivals_are_made_as_they_are_asked_for() -> None:
-    arrivals = OpenLoop(planner(3), 1.0, 10**9, seed=0).initial()
-    tracemalloc.start()
-    assert len(list(itertools.islice(arrivals, 10))) == 10
-    assert tracemalloc.get_traced_memory()[1] < 2**20
-    tracemalloc.stop()
-
-
 def test_a_workload_is_a_file_or_a_name(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     turn = '{"prompt_tokens":5,"output_tokens":5}'
@@ -122,12 +113,3 @@ def test_a_finite_loop_plays_each_program_once_and_in_order() -> None:
     assert [arrival and (arrival[0], arrival[1].trace_id) for arrival in later] == [
         (7.0, "p2"), (7.0, "p3"), (7.0, "p4"), None,
     ]  # fmt: skip
-
-
-def test_a_finite_loop_of_few_programs_ends() -> None:
-    assert len(list(FiniteClosedLoop(planner(2), 9).initial())) == 2
-    loop = FiniteClosedLoop(planner(2), 2, stagger_s=1.0)
-    arrivals = loop.initial()
-    _, plan = next(arrivals)
-    assert loop.finished(plan, 0.1) is not None, "the first was over before the second's time had come"
-    assert list(arrivals) == []

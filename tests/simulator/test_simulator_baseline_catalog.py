@@ -11,22 +11,6 @@ from sojourn_server.simulator.request_router import PassThroughRouter
 from sojourn_server.simulator.simulator_policies import BASELINES
 
 
-def test_the_baselines_are_those_of_the_lab_in_the_order_of_its_tables() -> None:
-    assert list(BASELINES) == [
-        "stock",
-        "lru-offload",
-        "admit",
-        "autellix",
-        "infercept",
-        "thunderagent",
-        "thunderagent-offload",
-        "continuum",
-        "continuum-paper",
-        "program-fcfs",
-        "static-ttl",
-    ]
-
-
 @pytest.mark.parametrize("name", BASELINES)
 def test_each_says_what_it_follows_and_can_be_built(name: str) -> None:
     baseline = BASELINES[name]

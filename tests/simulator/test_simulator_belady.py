@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from math import log
-from statistics import fmean
 from typing import Any
 
 import pytest
 from script_modules import benchmark
 from simulator_small_runs import SmallRun
 from simulator_small_workload import small_workload
-from sojourn_server.policies.forecasting import NoLengthPrediction, OutputLengthView
 
 with benchmark("belady") as belady, benchmark("oracle_policies") as oracles:
     pass
@@ -88,34 +85,3 @@ def test_the_recorded_accesses_replayed_lru_are_the_run(seed: int, asynchronous:
     # Requests that compute the same block at the same time are one in the replay.
     assert replayed == pytest.approx(lost, rel=0.05)
     assert belady.recomputed_tokens(log, "belady") < replayed
-
-
-def predicted(output_tokens: int, error: float | None, seed: int = 0) -> Any:
-    oracle = oracles.LengthOracle(
-        length=lambda request_id: 5_000, error=error, unseen=NoLengthPrediction(), seed=seed
-    )
-    return oracle.remaining(OutputLengthView("r", output_tokens, 1_000_000_000), 0.0)
-
-
-def test_an_oracle_of_lengths_knows_them_or_errs_by_as_much_as_asked() -> None:
-    assert predicted(30, None) == (4_970.0,)
-    assert predicted(5_000, None) == (1.0,), "its last token is on its way"
-    assert predicted(0, 0.5) is None, "of a request without output it knows nothing"
-    answers = [predicted(10, 0.5, seed) for seed in range(2_000)]
-    assert fmean(abs(log(left[4] / 4_990)) for left in answers) == pytest.approx(0.5, rel=0.1)
-    for point in range(8):
-        below = sum(left[point] > 4_990 for left in answers) / len(answers)
-        assert below == pytest.approx((point + 0.5) / 8, abs=0.05)
-
-
-@pytest.mark.parametrize("policy", ["sojourn-oracle", "tetris+host+oracle", "tetris+erring=0.6"])
-def test_oracles_run(policy: str) -> None:
-    from sojourn_server.simulator.simulation_run import RunSpec
-
-    spec = RunSpec(
-        policy=policy, workload="synthetic:reasoning-mix", programs=6, until_s=40.0, pool_tokens=20_000,
-        max_model_len=19_000,
-    )  # fmt: skip
-    row = oracles.oracle_row(spec)
-    assert row.policy == policy
-    assert row.output_tok_per_s

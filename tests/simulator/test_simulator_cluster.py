@@ -14,7 +14,6 @@ from simulator_small_clusters import SmallCluster
 from simulator_small_runs import SmallRun
 from simulator_small_workload import (
     BLOCK,
-    FlatLatency,
     PlannedTurn,
     SmallLoop,
     SmallProgram,
@@ -32,12 +31,9 @@ from sojourn_server.routing.routing_events import (
 )
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.run_log import RunLog, TurnLog
-from sojourn_server.simulator.simulated_clients import SimulatedClients
 from sojourn_server.simulator.simulated_gateway import (
     DEFAULT_TENANT,
     SimulatedGateway,
-    isolated_completion_s,
-    prefix_hashes,
 )
 from sojourn_server.simulator.simulator_policies import ClusterPolicy, find_cluster_policy
 
@@ -99,12 +95,6 @@ def test_one_replica_lives_as_one_engine_does(engine: str, call_s: float):
     assert {turn.replica for turn in turns(behind.log)} == {"r0"}
 
 
-@pytest.mark.parametrize("engine", ["thunderagent", "thunderagent-offload"])
-def test_thunderagents_router_before_one_backend_is_the_door_it_was(engine: str):
-    loop = small_workload(seed=6)
-    assert alike(SmallCluster(engine, loop, replicas=1).log) == alike(SmallRun(engine, loop).log)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_brings_every_program_to_its_end(policy: str):
     loop = small_workload(seed=1, programs=24)
@@ -156,13 +146,6 @@ def test_what_another_replica_computed_is_computed_again_and_said_to_have_moved(
             been[turn.replica] = turn.prompt_tokens + turn.output_tokens - 1
 
 
-def test_who_keeps_its_replica_loses_nothing_to_moves():
-    log = SmallCluster("saga/stock", small_workload(seed=2, programs=6), blocks=2000).log
-    assert not any(turn.regenerated for turn in turns(log))
-    row = summarize_run(log)
-    assert row.replica_changes.programs_share == row.replica_changes.per_program == 0
-
-
 def test_who_waits_for_a_full_replica_is_stolen_by_an_idle_one():
     loop = small_workload(seed=1, programs=40)
     for program in loop.programs:
@@ -181,25 +164,6 @@ def test_who_waits_for_a_full_replica_is_stolen_by_an_idle_one():
     assert set(logs["random"].routes) == {"random"}
     # A stolen turn was computed where it was stolen to.
     assert sum(logs["stealing"].routes.values()) == len(turns(logs["stealing"]))
-
-
-def test_replicas_work_at_the_same_time():
-    loop = small_workload(seed=5, programs=30)
-    for program in loop.programs:
-        program.arrival_s = 0.0
-        for turn in program.turns:
-            turn.gap_s = 0.0
-    one, three = (SmallCluster("round-robin/stock", copied_workload(loop), replicas=n).log for n in (1, 3))
-    assert three.virtual_s < 0.7 * one.virtual_s
-    assert sum(replica.busy_s for replica in three.replicas) > three.virtual_s
-
-
-def test_a_run_ends_with_the_steps_that_have_begun():
-    log = SmallCluster("round-robin/stock", small_workload(seed=5, programs=30), until_s=3.0).log
-    longest_s = 0.005 + 256 * 2e-4  # as FlatLatency has it
-    assert 3.0 <= log.virtual_s <= 3.0 + longest_s
-    assert all(replica.busy_s <= log.virtual_s for replica in log.replicas)
-    assert not any(turn.submitted_s > log.virtual_s for turn in turns(log))
 
 
 class _ChangedGateway(SimulatedGateway):
@@ -246,30 +210,6 @@ class _Recaller(_ChangedGateway):
         return actions
 
 
-class _Jealous(_Recaller):
-    """Whenever an answer begins, all others that have not begun on that replica leave it, once each."""
-
-    def __init__(self) -> None:
-        super().__init__(0.0)
-        self._at: dict[str, str] = {}
-
-    def take(self, event: Any, now: float) -> list[Any]:
-        actions = self.take_unchanged(event, now)
-        if isinstance(event, RequestReceived):
-            self._at |= {
-                action.request_id: action.replica_id for action in actions if isinstance(action, SendRequest)
-            }
-        elif isinstance(event, FirstByteSent):
-            replica = event.replica_id
-            assert event.request_id not in self._at or self._at.pop(event.request_id) == replica
-            for other in [name for name, at in self._at.items() if at == replica]:
-                del self._at[other]
-                self.recalled.append(other)
-                elsewhere = f"r{(int(replica[1:]) + 1) % 3}"
-                actions += [RecallRequest(other, replica), SendRequest(other, elsewhere, "elsewhere")]
-        return actions
-
-
 @pytest.mark.parametrize(
     ("policy", "host_blocks"), [("mori/mori", 200), ("prefix-affinity/lru-offload", 0), ("saga/infercept", 0)]
 )
@@ -279,30 +219,6 @@ def test_a_replica_has_the_kv_memory_that_its_engine_would_report(policy: str, h
     run = SmallCluster(policy, loop, replicas=1, blocks=100, host_blocks=200, disk_blocks=400)
     (replica,) = run.core.replica_statuses()
     assert (replica.capacity_tokens, replica.host_tokens) == (99 * BLOCK, host_blocks * BLOCK)
-
-
-@pytest.mark.parametrize("engine", ["stock", "saga", "mori"])
-def test_who_is_taken_back_as_its_first_token_is_made_has_made_none(engine: str):
-    """Several begin in one step, and the first to do so drives the others out."""
-    loop = small_workload(seed=8, programs=20)
-    for program in loop.programs:
-        program.arrival_s = 0.0
-        for turn in program.turns:
-            turn.output = max(1, turn.output % 3)  # some answers begin and end in that step
-    jealous = _Jealous()
-
-    class Policy(ClusterPolicy):
-        def front(self, replicas: int) -> SimulatedGateway:
-            return jealous
-
-    known = find_cluster_policy(f"round-robin/{engine}")
-    run = SmallCluster(Policy(routing=known.routing, engine=known.engine), loop)
-    assert len(jealous.recalled) > 10
-    for turn in turns(run.log):
-        assert turn.submitted_s <= turn.entered_s <= turn.admitted_s < turn.first_token_s <= turn.finished_s
-        assert turn.recalls == jealous.recalled.count(turn.request_id)
-    assert run.log.hook_failures == run.log.refused_hints == 0
-    assert not any(engine_.scheduler.requests for engine_, _ in run.engines)
 
 
 @pytest.mark.parametrize("engine", ["stock", "saga", "lru-offload", "mori"])
@@ -329,67 +245,6 @@ def test_a_request_that_is_taken_back_is_answered_elsewhere(engine: str, after_s
         assert not engine_.scheduler.requests
         assert not engine_.scheduler.running
         assert not len(engine_.scheduler.waiting)
-
-
-@pytest.mark.parametrize("after_s", [0.0, 0.05])
-def test_events_of_a_recalled_request_are_delivered_once(monkeypatch: pytest.MonkeyPatch, after_s: float):
-    """Also those of a request that was recalled before it reached its engine."""
-    delivered: list[tuple[str, int]] = []
-    apply_events = SimulatedClients._apply_events
-
-    def record(clients: SimulatedClients, sim_replica: Any, events: list[dict[str, Any]]) -> None:
-        delivered.extend((event["program_id"], event["seq"]) for event in events)
-        apply_events(clients, sim_replica, events)
-
-    monkeypatch.setattr(SimulatedClients, "_apply_events", record)
-    recaller = _Recaller(after_s)
-
-    class Policy(ClusterPolicy):
-        def front(self, replicas: int) -> SimulatedGateway:
-            return recaller
-
-    known = find_cluster_policy("round-robin/saga")
-    policy = Policy(routing=known.routing, engine=known.engine)
-    SmallCluster(policy, small_workload(seed=8, programs=20), call_s=0.015)
-    assert recaller.recalled
-    own = [seqs for program_id, seqs in delivered if program_id == "p1"]
-    assert own == list(range(1, len(own) + 1))
-
-
-def test_the_future_changes_nothing_before_it():
-    """A program's last answers are other ones: until then every request of all lives as it did."""
-    for policy in ("prefix-affinity", "saga", "mori", "thunderagent"):
-        loop = small_workload(seed=9, programs=20)
-        changed = copied_workload(loop)
-        target = changed.programs[5]
-        target.turns[-1] = replace(target.turns[-1], output=target.turns[-1].output + 40)
-        one, other = SmallCluster(policy, loop).log, SmallCluster(policy, changed).log
-        until_s = min(
-            next(p for p in log.programs if p.program_id == target.instance_id).turns[-1].first_token_s
-            for log in (one, other)
-        )
-        told = [
-            [
-                (turn.request_id, turn.replica, turn.submitted_s, turn.entered_s)
-                for turn in turns(log)
-                if turn.entered_s is not None and turn.entered_s < until_s
-            ]
-            for log in (one, other)
-        ]
-        assert told[0] == told[1]
-        assert len(told[0]) > 20
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_program_takes_alone_what_is_expected_of_it(seed: int):
-    loop = small_workload(seed=seed, programs=1)
-    loop.programs[0].arrival_s = 0.0
-    log = SmallCluster("round-robin/stock", loop, replicas=1, blocks=400).log
-    program = log.programs[0]
-    assert program.expected_s == pytest.approx(isolated_completion_s(loop.programs[0], FlatLatency(), 256))
-    # A cache has whole blocks only, and never the last token that was made: up to 16 tokens more a turn.
-    more_s = program.completion_s - program.expected_s
-    assert -1e-9 <= more_s <= len(program.turns) * 16 * 2e-4 + 1e-9
 
 
 def test_tenants_reach_the_core_and_state_no_deadlines():
@@ -449,33 +304,6 @@ def test_a_gateway_that_holds_everybody_back_is_given_up():
     assert len(run.log.notes) == 1
     assert "nothing happened for 3600 s although requests waited at the gateway" in run.log.notes[0]
     assert run.log.virtual_s < 20_000
-
-
-def test_a_prefix_is_hashed_piece_by_piece():
-    ids = list(range(1000))
-    pieces = prefix_hashes(ids)
-    assert len(pieces) == 3
-    assert prefix_hashes(ids[:767]) == pieces[:2]
-    other = [*ids[:300], 7, *ids[301:]]
-    assert prefix_hashes(other)[0] == pieces[0]
-    assert not set(prefix_hashes(other)[1:]) & set(pieces)
-
-
-def test_endless_arrivals_are_replaced_on_whatever_replica_is_theirs():
-    """A closed loop: who finishes is followed at once, wherever it was."""
-
-    class Endless(SmallLoop):
-        def __init__(self) -> None:
-            super().__init__(small_workload(seed=4, programs=8).programs)
-            self.copies = 0
-
-        def finished(self, program: Any, now: float) -> Any:
-            self.copies += 1
-            return now, replace(program, instance_id=f"{program.trace_id}~{self.copies}")
-
-    log = SmallCluster("mori", Endless(), until_s=30.0).log
-    assert sum(program.finished_s is not None for program in log.programs) > 10
-    assert len([p for p in log.programs if p.finished_s is None]) == 8
 
 
 def test_a_program_that_waits_in_its_engine_moves_to_the_replica_that_has_become_free(

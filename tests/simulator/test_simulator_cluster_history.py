@@ -10,12 +10,9 @@ from simulator_small_clusters import SmallCluster
 from simulator_small_workload import SmallLoop, small_workload
 from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS
 from sojourn_server.routing.routing_records import RoutedProgram
-from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
-
-SPEC = RunSpec(policy="sojourn/saga", workload="synthetic:saga-ten-tenants", replicas=2, history_programs=5)
 
 
 def named(world: SmallLoop, prefix: str) -> SmallLoop:

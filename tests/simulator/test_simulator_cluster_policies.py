@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sojourn_server.policies.cluster_preset import cluster_preset_names
 from sojourn_server.simulator.request_router import RequestRouterView, RoutableRequest, RoutedProgramView
 from sojourn_server.simulator.simulator_policies import PolicyError, find_cluster_policy, routing_names
 from sojourn_server.simulator.thunderagent_router import (
-    BUFFER_TOKENS,
     CHECK_EVERY_S,
     FORCE_RESUME_AFTER_S,
     ThunderAgentRouter,
@@ -70,27 +68,9 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(name: str, message: str
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_expected_is_taken() -> None:
-    with pytest.raises(PolicyError) as raised:
-        find_cluster_policy("nobody")
-    listed = str(raised.value).partition("one of ")[2].split(", ")
-    assert [find_cluster_policy(name).name for name in listed]
-
-
 @pytest.mark.parametrize("name", routing_names())
 def test_every_routing_has_engines_of_its_own(name: str) -> None:
     assert find_cluster_policy(name).routing == name
-
-
-def test_the_page_names_every_routing() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
-    section = page.split("## Several replicas")[1].split("\n## ")[0]
-    assert [name for name in routing_names() if f"`{name}`" not in section] == []
-
-
-def test_every_cluster_preset_may_stand_before_any_engine() -> None:
-    for name in cluster_preset_names():
-        assert find_cluster_policy(f"{name}/stock").engine.preset is None
 
 
 # -- ThunderAgent's router ----------------------------------------------------------------------------
@@ -177,34 +157,6 @@ def test_who_is_paused_may_go_on_elsewhere_and_who_is_not_stays() -> None:
     assert street.check() == {"c": 0}
 
 
-def test_the_largest_is_placed_first_where_most_room_is() -> None:
-    street = Street(10_000, 2)
-    street.ask()
-    assert street.arrive("x", 9_000) == {"x": 0}
-    assert street.arrive("y", 9_500) == {"y": 1}
-    for name, tokens in (("p", 3_000), ("q", 6_000), ("r", 5_000), ("s", 4_500)):
-        assert street.arrive(name, tokens) == {}
-    street.ask(over="x")
-    street.ask(over="y")
-    found = street.check()
-    # Smallest first as far as both together have room: p, s, r, and q with them. Placed the other way round.
-    assert list(found) == ["q", "r", "s", "p"]
-    assert found == {"q": 0, "r": 1, "s": 1, "p": 0}
-
-
-def test_what_fits_all_backends_together_but_none_of_them_stays_paused() -> None:
-    street = Street(10_000, 2)
-    street.ask()
-    assert street.arrive("x", 7_000) == {"x": 0}
-    assert street.arrive("y", 7_000) == {"y": 1}
-    assert street.arrive("big", 5_000) == {}
-    assert street.arrive("small", 2_000) == {}
-    # 5,800 are free in all, but 2,900 on each: big is chosen too once small is gone, and fits on neither.
-    assert street.check() == {"small": 0}
-    street.ask(over="small")
-    assert street.check() == {}
-
-
 def test_who_has_waited_for_half_an_hour_goes_on_where_it_was_or_where_few_are() -> None:
     street = Street(10_000, 2)
     street.ask()
@@ -219,16 +171,3 @@ def test_who_has_waited_for_half_an_hour_goes_on_where_it_was_or_where_few_are()
     street.now += FORCE_RESUME_AFTER_S + CHECK_EVERY_S
     # Nobody's room is enough for any of them. y was on 1, so that fewer are on 0, and then as many.
     assert street.ask() == {"y": 1, "new": 0, "last": 0}
-
-
-def test_no_backend_is_promised_more_than_it_holds() -> None:
-    street = Street(10_000, 3)
-    street.ask()
-    at: dict[str, int] = {}
-    sizes = [1_500 + 700 * (number % 5) for number in range(20)]
-    for number, tokens in enumerate(sizes):
-        at.update(street.arrive(f"p{number}", tokens))
-        at.update(street.check())
-    assert len(at) > 6
-    for backend in range(3):
-        assert sum(sizes[int(name[1:])] + BUFFER_TOKENS for name in at if at[name] == backend) <= 10_000

@@ -16,18 +16,12 @@ import pytest
 import typer.testing
 from cli_process import COLUMNS, run_sojourn
 from rich.console import Console
-from simulation_results import read_results
-from simulator_run_logs import synthetic_run_log
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
 from sojourn_server.simulator.report.program_explanation import explain_program
-from sojourn_server.simulator.report.results_file import Provenance, document
-from sojourn_server.simulator.report.results_table import render, title
 from sojourn_server.simulator.report.run_metrics import summarize_run
-from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
+from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
 from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog, TurnLog
-from sojourn_server.simulator.simulation_run import RunSpec, validate_specs
-from sojourn_server.simulator.simulation_suite import read_sweep
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
@@ -122,77 +116,7 @@ def test_in_time_is_by_tenant_and_who_may_still_be_in_time_does_not_count() -> N
     assert summarize_run(log(life("a", "0"))).slo_attainment is None
 
 
-def test_preemptions_of_two_replicas_are_no_cascade() -> None:
-    row = summarize_run(log(life("a", "0")))
-    assert (row.preemptions, row.cascades) == (3, 1)
-
-
-def test_one_engine_by_itself_has_none_of_this() -> None:
-    row = summarize_run(synthetic_run_log("stock", 3, virtual_s=300.0))
-    assert row.replicas is None
-    assert row.replica_changes is row.utilisation is row.slo_attainment is None
-    assert row.per_replica == ()
-    text = shown([row])
-    assert "replica" not in text
-    assert "moved" not in text
-
-
 # -- tables -----------------------------------------------------------------------------------------
-
-
-def shown(rows: list[RunRow]) -> str:
-    console = Console(file=io.StringIO(), width=300, color_system=None)
-    console.print(render(rows))
-    return console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_tables_tell_of_replicas_where_there_are_several() -> None:
-    run = log(
-        life("a", "0110", finished_s=4.0, expected_s=3.0),
-        life("b", "000", finished_s=9.0, expected_s=3.0),
-        policy="saga/saga",
-    )
-    other = log(
-        life("a", "0000", finished_s=8.0), life("b", "000", finished_s=8.0), policy="prefix-affinity/stock"
-    )
-    rows = [summarize_run(run), summarize_run(other)]
-    text = shown(rows)
-    assert "2 programs at once, 2 replicas" in text
-    assert "KV pool 1,600 tokens each" in text
-    assert "times better than prefix-affinity/stock" in text
-    for name in ("least used", "most used", "moved", "moves", "in time"):
-        assert name in text
-    lines = text.splitlines()
-    place = {line.split()[0]: number for number, line in enumerate(lines) if line.strip()}
-    # What others are compared with comes first, and has no factor.
-    assert place["prefix-affinity/stock"] < place["saga/saga"]
-    assert "×" not in lines[place["prefix-affinity/stock"]]
-    assert "×" in lines[place["saga/saga"]]
-    assert "N× times better than prefix-affinity/stock" in text
-
-
-def test_nobody_is_compared_with_who_was_not_run() -> None:
-    run = log(life("a", "0110", finished_s=4.0, expected_s=3.0), policy="saga/saga")
-    other = log(life("a", "0000", finished_s=8.0), policy="round-robin/stock")
-    of_one_engine = [
-        summarize_run(synthetic_run_log(name, 3, virtual_s=300.0)) for name in ("infercept", "continuum")
-    ]
-    for rows in ([summarize_run(run), summarize_run(other)], of_one_engine):
-        assert "times better" not in shown(rows)
-        assert "* best of the policies; ≥ at least" in shown(rows)
-
-
-def test_one_replica_behind_a_gateway_takes_no_columns() -> None:
-    text = shown([summarize_run(log(life("a", "0", finished_s=2.0, expected_s=2.0), busy_s=(50.0,)))])
-    assert "1 programs at once, 1 replica\n" in text or "1 replica ·" in text
-    assert "moved" not in text
-    assert "in time" not in text
-
-
-def test_different_numbers_of_replicas_are_not_compared() -> None:
-    two, three = log(life("a", "0")), log(life("a", "0"), busy_s=(1.0, 2.0, 3.0))
-    assert summarize_run(two).workload != summarize_run(three).workload
-    assert "replicas" not in title([summarize_run(two), summarize_run(three)])
 
 
 def test_a_programs_life_names_its_replicas() -> None:
@@ -205,72 +129,7 @@ def test_a_programs_life_names_its_replicas() -> None:
     assert "moved: it had been computed, but on another replica" in text
 
 
-def test_results_are_read_back(tmp_path: Path) -> None:
-    row = summarize_run(log(life("a", "0110", finished_s=4.0, expected_s=3.0, tenant="x")))
-    plain = document([row], Provenance(command="c"))
-    assert plain["runs"][0]["replica_changes"] == {"programs_share": 1.0, "per_program": 2.0}
-    assert set(plain["runs"][0]["utilisation"]) == {"min", "mean", "max"}
-    assert plain["runs"][0]["slo_attainment"] == {"overall": 1.0, "x": 1.0}
-    path = tmp_path / "results.json"
-    path.write_text(json.dumps(plain))
-    assert read_results(path).runs == [row]
-
-
 # -- the benchmark's page ---------------------------------------------------------------------------
-
-
-def test_the_benchmarks_page_has_a_line_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    import cluster_simulation
-
-    options = cluster_simulation.arguments(["--workloads", "synthetic:dualpath-32k", "--each", "2", "5"])
-    specs = cluster_simulation.mori_specs(options)
-    assert [spec.programs for spec in specs] == [6] * 4 + [15] * 4
-    validate_specs(specs)
-    validate_specs([cluster_simulation.scale_spec(options)])
-    tenants = {
-        *cluster_simulation.AT_MOST_POLICIES,
-        *cluster_simulation.TENANT_POLICIES,
-        *cluster_simulation.ENGINE_POLICIES,
-    }
-    validate_specs([cluster_simulation.tenant_spec(options, policy, 0.5) for policy in sorted(tenants)])
-
-    runs = {
-        policy: log(
-            life("a", "0110", finished_s=4.0, expected_s=3.0, tenant="heavy-1"),
-            life("b", "00", finished_s=9.0, expected_s=3.0, tenant="light-2"),
-            policy=policy,
-        )
-        for policy in cluster_simulation.MORI_POLICIES
-    }
-    rows = [summarize_run(run) for run in runs.values()]
-    lines = cluster_simulation.mori_section(rows)[-1].splitlines()
-    assert len(lines) == 2 + len(rows)
-    assert lines[2].count("+0%") == 2
-    assert lines[3].count("+0%") == 1  # against the other baseline only
-    assert "20.0%, 65.0%" not in lines[2]
-    assert "50.0%, 65.0%" in lines[2]
-    assert "50.0%; 1.00" in lines[2]
-    text = "\n".join(cluster_simulation.tenant_section(rows, 0.8, 0.25))
-    assert text.count("| 50.0% | 100.0% | – | 0.0% |") == len(rows)
-    assert "0.25 programs a second" in text
-    whole_text = "\n".join(cluster_simulation.at_most_section(rows))
-    assert whole_text.count("| +0% |") == len(rows)
-    assert cluster_simulation.rate_of(rows, 0.5) == pytest.approx(
-        (rows[0].programs_per_hour or 0.0) / 7200, abs=1e-6
-    )
-    whole, part = "saga/saga", "saga-no-shares/saga"
-    means = {whole: 10.0, part: 12.0}
-    ablation = [msgspec.structs.replace(rows[0], policy=name) for name in (whole, part)]
-    assert cluster_simulation._against_whole(part, means) == "+20%"
-    assert cluster_simulation._against_whole(whole, means) == ""
-    assert cluster_simulation._against_whole("saga/saga-no-ttl", means) == "", "its whole was not run"
-    assert "| +0% |" in "\n".join(cluster_simulation.tenant_section(ablation, 0.8, 0.25))
-    assert "2 replicas, 2 programs at once" in "\n".join(
-        cluster_simulation.scale_section(msgspec.structs.replace(rows[0], wall_s=2.0))
-    )
-    cluster_simulation.draw({"mori": rows, "tenants": rows}, tmp_path / "plot.svg")
-    assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
 # -- the command ------------------------------------------------------------------------------------
@@ -295,37 +154,6 @@ def test_a_policy_that_no_cluster_has_is_refused_before_anything_runs(policy: st
     error = refused("synthetic:continuum-bfcl", "--replicas", "2", "--policy", policy)
     assert message in error.message
     assert error.next_step
-
-
-@needs_vllm
-def test_a_routing_needs_replicas() -> None:
-    error = refused("synthetic:continuum-bfcl", "--policy", "saga/stock")
-    assert error.message.startswith("saga/stock is a cluster's policy: it routes")
-    error = refused("synthetic:continuum-bfcl", "--policy", "round-robin")
-    assert error.message.startswith("round-robin is a cluster's policy")
-    assert "expected --replicas" in error.message
-
-
-@needs_vllm
-@pytest.mark.parametrize("path", ["x/y.jsonl", "/tmp/y.jsonl", "./traces/y.jsonl"])
-def test_a_path_is_no_routing(path: str) -> None:
-    error = refused("synthetic:continuum-bfcl", "--policy", path)
-    assert error.message.startswith(f"unknown policy {path!r}; expected one of")
-
-
-@needs_vllm
-def test_kept_runs_have_the_replicas_they_had(tmp_path: Path) -> None:
-    kept = tmp_path / "kept.json"
-    kept.write_text("{}")
-    assert "--replicas has no effect on saved runs" in refused("--load", str(kept), "--replicas", "2").message
-
-
-def test_replicas_are_swept_as_other_numbers_are() -> None:
-    sweep = read_sweep("replicas=1,2,4")
-    specs = sweep.specs([RunSpec(policy="saga", workload="w"), RunSpec(policy="stock", workload="w")])
-    assert [(spec.policy, spec.replicas) for spec in specs] == [
-        ("saga", 1), ("stock", 1), ("saga", 2), ("stock", 2), ("saga", 4), ("stock", 4),
-    ]  # fmt: skip
 
 
 def turn(prompt: int) -> dict[str, Any]:

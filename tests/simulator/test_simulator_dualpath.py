@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,21 +54,6 @@ def test_one_turn_by_hand_in_every_system() -> None:
     # Copies before and after: 0.64 s in, 0.74 s out.
     assert played("basic", [(turn,)]).now == pytest.approx(10 + 0.64 + 0.7 + 0.74 + after_s, abs=1e-6)
     assert played("oracle", [(turn,)]).now == pytest.approx(0.7 + 1.1, abs=1e-6)
-
-
-def test_two_nics_read_for_two_agents_and_gaps_take_time() -> None:
-    turn = TurnShape(hit_blocks=10, prompt_tokens=641, output_tokens=1, gap_s=0.0)
-    one, both = played("layerwise", [(turn,)] * 2), played("scheduling", [(turn,)] * 2)
-    assert [sum(nic.blocks_in) for nic in one.nics] == pytest.approx([20, 0])
-    assert [sum(nic.blocks_in) for nic in both.nics] == pytest.approx([10, 10])
-    assert one.now > 20 > both.now > 10
-    turns = (TurnShape(0, 64, 1, 5.0), TurnShape(1, 128, 1, 0.0))
-    at_once, later = played("oracle", [turns]), played("oracle", [turns], arrivals_s=[100.0])
-    assert at_once.now > 5.0
-    assert later.now == pytest.approx(at_once.now + 100.0)
-    assert later.turns == 2
-    with pytest.raises(ValueError, match="expected at most"):
-        played("scheduling", [(TurnShape(0, 10**7, 1, 0.0),)])
 
 
 shapes = st.lists(
@@ -145,19 +127,3 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(figures, "HOUR", {"until_s": 50_000.0, "warm_up_s": 1_000.0})
     monkeypatch.setattr(figures, "RATES", {"ds-660b": (0.1, 0.2), "ds-27b": (0.1, 0.2)})
     return ran
-
-
-def test_every_part_has_its_table(
-    small: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["figures.py"])
-    figures.main(["--share", "0.0004", "--out", str(tmp_path)])
-    page = (tmp_path / "prefill_decode_cluster.md").read_text()
-    assert "## Summary" in capsys.readouterr().out
-    for heading in ("Table 3", "Ablation", "Balance", "Online", "Workloads", "Longer appends", "P/D ratios"):
-        assert f"## {heading}" in page or f"## To {heading}" in page
-    assert "| 48P96D, 19 agents: completion, predicted |" in page
-    found = json.loads((tmp_path / "prefill_decode_cluster.json").read_text())
-    assert set(figures.PARTS) < set(found)
-    assert {spec.system for spec in small} == set(simulated.PD_SYSTEMS)
-    assert all(math.isfinite(each["virtual_s"]) for part in figures.PARTS for each in found[part])

@@ -49,17 +49,6 @@ def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(tmp_path: Path) ->
     assert all(row["attention_s"] > 0 for row in document["decode_attention"])
 
 
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    target = tmp_path / "none.toml"
-    result = run("--output", str(target))
-    assert result.returncode != 0
-    assert "no CUDA device; --smoke" in result.stderr
-    assert not target.exists()
-    unknown = run("--smoke", "--base", "h1000")
-    assert unknown.returncode != 0
-    assert "did you mean 'h100'?" in unknown.stderr
-
-
 def test_curves_made_of_known_efficiencies_give_them_back(script: ModuleType) -> None:
     base, model = load_hardware_profile("h100"), load_model_shape("llama-3.1-8b")
     parameters = model.attention_parameters + model.mlp_parameters

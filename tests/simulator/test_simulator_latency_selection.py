@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.simulator.latency.fitted_latency import FittedLatency
-from sojourn_server.simulator.latency.latency_profiles import SHIPPED_PROFILES, LatencyProfileError
+from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
 from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.simulator.latency.latency_selection import load_latency_model
 from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
@@ -60,14 +60,6 @@ def test_names_give_a_roofline() -> None:
     assert device.host_kv_tokens == device.kv_pool_tokens > device.max_context_tokens
 
 
-def test_files_of_ones_own_give_a_roofline(tmp_path: Path) -> None:
-    hardware, model = tmp_path / "h.toml", tmp_path / "m.toml"
-    hardware.write_text((SHIPPED_PROFILES / "hardware" / "h200.toml").read_text())
-    model.write_text((SHIPPED_PROFILES / "models" / "qwen2.5-7b.toml").read_text())
-    own, shipped = load_latency_model(str(hardware), str(model)), load_latency_model("h200", "qwen2.5-7b")
-    assert (vars(own[0]), own[1]) == (vars(shipped[0]), shipped[1])
-
-
 def test_options_override_what_vllm_would_choose() -> None:
     device = load_latency_model(
         "a100-80gb", "llama-3.1-8b", kv_pool_tokens=50_005, max_model_len=40_000, cpu_ratio=0.5
@@ -85,14 +77,6 @@ def test_an_engine_profile_brings_its_own_model_and_limits(tmp_path: Path) -> No
     assert latency.copy_s(4_000_000_000, to_host=False) == 1.0
     _, device = load_latency_model(written(tmp_path, PROFILE), kv_pool_tokens=4005)
     assert (device.kv_pool_tokens, device.max_context_tokens, device.host_kv_tokens) == (4000, 4000, 0)
-
-
-def test_a_model_tells_the_size_of_kv_where_the_server_did_not(tmp_path: Path) -> None:
-    file = written(tmp_path, without(kv_bytes_per_token=None))
-    assert load_latency_model(file)[1].kv_bytes_per_token == 0
-    assert load_latency_model(file, "qwen2.5-7b")[1].kv_bytes_per_token == 57_344
-    with pytest.raises(LatencyProfileError, match=r"kv_bytes_per_token is missing.*name the model"):
-        load_latency_model(file, cpu_ratio=1.0)
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
@@ -113,14 +97,6 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
     broken.write_text(PROFILE.to_toml().replace("token_s = 0.0001", "token_s = -1"))
     with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: .*`\$\.steps\.token_s`"):
         load_latency_model(str(broken))
-
-
-def test_a_profile_without_step_costs_is_refused(tmp_path: Path) -> None:
-    old = tmp_path / "old.toml"
-    version_one = dataclasses.replace(PROFILE, steps=None)
-    old.write_text(version_one.to_toml().replace("version = 2", "version = 1"))
-    with pytest.raises(LatencyProfileError, match=r"old\.toml: the engine profile holds no step costs"):
-        load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
 
 
 @given(

@@ -55,10 +55,6 @@ def test_programs_that_do_not_fit_at_all_are_left_out_and_counted() -> None:
         ProgramPlanner([])
 
 
-def test_of_a_single_request_no_gap_is_missing() -> None:
-    assert ProgramPlanner([program("p", turn(100))]).notes == []
-
-
 def test_gaps_can_be_bounded_and_people_left_out() -> None:
     trace = program(
         "p",
@@ -128,23 +124,6 @@ def test_a_sub_agent_of_a_turn_that_is_cut_never_starts_and_is_counted() -> None
     assert planner.notes[0] == (
         "2 sub-agents left out: the context limit leaves out their parents or the turns that start them"
     )
-
-
-def test_sub_agents_of_programs_that_do_not_fit_are_counted() -> None:
-    """The note counted one, and its sub-agents vanished."""
-    family = [
-        program("long", turn(900)),
-        program("child", turn(20), parent="long", parent_turn=0),
-        program("grandchild", turn(20), parent="child"),
-        program("long too", turn(900), parent="grandchild"),
-        program("short", turn(20)),
-    ]
-    planner = ProgramPlanner(family, PlaybackOptions(max_context_tokens=500))
-    assert len(planner) == 1
-    assert planner.notes == [
-        "2 programs left out: their first turn is beyond the context limit of 500 tokens",
-        "2 sub-agents left out: the context limit leaves out their parents or the turns that start them",
-    ]
 
 
 def test_orphans_are_programs_and_circles_are_refused() -> None:

@@ -7,20 +7,17 @@ from bisect import bisect_right
 from collections import Counter
 
 import pytest
-from sojourn_server.simulator.client_hints import ClientHints
 from sojourn_server.simulator.workloads.distributions import LogNormal
-from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
 from sojourn_server.simulator.workloads.reasoning_workloads import (
     AGENT_TOOLS,
     AGENT_TURNS,
     MIX,
     R1_OUTPUT,
     R1_PROMPT,
-    REASONING,
 )
 from sojourn_server.simulator.workloads.saga_workloads import TOOL_LATENCIES
-from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_names, synthetic_programs
-from sojourn_server.traces.trace_schema import TraceError, TraceProgram
+from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
+from sojourn_server.traces.trace_schema import TraceProgram
 
 COUNT = 4000
 
@@ -97,23 +94,6 @@ def test_the_agent_thinks_before_each_tool_call() -> None:
     for name, kind in AGENT_TOOLS.items():
         times = [run.s or 0.0 for run in calls if run is not None and run.name == name]
         assert statistics.median(times) == pytest.approx(TOOL_LATENCIES[kind].quantile(0.5), rel=0.05)
-
-
-@pytest.mark.parametrize("name", REASONING)
-def test_the_type_of_an_agent_is_told_with_its_first_request(name: str) -> None:
-    assert name in synthetic_names()
-    for program in synthetic_programs(name, count=20):
-        assert program.agent_type
-        plan = ProgramPlanner([program]).plan(0)
-        assert plan.agent_type == program.agent_type
-        told = ClientHints(plan.instance_id, agent_type=plan.agent_type).context()["sojourn"]
-        assert told["agent_type"] == program.agent_type
-
-
-def test_names_that_are_none_are_refused() -> None:
-    for name in ("reasoning", "reasoning-maths", "reasoning-mix:0.5"):
-        with pytest.raises(TraceError, match="did you mean synthetic:reasoning-"):
-            synthetic_programs(name)
 
 
 def test_a_log_normal_through_a_point_has_mean_and_point() -> None:

@@ -15,10 +15,7 @@ from simulator_crowded_workload import CROWDED_BLOCKS, crowded_workload
 from simulator_small_runs import SmallRun
 from simulator_small_workload import BLOCK, FlatLatency
 from sojourn_server.simulator import simulation_run
-from sojourn_server.simulator.event_queue import VirtualClock
-from sojourn_server.simulator.latency.latency_profiles import load_model_shape, shipped_profile_names
 from sojourn_server.simulator.run_log import RunLog, TurnLog
-from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulator_policies import Bound, policy_names
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
@@ -98,15 +95,6 @@ def test_what_is_computed_again_is_counted_once(
     counted = sum(turn.regenerated_tokens for turn in turns_of(log))
     assert again * BLOCK <= counted < again * BLOCK + (BLOCK * len(cut) or 1)
     assert again > 0
-
-
-def test_the_longest_context_of_every_shipped_model_is_one_the_engine_takes():
-    longest = max(load_model_shape(name).max_context_tokens for name in shipped_profile_names("models"))
-    options = SimulatedEngineOptions(blocks=longest // BLOCK + 2, max_model_len=longest)
-    engine = SimulatedEngine(options, VirtualClock())
-    engine.add("a/0", range(300, 300 + longest - 1))
-    engine.run(max_steps=longest // options.max_num_batched_tokens + 1)
-    assert not engine.scheduler.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("bound", [Bound.FREE_IO, Bound.UNLIMITED])

@@ -11,7 +11,7 @@ from rich.console import Console
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
 from sojourn_server.simulator.report import result_columns
 from sojourn_server.simulator.report.result_columns import COLUMNS, ResultColumn, TableCell, columns_to_show
-from sojourn_server.simulator.report.results_table import notes, render, summary, title, workloads
+from sojourn_server.simulator.report.results_table import render, summary, workloads
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
 
@@ -65,12 +65,6 @@ def test_less_time_is_better_and_said_as_a_factor() -> None:
     assert [c.best for c in found] == [False, True, False]
 
 
-def test_more_throughput_is_better() -> None:
-    rows = [row("stock", output_tok_per_s=100.0), row("b", output_tok_per_s=250.0)]
-    found = cells(rows, column("output", "tok/s"))
-    assert [(c.factor, c.best) for c in found] == [("", False), ("2.50×", True)]
-
-
 @pytest.mark.parametrize(
     ("bounds", "factors", "best"),
     [
@@ -89,18 +83,6 @@ def test_a_lower_bound_is_never_best_nor_an_exact_factor(
     assert [c.factor for c in found] == factors
     assert [c.best for c in found] == [place == best for place in range(len(bounds))]
     assert [c.text.startswith("≥") for c in found] == [bound.at_least for bound in bounds]
-
-
-def test_a_lead_below_the_last_digit_is_none() -> None:
-    assert not any(c.best for c in completion_cells(Bound(300.2), Bound(300.1)))
-
-
-def test_what_most_reach_sets_nobody_apart() -> None:
-    assert not any(c.best for c in completion_cells(Bound(100), Bound(100), Bound(100), Bound(200)))
-    assert [c.best for c in completion_cells(Bound(100), Bound(100), Bound(200), Bound(300))][:2] == [
-        True,
-        True,
-    ]
 
 
 def test_a_limit_is_compared_but_never_best() -> None:
@@ -123,20 +105,6 @@ def test_finished_programs_of_a_closed_loop_are_not_compared_but_the_estimate_is
         ("", False),
         ("10.0×", True),
     ]
-
-
-def test_the_estimate_takes_no_place_where_all_finished() -> None:
-    rows = [row(name, programs_unfinished=0, completion_estimate_s=seconds(9)) for name in ("stock", "b")]
-    assert not [c for c in columns_to_show(rows) if c.title == "est. of all"]
-    rows[1] = row("b", programs_unfinished=1, completion_estimate_s=seconds(9))
-    assert len([c for c in columns_to_show(rows) if c.title == "est. of all"]) == 2
-
-
-def test_without_stock_there_are_no_factors_and_zero_makes_none() -> None:
-    rows = [row("a", output_tok_per_s=1.0), row("b", output_tok_per_s=2.0)]
-    assert [c.factor for c in cells(rows, column("output", "tok/s"))] == ["", ""]
-    rows = [row("stock", output_tok_per_s=0.0), row("b", output_tok_per_s=2.0)]
-    assert [c.factor for c in cells(rows, column("output", "tok/s"))] == ["", ""]
 
 
 def test_workloads_keep_apart_what_may_not_be_compared() -> None:
@@ -181,37 +149,6 @@ def test_no_figure_is_lost_on_a_console_of_any_width(width: int) -> None:
             assert cell.text in figures
             assert cell.factor in figures
     assert all(len(line.rstrip()) <= width for line in text.splitlines())
-
-
-def test_a_wide_console_has_one_line_a_policy() -> None:
-    lines = rendered(ROWS, 400).splitlines()
-    for name in POLICY_BEHAVIORS:
-        assert len([line for line in lines if line.startswith(f"{name} ")]) == 1
-
-
-def test_no_rows_are_an_empty_table() -> None:
-    assert rendered([], 80).strip() == ""
-
-
-def test_a_note_says_whose_it_is_where_it_is_not_everybodys() -> None:
-    rows = [
-        msgspec.structs.replace(BASE, policy="stock", notes=("all", "mine")),
-        msgspec.structs.replace(BASE, policy="b", notes=("all", "b: own")),
-        msgspec.structs.replace(BASE, policy="free-io", notes=("bound",), limit=True),
-    ]
-    assert notes(rows) == ["all", "stock: mine", "b: own", "free-io: bound"]
-
-
-def test_the_title_tells_how_much_is_below_the_device_where_a_policy_has_it() -> None:
-    pool = f"KV pool {BASE.pool_blocks * BASE.block_size:,} tokens"
-    rows = [row("stock"), row("lru-offload", host_blocks=1000), row("free-io", limit=True, host_blocks=9999)]
-    assert f" · {pool} · host memory 16,000 tokens · seed" in title(rows)
-    with_disk = [*rows, row("mori", host_blocks=1000, disk_blocks=4000)]
-    assert f" · {pool} · host memory 16,000 tokens · disk 64,000 tokens · seed" in title(with_disk)
-    assert f" · {pool} · seed" in title([row("stock"), row("continuum")])
-    for other in (0, 2000):  # as in a sweep
-        swept = [*rows, row("lru-offload", host_blocks=other)]
-        assert "host memory" not in title(swept)
 
 
 def test_the_end_says_in_words_what_sojourn_brings() -> None:

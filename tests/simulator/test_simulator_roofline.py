@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import sys
 
 import pytest
@@ -59,18 +58,6 @@ def test_two_steps_take_at_least_as_long_as_one_with_both(
 def test_copies_grow_with_their_bytes(roofline: RooflineLatency, few: int, more: int, to_host: bool) -> None:
     assert 0 < roofline.copy_s(few, to_host=to_host) < roofline.copy_s(few + more, to_host=to_host)
     assert roofline.copy_s(0, to_host=to_host) == 0.0
-
-
-def test_an_empty_step_still_costs_what_lies_between_steps() -> None:
-    for roofline in ROOFLINES:
-        empty = roofline.step_s(StepWork(0, 0, 0, 0, 0))
-        assert empty == roofline.hardware.step_overhead_s < roofline.step_s(work_of([(1, 0)]))
-
-
-def test_a_pickled_model_says_the_same() -> None:
-    work = work_of([(1, 5000), (512, 20_000)])
-    for roofline in ROOFLINES:
-        assert pickle.loads(pickle.dumps(roofline)).step_s(work) == roofline.step_s(work)
 
 
 def test_a_step_takes_few_calls_however_many_requests_it_has() -> None:

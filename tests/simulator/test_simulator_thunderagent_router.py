@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.simulator.request_router import (
-    PassThroughRouter,
     RequestRouterView,
     RoutableRequest,
     RoutedProgramView,
@@ -97,21 +95,6 @@ def test_a_new_program_goes_on_at_once_where_it_fits_with_its_buffer() -> None:
     assert street.arrive("a", 901) == []
 
 
-def test_a_new_program_waits_behind_others_that_wait() -> None:
-    street = full_street()
-    assert street.arrive("big", 500) == []
-    assert street.end("b") == [], "the router resumes on its tick only"
-    assert street.arrive("small", 10) == [], "somebody waits already"
-    assert street.tick() == ["small"], "the smallest first, whoever came first: large ones may starve"
-    assert street.tick() == []
-
-
-def test_what_was_let_in_once_goes_on_though_it_has_grown() -> None:
-    street = full_street()
-    street.finish("a", 350)
-    assert street.arrive("a", 2000) == ["a"]
-
-
 def test_the_smallest_acting_program_is_paused_first() -> None:
     street = full_street()
     street.finish("a", 500)
@@ -119,17 +102,6 @@ def test_the_smallest_acting_program_is_paused_first() -> None:
     street.tick()  # 1100 + 200 > 1000: a goes
     assert street.arrive("a", 510) == []
     assert street.arrive("b", 610) == ["b"]
-
-
-def test_a_reasoning_program_is_paused_when_its_turn_is_over() -> None:
-    street = full_street()
-    street.finish("a", 300)
-    assert street.arrive("a", 700) == ["a"]
-    street.tick()  # 1100 + 200: nobody acts; b, the smaller, is marked
-    assert street.finish("b", 450) == []
-    assert street.arrive("b", 460) == []
-    assert street.finish("a", 750) == []
-    assert street.arrive("a", 760) == ["a"], "what is marked counts as gone, so a was not marked too"
 
 
 def test_marks_count_until_it_fits_and_no_further() -> None:
@@ -166,61 +138,12 @@ def test_resume_prefers_those_who_come_back_then_new_ones_then_idle_ones() -> No
     assert street.arrive("idle", 610) == ["idle"]
 
 
-def test_of_those_resumed_together_the_largest_goes_on_first() -> None:
-    street = full_street()
-    assert street.arrive("small", 150) == []
-    assert street.arrive("large", 400) == []
-    street.end("a")
-    street.end("b")
-    assert street.tick() == ["large", "small"]
-
-
-def test_nothing_is_resumed_between_two_ticks() -> None:
-    street = full_street()
-    assert street.arrive("c", 500) == []
-    street.end("a")
-    street.end("b")
-    street.now += CHECK_EVERY_S / 2
-    assert street.ask() == []
-    street.now += CHECK_EVERY_S / 2
-    assert street.ask() == ["c"]
-
-
 def test_who_can_never_fit_goes_on_after_half_an_hour() -> None:
     street = Street(1000)
     street.arrive("huge", 1000)
     while street.now + CHECK_EVERY_S < FORCE_RESUME_AFTER_S:
         assert street.tick() == []
     assert street.tick() == ["huge"]
-
-
-def test_a_program_that_is_over_gives_its_room_back_and_an_id_can_be_used_again() -> None:
-    street = Street(1000)
-    street.arrive("a", 900)
-    street.end("a")
-    assert street.arrive("b", 900) == ["b"]
-    street.end("b")
-    assert street.arrive("a", 900) == ["a"]
-
-
-def test_a_turn_that_ends_at_the_moment_the_next_begins_is_seen() -> None:
-    """No view between the two: a mark is honoured all the same."""
-    street = full_street()
-    street.finish("a", 300)
-    street.arrive("a", 700)
-    street.tick()
-    street.programs["b"].turns += 1
-    assert street.arrive("b", 460) == []
-
-
-@pytest.mark.parametrize("waiting", [0, 3])
-def test_the_open_door_lets_everybody_in_as_they_came(waiting: int) -> None:
-    requests = tuple(RoutableRequest(f"r{n}", f"p{n}", 10**9, 0.0, 0) for n in range(waiting))
-    view = RequestRouterView(waiting=requests, programs=(), capacity_tokens=0)
-    assert list(PassThroughRouter().select_requests(view, 0.0)) == [
-        request.request_id for request in requests
-    ]
-    assert PassThroughRouter.tick_s == float("inf")
 
 
 steps = st.lists(
@@ -259,16 +182,6 @@ def test_nobody_is_dropped_or_let_in_twice_and_all_get_through(story: list[tuple
             street.end(name)
         street.tick()
     assert not street.waiting
-
-
-@settings(max_examples=100, deadline=None)
-@given(story=steps, other=steps)
-def test_what_comes_later_changes_nothing_before(
-    story: list[tuple[str, str, int]], other: list[tuple[str, str, int]]
-) -> None:
-    """And the same story is answered the same way: nothing but what it was told decides."""
-    first = live(Street(1000), story)
-    assert live(Street(1000), [*story, *other])[: len(first)] == first
 
 
 @settings(max_examples=100, deadline=None)

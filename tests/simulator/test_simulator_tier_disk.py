@@ -16,8 +16,6 @@ from sojourn_server.kv_offload.offload_jobs import (
     OffloadJobs,
     OffloadResults,
 )
-from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.simulator.latency.fitted_latency import FittedLatency
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
     load_hardware_profile,
@@ -62,15 +60,6 @@ def told(copies: TierTransfers, now: float) -> OffloadResults | None:
 
 
 # -- the lanes --------------------------------------------------------------------------------------
-
-
-def test_nothing_was_left_on_disk_before() -> None:
-    copies = TierTransfers(Links(), BLOCK_BYTES)
-    first = told(copies, 0.0)
-    assert first is not None
-    assert first.on_disk == []
-    assert told(copies, 100.0) is None
-    assert copies.next_done_s() == inf
 
 
 @pytest.mark.parametrize("slower", [1, 2])
@@ -146,22 +135,6 @@ def test_the_disk_of_a_shipped_profile_is_one_drive_for_all_devices(name: str) -
         assert roofline.disk_s(7_000_000_000, to_disk=True) == 2.0
 
 
-def test_a_profile_without_a_disk_has_the_usual_one(tmp_path) -> None:
-    shipped = (SHIPPED_PROFILES / "hardware" / "h100.toml").read_text()
-    start, end = shipped.index("# The disk for KV"), shipped.index("[all_reduce_bytes_per_s]")
-    older, own = tmp_path / "older.toml", tmp_path / "own.toml"
-    older.write_text(shipped[:start] + shipped[end:])
-    own.write_text(shipped.replace("value = 6.5e9", "value = 13e9"))
-    usual = load_hardware_profile(str(older))
-    assert usual.disk_read_bytes_per_s == load_hardware_profile("h100").disk_read_bytes_per_s
-    assert "disk_write_bytes_per_s" in usual.estimates
-    assert "PM9A3" in dict(usual.sources)["disk_write_bytes_per_s"]
-    assert load_hardware_profile(str(own)).disk_read_bytes_per_s == 13e9
-    measured = FittedLatency(StepCosts(*[0.0] * 6), None, None)
-    assert measured.disk_s(3_500_000_000, to_disk=True) == 1.0
-    assert measured.disk_s(3_250_000_000, to_disk=False) == 0.5
-
-
 # -- whole runs -------------------------------------------------------------------------------------
 
 
@@ -190,44 +163,6 @@ def test_what_host_memory_loses_is_loaded_from_disk(policy: str, programs: int) 
     assert below.log.copied_to_disk_bytes >= 64 * counts["spilled"] > 0
     assert without.log.copied_to_disk_bytes == without.log.copied_from_disk_bytes == 0
     assert planner_of(without).counts["dropped_on_disk"] == 0
-
-
-@pytest.mark.parametrize("policy", ["saga+host", "mori"])
-def test_everybody_knows_of_the_disk_and_nothing_goes_wrong(policy: str) -> None:
-    made = small(policy, DISK_BLOCKS)
-    planner = planner_of(made)
-    pool = made.engine.scheduler.sojourn.program_scheduler.pool
-    assert pool.disk_blocks == DISK_BLOCKS == planner.limits.disk_blocks
-    assert made.log.hook_failures == 0
-    assert all(program.finished_s is not None for program in made.log.programs)
-    assert 0 < len(planner.disk) <= planner.counts["spilled"]
-    gone_wrong = {"failed", "spill_failed", "spill_missing", "stage_missing", "stage_failed"}
-    assert not gone_wrong & planner.counts.keys()
-    assert planner.under_way or not any(entry.pins for entry in planner.host)
-
-
-def test_a_full_disk_drops_what_was_longest_unused() -> None:
-    made = small("continuum+host", 20, small_workload(seed=7, programs=24))
-    planner = planner_of(made)
-    assert planner.counts["disk_dropped"] > 0
-    assert planner.counts["staged"] > 0
-    assert planner.counts["stage_missing"] == 0
-    assert len(planner.disk) <= 20
-    assert made.log.hook_failures == 0
-
-
-def test_without_a_disk_the_engine_has_its_own_connector() -> None:
-    made = small("saga+host", 0)
-    assert type(made.engine.scheduler.connector).__name__ == "SojournConnector"
-    assert made.engine.scheduler.sojourn.program_scheduler.pool.disk_blocks == 0
-
-
-@pytest.mark.parametrize("policy", ["saga+host", "mori"])
-def test_a_run_with_a_disk_repeats(policy: str) -> None:
-    one, two = small(policy, DISK_BLOCKS), small(policy, DISK_BLOCKS)
-    assert one.decisions == two.decisions
-    assert one.log.programs == two.log.programs
-    assert one.log.copied_from_disk_bytes == two.log.copied_from_disk_bytes
 
 
 TINY = RunSpec(
@@ -279,21 +214,3 @@ def test_a_disk_that_cannot_be_is_refused(policies: str, ratios: tuple[float, fl
     if find_policy(specs[-1].policy).own_tiers:
         with pytest.raises(SimulatorError):
             run_simulation(specs[-1])
-
-
-def test_what_an_engine_would_not_start_with_is_told() -> None:
-    bare = [replace(TINY, policy=policy, cpu_ratio=0.0) for policy in ("saga+host", "mori")]
-    note = "mori has no host memory to place programs in"
-    assert not any(note in told for told in validate_specs([TINY, bare[0]]))
-    assert any(note in told for told in validate_specs(bare))
-    assert run_simulation(bare[1]).programs
-
-
-def test_who_has_no_disk_may_stand_beside_who_has() -> None:
-    with_one, without = (
-        validate_specs(
-            [RunSpec(policy=p, workload=TINY.workload, disk_ratio=ratio) for p in ("stock", "mori")]
-        )
-        for ratio in (4.0, 0.0)
-    )
-    assert with_one == without
