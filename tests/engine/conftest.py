@@ -117,12 +117,3 @@ def make_llm(tiny_model: str) -> Iterator[Callable[..., Any]]:
         llm.llm_engine.engine_core.shutdown()
     made.clear()
     gc.collect()
-
-
-@pytest.fixture
-def steps_ahead(engine_environment: None) -> Iterator[None]:
-    """Let engines of this test schedule a step ahead, as on CUDA."""
-    from async_scheduling import asynchronous_scheduling
-
-    with asynchronous_scheduling():
-        yield

@@ -39,17 +39,6 @@ def test_the_output_is_what_was_asked_whatever_the_sampling(llm):
     assert outputs(llm, [token_prompt(i, 40 + i) for i in range(3)], params) == ids
 
 
-def test_a_request_without_ids_beside_a_forced_one_is_its_own(llm):
-    from vllm import SamplingParams
-
-    free = SamplingParams(max_tokens=12, temperature=0)
-    alone = outputs(llm, [token_prompt(5, 50)], [free])
-    ids = [(i * 31) % 49_000 + 10 for i in range(12)]
-    together = outputs(llm, [token_prompt(5, 50), token_prompt(6, 50)], [free, forced_params(ids)])
-    assert together == [alone[0], ids]
-    assert alone[0] != ids
-
-
 def test_ids_survive_preemption(llm):
     from engine_tools import count_preemptions
 
@@ -62,12 +51,3 @@ def test_ids_survive_preemption(llm):
         )
     assert got == ids
     assert preempted, "the cache was large enough; the test shows nothing"
-
-
-@pytest.mark.parametrize("bad", [[], "text", [1, -2], [1.5], [49_152], [0] * 65_537])
-def test_bad_ids_are_refused_with_the_reason(llm, bad):
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    with pytest.raises(VLLMValidationError, match="replay_ids"):
-        llm.generate([token_prompt(1, 8)], SamplingParams(max_tokens=4, extra_args={"replay_ids": bad}))

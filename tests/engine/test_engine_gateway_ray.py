@@ -82,16 +82,6 @@ def harmed(before: dict[str, str], after: dict[str, str], run: Run) -> set[str]:
     return seen
 
 
-def test_nothing_is_lost_where_nothing_is_killed(gateway: RayGateway) -> None:
-    """What the next test takes for the signs of a kill is not there without one."""
-    run = Run(prefix="quiet", first_token=3000)
-    before = when(gateway, lambda now: len(now) == 2)
-    asyncio.run(play(gateway.url, run, turns=range(2)))
-    assert run.failed == run.silent == []
-    assert run.over
-    assert harmed(before, alive(gateway), run) == set()
-
-
 def test_a_killed_engine_fails_nobody(gateway: RayGateway) -> None:
     run = Run(prefix=f"{time.monotonic_ns()}-")  # tried again, these are programs without a home
     before = when(gateway, lambda now: len(now) == 2)

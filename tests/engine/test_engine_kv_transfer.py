@@ -325,16 +325,6 @@ def test_clients_that_leave_between_their_legs(pair: Pair, alone: dict[str, Spok
     assert_same(pair.say(turns()["700"]), alone["700"])
 
 
-def test_clients_that_leave_while_the_decode_engine_writes(pair: Pair, alone: dict[str, Spoken]) -> None:
-    pair.settled()
-    told = pair.prefilled(turns()["700"])
-    with pair.leaving(pair.decode, turns()["700"], told):
-        while not pair.decode.llm_engine.step():  # until the first token
-            pass
-    pair.settled()
-    assert_same(pair.say(turns()["700"]), alone["700"])
-
-
 def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]) -> None:
     pair.settled()
     for file in pair.folder.glob("store/*/*/*.kv"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,19 +17,17 @@ import httpx
 import pytest
 from engine_tools import SMALL_SERVER
 from event_flood_client import CONNECTIONS
-from headless_browser import headless_chromium
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG
-from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.vllm.compat import installed_vllm
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
+
 KEY = "k-9d1f"
-PAGE_URL = "http://127.0.0.1:8000"
-"""The engine's address in commands of the documents."""
+
+
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
 ONE_SERVER = pytest.mark.parametrize("server", [1], ids=["one-api-server"], indirect=True)
 ENGINE_ENV = {**SMALL_SERVER, "VLLM_LOGGING_LEVEL": "INFO"}
@@ -257,39 +254,6 @@ def test_a_coding_agents_sub_agent_is_a_program_with_a_parent(
     assert parent_id not in [one["program_id"] for one in listed], "it has sent no request"
 
 
-@pytest.mark.nightly
-@ONE_SERVER
-def test_the_web_page_shows_a_program_while_its_tool_runs(server: EngineServer) -> None:
-    with headless_chromium() as browser:
-        page = browser.new_page(locale="en-GB", viewport={"width": 1280, "height": 900})
-        page.set_default_timeout(60_000)
-        page.goto(f"{server.url}/sojourn")
-        page.get_by_label("Key").fill(KEY)
-        page.get_by_role("button", name="Connect").click()
-        page.wait_for_selector("#data:not([hidden])")
-        prompt = "look " * 300
-        for turn in range(3):
-            ask_model(server, "page/1", prompt)
-            prompt += f"turn {turn} " + "more " * 100
-            start = {"type": "tool_start", "program_id": "page/1", "call_id": "c", "tool": "pytest"}
-            report(server, {**start, "seq": 2 * turn})
-            page.locator("#program-table tr", has_text="page/1").get_by_text("pytest").wait_for()
-            if turn < 2:
-                stop = {"type": "tool_stop", "program_id": "page/1", "call_id": "c", "duration_s": 0.5}
-                report(server, {**stop, "seq": 2 * turn + 1})
-        page.locator("#memory-chart .legend", has_text="page/1").wait_for()
-        page.get_by_role("button", name="page/1").press("Enter")
-        told = call(server, "GET", "/sojourn/v1/programs/page%2F1/explain").json()
-        assert told["turn"] == 3
-        page.locator(".explanation", has_text=told["text"]).wait_for()
-        folder = Path(__file__).parents[2] / "out" / "page"
-        page.screenshot(path=folder / "engine-explanation.png")
-        page.keyboard.press("Escape")
-        page.screenshot(path=folder / "engine.png", full_page=True)
-        report(server, {"type": "program_end", "program_id": "page/1", "seq": 9})
-        page.locator("#program-table tr", has_text="page/1").get_by_text("ended").wait_for()
-
-
 def test_a_turn_that_ends_with_a_stop_string_is_no_abort(server: EngineServer) -> None:
     """The API server finds the string and then aborts the request in the engine."""
     prompt = "Thought: I look. " * 20
@@ -318,29 +282,6 @@ def test_the_exposition_is_within_the_catalogue(server: EngineServer) -> None:
     keys = [(sample.name, tuple(sorted(sample.labels.items()))) for sample in series]
     assert len(keys) == len(set(keys))
     assert "vllm:num_requests_running" in text
-
-
-@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="curl or jq is missing")
-def test_the_commands_of_the_documents_make_a_trace_of_the_ledgers(
-    server: EngineServer, tmp_path: Path
-) -> None:
-    page = (ROOT / "docs" / "traces.md").read_text(encoding="utf-8")
-    commands = re.findall(r"`GET /sojourn/v1/programs/\{id\}`.*?\n```bash\n(.*?)```", page, re.DOTALL)[0]
-    assert PAGE_URL in commands
-    prompt = "word " * 100
-    for turn in range(3):
-        ask_model(server, "runs/fix no. 1", prompt + "more " * 50 * turn)
-    (tmp_path / ".curlrc").write_text(f'header = "Authorization: Bearer {KEY}"\n')
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    result = subprocess.run(
-        ["bash", "-c", f"set -euo pipefail\n{commands.replace(PAGE_URL, server.url)}"],
-        cwd=tmp_path, env={**os.environ, "PATH": path, "CURL_HOME": str(tmp_path), "no_proxy": "127.0.0.1"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    (trace,) = tmp_path.glob("*.jsonl.gz")
-    programs = {program.program_id: program for program in read_trace(trace)}
-    assert [turn.prompt_tokens for turn in programs["runs/fix no. 1"].turns] == [101, 151, 201]
 
 
 @ONE_SERVER

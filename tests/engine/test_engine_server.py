@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from sojourn_server.cli import doctor
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.launch.serve_command import FORCED_TOKENS
 from sojourn_server.models import assistant_text, resolve_model
@@ -97,16 +96,6 @@ def test_stock_has_neither_our_scheduler_nor_our_routes(server):
         assert b"scheduler-cls" not in command
         assert b"additional-config" not in command
     assert httpx.get(f"{server.url}/sojourn/v1/capabilities", headers=server.headers).status_code == 404
-
-
-def test_the_doctor_sees_a_stock_server(server):
-    with httpx.Client(base_url=server.url, headers=server.headers, timeout=30) as client:
-        checks = {check.name: check for check in doctor.server_checks(client)}
-    assert {name for name, check in checks.items() if check.ok is False} == {"plugin"}
-    assert "sojourn serve" in checks["plugin"].next_step
-    with httpx.Client(base_url=server.url, timeout=30) as client:
-        keyless = {check.name: check for check in doctor.server_checks(client)}
-    assert keyless["API key"].ok is False
 
 
 def _group(pid: int) -> int | None:

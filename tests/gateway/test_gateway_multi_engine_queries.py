@@ -71,13 +71,6 @@ async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
         assert (told["name"], told["engines"], told["silent"]) == ("sojourn", 1, [odd.url])
 
 
-async def test_an_engine_without_the_plugin_is_not_silent() -> None:
-    async with beside_odd(1) as (odd, it):
-        odd.says, odd.status = b'{"detail": "Not Found"}', 404
-        told = await it.get(PATH)
-        assert (told["engines"], told["stock"], told["silent"]) == (1, [odd.url], [])
-
-
 @pytest.mark.parametrize("key", [None, "wrong"])
 async def test_a_client_whose_key_the_engines_refuse_hears_that(key: str | None) -> None:
     """It was told that no engine answers, and to try again."""

@@ -16,7 +16,6 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines
-from fake_pair_engine import pair_engines
 from gateway_harness import DEADLINE_S, World, served, until
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,24 +114,6 @@ async def test_requests_and_events_reach_the_programs_gateway_from_any_other() -
         assert all(fake.headers[-1].get("x-sojourn-passed") is None for fake in fakes if fake.headers)
         assert (await other.chat(mine, "wrong")).status == 401
         assert (await other.chat(None, "key-a")).status == 200, "without a program it stays where it is"
-
-
-async def test_the_limit_of_requests_at_a_decode_engine_holds_behind_two_gateways() -> None:
-    async with pair_engines(1, 1) as (prefill, [decode]):
-        decode.max_num_seqs = 2
-        async with gateways([*prefill, decode], PrefillDecodeRules()) as worlds:
-            decode.hold = asyncio.Event()
-            asked = [
-                asyncio.ensure_future(it.chat(f"p{number}" if number else None, "key-a"))
-                for it in worlds
-                for number in range(3)
-            ]
-            await until(
-                lambda: sorted(len(it.gateway.routing_backend.core.waiting) for it in worlds) == [0, 4]
-            )
-            await until(lambda: len(decode.requests) == 2)
-            decode.hold.set()
-            assert [(await one).status for one in asked] == [200] * 6
 
 
 async def test_events_of_another_gateways_program_that_ride_in_a_request_reach_that_gateway() -> None:

@@ -3,8 +3,6 @@ not."""
 
 from __future__ import annotations
 
-import json
-import uuid
 from typing import Any
 
 import pytest
@@ -15,10 +13,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 TENANTS = {"ka": "alice", "kb": "bob"}
-
-
-def hint(**members: Any) -> str:
-    return json.dumps({"program_id": "p", **members}, separators=(",", ":"))
 
 
 class Told(FakeEngine):
@@ -71,15 +65,6 @@ async def test_a_session_in_the_body_names_no_other_tenants_program(
         assert [one["program_id"] for one in shown] == [known]
 
 
-@pytest.mark.parametrize("session", [5, True, [1], "", "\0"])
-async def test_a_session_that_is_no_id_hides_no_other_name_from_the_gateway(session: Any) -> None:
-    forged = f"alice/{uuid.UUID(int=1)}"
-    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
-        more = {"vllm_xargs": {"session_id": session}, "prompt_cache_key": forged}
-        assert (await it.chat(None, key="kb", **more)).status == 200
-        assert fake.headers[-1]["x-session-id"] == f"bob/{forged}"
-
-
 # -- what is told of programs -----------------------------------------------------
 
 
@@ -105,23 +90,6 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
 
 
 # -- what cannot be read ----------------------------------------------------------
-
-HINTED = json.dumps({"vllm_xargs": {"agentic_context": hint()}}).encode()[1:]
-BAD_NAMES = [
-    b'{"model":"tiny","messages":[],"\xff":1,"session_id":"s"}',
-    b'{"model":"tiny","messages":[],"\xff":1,' + HINTED,
-]
-
-
-@pytest.mark.parametrize("body", BAD_NAMES)
-async def test_names_that_are_not_text_are_rejected(body: bytes, caplog: Any) -> None:
-    async with engines(1) as (fake,), world([fake], tenants=TENANTS) as it:
-        shown = {"Authorization": "Bearer kb"}
-        async with it.http.post(f"{it.url}{ClientApi.CHAT.value}", data=body, headers=shown) as answer:
-            assert answer.status == 400
-            assert (await answer.json())["error"]["code"] == "bad_request"
-        assert fake.bodies == []
-        assert "Traceback" not in caplog.text
 
 
 # -- keys and conversations -------------------------------------------------------

@@ -139,27 +139,6 @@ async def test_a_killed_gateway_is_replaced_and_programs_stay(cluster: Cluster) 
         assert dict(zip(homes, again, strict=True)) == homes
 
 
-async def test_the_number_of_engines_follows_their_load_and_a_stopped_one_drains(cluster: Cluster) -> None:
-    async with client(cluster) as it:
-        homes = await homes_of(it, "large")
-
-        async def use(kv_use: float) -> None:
-            """Every engine reports this use from now on."""
-            for url in await it.replicas():
-                body = {"model": "tiny", "messages": [], "kv_use": kv_use}
-                async with it.http.post(f"http://{url}/v1/chat/completions", json=body) as answer:
-                    assert answer.status == 200
-
-        await use(0.95)
-        await it.settled(engines=3)
-        await use(0.1)
-        streams = [asyncio.ensure_future(it.stream(name)) for name in homes]
-        await it.settled(engines=2)
-        assert [told for told in await asyncio.gather(*streams) if b"replica_lost" in told] == []
-        await asyncio.gather(*(it.turn(name) for name in homes))
-        assert it.repeated == 0
-
-
 class Pairs:
     """An application of pairs on a cluster that runs."""
 
