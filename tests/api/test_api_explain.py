@@ -109,27 +109,6 @@ def test_a_turn_that_waited_for_memory_says_so_first_and_the_advice_is_about_tha
     assert exchanged.advice[0].text.startswith("No hint: it waited for KV memory.")
 
 
-def test_a_turn_that_no_move_kept_out_waited_for_the_engine() -> None:
-    entered = {"kind": "to_device", "reason": "free_capacity"}
-    for found in (waited(), waited({**entered, "after_s": 0.1})):
-        assert "the policy did not keep it out" in found.text
-        assert [one.text for one in found.advice] == ["Nothing was lost that a hint could have kept."]
-    assert "the device had no place for it" in waited({**entered, "after_s": 6.0}).text
-
-
-def test_the_gap_before_a_turn_is_split_by_the_reported_durations_of_tools() -> None:
-    virtual = VirtualEngine()
-    virtual.turn("a", prompt(40))
-    virtual.send(ToolStart(program_id="a", seq=-1, call_id="1", tool="half"))
-    virtual.wait(0.5)
-    virtual.send(ToolStop(program_id="a", seq=-1, call_id="1", duration_s=0.5))
-    virtual.wait(3.0)
-    virtual.turn("a", prompt(60))
-    found = asked(virtual, "a", 2)
-    assert "Before it 3.50 s passed: 0.50 s with a tool (half) and 3.00 s without" in found["text"]
-    assert found["before"] == {"gap_s": 3.5, "tool": "half", "leased_at_return": True, "tool_s": 0.5}
-
-
 @pytest.mark.parametrize("text", ["done", BASH], ids=["no call in the output", "another call in the output"])
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_tool_whose_start_was_deferred_is_named_with_its_time(text: str, ends: bool) -> None:
@@ -204,12 +183,3 @@ def test_no_longer_hint_is_advised_than_the_engine_grants() -> None:
     assert advice["hint"] == "kv_retention_ttl_seconds"
     assert "A hinted TTL of 29.5 s or more" in advice["text"]
     assert advice["saves_s"] > 0
-
-
-@pytest.mark.parametrize("preset", ["static-ttl", "sojourn"])
-def test_after_a_turn_that_was_announced_as_the_last_no_ttl_is_advised(preset: str) -> None:
-    advice = advice_after(VirtualEngine(preset, curve=CURVE), 20.0, expected_resume=False)
-    assert (advice["hint"], advice["saves_s"]) == ("expected_resume", None)
-    assert advice["text"].startswith(
-        "Send expected_resume false (final in the SDK) only with the last turn: "
-    )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -12,10 +10,7 @@ import pytest
 from api_test_engines import BATCH, CANARY, GETS, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
 from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS
-from sojourn_server.api.api_errors import ApiError
-from sojourn_server.api.body_reader import read_body
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
-from starlette.requests import Request
 from virtual_engine import VirtualEngine
 
 # --- hostile input ----------------------------------------------------------
@@ -95,39 +90,6 @@ def test_a_batch_may_be_as_large_as_the_limit_and_no_larger(
     check_error(client.post("/sojourn/v1/events", content=full + " "), 413)
     check_error(client.post("/sojourn/v1/events", content=iter([full.encode(), b" "])), 413)
     assert len(engine.calls) == 1
-
-
-async def test_a_body_of_unknown_length_is_cut_off_at_the_limit() -> None:
-    request, consumed = endless_request(b"x" * 65536)
-    with pytest.raises(ApiError) as failure:
-        await read_body(request, MAX_BATCH_BYTES)
-    assert failure.value.status == 413
-    assert consumed() <= MAX_BATCH_BYTES // 65536 + 1
-
-
-async def test_a_slow_body_is_given_up() -> None:
-    request, _ = endless_request(b"", pause_s=0.01)
-    with pytest.raises(ApiError) as failure:
-        await read_body(request, MAX_BATCH_BYTES, timeout_s=0.05)
-    assert failure.value.status == 408
-
-
-def endless_request(chunk: bytes, pause_s: float = 0.0) -> tuple[Request, Callable[[], int]]:
-    received = 0
-
-    async def receive() -> dict[str, Any]:
-        nonlocal received
-        received += 1
-        await asyncio.sleep(pause_s)
-        return {"type": "http.request", "body": chunk, "more_body": True}
-
-    return request_from(receive), lambda: received
-
-
-def request_from(
-    receive: Callable[[], Awaitable[dict[str, Any]]], headers: Sequence[tuple[bytes, bytes]] = ()
-) -> Request:
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": list(headers)}, receive)
 
 
 @pytest.mark.parametrize(

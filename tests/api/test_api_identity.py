@@ -21,7 +21,6 @@ from api_test_engines import HungEngine, check_error
 from sojourn_server.api import identity_middleware
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.client_identity import HEADER_ROWS
-from sojourn_server.api.engine_rpc import EngineUnavailableError
 from sojourn_server.api.event_intake import EventIntake
 from sojourn_server.api.identity_middleware import IdentityMiddleware
 from starlette.applications import Starlette
@@ -138,28 +137,6 @@ async def test_a_body_that_is_no_object_is_left_to_vllm() -> None:
             assert (seen["session"], seen["body"]) == (None, body.decode("utf-8", "replace"))
 
 
-async def test_a_body_in_parts_and_a_lost_client_reach_the_application_as_they_were() -> None:
-    sent = [
-        {"type": "http.request", "body": b'{"prompt_cache', "more_body": True},
-        {"type": "http.request", "body": b'_key": "%s"}' % UUID.encode(), "more_body": True},
-        {"type": "http.disconnect"},
-    ]
-    left, seen = list(sent), []
-
-    async def receive() -> Any:
-        return left.pop(0)
-
-    async def application(scope: Any, receive: Any, send: Any) -> None:
-        seen.extend([await receive() for _ in sent])
-
-    events = EventIntake(VirtualRpc(VirtualEngine()))
-    middleware = IdentityMiddleware(application, keys=ApiKeys(), events=events, session_header=None)
-    await middleware(
-        {"type": "http", "method": "POST", "path": "/v1/responses", "headers": []}, receive, None
-    )  # type: ignore[arg-type]
-    assert seen == sent
-
-
 def test_the_documented_table_is_the_one_that_is_read() -> None:
     page = (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8")
     table = page.partition("<!-- identity-headers -->\n")[2].partition("\n<!-- /identity-headers -->")[0]
@@ -201,24 +178,6 @@ async def test_a_hint_names_its_own_parent() -> None:
         assert "t-2" not in engine.program_scheduler.state.programs
         await http.post("/v1/responses", headers=CODEX_AGENT, json={"session_id": "t-2"})
         await wait_until_known(engine, "t-2")
-
-
-async def test_a_report_that_fails_is_repeated() -> None:
-    engine = VirtualEngine()
-    rpc = VirtualRpc(engine)
-    call, failures = rpc.call, [EngineUnavailableError("busy")]
-
-    async def busy(op: str, payload: str) -> list[str]:
-        if failures:
-            raise failures.pop()
-        return await call(op, payload)
-
-    rpc.call = busy  # type: ignore[method-assign]
-    async with http_of(rpc) as http, asyncio.timeout(30):
-        while "c-1/a7" not in engine.program_scheduler.state.programs:
-            await http.post("/v1/messages", headers=CLAUDE_AGENT, json={})
-            await asyncio.sleep(0.001)
-    assert engine.program("c-1/a7").parent_id == "c-1"
 
 
 async def test_a_hung_engine_delays_no_request_and_reports_are_bounded(

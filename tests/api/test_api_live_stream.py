@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from api_test_engines import ScriptedEngine, check_error, client_of, engine_answers
 from sojourn_server.api.api_errors import ApiError
-from sojourn_server.api.live_stream import FULL_INTERVAL_S, MAX_VIEWERS, Audience, LiveHub, SourceFrame
+from sojourn_server.api.live_stream import MAX_VIEWERS, Audience, LiveHub, SourceFrame
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from virtual_engine import VirtualEngine, prompt
 
@@ -104,21 +104,6 @@ async def test_a_slow_viewer_gets_a_full_frame_and_nobody_is_asked_without_viewe
     assert source.asked[1] is not None
 
 
-async def test_looking_takes_at_most_a_hundredth_of_an_engines_core() -> None:
-    class Slow(Source):
-        async def take(self, changed_within_s: float | None) -> SourceFrame:
-            found = await super().take(changed_within_s)
-            spent_s = 0.2 if changed_within_s is None else 0.02
-            return found._replace(engines=[msgspec.structs.replace(found.engines[0], spent_s=spent_s)])
-
-    hub = LiveHub(Slow(), interval_s=0.001)
-    viewer = hub.stream(Audience()).body_iterator
-    assert (await read(viewer))["full"]
-    assert not (await read(viewer))["full"]
-    assert 0.2 / hub._full_pause_s + 0.02 / hub._pause_s <= 0.01
-    await viewer.aclose()
-
-
 class Costly(Source):
     """A source whose frames take so many CPU seconds of an engine, and whose answers can be held back."""
 
@@ -158,22 +143,6 @@ async def test_who_asks_once_in_a_loop_shares_frames_and_costs_at_most_a_hundred
     assert source.asked[3:] == [1.0], "a delta of four seconds ago answers nobody"
 
 
-async def test_one_poll_at_a_time_however_many_ask_while_the_engine_is_busy() -> None:
-    source = Costly()
-    hub = LiveHub(source, interval_s=0.001)
-    source.go.clear()
-    asking = [asyncio.ensure_future(hub.once(Audience()))]
-    while not source.asked:
-        await asyncio.sleep(0.001)
-    for _ in range(3):
-        asking += [asyncio.ensure_future(hub.once(Audience())) for _ in range(20)]
-        await asyncio.sleep(0.002)
-    asking.pop().cancel()
-    source.go.set()
-    await asyncio.wait_for(asyncio.gather(*asking), 60)
-    assert (len(source.asked), source.most_at_once) == (1, 1)
-
-
 async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     hub = LiveHub(Source(), interval_s=0.001)
     viewers = [hub.stream(Audience()).body_iterator for _ in range(MAX_VIEWERS - 1)]
@@ -188,51 +157,3 @@ async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     assert refused.value.status == 429
     for viewer in [*viewers, tenant]:
         await viewer.aclose()
-
-
-class TwoEngines:
-    """Two engines with a program each. The engines in ``silent`` do not answer."""
-
-    def __init__(self) -> None:
-        self.silent: set[str] = set()
-        self.names = {"a", "b"}
-        self.rows = {
-            name: [msgspec.structs.replace(BLANK, program_id=f"{name}{number}", engine=name, requests=1)
-                   for number in range(2)]
-            for name in "ab"
-        }  # fmt: skip
-        self.asked: list[float | None] = []
-
-    async def take(self, changed_within_s: float | None) -> SourceFrame:
-        self.asked.append(changed_within_s)
-        engines = [
-            EngineRow(engine=name, now_s=1.0, error="does not answer" if name in self.silent else None)
-            for name in sorted(self.names)
-        ]
-        rows = [row for name in self.names - self.silent for row in self.rows[name]]
-        return SourceFrame(engines, rows, len(rows) + 7, frozenset(self.silent & self.names))
-
-
-async def test_programs_of_an_engine_that_misses_a_full_poll_stay_in_the_stream() -> None:
-    now, source = [0.0], TwoEngines()
-    hub = LiveHub(source, interval_s=0.001, clock=lambda: now[0])
-    viewer = hub.stream(Audience()).body_iterator
-
-    async def full_frame() -> dict[str, int]:
-        asked = source.asked.count(None)
-        now[0] += FULL_INTERVAL_S
-        while True:
-            frame = await read(viewer)
-            if frame["full"] and source.asked.count(None) > asked:
-                return {row[0]: row[8] for row in frame["programs"]}
-
-    assert await full_frame() == {"a0": 1, "a1": 1, "b0": 1, "b1": 1}
-    source.silent = {"b"}
-    del source.rows["a"][1], source.rows["b"][1]
-    assert await full_frame() == {"a0": 1, "b0": 0, "b1": 0}, "nothing is known of b's requests"
-    assert await full_frame() == {"a0": 1, "b0": 0, "b1": 0}
-    source.silent = set()
-    assert await full_frame() == {"a0": 1, "b0": 1}
-    source.names = {"a"}
-    assert await full_frame() == {"a0": 1}, "a lost engine has no programs"
-    await viewer.aclose()

@@ -10,12 +10,7 @@ import pytest
 from api_test_engines import BATCH, HungEngine, ScriptedEngine, check_error, client_of, engine_answers
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from sojourn_server.api.api_errors import ApiError
 from sojourn_server.api.api_keys import ApiKeys
-from sojourn_server.api.engine_rpc import (
-    EngineQueryLimiter,
-    EngineUnavailableError,
-)
 from sojourn_server.api.routes import build_router
 
 
@@ -61,21 +56,6 @@ async def test_of_each_kind_of_question_two_wait_and_the_third_is_told_to_come_b
         await until(lambda: len(engine.calls) == 4)
         assert await release(engine, waiting) == [200] * 4
         assert (await http.get(path.format(2))).status_code == 200
-
-
-async def test_a_call_given_up_keeps_its_place_until_it_is_answered() -> None:
-    engine = HungEngine()
-    ask = EngineQueryLimiter(engine)
-    for n in range(2):
-        with pytest.raises(EngineUnavailableError, match="no answer within"):
-            await ask("decisions", f'{{"since":{n}}}', 0.02)
-    with pytest.raises(ApiError) as failure:
-        await ask("decisions", '{"since":2}', 60)
-    assert failure.value.status == 429
-    engine.released.set()
-    await asyncio.sleep(0.01)
-    assert len(engine.calls) == 2
-    assert len(await ask("decisions", '{"since":2}', 1)) == 1
 
 
 # --- again --------------------------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
-from api_test_engines import HungEngine, ScriptedEngine
+from api_test_engines import ScriptedEngine
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from sojourn_server.api import refusal_middleware
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
 from sojourn_server.api.refusal_middleware import (
     RefusalMiddleware,
@@ -130,16 +128,6 @@ async def test_another_failure_goes_out_as_it_is(why_not: Any) -> None:
     assert answer.headers["retry-after"] == "1"
 
 
-async def test_an_engine_that_hangs_holds_a_failure_up_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal_middleware, "ASK_TIMEOUT_S", 0.05)
-    engine = HungEngine(refusal={"waited_s": 600})
-    async with http_of(engine, failure()) as http:
-        found = await asyncio.gather(*[http.post("/") for _ in range(5)])
-        assert {answer.status_code for answer in found} == {500}
-        engine.released.set()
-        assert (await http.post("/")).status_code == 503
-
-
 @pytest.mark.parametrize(
     ("answer", "request_id"),
     [
@@ -182,31 +170,6 @@ async def test_a_stream_has_the_reason_in_its_error_event(start: str, document: 
     assert (first + "\n\n", last) == (CHUNK, DONE)
     assert json.loads(event.removeprefix(f"{start}data: ")) == told
     assert len(engine.calls) == 1
-
-
-async def test_each_chunk_goes_out_when_it_comes() -> None:
-    sent: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
-        messages: list[dict[str, Any]] = [
-            {"type": "http.response.start", "status": 200, "headers": headers},
-            *(
-                {"type": "http.response.body", "body": body, "more_body": True}
-                for body in (b"a", memoryview(b"b"))
-            ),
-            {"type": "http.response.body"},
-        ]
-        for n, each in enumerate(messages):
-            await send(each)
-            assert sent[n] is each
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    middleware = RefusalMiddleware(app, engine=RefusingEngine(), request_id=lambda scope: "gone")
-    await middleware({"type": "http"}, None, send)  # type: ignore[arg-type]
-    assert len(sent) == 4
 
 
 CREATED = 'event: response.created\ndata: {"sequence_number":0}\n\n'
