@@ -116,13 +116,12 @@ def test_tools_add_what_they_added_of_late():
     run.turns, run.context_tokens = 1, 1000
     workflows.came_back(run, "cat", 1.0, 1500)
     run.pending_tool, run.context_tokens = "cat", 1500
-    assert workflows.overlap(run) == pytest.approx(1500 / 2000)
+    assert workflows.overlap(run, 1.0) == pytest.approx(1500 / 2000)
     run.pending_tool = "never-seen"
-    assert workflows.overlap(run) == pytest.approx(1500 / 2000), "what any tool adds"
-    run.reused_share = 0.5
-    assert workflows.overlap(run) == pytest.approx(0.5 * 1500 / 2000), "a branch keeps what it shares"
+    assert workflows.overlap(run, 1.0) == pytest.approx(1500 / 2000), "what any tool adds"
+    assert workflows.overlap(run, 0.5) == pytest.approx(0.5 * 1500 / 2000), "a branch keeps what it shares"
     run.context_tokens = 0
-    assert workflows.overlap(run) == 0.0
+    assert workflows.overlap(run, 1.0) == 0.0
 
 
 # -- credit -----------------------------------------------------------------------------

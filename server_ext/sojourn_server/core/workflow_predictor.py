@@ -13,7 +13,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.policy_protocols import NO_LOAD_AHEAD, DecisionReason, LoadAhead
+from ..policies.policy_protocols import NO_LOAD_AHEAD, DecisionReason, LoadAhead, NextStepPrediction
 from ..policies.policy_views import (
     AbandonedBranch,
     EvictionCandidateView,
@@ -68,6 +68,10 @@ class WorkflowPredictor:
         self._evicts_by_program = preset.eviction.by_program
         self._reused_shares: KeyedHistory[str] = KeyedHistory(256, MAX_TYPES, max_all=1)
         """Shares of a context that the next prompt reused, by agent type."""
+        self._step_shares: KeyedHistory[tuple[str, str]] = KeyedHistory(64, MAX_TYPES * 8, max_all=1)
+        """The same by agent type and by the step of that next prompt's turn."""
+        self._reusing: dict[ProgramId, float] = {}
+        """Program whose request was admitted → share of its last context that this request reuses."""
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
@@ -117,6 +121,8 @@ class WorkflowPredictor:
             share = shared_blocks / before_blocks
             program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
             self._reused_shares.observe(agent_type_name(program), share)
+            if self._predicts:
+                self._reusing[program.id] = share
         if not self._predicts:
             return
         if program.prompt_type is None and not program.turns:
@@ -138,6 +144,9 @@ class WorkflowPredictor:
             program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
             program.turn_resumes = request_state.resumes
             self._workflows.context_blocks.observe(float(blocks))
+            if (share := self._reusing.pop(program.id, None)) is not None:
+                for step in _steps(program):
+                    self._step_shares.observe((agent_type_name(program), step), share)
             if self._preset.prefetch.is_used:
                 hashes = self._contexts.get(program.id) or ()
                 for step in _steps(program):
@@ -154,6 +163,7 @@ class WorkflowPredictor:
         """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
         program.prefetch_at_s = None
         self._prefixes.forget(program.id)
+        self._reusing.pop(program.id, None)
         if self._predicts:
             self._workflows.learn_ended_program(
                 program, ended=ended, turn_open=program.gap_started_s is not None
@@ -307,10 +317,22 @@ class WorkflowPredictor:
         program.prediction_source = expected.source.value
         program.continuation_probability = expected.continuation_probability
         program.successor = expected.successor
-        program.p_reuse = None
-        if expected.continuation_probability is not None:
-            program.p_reuse = expected.continuation_probability * self._workflows.overlap(program)
+        program.p_reuse = self._p_reuse(program, expected)
         self.eviction_key_changed(program)
+
+    def _p_reuse(self, program: ProgramState, expected: NextStepPrediction) -> float | None:
+        """Return the probability that the cached context is reused, Σ P(u)·overlap(u) over the successors u
+        (SAGA §4.1, eq. 4). overlap(u) is learned: the mean share of the context that prompts at the step u
+        reused. For an unknown step it is the program's mean share."""
+        goes_on, share = expected.continuation_probability, program.reused_share
+        if goes_on is None:
+            return None
+        total = sum(p for _, p in expected.successors)
+        if total > 0:
+            name = agent_type_name(program)
+            means = [(p, self._step_shares.mean((name, step), 1)) for step, p in expected.successors]
+            share = sum(p * (share if mean is None else mean) for p, mean in means) / total
+        return goes_on * self._workflows.overlap(program, share)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
         if program.graph_hash is None or program.turn_node is None:

@@ -98,6 +98,8 @@ class NextStepPrediction(NamedTuple):
     """Probability that another turn follows; ``None``: unknown."""
     successor: str | None = None
     """The most likely next workflow step; ``None``: unknown, or not likely enough to act on."""
+    successors: tuple[tuple[str, float], ...] = ()
+    """Possible next steps with their probabilities, as declared or inferred; empty: unknown."""
 
 
 class PrefetchTiming(NamedTuple):

@@ -57,6 +57,7 @@ class ThreeTierPrediction:
                     PredictionSource.HINTS,
                     declared,
                     _most_likely_successor(edges, 0.0 if step.declared else CONFIDENCE),
+                    _going_on(edges),
                 )
         if inferred:
             ends = math.fsum(p for node, p in step.inferred if node == END)
@@ -65,6 +66,7 @@ class ThreeTierPrediction:
                 PredictionSource.INFERRED,
                 continuation_probability,
                 _most_likely_successor(step.inferred, CONFIDENCE),
+                _going_on(step.inferred),
             )
         if self.hints and self.calls_tell and step.calls_tool and step.hints_reliable:
             return NextStepPrediction(PredictionSource.HINTS, 1.0)
@@ -88,6 +90,10 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
     if step.declared:
         return min(1.0, max(0.0, 1.0 - math.fsum(p for node, p in step.declared if node == END)))
     return None
+
+
+def _going_on(edges: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    return tuple((node, p) for node, p in edges if node != END)
 
 
 def _most_likely_successor(edges: tuple[tuple[str, float], ...], least: float) -> str | None:

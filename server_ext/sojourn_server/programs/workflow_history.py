@@ -128,18 +128,19 @@ class WorkflowHistory:
         credit = self._credits.get(agent_type_name(program))
         return credit is None or credit.hints_reliable
 
-    def overlap(self, program: ProgramState) -> float:
-        """Share of the program's next prompt that its cached context will cover.
+    def overlap(self, program: ProgramState, reused_share: float) -> float:
+        """Share of the program's next prompt that its cached context will cover. ``reused_share``: share of
+        the context that the prompt is expected to reuse.
 
         For a chain of turns, SAGA estimates n / (n + n̂_obs): n context tokens, and n̂_obs tokens that the
-        tool's output is expected to add (§4.1). The result is this estimate times the mean share of the
-        context that earlier prompts reused. That share is below 1 if the program's branches diverge.
+        tool's output is expected to add (§4.1). The result is this estimate times ``reused_share``, which is
+        below 1 if the program's branches diverge.
         """
         tokens = float(program.context_tokens)
         if tokens <= 0:
             return 0.0
         added = self.observations.expected(step_name(program.pending_tool))
-        return program.reused_share * tokens / (tokens + added)
+        return reused_share * tokens / (tokens + added)
 
     # -- saved ---------------------------------------------------------------------
 
