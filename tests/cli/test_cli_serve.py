@@ -134,7 +134,10 @@ def test_a_dry_run_starts_no_command_of_a_policy_file(tmp_path):
         (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
         (("tiny", "--scheduler-cls", "a.B"), "scheduler-cls"),
         (("tiny", "--port", "none"), "not a port"),
-        (("tiny", "--session-header", "X Run", "--dry-run"), "expected a header's name"),
+        (
+            ("tiny", "--session-header", "X Run", "--dry-run"),
+            "session_header is 'X Run'; expected `str` matching",
+        ),
         (
             ("tiny", *("--kv-host-gib=1", "--kv-disk=/d", "--kv-disk-gib=1"), "--enable-lora"),
             "--enable-lora: KV of an adapter is identified by the adapter's name and not by its weights",
@@ -288,7 +291,10 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sojourn-option", "gate_timeout_s=soon"], "gate_timeout_s is 'soon'; expected a number"),
+        (
+            ["--sojourn-option", "gate_timeout_s=soon"],
+            "gate_timeout_s is 'soon'; expected `float`, got `str`",
+        ),
         (["--sojourn-option", "gate_timeout=3"], "did you mean 'gate_timeout_s'?"),
         (
             ["--scheduling-policy", "priority"],

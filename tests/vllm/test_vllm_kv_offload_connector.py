@@ -499,7 +499,7 @@ def test_a_pause_completes_if_a_copy_does_not_end(engine: Any, clock: Any, warni
     ("extra", "said"),
     [
         ({"host_byte": 1}, "unknown connector setting 'host_byte'"),
-        ({"host_bytes": "8GB"}, "expected a whole number of bytes"),
+        ({"host_bytes": "8GB"}, r"expected AtLeast1 \| Literal"),
         ({"host_bytes": 100}, "expected at least one block"),
         ({"host_bytes": 1 << 30, "disk": "/d", "disk_bytes": 1 << 30}, "PYTHONHASHSEED"),
         ({"host_bytes": 1 << 30, "max_stage_wait_s": -1}, "max_stage_wait_s is -1"),
@@ -537,7 +537,7 @@ def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
 
     transfer = engine.scheduler.vllm_config.kv_transfer_config
     assert transfer.kv_connector == SojournConnector.__name__
-    monkeypatch.setattr(transfer, "kv_connector_extra_config", extra)
+    monkeypatch.setattr(transfer, "kv_connector_extra_config", {"host_bytes": 1, **extra})
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**model)),
@@ -548,14 +548,14 @@ def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
     from sojourn_server.launch.machine_memory import MachineMemory
-    from sojourn_server.vllm import kv_connector_checks
+    from sojourn_server.vllm import kv_connector_settings
     from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
     from sojourn_server.vllm.plugin_settings import SettingsError
 
     scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
     monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
     memory = MachineMemory(total_bytes=1 << 20, available_bytes=0, owner="the control group of this process")
-    monkeypatch.setattr(kv_connector_checks, "read_memory", lambda: memory)
+    monkeypatch.setattr(kv_connector_settings, "read_memory", lambda: memory)
     extra: dict[str, Any] = {"host_bytes": 1 << 20}
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
     assert KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots == (1 << 20) // 64
@@ -608,7 +608,7 @@ def test_an_engine_without_host_memory_starts_under_auto_and_says_why(
     shape: dict[str, Any] = {"most": 100, "other_groups": (chunk_spec(),)}
     said = "this model has 2 groups of KV caches"
     if why == "too little memory":
-        shape, said = {"most": 0}, "host_bytes_max (--kv-host-gib auto) is 0"
+        shape, said = {"most": 0}, "host_bytes (--kv-host-gib) is 0; expected at least one block"
     engine = make_auto_engine("continuum", **shape)
     tiers = engine.ask("capabilities")["tiers"]
     assert (tiers["on"], tiers["host"]["blocks"]) == (False, 0)
@@ -619,11 +619,12 @@ def test_an_engine_without_host_memory_starts_under_auto_and_says_why(
         make_auto_engine("mori", settings={"allow_missing_tiers": False}, **shape)
 
 
-def test_a_worker_that_cannot_have_host_memory_turns_it_off_before_the_first_request(
+def test_a_worker_that_cannot_have_host_memory_turns_it_off_in_the_first_step(
     make_auto_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sojourn_server.vllm import kv_offload_connector
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.outputs import KVConnectorOutput
 
     def cannot_pin(*args: Any) -> Any:
         raise RuntimeError("CUDA cannot pin 1 GiB")
@@ -635,14 +636,16 @@ def test_a_worker_that_cannot_have_host_memory_turns_it_off_before_the_first_req
     )
     monkeypatch.setattr(kv_offload_connector, "open_device_backend", cannot_pin)
     worker.register_kv_caches({})
-    scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): worker.get_handshake_metadata()})
+    engine.add("a1", prompt(1, 480), program_id="A", max_tokens=2)
+    planned = engine.plan()
+    worker.handle_preemptions(planned.kv_connector_metadata)
+    report = KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
+    engine.update_from_output(planned, report)
     tiers = engine.ask("capabilities")["tiers"]
     assert (tiers["on"], tiers["off_because"]) == (False, "CUDA cannot pin 1 GiB")
-    turn(engine, "a1", prompt(1, 480), "A")
-    engine.add("a2", prompt(1, 480), program_id="A")
-    worker.handle_preemptions(engine.plan().kv_connector_metadata)
     assert worker.build_connector_worker_meta() is None
     assert worker.get_finished(set()) == (None, None)
+    turn(engine, "a2", prompt(1, 480), "A")
 
 
 def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None:
@@ -655,7 +658,7 @@ def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None
     extra: dict[str, Any] = {"host_bytes": 1 << 30}
     monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
     monkeypatch.setattr(scheduler.vllm_config, "lora_config", object())
-    assert KVOffloadSettings.read(scheduler.vllm_config, caches).disk is None
+    assert KVOffloadSettings.read(scheduler.vllm_config, caches).options.disk is None
     extra |= {"disk": "/d", "disk_bytes": 1 << 30}
     with pytest.raises(SettingsError, match=r"adapters are enabled \(--enable-lora\).* KV on disk does not"):
         KVOffloadSettings.read(scheduler.vllm_config, caches)

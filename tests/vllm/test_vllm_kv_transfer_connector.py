@@ -323,7 +323,8 @@ def test_what_runs_when_the_cache_is_reset_stores_nothing_more_and_tells_nobody(
 
 def test_a_reset_before_a_measurement_can_leave_the_store_in_use(engine: Any) -> None:
     connector = engine.scheduler.connector
-    connector.settings = dataclasses.replace(connector.settings, keep_on_reset=True)
+    options = dataclasses.replace(connector.settings.options, keep_on_reset=True)
+    connector.settings = dataclasses.replace(connector.settings, options=options)
     connector._pool = None
     connector.bind_gpu_block_pool(engine.pool)
     assert engine.scheduler.reset_prefix_cache()

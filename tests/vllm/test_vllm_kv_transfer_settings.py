@@ -141,9 +141,9 @@ def test_what_several_workers_cannot_do(
 
 def test_a_role_is_taken_and_a_node_has_the_hosts_name(tmp_path: Path) -> None:
     settings = read(good(tmp_path))
-    assert (settings.role, settings.node) == (None, socket.gethostname())
+    assert (settings.options.role, settings.options.node) == (None, socket.gethostname())
     settings = read(good(tmp_path, role="decode", node="n7"))
-    assert (settings.role, settings.node) == ("decode", "n7")
+    assert (settings.options.role, settings.options.node) == ("decode", "n7")
 
 
 def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
@@ -169,20 +169,20 @@ def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
     ("changed", "what"),
     [
         ({"storage_rate": 3}, "unknown connector setting 'storage_rate'"),
-        ({"listen": None}, "listen is None"),
+        ({"listen": None}, "missing required field `listen`"),
         ({"listen": "p.sock"}, "listen: .*not an address"),
         ({"listen": "nixl:p"}, "listen: .*NIXL is not built in"),
-        ({"store": 3}, "store is 3; expected a directory"),
+        ({"store": 3}, "store is 3; expected `str`, got `int`"),
         ({"store_layout": "vllm-fs"}, "unknown connector setting 'store_layout'"),
         ({"store_name": "a/b"}, "store_name is 'a/b'"),
-        ({"store_name": None}, "store_name is None"),
-        ({"store_bytes": 100}, "at least a Full Block of this model, 262144"),
-        ({"buffer_bytes": None}, r"buffer_bytes \(--kv-buffer-gib\) is None"),
+        ({"store_name": None}, "missing required field `store_name`"),
+        ({"store_bytes": 100}, "at least one block of this model, 262144"),
+        ({"buffer_bytes": None}, "missing required field `buffer_bytes`"),
         (
             {"buffer_bytes": FULL_BYTES - 1},
-            "at least a Full Block of this model, 262144",
+            r"\(--kv-buffer-gib\) .* at least one block of this model, 262144",
         ),
-        ({"buffer_bytes": 1.5}, "is 1.5; expected a whole number of bytes"),
+        ({"buffer_bytes": 1.5}, "is 1.5; expected `int`"),
         ({"block_tokens": 40}, "not a whole number of engine blocks of 16"),
         ({"block_tokens": 0}, "block_tokens is 0"),
         ({"save": 1}, "save is 1"),
@@ -191,8 +191,8 @@ def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
         ({"lease_s": 1.0}, "must be above patience_s"),
         ({"read_width": 0}, "read_width is 0"),
         ({"listen": "tcp:h"}, "listen: 'h' is not a host and port"),
-        ({"role": "both"}, "role is 'both'; expected prefill or decode"),
-        ({"node": ""}, "node is ''; expected a machine's name"),
+        ({"role": "both"}, "role is 'both'; expected Literal.*prefill"),
+        ({"node": ""}, "node is ''; expected `str` of length >= 1"),
     ],
     ids=str,
 )

@@ -354,8 +354,8 @@ def test_a_profile_that_says_too_little_is_refused(
     ("settings", "named"),
     [
         ({"compute_quota_s": 0.3}, "sojourn profile measures one"),
-        ({"compute_quota_s": -1}, "expected a number"),
-        ({"compute_quota_s": "fast"}, "expected a number"),
+        ({"compute_quota_s": -1}, "expected `float` >= 0"),
+        ({"compute_quota_s": "fast"}, "expected `float`, got"),
     ],
 )
 def test_a_wrong_quota_is_named_at_start(

@@ -48,8 +48,7 @@ _NAMES = {
     "vllm.distributed": "get_pp_group",
     "vllm.distributed.kv_transfer": "get_kv_transfer_group, has_kv_transfer_group",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
-        "KVConnectorBase_V1, KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorRole, "
-        "KVConnectorWorkerMetadata, SupportsHMA"
+        "KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata, SupportsHMA"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorStats",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": (

@@ -77,6 +77,8 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
 
     results: ResultsT
     others: tuple[ResultsT, ...] = ()
+    off_because: str = ""
+    """Why a worker has no host memory, so that the planner must turn the connector off; empty if all have."""
 
     @property
     def of_all(self) -> list[ResultsT]:
@@ -86,7 +88,8 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return both reports as one."""
         assert isinstance(other, StepReport)
-        return StepReport(self.results, (*self.others, *other.of_all))
+        why = self.off_because or other.off_because
+        return StepReport(self.results, (*self.others, *other.of_all), why)
 
 
 class MatchedTokens(NamedTuple):

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.offload_jobs import BlockKey, OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_planner import OffloadPlanner
-from .compat import KVConnectorHandshakeMetadata, KVConnectorRole
-from .connector_options import ConnectorOptions
+from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
-from .kv_connector_checks import NO_CONTEXTS, keeps_contexts
-from .kv_connector_settings import KVOffloadSettings
+from .kv_connector_settings import NO_CONTEXTS, KVOffloadOptions, KVOffloadSettings, keeps_contexts
+from .plugin_settings import read_settings
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +39,6 @@ _FIELDS_OF_UNLIKE_LAYERS = (
     "sliding_window_pattern", "swa_num_key_value_heads",
 )  # fmt: skip
 """Fields of a model's configuration that only models with several kinds of attention layers have."""
-
-
-@dataclass
-class NoHostMemory(KVConnectorHandshakeMetadata):
-    """A worker's message to the planner: it has no host memory, ``because``."""
-
-    because: str
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
@@ -213,6 +204,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 name for name in connector_output.finished_recving if not name.startswith(_AHEAD)
             }
         super().update_connector_output(connector_output)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, StepReport) and report.off_because:
+            self.turn_off(report.off_because, logging.WARNING)
 
     def _take_loaded(self, request_id: str) -> None:
         arrived = self.planner.take_loaded(request_id, self._load_errors)
@@ -346,11 +340,11 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def reset_cache(self) -> bool:
         """Forget all KV computed so far, and stop using the disk until the engine restarts. If the engine is
         paused, wait for running copies. Return true."""
-        if self.settings.disk is not None and not self.planner.disk.closed:
+        if self.settings.options.disk is not None and not self.planner.disk.closed:
             logger.warning(
                 "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
                 "this engine reads and writes no KV in %s",
-                self.settings.disk,
+                self.settings.options.disk,
             )
         self._attempt(self.planner.forget)
         if self.is_paused():
@@ -376,7 +370,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Return the setting ``kv_layout``; ``None`` (vLLM's choice) if it is not given. vLLM calls this
-        before it makes the connector. Raises ``SettingsError`` if the setting is no text.
+        before it makes the connector. Raises ``SettingsError``.
 
         The result is also ``None`` if the model's layers may differ (``_layers_may_differ``), and on ROCm.
         There a kernel needs layers outermost without declaring it. If an attention backend does not support
@@ -387,19 +381,17 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         if "kv_layout" not in given or current_platform.is_rocm() or _layers_may_differ(vllm_config):
             return None
-        return ConnectorOptions(given, given).text("kv_layout", "the name of a KV cache layout of vLLM")
+        return read_settings(given, KVOffloadOptions, "connector setting").kv_layout
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, KVConnectorHandshakeMetadata]) -> None:
-        """Turn the connector off if a worker has no host memory. vLLM calls this before the first request."""
-        for each in metadata.values():
-            if isinstance(each, NoHostMemory):
-                self.turn_off(each.because, logging.WARNING)
-
-    set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
-
-    def get_handshake_metadata(self) -> NoHostMemory | None:
-        """Return why this worker has no host memory; ``None`` if it has."""
-        return NoHostMemory(self._refusal) if self._refusal else None
+    def build_connector_worker_meta(self) -> StepReport[OffloadResults] | None:
+        """Return the worker's results since the last call; ``None`` if there are none. Without host memory,
+        the first call returns why."""
+        refusal, self._refusal = self._refusal, ""
+        return (
+            StepReport(OffloadResults(), off_because=refusal)
+            if refusal
+            else super().build_connector_worker_meta()
+        )
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker | None:
         from ..kv_offload.kv_pages import UnsupportedKvCaches, device_layout
@@ -411,7 +403,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         try:
             memory = open_device_backend(kv_caches, settings.blocks, settings.host_slots)
         except (UnsupportedKvCaches, RuntimeError) as error:
-            if settings.disk is not None or not settings.host_because:
+            if settings.options.disk is not None or not settings.host_because:
                 raise
             self._refusal = str(error)
             return None
@@ -419,8 +411,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         settings = settings.with_layout(device_layout(kv_caches, settings.blocks))
         worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
         disk = "no disk"
-        if settings.disk:
-            disk = f"disk {settings.disk} for {settings.disk_blocks} blocks"
+        if settings.options.disk:
+            disk = f"disk {settings.options.disk} for {settings.disk_blocks} blocks"
             disk += f", {worker.on_disk} stored by earlier runs"
             if settings.disk_name is not None:
                 disk += f"; as {settings.disk_name}, and other engines' stores there are read"

@@ -107,7 +107,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
                 blocks_per_full=self.settings.per_full,
-                saves=self.settings.save,
+                saves=self.settings.options.save,
                 ranks=self.settings.ranks,
                 concurrent_steps=self.settings.concurrent_steps,
             )
@@ -124,7 +124,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep vLLM's block pool to detect its resets. vLLM does not report a reset of the pool alone to
         connectors."""
-        if not self.settings.keep_on_reset:
+        if not self.settings.options.keep_on_reset:
             self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
     def on_new_request(self, request: Request) -> None:
@@ -221,7 +221,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         logger.error(
             "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, this "
             "engine computes all its KV: it reads and writes none in %s, and exchanges none with peers",
-            self.settings.store,
+            self.settings.options.store,
         )
         self._attempt(self.planner.abandon)
 
@@ -258,7 +258,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._traffic = TransferManager(
             self._store,
             settings.limits,
-            name=settings.store_name or settings.listen,
+            name=settings.options.store_name or settings.listen,
             listen=[settings.listen],
         )
         worker = TransferWorker(
@@ -277,7 +277,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             "sojourn: peers reach this engine at %s; buffers for %d Full Blocks of %d tokens and %d bytes; "
             "store in %s",
             ", ".join(self._traffic.addresses), settings.limits.slots, settings.identity.block_tokens,
-            kv.block_bytes, settings.store,
+            kv.block_bytes, settings.options.store,
         )  # fmt: skip
         needed = settings.needed_buffer_bytes
         if needed:

@@ -294,7 +294,7 @@ class OffloadManager:
         connector = self._connector
         if connector.off:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
-        if connector.settings.disk is None and not connector.planner.limits.disk_blocks:
+        if connector.settings.options.disk is None and not connector.planner.limits.disk_blocks:
             return {"reason": "this engine has no disk below its host memory"}
         if connector.planner.disk.closed:
             return {"reason": "the cache was reset, after which this engine writes nothing to disk"}

@@ -75,12 +75,12 @@ class PairStatusReporter:
         """Return what a gateway needs to pair this engine: role, address for peers, node and identity of the
         KV. ``None`` if the workers have not reported yet, the engine has no role, or it has left the pair."""
         settings, status = self._settings, self._status
-        if status is None or settings.role is None or self.has_left_pair:
+        if status is None or settings.options.role is None or self.has_left_pair:
             return None
         return {
-            "role": settings.role,
+            "role": settings.options.role,
             "peer": status["peer"],
-            "node": settings.node,
+            "node": settings.options.node,
             "epoch": status["epoch"],
             "block_s": status["block_s"],
             "kv": status["kv"],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
+from msgspec import Meta
 from sojourn.errors import InputError
 
 from ..core.engine_answers import MissingTiers
@@ -21,7 +21,7 @@ from ..launch.prefill_decode_options import PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
 from ..policies.preset import Preset, parse_preset, preset_text
-from ..policies.preset_store import DEFAULT_PRESET, custom_class_loader
+from ..policies.preset_store import DEFAULT_PRESET, custom_class_loader, did_you_mean
 from .compat import running_vllm
 
 if TYPE_CHECKING:
@@ -38,6 +38,32 @@ _LIMITS = SchedulerLimits()
 
 class SettingsError(InputError):
     """A setting is wrong. The error's text names the setting and what was expected."""
+
+
+_T = TypeVar("_T")
+
+
+def read_settings(given: Mapping[str, Any], kind: type[_T], what: str) -> _T:
+    """Return the dataclass ``kind`` with the values ``given``. Raises ``SettingsError``. ``what``: what the
+    error calls a value."""
+    known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
+    for name in given:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise SettingsError(f"unknown {what} {name!r}; expected {', '.join(known)}{hint}")
+    try:
+        return msgspec.convert(dict(given), kind)
+    except (msgspec.ValidationError, OverflowError) as error:
+        expected, _, path = str(error).partition(" - at `$.")
+        name = path.rstrip("`")
+        if expected.startswith("Invalid enum value"):
+            expected = f"expected {known[name]}"
+        expected = expected[:1].lower() + expected[1:]
+        value = f" {name} is {given[name]!r};" if name in given else ":"
+        raise SettingsError(f"{what}{value} {expected}") from None
+
+
+Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +85,26 @@ class PluginSettings:
     """Path of an engine profile written by ``sojourn profile``."""
     recording_file: str | None = None
     """File in which sojourn records all events and decisions, for replay in the simulator."""
-    lease_budget_fraction: float = _LIMITS.lease_budget_fraction
-    max_hinted_ttl_s: float = _LIMITS.max_hinted_ttl_s
-    return_grace_s: float = _LIMITS.return_grace_s
-    gate_timeout_s: float = _LIMITS.gate_timeout_s
+    lease_budget_fraction: Annotated[float, Meta(ge=0, le=1)] = _LIMITS.lease_budget_fraction
+    max_hinted_ttl_s: Seconds = _LIMITS.max_hinted_ttl_s
+    return_grace_s: Seconds = _LIMITS.return_grace_s
+    gate_timeout_s: Seconds = _LIMITS.gate_timeout_s
     """Maximum seconds that a request waits until its program is placed on the device. After that, the request
     is refused with an error. Only for policies that refuse requests."""
-    hold_timeout_s: float = _LIMITS.hold_timeout_s
+    hold_timeout_s: Seconds = _LIMITS.hold_timeout_s
     """For policies that refuse no requests: maximum seconds that a request waits until its program is placed
     on the device. After that, the request no longer waits for placement."""
-    queue_patience_s: float = _LIMITS.queue_patience_s
+    queue_patience_s: Seconds = _LIMITS.queue_patience_s
     """Seconds after which a waiting request gets privileges (``SchedulerLimits.queue_patience_s``)."""
-    max_programs: int = _LIMITS.max_programs
+    max_programs: Annotated[int, Meta(ge=1)] = _LIMITS.max_programs
     tool_call_parser: str | None = None
     """Name of the vLLM tool parser that reads outputs first; a value of vLLM's ``--tool-call-parser``. If it
     finds no call, sojourn's own parser reads the output."""
     tool_parser_plugin: str | None = None
     """Python file that registers this parser; a value of vLLM's ``--tool-parser-plugin``."""
-    session_header: str | None = None
+    session_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_!#$%&'*+.^`|~-]+\Z")] | None = None
     """Name of a header in which clients name their program, read before those of known clients."""
-    compute_quota_s: float = 0.0
+    compute_quota_s: Seconds = 0.0
     """Maximum seconds of attention in a step with prompts, estimated from the profile; 0 for no limit."""
     allow_missing_tiers: bool = False
     """Whether a preset that needs host memory may run without host memory that sojourn manages."""
@@ -91,20 +117,7 @@ class PluginSettings:
         raw = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(raw, Mapping):
             raise SettingsError(f"additional_config.{CONFIG_KEY} is {raw!r}; expected an object")
-        known = {field.name: field for field in fields(cls)}
-        for key, value in raw.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise SettingsError(f"unknown sojourn setting {key!r}; expected {', '.join(known)}{hint}")
-            _check_type(key, value, known[key].default)
-        settings = cls(**raw)
-        if not 0.0 <= settings.lease_budget_fraction <= 1.0:
-            raise SettingsError(f"lease_budget_fraction is {settings.lease_budget_fraction}; expected 0 to 1")
-        if not re.fullmatch(r"[\w!#$%&'*+.^`|~-]+", settings.session_header or "X", re.ASCII):
-            raise SettingsError(f"session_header is {settings.session_header!r}; expected a header's name")
-        if settings.max_programs < 1:
-            raise SettingsError(f"max_programs is {settings.max_programs}; expected at least 1")
+        settings = read_settings(raw, cls, "sojourn setting")
         if settings.compute_quota_s and settings.profile_file is None:
             raise SettingsError(
                 f"compute_quota_s is {settings.compute_quota_s:g}, but the cost of attention is unknown; "
@@ -250,19 +263,3 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
             "or set allow_missing_tiers=true (sojourn serve --sojourn-option) to run without placement"
         )
     return MissingTiers(mechanisms, because)
-
-
-def _check_type(key: str, value: Any, default: Any) -> None:
-    if isinstance(default, bool):
-        good = isinstance(value, bool)
-        expected = "true or false"
-    elif isinstance(default, int | float):
-        whole = isinstance(default, int)
-        kinds = (int,) if whole else (int, float)
-        good = isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-        expected = "a whole number ≥ 0" if whole else "a number ≥ 0"
-    else:
-        good = isinstance(value, str)
-        expected = "a string"
-    if not good:
-        raise SettingsError(f"sojourn setting {key} is {value!r}; expected {expected}")
