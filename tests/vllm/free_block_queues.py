@@ -8,7 +8,5 @@ from typing import Any
 
 def abandoned_branches(queue: Any, program_id: str) -> dict[float, int]:
     """Abandoned branches of a program, as time of last use → number of blocks."""
-    lengths = {
-        used_s: len(queue._buckets[program_id, used_s]) for used_s in queue._bucket_times.get(program_id, ())
-    }
+    lengths = {used_s: len(each.blocks) for used_s, each in queue._buckets.get(program_id, {}).items()}
     return {used_s: blocks for used_s, blocks in lengths.items() if used_s != math.inf}

@@ -15,15 +15,11 @@ SIX = [f"P{number}" for number in range(6)]
 
 def lose_a_block(queue: Any) -> None:
     """The books say that a block is in a bucket, and it is in none."""
-    name, bucket = next((name, bucket) for name, bucket in queue._buckets.items() if bucket)
-    bucket.popitem()
-    if not bucket:
-        del queue._buckets[name]
+    next(iter(queue._bucket_of.values())).blocks.popitem()
 
 
 def forget_all_buckets(queue: Any) -> None:
-    queue._order.clear()
-    queue._order.push = lambda *_: None
+    queue._heap.first = lambda: None
 
 
 def miscount(queue: Any) -> None:
@@ -50,7 +46,7 @@ def raises(error: Exception) -> Callable[..., Any]:
 def scores_do_not_compare(queue: Any) -> None:
     mixed = iter([(1.0,), None, ("a",), (2.0,), ({},)] * 1000)
     order = {"standing": lambda *_: (0.0,), "score": lambda *_: next(mixed)}
-    queue._order._scorer = type("Order", (), {name: staticmethod(call) for name, call in order.items()})()
+    queue._heap.scorer = type("Order", (), {name: staticmethod(call) for name, call in order.items()})()
 
 
 def fails_within(name: str) -> Callable[[Any], None]:
@@ -77,16 +73,7 @@ def fails_after(name: str) -> Callable[[Any], None]:
     return sabotage
 
 
-INSIDE = [
-    "_take",
-    "_append_in_order",
-    "_take_out",
-    "_begin_bucket",
-    "_forget_bucket",
-    "_pop_from_bucket",
-    "_push_bucket",
-    "_report",
-]
+INSIDE = ["_bucket_for", "_take_out", "_forget_if_empty", "_pop_from_bucket", "_report"]
 SABOTAGES = [
     lose_a_block,
     forget_all_buckets,

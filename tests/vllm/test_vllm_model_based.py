@@ -16,14 +16,13 @@ from scheduler_driver import check_tables
 BLOCKS = 40
 BLOCK_SIZE = 16
 PROGRAMS = st.sampled_from([f"P{n}" for n in range(6)])
-POLICIES = ("continuum", "fixed-ttl", "program-fcfs")
+POLICIES = ("continuum", "fixed-ttl", "program-fcfs", "saga", "saga-paper")
 
 
 class EngineLife(RuleBasedStateMachine):
     """Programs come, run, use tools, return, end, vanish; the pool must always add up."""
 
     policy: str = "fixed-ttl"
-    eviction: str = "lru"
     groups: str | None = None
 
     def __init__(self) -> None:
@@ -48,13 +47,6 @@ class EngineLife(RuleBasedStateMachine):
             ),
             lambda: self.now,
         )
-        if self.eviction == "latest-program":
-            from sojourn_server.policies.eviction_policies import LatestProgramEviction
-            from sojourn_server.vllm.eviction_heap import EvictionHeap
-
-            adapter = self.engine.scheduler.sojourn
-            object.__setattr__(adapter.program_scheduler.preset, "eviction", LatestProgramEviction())
-            adapter._queue._order = EvictionHeap(adapter._eviction)
 
     def _event(self, **fields: Any) -> None:
         self.sequence += 1
@@ -150,32 +142,23 @@ class EngineLife(RuleBasedStateMachine):
     def orphans_are_not_common(self) -> None:
         queue = self.engine.scheduler.sojourn._queue
         assert not queue.owners.orphans.keys() & queue.owners.common
-        for block_id, name in queue._bucket_of.items():
-            if name == ("", -math.inf):
-                assert block_id in queue.owners.orphans, "only what one program alone has used"
-        assert queue._bucket_times.keys() == {program_id for program_id, _ in queue._buckets if program_id}
+        for block_id in queue._ended.blocks:
+            assert block_id in queue.owners.orphans, "only what one program alone has used"
 
     @invariant()
     def every_bucket_stands_where_its_program_stands_now(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        queue, order, workflow_predictor = (
-            adapter._queue,
-            adapter._eviction,
-            adapter.program_scheduler.predictor,
-        )
-        buckets = queue._order
-        if buckets is None:
-            return
-        assert buckets.standings.keys() == {name for name in buckets.places if name[0]}
-        if self.eviction != "shipped":
-            return  # what such an order goes by is not watched for changes
-        for (program_id, used_s), standing in buckets.standings.items():
-            if program_id not in workflow_predictor._changed and used_s == math.inf:
-                assert order.standing(program_id, None) == standing
-        moved = order._scale_changes != workflow_predictor.scale_changes + order._branches.changes
-        if not buckets.rescaled and not moved:
-            for name, standing in buckets.standings.items():
-                assert buckets.places[name][0] == order.score(standing)
+        queue, order, predictor = adapter._queue, adapter._eviction, adapter.program_scheduler.predictor
+        buckets = [bucket for each in queue._buckets.values() for bucket in each.values()]
+        moved = order._scale_changes != predictor.scale_changes + order._branches.changes
+        for bucket in buckets:
+            assert bucket.blocks
+            if bucket.program_id not in predictor._changed and bucket.used_s == math.inf:
+                assert order.standing(bucket.program_id, None) == bucket.standing
+            if not queue._heap.rescaled and not moved:
+                assert bucket.place[0] == order.score(bucket.standing)
+        if buckets:
+            assert sorted(map(id, buckets)) == sorted(map(id, queue._heap.ordered()))
 
     def teardown(self) -> None:
         for _ in range(2000):
@@ -201,19 +184,17 @@ class EngineLife(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("policy", "eviction", "groups"),
+    ("policy", "groups"),
     [
-        *((policy, eviction, None) for policy in POLICIES for eviction in ("lru", "latest-program")),
-        ("saga", "shipped", None),
-        ("saga-paper", "shipped", None),
-        ("fixed-ttl", "latest-program", "a window"),
-        ("saga", "shipped", "a window"),
-        ("continuum", "lru", "a state"),
-        ("saga", "shipped", "a window and a state"),
+        *((policy, None) for policy in POLICIES),
+        ("fixed-ttl", "a window"),
+        ("saga", "a window"),
+        ("continuum", "a state"),
+        ("saga", "a window and a state"),
     ],
 )
-def test_the_pool_always_adds_up(policy, eviction, groups):
-    attributes = {"policy": policy, "eviction": eviction, "groups": groups}
+def test_the_pool_always_adds_up(policy, groups):
+    attributes = {"policy": policy, "groups": groups}
     machine = type("EngineLife", (EngineLife,), attributes)
     from hypothesis.stateful import run_state_machine_as_test
 

@@ -1,38 +1,45 @@
-"""Heap of buckets by eviction score, lowest first.
-
-A bucket stands for the free cached blocks that one program last used in the same turn. One more bucket stands
-for all free cached blocks with several owners.
-"""
+"""Buckets of free cached blocks, in a heap by eviction score, lowest first."""
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Protocol
 
 from sojourn.ids import ProgramId
 
 from ..policies.policy_views import AbandonedBranch
+from .compat import KVCacheBlock
 
 Score = tuple[float, ...]
 """Eviction score of a bucket. Scores are compared as tuples; the lowest is evicted first."""
 NEWEST_TURN = math.inf
-"""Time in a bucket's key that marks the blocks of the program's newest turn."""
-Bucket = tuple[ProgramId, float]
-"""Key of a bucket: (program, time at which it last used the blocks). The time is in seconds on the engine's
-clock, or ``NEWEST_TURN`` for blocks of the program's newest turn."""
-Standing = tuple[float, ...] | None
-"""The inputs from which the policy computes a bucket's score; ``None`` for an unknown program. They do not
-depend on the score's scale."""
-HeapPosition = tuple[Score, bool, int]
-"""Sort key in the heap: (score, whether the bucket is a newest turn, insertion number). Among equal scores,
-abandoned branches come first, then the bucket added first."""
-
-SHARED_BUCKET: Bucket = (ProgramId(""), NEWEST_TURN)
-"""Bucket of blocks with several owners, evicted last. Its program id is empty, which no client can send."""
+"""``Bucket.used_s`` of the blocks of a program's newest turn."""
 NO_SCORE: Score = (-math.inf,)
 """Score of a bucket that the scorer could not score. Such buckets are evicted before all others, in the order
 in which they were added: by least recent use, as in stock vLLM."""
+Standing = tuple[float, ...] | None
+"""The inputs from which the policy computes a bucket's score; ``None`` for an unknown program. They do not
+depend on the score's scale."""
+
+
+class Bucket:
+    """Free cached blocks that one program last used in the same turn, in eviction order."""
+
+    __slots__ = ("blocks", "place", "program_id", "standing", "used_s")
+
+    def __init__(self, program_id: ProgramId, used_s: float = NEWEST_TURN) -> None:
+        self.program_id = program_id
+        self.used_s = used_s
+        """Time at which the program last used the blocks, in seconds on the engine's clock."""
+        self.blocks: OrderedDict[int, KVCacheBlock] = OrderedDict()
+        """Block id → block. Popping the first blocks of a plain dict takes ever longer."""
+        self.standing: Standing = None
+        self.place: tuple[Score, bool, int] | None = None
+        """Sort key in the heap: (score, whether the bucket is a newest turn, insertion number). Among equal
+        scores, abandoned branches come first, then the bucket added first. ``None``: not in the heap."""
 
 
 class BucketScorer(Protocol):
@@ -54,74 +61,68 @@ class EvictionHeap:
     scale of scores (``rescaled``), the next read computes all scores again, in O(buckets)."""
 
     def __init__(self, scorer: BucketScorer) -> None:
-        self._scorer = scorer
-        self.standings: dict[Bucket, Standing] = {}
-        self.places: dict[Bucket, HeapPosition] = {}
-        """Bucket → position in its valid heap entry. Heap entries with another position are stale."""
-        self.heap: list[tuple[HeapPosition, Bucket]] = []
+        self.scorer = scorer
+        self._heap: list[tuple[tuple[Score, bool, int], Bucket]] = []
+        """Entries whose place is not the bucket's present one are stale."""
+        self._live = 0
+        """Number of buckets."""
+        self._pushes = 0
         self.rescaled = False
         """Whether the scale of scores has changed since the last read. Set by the caller."""
-        self._pushes = 0
 
-    def push(self, name: Bucket, blocks: int) -> None:
-        """Insert a bucket, or score it again if it is in the heap. ``blocks``: its number of blocks."""
+    def push(self, bucket: Bucket) -> None:
+        """Insert a bucket, or score it again if it is in the heap."""
         self._pushes += 1
-        program_id, used_s = name
-        if name != SHARED_BUCKET:
-            left = AbandonedBranch(used_s, blocks) if used_s != NEWEST_TURN else None
-            self.standings[name] = None
-            try:
-                self.standings[name] = self._scorer.standing(program_id, left)
-            except Exception as error:
-                self._scorer.score_failed(error)
-        place = self.places[name] = (self._score(name), used_s == NEWEST_TURN, self._pushes)
-        heapq.heappush(self.heap, (place, name))
-        if len(self.heap) > 4 * len(self.places) + 64:
-            self._rebuild_heap()
+        self._live += bucket.place is None
+        is_newest = bucket.used_s == NEWEST_TURN
+        bucket.standing = None
+        try:
+            left = None if is_newest else AbandonedBranch(bucket.used_s, len(bucket.blocks))
+            bucket.standing = self.scorer.standing(bucket.program_id, left)
+        except Exception as error:
+            self.scorer.score_failed(error)
+        bucket.place = self._score(bucket), is_newest, self._pushes
+        heapq.heappush(self._heap, (bucket.place, bucket))
+        if len(self._heap) > 4 * self._live + 64:
+            self._heap = sorted(self._valid())
 
-    def forget(self, name: Bucket) -> None:
+    def forget(self, bucket: Bucket) -> None:
         """Remove a bucket, if it is in the heap."""
-        self.places.pop(name, None)
-        self.standings.pop(name, None)
+        self._live -= bucket.place is not None
+        bucket.place = None
 
-    def first(self) -> tuple[Bucket, Score]:
-        """Return the bucket to evict first, and its score. Raises ``IndexError`` without buckets."""
-        if self.rescaled:
-            self._rescore_all()
-        while True:
-            place, name = self.heap[0]
-            if self.places.get(name) == place:
-                return name, place[0]
-            heapq.heappop(self.heap)
+    def first(self) -> tuple[Bucket, Score] | None:
+        """Return the bucket to evict first, and its score; ``None`` without buckets."""
+        self._rescore_all()
+        while self._heap:
+            place, bucket = self._heap[0]
+            if bucket.place is place:
+                return bucket, place[0]
+            heapq.heappop(self._heap)
+        return None
 
     def ordered(self) -> list[Bucket]:
         """Return all buckets in eviction order."""
-        if self.rescaled:
-            self._rescore_all()
-        return sorted(self.places, key=self.places.__getitem__)
+        self._rescore_all()
+        return [bucket for _, bucket in sorted(self._valid())]
 
-    def clear(self) -> None:
-        """Remove all buckets."""
-        self.places.clear()
-        self.standings.clear()
-        self.heap.clear()
+    def _valid(self) -> Iterator[tuple[tuple[Score, bool, int], Bucket]]:
+        return (entry for entry in self._heap if entry[1].place is entry[0])
 
     def _rescore_all(self) -> None:
-        """Compute the score of every bucket again, about 1 µs each."""
-        self.rescaled = False
-        for name, (_, is_newest_turn, number) in self.places.items():
-            self.places[name] = (self._score(name), is_newest_turn, number)
-        self._rebuild_heap()
+        """Compute the score of every bucket again, about 1 µs each, if the scale has changed."""
+        if self.rescaled:
+            self.rescaled = False
+            entries = []
+            for (_, is_newest, number), bucket in self._valid():
+                bucket.place = self._score(bucket), is_newest, number
+                entries.append((bucket.place, bucket))
+            heapq.heapify(entries)
+            self._heap = entries
 
-    def _rebuild_heap(self) -> None:
-        self.heap = [(place, name) for name, place in self.places.items()]
-        heapq.heapify(self.heap)
-
-    def _score(self, name: Bucket) -> Score:
-        if name == SHARED_BUCKET:
-            return (math.inf,)
+    def _score(self, bucket: Bucket) -> Score:
         try:
-            return self._scorer.score(self.standings[name])
+            return self.scorer.score(bucket.standing)
         except Exception as error:
-            self._scorer.score_failed(error)
+            self.scorer.score_failed(error)
             return NO_SCORE
