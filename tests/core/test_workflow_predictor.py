@@ -112,6 +112,34 @@ def test_a_declared_graph_says_what_follows_its_node() -> None:
         assert agents.turn("p", node=undeclared).prediction_source == "cold"
 
 
+def test_each_successor_counts_with_the_share_of_the_context_that_its_prompts_reused() -> None:
+    """Prompts at the step "whole" begin with all of the context, those at "part" with half of it."""
+    graph = Aeg(
+        ("plan", "split", "whole", "part"),
+        [(START, "plan"), (START, "split"), ("plan", "whole", 0.75), ("plan", "part", 0.25), ("split", "part"),
+         ("whole", END), ("part", END)],
+    )  # fmt: skip
+    agents = Agents(blocks=4000)
+
+    def at(name: str, node: str) -> ProgramState:
+        agents.turn(name, agent_type="planner")
+        agents.engine.send(AegReport(program_id=name, seq=-1, graph_hash=graph.hash, graph=graph.wire()))
+        return agents.turn(name, agent_type="planner", node=node)
+
+    for number in range(6):
+        at(name := f"p{number}", "plan")
+        if number % 2:
+            agents.contexts[name] = agents.contexts[name][: len(PROMPT) // 2]
+        agents.turn(name, agent_type="planner", node="part" if number % 2 else "whole")
+        agents.end(name)
+    to_either, to_part = at("x", "plan").p_reuse, at("y", "split").p_reuse
+    assert to_either is not None
+    assert to_part is not None
+    half = to_part / (1 - 0.1)  # the tool's output is a tenth of the next prompt
+    assert half == pytest.approx(0.5, abs=0.1)
+    assert to_either == pytest.approx(0.75 * 0.9 + 0.25 * to_part, abs=0.05)
+
+
 def test_who_lies_about_its_node_every_turn_is_not_believed_for_long() -> None:
     random = Random(5)
     agents = Agents()

@@ -109,9 +109,9 @@ def test_hints_come_first_then_what_was_seen_then_nothing():
     rule = ThreeTierPrediction()
     step = WorkflowStepView(declared=BRANCH, inferred=SEEN, tasks=30)
     hinted = rule.expect(step, 0.0)
-    assert hinted == NextStepPrediction(PredictionSource.HINTS, pytest.approx(0.9), "test")
+    assert hinted == NextStepPrediction(PredictionSource.HINTS, pytest.approx(0.9), "test", BRANCH[:2])
     inferred = rule.expect(step._replace(declared=()), 0.0)
-    assert inferred == NextStepPrediction(PredictionSource.INFERRED, 0.75, "edit")
+    assert inferred == NextStepPrediction(PredictionSource.INFERRED, 0.75, "edit", SEEN[:1])
     assert rule.expect(step._replace(declared=(), tasks=29), 0.0) == NO_NEXT_STEP_PREDICTION
 
 
@@ -126,7 +126,8 @@ def test_hints_that_were_worth_nothing_are_not_looked_at_but_an_announced_end_is
 
 def test_an_inferred_edge_is_acted_on_from_the_papers_confidence_on():
     step = WorkflowStepView(inferred=(("edit", 0.69), ("test", 0.31)), tasks=30)
-    assert ThreeTierPrediction().expect(step, 0.0) == NextStepPrediction(PredictionSource.INFERRED, 1.0, None)
+    found = ThreeTierPrediction().expect(step, 0.0)
+    assert found == NextStepPrediction(PredictionSource.INFERRED, 1.0, None, step.inferred)
     likelier = step._replace(inferred=(("edit", 0.7), ("test", 0.3)))
     assert ThreeTierPrediction().expect(likelier, 0.0).successor == "edit"
 
