@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from fake_engine import engines
 from gateway_harness import World, world
+from sojourn_server.api.client_identity import identify
 from sojourn_server.routing.routing_limits import RoutingLimits
 
-ROOT, OTHER = "0b1f6c1e-6a0e-4a3e-9d53-0c4b1b4f2c77", "7d2f4e9a-1c55-4f0c-8f6e-2b7a90e1d3aa"
-CODEX_AGENT = "019b0000-7f00-7000-8000-0000000000a1"
+RECORDED = json.loads((Path(__file__).parents[1] / "clients" / "recorded_requests.json").read_text())
+CLIENTS = ("Claude Code", "Codex", "OpenCode")
 
 
 class Shape(NamedTuple):
@@ -26,86 +27,20 @@ class Shape(NamedTuple):
     parent: str | None = None
 
 
-def claude_code(turn: int, agent: str | None = None) -> Shape:
-    headers = {
-        "anthropic-version": "2023-06-01",
-        "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14",
-        "x-app": "cli",
-        "x-stainless-lang": "js",
-        "x-claude-code-session-id": ROOT,
-        **({"x-claude-code-agent-id": agent} if agent else {}),
-    }
-    system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1.197.{turn};"}]
-    body = {
-        "model": "tiny",
-        "max_tokens": 32_000,
-        "stream": True,
-        "system": [*system, {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "step"}]}] * (2 * turn + 1),
-        "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object"}}],
-        "thinking": {"type": "enabled", "budget_tokens": 4000},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "metadata": {"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": ROOT})},
-    }
-    program = f"{ROOT}/{agent}" if agent else ROOT
-    return Shape("/v1/messages?beta=true", headers, body, program, ROOT if agent else None)
+def recorded(client: str, role: str) -> Shape:
+    """A recorded request; ``tests/clients/test_clients_recorded.py`` says whose it is."""
+    one = next(each for each in RECORDED if (each["client"], each["role"]) == (client, role))
+    headers, body = one["headers"], one["body"]
+    user_id = body.get("metadata", {}).get("user_id")
+    identity = identify(headers, None, user_id, body.get("prompt_cache_key"))
+    assert identity is not None
+    return Shape(one["path"], headers, body, identity.program_id, identity.parent_id)
 
 
-def codex(turn: int, agent: str | None = None) -> Shape:
-    thread = agent or OTHER
-    headers = {
-        "originator": "codex_exec",
-        "session-id": OTHER,
-        "thread-id": thread,
-        "x-client-request-id": thread,
-        **({"x-codex-parent-thread-id": OTHER, "x-openai-subagent": "collab_spawn"} if agent else {}),
-    }
-    text = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "step"}]}
-    body = {
-        "model": "tiny",
-        "instructions": "Be brief.",
-        "input": [text] * (2 * turn + 1),
-        "tools": [{"type": "function", "name": "exec_command", "parameters": {"type": "object"}}],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": thread,
-        "client_metadata": {"x-codex-installation-id": "i"},
-    }
-    return Shape("/v1/responses", headers, body, thread, OTHER if agent else None)
-
-
-def opencode(turn: int, agent: str | None = None) -> Shape:
-    session = agent or "ses_root"
-    headers = {
-        "x-session-id": session,
-        "x-session-affinity": session,
-        **({"x-parent-session-id": "ses_root"} if agent else {}),
-    }
-    body = {
-        "model": "tiny",
-        "max_tokens": 32_000,
-        "messages": [{"role": "system", "content": "Be brief."}, *[{"role": "user", "content": "x"}] * turn],
-        "tools": [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return Shape("/v1/chat/completions", headers, body, session, "ses_root" if agent else None)
-
-
-SHAPES = {
-    "claude-code": (claude_code, "a1b2c3d4"),
-    "codex": (codex, CODEX_AGENT),
-    "opencode": (opencode, "ses_a"),
-}
-
-
-def session_of(client: str) -> Iterator[Shape]:
+def session_of(client: str) -> list[Shape]:
     """The requests of a session whose second turn starts a sub-agent."""
-    shape, agent = SHAPES[client]
-    yield from (shape(0), shape(1), shape(0, agent), shape(1, agent), shape(2))
+    turn, agent = recorded(client, "turn"), recorded(client, "sub-agent")
+    return [turn, turn, agent, agent, turn]
 
 
 async def send(it: World, shape: Shape, key: str | None = None, base: str = "") -> str:
@@ -117,10 +52,10 @@ async def send(it: World, shape: Shape, key: str | None = None, base: str = "") 
         return answer.headers["X-Sojourn-Replica"]
 
 
-@pytest.mark.parametrize("client", SHAPES)
+@pytest.mark.parametrize("client", CLIENTS)
 async def test_each_session_is_a_program_and_its_sub_agents_are_children(client: str) -> None:
     async with engines(3) as fakes, world(fakes, preset='extends = "sojourn"') as it:
-        shapes = list(session_of(client))
+        shapes = session_of(client)
         at = [await send(it, shape) for shape in shapes]
         programs = it.gateway.routing_backend.core.programs
         root, agent = shapes[0].program, shapes[2].program
@@ -129,20 +64,20 @@ async def test_each_session_is_a_program_and_its_sub_agents_are_children(client:
         assert at[2] == at[3]
         sent = [headers for fake in fakes for headers in fake.headers if headers["x-session-id"] == agent]
         assert [one.get("x-parent-session-id") for one in sent] == [shapes[2].parent] * 2
-        if client != "opencode":
+        if client != "OpenCode":
             assert [one.get("x-root-session-id") for one in sent] == [root] * 2
-        if client == "codex":
+        if client == "Codex":
             assert sent[0]["x-sojourn-agent-type"] == "collab_spawn"
 
 
-@pytest.mark.parametrize("client", SHAPES)
+@pytest.mark.parametrize("client", CLIENTS)
 async def test_no_client_header_names_a_program_to_an_engine_of_several_tenants(client: str) -> None:
     async with engines(1) as (fake,), world([fake], tenants={"ka": "alice", "kb": "bob"}) as it:
         for shape in session_of(client):
             await send(it, shape, "ka")
-        await send(it, next(session_of(client)), "kb")
+        await send(it, session_of(client)[0], "kb")
         names = [headers["x-session-id"] for headers in fake.headers]
-        root, agent = next(session_of(client)).program, list(session_of(client))[2].program
+        root, agent = (session_of(client)[number].program for number in (0, 2))
         assert set(names) == {f"alice/{root}", f"alice/{agent}", f"bob/{root}"}
         parents = {headers["x-parent-session-id"] for headers in fake.headers[2:4]}
         assert parents == {f"alice/{root}"}
@@ -156,10 +91,8 @@ async def test_a_client_without_any_id_is_no_program_and_finds_an_engine_for_eve
     limits = RoutingLimits(wait_s=1.0)
     async with engines(2) as fakes, world(fakes, preset='extends = "mori"', limits=limits, poll_s=3600) as it:
         for turn in range(20):
-            shape = codex(0)
-            shape.body["input"] = [{"role": "user", "content": "word " * 800 * (turn + 1)}]
-            del shape.body["prompt_cache_key"]
-            await send(it, shape._replace(headers={}))
+            body = {"model": "tiny", "input": "word " * 800 * (turn + 1), "stream": True}
+            await send(it, Shape("/v1/responses", {}, body, ""))
         core = it.gateway.routing_backend.core
         assert not core.programs
         assert all(state.programs == 0 for state in it.gateway.routing_backend.replicas())
@@ -190,11 +123,11 @@ async def test_the_base_url_or_the_operators_header_may_name_the_program() -> No
 async def test_tokens_are_counted_by_any_engine_and_are_no_turn() -> None:
     async with engines(2) as fakes, world(fakes) as it:
         await fakes[0].kill()
-        shape = claude_code(1)
+        shape = recorded("Claude Code", "turn")
         async with it.http.post(
             f"{it.url}/v1/messages/count_tokens?beta=true", json=shape.body, headers=shape.headers
         ) as answer:
-            assert await answer.json() == {"input_tokens": 3}
+            assert await answer.json() == {"input_tokens": len(shape.body["messages"])}
         assert not it.gateway.routing_backend.core.programs
         assert "x-claude-code-session-id" not in fakes[1].headers[-1]
 
