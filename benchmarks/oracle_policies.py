@@ -20,8 +20,8 @@ from sojourn_server.policies.forecasting import (
     RemainingTokens,
     RemainingTokensPolicy,
 )
-from sojourn_server.policies.placement.placement_policy import WaitingKey
-from sojourn_server.policies.placement.placement_views import ProgramActivity, ProgramTierView
+from sojourn_server.policies.placement.placement_plan import SortKey
+from sojourn_server.policies.placement.placement_views import ProgramTierView
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
@@ -108,12 +108,10 @@ class OraclePlacement(ResidencyPricePlacement):
         left_s = self.work.left_s(program.program_id)
         return 1.0 if left_s is None else self.work.mean_s / left_s
 
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Ready programs come before others. Both are in ascending order of device blocks × service left."""
+    def promotion_key(self, program: ProgramTierView) -> SortKey:
+        """Ascending order of device blocks × service left."""
         left_s = self.work.left_s(program.program_id) or 0.0
-        behind = program.activity is not ProgramActivity.READY
-        order = self.device_blocks(program) * left_s
-        return (int(behind), order, program.waiting_since_s, program.program_id)
+        return (0, self.device_blocks(program) * left_s, program.waiting_since_s, program.program_id)
 
 
 _NORMAL_SCORES = tuple(

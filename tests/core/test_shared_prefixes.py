@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
+from sojourn_server.core.context_hashes import PlacedPrefixes, PrefixTree
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.shared_block_accounting import MAX_EXPECTED_TO_SHARE, SharedBlockAccounting
-from sojourn_server.core.shared_prefixes import SharedPrefixes
 from sojourn_server.policies.placement.placement_views import Tier
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 from virtual_engine import chain as chain_of
@@ -32,26 +30,35 @@ def common(one: list[Any], other: list[Any]) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_own_hashes_add_up_to_the_distinct_ones(seed: int) -> None:
+def test_each_distinct_hash_counts_once_and_common_prefixes_are_found(seed: int) -> None:
     draw = random.Random(seed)
-    prefixes, model = SharedPrefixes(), dict[str, list[Any]]()
-    shared: dict[str, int] = {}
-    for _ in range(300):
-        key = f"p{draw.randrange(12)}"
-        if draw.random() < 0.6:
-            model[key] = chain(*(draw.randrange(3) for _ in range(draw.randrange(1, 9))))
-            changed = prefixes.put(key, model[key])
+    tree, known = PrefixTree(), list[list[Any]]()
+    for _ in range(60):
+        asked = chain(*(draw.randrange(3) for _ in range(draw.randrange(9))))
+        expected = max((common(asked, other) for other in known), default=0)
+        assert tree.common(asked) == expected
+        if draw.random() < 0.5:
+            assert tree.add(asked) == expected
+            known.append(asked)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prefix_has_the_highest_rank_of_the_programs_that_share_it(seed: int) -> None:
+    draw = random.Random(seed)
+    placed, model = PlacedPrefixes(), dict[ProgramId, tuple[list[Any], int]]()
+    for _ in range(500):
+        name, rank = ProgramId(f"p{draw.randrange(12)}"), draw.randrange(4)
+        model.pop(name, None)
+        if draw.random() < 0.2:
+            placed.forget(name)
         else:
-            model.pop(key, None)
-            changed = prefixes.remove(key)
-        before, shared = shared, {name: prefixes.shared_hashes(name) for name in model}
-        assert {name for name in model if name != key and shared[name] != before[name]} <= changed
-        distinct = {block for blocks in model.values() for block in blocks}
-        assert sum(len(blocks) - shared[name] for name, blocks in model.items()) == len(distinct)
-        for name, blocks in model.items():
-            assert (prefixes.chain(name), name in prefixes) == (blocks, True)
-        asked = chain(*(draw.randrange(3) for _ in range(6)))
-        assert prefixes.common(asked) == max((common(asked, other) for other in model.values()), default=0)
+            keys = chain(*(draw.randrange(2) for _ in range(draw.randrange(7))))
+            higher = (common(keys, other) for other, at in model.values() if at > rank)
+            assert placed.put(name, keys, rank) == max(higher, default=0)
+            if keys:
+                model[name] = keys, rank
+        for program_id in map(ProgramId, (f"p{number}" for number in range(12))):
+            assert list(placed.keys_of(program_id)) == model.get(program_id, ([], 0))[0]
 
 
 # -- which blocks count for whom ---------------------------------------------------------
@@ -90,10 +97,6 @@ def newcomers_let_in(engine: VirtualEngine) -> int:
     return sum(not engine.program_scheduler.is_parked(request) for request in requests)
 
 
-def contexts_of(engine: VirtualEngine) -> SharedBlockAccounting:
-    return engine.program_scheduler.tiers._contexts
-
-
 def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
     assert newcomers_let_in(after_two_that_share()) == 6
 
@@ -101,11 +104,9 @@ def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
 def counted(engine: VirtualEngine) -> int:
     """Blocks that count on the device: those of all programs there, and those of other requests."""
     tiers = engine.program_scheduler.tiers
-    tiers._update_stale(engine.now)
-    views = [place.seen for place in tiers._by_tier[Tier.DEVICE].values() if place.seen is not None]
-    untracked_blocks = contexts_of(engine).untracked_blocks()
-    assert untracked_blocks >= 0
-    return sum(map(tiers.policy.device_blocks, views)) + untracked_blocks  # type: ignore[attr-defined]
+    view = tiers._view()
+    sizes = map(tiers.policy.device_blocks, view.on_device)  # type: ignore[attr-defined]
+    return sum(sizes) + view.device.untracked_blocks
 
 
 def test_an_aborted_turn_leaves_no_blocks_that_count_for_nobody() -> None:
@@ -233,13 +234,6 @@ class Contexts(RuleBasedStateMachine):
         idle = (tokens for program, tokens in self.last_turns.items() if program not in at_work)
         held.update(block for tokens in idle for block in chain_of(tokens))
         assert counted(self.engine) >= len(held)
-        contexts = contexts_of(self.engine)
-        stored = contexts._tiers[Tier.DEVICE]._of.values()
-        distinct = {block for context in stored for block in context.chain}
-        assert sum(len(context.chain) - context.before for context in stored) == len(distinct)
-        assert all(0 <= context.before <= len(context.chain) for context in stored)
-        members = Counter(contexts._expected_to_share.values())
-        assert all(count <= MAX_EXPECTED_TO_SHARE for count in members.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -248,10 +242,7 @@ class Contexts(RuleBasedStateMachine):
             self.engine.finish(request, outcome=TurnFinishReason.ABORTED)
         for program in PROGRAMS:
             self.engine.send(ProgramEnd(program_id=program, seq=-1))
-        contexts = contexts_of(self.engine)
         assert counted(self.engine) == 0
-        assert contexts._expected_to_share == contexts._others == {}
-        assert not any(stored._of or stored._sorted for stored in contexts._tiers.values())
 
 
 Contexts.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

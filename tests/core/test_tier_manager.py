@@ -9,31 +9,25 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core import parked_requests
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 from sojourn_server.core.events_and_actions import (
     EngineAction,
     EngineActionKind,
     StepCompleted,
     TurnFinishReason,
 )
-from sojourn_server.core.parked_requests import RELEASE_GAP_S, RETRY_S
-from sojourn_server.core.placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
 from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.tier_manager import (
-    MAX_FURTHER_WAITING_IN_VIEW,
-)
+from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
+from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
-    LOOKAHEAD,
+    MAX_EXCHANGES,
     MoveReason,
     MoveTiming,
     NoPlacement,
     TierMove,
-    WaitingKey,
 )
 from sojourn_server.policies.placement.placement_views import (
-    PlacementTrigger,
     PlacementView,
     ProgramActivity,
     ProgramTierView,
@@ -66,26 +60,17 @@ class Watched:
         self.policy = policy
         self.rules = policy or RelativeIdlenessPlacement()
         self.views: list[PlacementView] = []
-        self.keys_asked = 0
         self.answer: list[TierMove] = []
-        self.fails_in = ""
+        self.fails = False
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        self._perhaps_fail("moves")
+        if self.fails:
+            raise RuntimeError("broken on purpose")
         self.views.append(view)
         if self.policy is not None:
             return self.policy.moves(view, now)
         answer, self.answer = self.answer, []
         return answer
-
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        self._perhaps_fail("waiting_key")
-        self.keys_asked += 1
-        return self.rules.waiting_key(program, now)
-
-    def _perhaps_fail(self, where: str) -> None:
-        if self.fails_in == where:
-            raise RuntimeError("broken on purpose")
 
 
 def by_present_size(**settings: Any) -> Watched:
@@ -165,7 +150,7 @@ def order(
 ) -> None:
     """Have the scripted policy make one move at the next step."""
     policy.answer = [TierMove(ProgramId(program), to, when, reason)]
-    engine.program_scheduler.tiers._trigger = PlacementTrigger.CAPACITY
+    engine.program_scheduler.tiers._event = True
     engine.step()
     assert not policy.answer
 
@@ -302,7 +287,7 @@ def test_the_view_has_the_measured_link_and_its_queue() -> None:
 
     engine.come("p", 2)
     assert host() == (2.0, 0.0)
-    engine.program_scheduler.handle(StepCompleted(1, 0.1, 1, 0.25, 3.0), engine.now)
+    engine.program_scheduler.handle(StepCompleted(1, 0.1, 1, LinkCosts(None, 0.25, loads_queued_s=3.0)), engine.now)
     assert host() == (1.0, 3.0)
 
 
@@ -387,12 +372,10 @@ def test_a_context_is_worth_what_the_next_prompt_finds_of_it(
     kept_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rebuild_s(program: str) -> float:
-        shown = engine.program_scheduler.tiers._by_id[ProgramId(program)].seen
-        assert shown is not None
-        return shown.rebuild_s
+        return seen(engine.program_scheduler.tiers._view(), program).rebuild_s
 
     engine = Engine(ResidencyPricePlacement(), blocks=200)
-    reload = engine.program_scheduler.tiers._views._reload
+    reload = engine.program_scheduler.tiers._reload
     monkeypatch.setattr(type(reload), "seconds", lambda _, tokens: 0.01 * tokens)
     for turn in range(8):  # Each prompt has ten blocks. Only the first block may repeat.
         engine.turn("a", [*prompt(4, 99 if kept_blocks else 10 + turn), *prompt(36, 100 + turn)])
@@ -424,7 +407,7 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
     assert engine.placed() == []
     assert sum(engine.program_scheduler.tiers.counts().values()) == 0
-    assert list(engine.program_scheduler.tiers.take_overdue(0.0, engine.now)) == []
+    assert engine.program_scheduler.tiers.take_refused(engine.now) == []
 
 
 # -- what the policy is shown -----------------------------------------------------------------
@@ -461,24 +444,6 @@ def test_sizes_are_in_blocks_rounded_up() -> None:
     assert (shown.turn_blocks, shown.peak_blocks) == (16, 40)
 
 
-def test_each_occasion_is_named() -> None:
-    policy = by_present_size()
-    engine = Engine(policy, host=50)
-    request = engine.run("a", 5)
-    assert policy.views[-1].why is PlacementTrigger.ARRIVAL
-    engine.wait(TICK_S)
-    assert policy.views[-1].why is PlacementTrigger.TICK
-    engine.finish(request)
-    engine.step()
-    assert policy.views[-1].why is PlacementTrigger.TURN_ENDED
-    engine.come("a", 6)
-    engine.step()
-    assert policy.views[-1].why is PlacementTrigger.TOOL_ENDED
-    engine.program_scheduler.cache_reset(engine.now)
-    engine.step()
-    assert policy.views[-1].why is PlacementTrigger.CAPACITY
-
-
 # -- how often it is asked, and how much ----------------------------------------------------------
 
 
@@ -506,7 +471,7 @@ def test_where_nothing_happens_it_is_asked_now_and_then() -> None:
 
 
 @pytest.mark.parametrize("reason", [MoveReason.EXCHANGE, MoveReason.ABSENT])
-@pytest.mark.parametrize(("exchanges", "asked_again"), [(LOOKAHEAD - 1, False), (LOOKAHEAD, True)])
+@pytest.mark.parametrize(("exchanges", "asked_again"), [(MAX_EXCHANGES - 1, False), (MAX_EXCHANGES, True)])
 def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_step(
     exchanges: int, asked_again: bool, reason: MoveReason
 ) -> None:
@@ -525,7 +490,7 @@ def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_s
 
 
 @pytest.mark.parametrize("preset", ["sojourn", "mori"])
-@pytest.mark.parametrize("large", [LOOKAHEAD, 300])
+@pytest.mark.parametrize("large", [MAX_EXCHANGES, 300])
 def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are(
     large: int, preset: str
 ) -> None:
@@ -544,75 +509,8 @@ def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are
     while engine.parked(small):
         engine.wait(engine.program_scheduler.tiers.policy.tick_s)
         answers += 1
-        assert answers <= 1 + large / MAX_FURTHER_WAITING_IN_VIEW
+        assert answers <= 1
     assert engine.tier("l0") is WAITING
-
-
-def test_behind_the_first_of_the_line_each_program_is_looked_at_in_turn() -> None:
-    policy = Watched()
-    engine = Engine(policy)
-    names = [f"p{number:03}" for number in range(LOOKAHEAD + MAX_FURTHER_WAITING_IN_VIEW + 8)]
-    for name in names:
-        engine.come(name, 1)
-    shown = []
-    for _ in range(2):
-        engine.wait(TICK_S)
-        shown.append([program.program_id for program in policy.views[-1].further_waiting])
-    behind = names[LOOKAHEAD:]
-    assert shown == [behind[:-8], [*behind[-8:], *behind[: MAX_FURTHER_WAITING_IN_VIEW - 8]]]
-
-
-@pytest.fixture
-def views_built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The programs whose views are built, each as often as that happens."""
-    built: list[str] = []
-    build = PlacedProgramViews.view
-
-    def view(self: PlacedProgramViews, place: PlacedProgram, *, costs: bool) -> ProgramTierView:
-        built.append(place.program.id)
-        return build(self, place, costs=costs)
-
-    monkeypatch.setattr(PlacedProgramViews, "view", view)
-    return built
-
-
-def test_many_tool_reports_change_what_is_shown_once(views_built: list[str]) -> None:
-    engine = Engine(ResidencyPricePlacement(), blocks=100)
-    engine.a_turn("a", 5)
-    engine.step()
-    views_built.clear()
-    for number in range(60):
-        engine.send(ToolStart(program_id="a", seq=-1, call_id=f"c{number}", tool="bash"))
-    engine.wait(1.0)
-    assert views_built == ["a"]
-
-
-@pytest.mark.parametrize("lie", ["an estimate", "false durations", "an aborted request"])
-def test_no_reports_of_tools_hold_a_place_for_ever(lie: str) -> None:
-    """The tool runs on and on, and its client always reports that it is about to end."""
-    engine = Engine(ResidencyPricePlacement(), blocks=100)
-    for _ in range(20):
-        engine.program_scheduler.handle(StepCompleted(400, 4.0, 1), engine.now)
-    engine.a_turn("liar", 60)
-    engine.run("busy", 10)
-    for _ in range(MAX_TOOL_REPORTS):
-        engine.send(ToolStart(program_id="liar", seq=-1, call_id="c", tool="new", expected_s=1.0))
-    waits = engine.come("waits", 50)
-    began = engine.now
-    while engine.parked(waits):
-        soon_s = engine.now - began + 1.2
-        tool, more = "new", {"expected_s": soon_s, "expected_p95_s": soon_s}
-        if lie == "false durations":
-            tool, more = f"tool at {engine.now}", {}
-            for _ in range(4):
-                engine.send(ToolStart(program_id="liar", seq=-1, call_id="d", tool=tool))
-                engine.send(ToolStop(program_id="liar", seq=-1, call_id="d", duration_s=soon_s))
-        elif lie == "an aborted request":
-            more = dict.fromkeys(more, 1.1)
-            engine.finish(engine.come("liar", 61), outcome=TurnFinishReason.ABORTED)
-        engine.send(ToolStart(program_id="liar", seq=-1, call_id="c", tool=tool, **more))
-        engine.wait(1.0)
-        assert engine.now - began < 200.0
 
 
 # -- the line ------------------------------------------------------------------------------------
@@ -668,7 +566,7 @@ def test_long_parked_requests_are_released_one_after_the_other() -> None:
     engine.finish(waits[1], outcome=TurnFinishReason.ABORTED)
     engine.spend(1.0)
     assert [engine.parked(request) for request in waits[2:]] == [False, True]
-    assert engine.program_scheduler.tiers._last_overdue_admission_s == -math.inf, "no turn of the policy's"
+    assert engine.program_scheduler.tiers._last_overdue_promotion_s == -math.inf, "no turn of the policy's"
 
 
 def holding(limit_s: float = 100.0) -> Engine:
@@ -689,8 +587,7 @@ def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
     other = engine.come("c", 10)
     again = engine.come("b", 10)
     engine.step()
-    shown = engine.program_scheduler.tiers._by_id[ProgramId("b")].seen
-    assert shown is not None
+    (shown,) = [each for each in engine.program_scheduler.tiers._view().waiting if each.program_id == "b"]
     assert (shown.waiting_since_s, shown.arrived_s) == (1000.0, 1000.0)
     engine.spend(38.9)
     assert engine.parked(again)
@@ -739,30 +636,16 @@ def test_only_a_repetition_keeps_the_place(what: str) -> None:
     assert engine.parked(again)
 
 
-def test_aborted_waits_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = holding()
-    waits = engine.program_scheduler.tiers._waits._aborted
-    for number in range(20):
-        engine.finish(engine.come(f"b{number}", 10), outcome=TurnFinishReason.ABORTED)
-        engine.spend(RETRY_S / 10)
-    assert 5 <= len(waits) <= 11
-    monkeypatch.setattr(parked_requests, "MAX_ABORTED_WAITS", 3)
-    engine.finish(engine.come("c", 10), outcome=TurnFinishReason.ABORTED)
-    assert len(waits) == 3
-    assert ProgramId("c") in waits
-
-
 # -- failures ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails_in", ["moves", "waiting_key"])
-def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_once(fails_in: str) -> None:
+def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_once() -> None:
     policy = by_present_size()
     engine = Engine(policy, host=50)
     running = engine.run("a", 15)
     early = engine.come("b", 10)
     engine.step()
-    policy.fails_in = fails_in
+    policy.fails = True
     engine.asked_again.clear()
     late = engine.come("c", 10)
     with pytest.raises(RuntimeError, match="broken on purpose"):
@@ -774,7 +657,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.reasons("to_device").count("given_up") == 2
     assert engine.program("b").status is engine.program("c").status is ProgramStatus.REASONING
     placed, asked = len(engine.placed()), len(policy.views)
-    policy.fails_in = ""
+    policy.fails = False
     after = engine.come("d", 100)
     assert not engine.parked(after)
     for request in [early, late, after]:
@@ -792,7 +675,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler.tiers
     assert sum(tier_manager.counts().values()) == 0
-    assert [*tier_manager._waiting_queue, *tier_manager._waits.longest()] == [], "no table holds a request"
+    assert [*tier_manager._places, *tier_manager._untracked] == [], "no table holds a request"
 
 
 def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:

@@ -20,13 +20,12 @@ from sojourn_server.core.events_and_actions import (
     TurnFinished,
     TurnFinishReason,
 )
-from sojourn_server.core.parked_requests import ENGINE_PAUSE_S, RequestWait
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_limits import SchedulerLimits
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
-from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
+from sojourn_server.core.tier_manager import ENGINE_PAUSE_S
+from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
-    PlacementTrigger,
     PlacementView,
     ProgramActivity,
     ProgramTierView,
@@ -111,9 +110,6 @@ class Checked:
         for move in answer:
             self.life.moved(move)
         return answer
-
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        return self.policy.waiting_key(program, now)
 
 
 class PlacedLife:
@@ -261,6 +257,8 @@ class PlacedLife:
 
     def _arrive(self, program: str | None, tokens: int) -> None:
         self.numbers += 1
+        if program is not None:
+            self._time_passes()
         request = Request(f"r{self.numbers}", program, self.numbers, tokens, self.now, since_s=self.now)
         self.program_scheduler.arrived(
             RequestArrived(
@@ -293,10 +291,8 @@ class PlacedLife:
                     self._file(self.requests[name])
 
     def _tick(self) -> None:
-        asked, paused_s, self.told_s = self.asked, self.now - self.told_s, self.now
-        if not 0 <= paused_s < ENGINE_PAUSE_S:  # the engine stood still, or its clock was set
-            for request in self.requests.values():
-                request.since_s = min(request.since_s + max(0.0, paused_s), self.now)
+        asked = self.asked
+        self._time_passes()
         self.program_scheduler.tick(self.now)
         self._forget_as_the_table_did()
         self._carry_out()
@@ -308,16 +304,22 @@ class PlacedLife:
             if request.name in refused:
                 assert request.parked
                 assert not request.judged
-                assert self.now - request.since_s >= LIMITS.gate_timeout_s
+                assert self.now - request.since_s >= LIMITS.gate_timeout_s - 1e-6
                 self.done["refused"] += 1
                 self._finish(request, TurnFinishReason.ERROR)
             elif (
                 self.program_scheduler.limits is LIMITS
-                and self.now - request.since_s >= LIMITS.gate_timeout_s
+                and self.now - request.since_s >= LIMITS.gate_timeout_s + 1e-6
             ):
                 assert request.judged or not request.parked, "to be refused by now"
                 request.judged = True
         assert not self.requests.keys() & set(refused)
+
+    def _time_passes(self) -> None:
+        passed_s, self.told_s = self.now - self.told_s, self.now
+        if not 0 <= passed_s < ENGINE_PAUSE_S:  # the engine stood still, or its clock was set
+            for request in self.requests.values():
+                request.since_s += passed_s
 
     def _forget_as_the_table_did(self) -> None:
         for name in list(self.places):
@@ -405,8 +407,6 @@ class PlacedLife:
                 self._is_seen_as_it_is(each, tier)
         assert view.device.untracked_blocks == -(-sum(each.tokens for each in self.others.values()) // BLOCK)
         self.put_back = self.put_back and bool(view.waiting)
-        keys = [self.policy.waiting_key(each, self.now) for each in view.waiting]
-        assert self.put_back or keys == sorted(keys), "the policy takes the order as it is"
 
     def _is_seen_as_it_is(self, shown: ProgramTierView, tier: Tier) -> None:
         place = self.places[shown.program_id]
@@ -415,7 +415,7 @@ class PlacedLife:
         assert shown.required_blocks == max((each.blocks for each in place.waiting), default=0)
         assert shown.resident_blocks == sum(each.blocks for each in place.running)
         if place.waiting:
-            assert shown.waiting_since_s == place.waiting[0].arrived_s
+            assert shown.waiting_since_s == min(each.arrived_s for each in place.waiting)
         assert 0.0 <= shown.idleness.at(self.now) <= 1.0
         assert shown.peak_blocks >= shown.turn_blocks >= max(shown.context_blocks, shown.required_blocks)
 
@@ -432,7 +432,7 @@ class PlacedLife:
 
     def _all_is_in_place(self) -> None:
         """Just asked and its answer applied: no tier holds too much, and asked again nothing is moved."""
-        view = self.program_scheduler.tiers._view(PlacementTrigger.TICK)
+        view = self.program_scheduler.tiers._view()
         for group, state in ((view.on_host, view.host), (view.on_disk, view.disk)):
             assert sum(each.context_blocks for each in group) <= state.budget_blocks
         stay = [each for each in view.on_device if not each.pending]
@@ -450,40 +450,13 @@ class PlacedLife:
     # -- what must hold after each ---------------------------------------------------------------
 
     def each_program_is_in_exactly_one_queue(self) -> None:
-        tier_manager = self.program_scheduler.tiers
-        assert tier_manager._changed.keys() <= tier_manager._by_id.keys()
-        waiting = {each.arrival for place in tier_manager._by_id.values() for each in place.waiting.values()}
-        waits = tier_manager._waits
-        longest: dict[ProgramId, RequestWait] = {}
-        for wait in sorted(waits._by_arrival.values()):
-            longest.setdefault(wait.program_id, wait)
-        assert [*waits.longest()] == list(longest.values())
-        assert waits._by_arrival.keys() <= waits._starts_s.keys() == waiting
-        assert tier_manager._by_id.keys() == self.places.keys()
-        assert sum(map(len, tier_manager._by_tier.values())) == len(tier_manager._by_id)
-        assert tier_manager.counts() == {
-            tier: len(members) for tier, members in tier_manager._by_tier.items()
-        }
+        tiers = self.program_scheduler.tiers
+        assert tiers._places.keys() == self.places.keys()
+        assert Counter(tiers.counts()) == Counter(place.tier for place in self.places.values())
         for name, place in self.places.items():
-            kept = tier_manager._by_id[ProgramId(name)]
-            assert tier_manager.tier(ProgramId(name)) is kept.tier is place.tier
-            assert tier_manager._by_tier[place.tier][ProgramId(name)] is kept
+            assert tiers.tier(ProgramId(name)) is place.tier
             assert place.told is None or place.tier is DEVICE
             assert not place.running or place.tier is DEVICE
-
-    def the_line_holds_those_who_wait_in_order(self) -> None:
-        """But for those with events since the last question: the next one puts them in order."""
-        tier_manager = self.program_scheduler.tiers
-        assert tier_manager._waiting_queue == sorted(tier_manager._waiting_queue)
-        changed = tier_manager._changed.keys()
-        waiting = {name for name, place in self.places.items() if place.tier is WAITING and place.waiting}
-        assert {name for _, name in tier_manager._waiting_queue} - changed == waiting - changed
-        filed = [place for place in tier_manager._by_id.values() if place.queue_entry is not None]
-        assert (
-            sorted(place.queue_entry for place in filed if place.queue_entry is not None)
-            == tier_manager._waiting_queue
-        )
-        assert all(place.tier is WAITING for place in filed)
 
     def those_are_parked_who_should_be(self) -> None:
         for request in self.requests.values():
@@ -491,12 +464,11 @@ class PlacedLife:
             expected = place is not None and place.parks(request)
             assert self.program_scheduler.is_parked(request.name) == expected
             assert request.parked == (expected and not request.running), "the engine was not told to look"
-        assert {*self.program_scheduler.tiers._contexts.others} == self.others.keys()
+        assert self.program_scheduler.tiers._untracked.keys() == self.others.keys()
 
     def everybody_gets_in(self) -> None:
         """Nobody new comes and turns end. Nobody's tool ends unless there is no other hope for the others."""
-        for each in (self.program_scheduler, self.program_scheduler._admission):
-            each.limits = PATIENT  # type: ignore[union-attr]
+        self._limit(PATIENT)
         hopeless = math.inf in (self.policy.standstill_s, self.policy.patience_s)
         owed = {name for name, request in self.requests.items() if request.parked}
         steps = 8 * len(self.requests) + 80
@@ -520,8 +492,12 @@ class PlacedLife:
         self.done["let in at last"] += 1
         for request in list(self.requests.values()):
             request.turn_began = 0
-        for each in (self.program_scheduler, self.program_scheduler._admission):
-            each.limits = LIMITS  # type: ignore[union-attr]
+        self._limit(LIMITS)
+
+    def _limit(self, limits: SchedulerLimits) -> None:
+        tiers = self.program_scheduler.tiers
+        self.program_scheduler.limits = self.program_scheduler._admission.limits = tiers.limits = limits
+        tiers._overdue_at_s = -math.inf
 
     def _who_acts_ends(self) -> None:
         for name in [name for name, place in self.places.items() if place.activity is ProgramActivity.ACTING]:
@@ -577,7 +553,6 @@ def test_whatever_happens_those_are_parked_who_should_be_and_nobody_for_ever(see
         (operation,) = life.draw.choices(list(OFTEN), list(OFTEN.values()))
         operation(life)
         life.each_program_is_in_exactly_one_queue()
-        life.the_line_holds_those_who_wait_in_order()
         life.those_are_parked_who_should_be()
         if number % BETWEEN_DRAINS == 0:
             life.everybody_gets_in()

@@ -34,7 +34,6 @@ from sojourn_server.metrics.metric_catalog import (
 )
 from sojourn_server.policies.placement.placement_policy import MoveReason
 from sojourn_server.policies.placement.placement_views import (
-    PlacementTrigger,
     PlacementView,
     ProgramActivity,
     ProgramTierView,
@@ -131,7 +130,6 @@ def drawn_view(draw: random.Random) -> PlacementView:
 
     calm = draw.choice([[ProgramActivity.ACTING], list(ProgramActivity)])
     return PlacementView(
-        why=PlacementTrigger.TICK,
         device=TierCapacity(capacity_blocks=draw.choice([10, 40])),
         host=TierCapacity(capacity_blocks=draw.choice([0, 15, 60])),
         disk=TierCapacity(capacity_blocks=draw.choice([0, 15, 60])),

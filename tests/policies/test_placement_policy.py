@@ -15,24 +15,19 @@ from sojourn_server.policies.eviction_policies import (
     TypedLabelEviction,
 )
 from sojourn_server.policies.placement.placement_policy import (
-    LOOKAHEAD,
     MoveReason,
     MoveTiming,
     NoPlacement,
     TierMove,
 )
 from sojourn_server.policies.placement.placement_views import (
-    PlacementTrigger,
     PlacementView,
     ProgramActivity,
     ProgramTierView,
     Tier,
     TierCapacity,
 )
-from sojourn_server.policies.placement.relative_idleness import (
-    RelativeIdlenessPlacement,
-    RelativeIdlenessPlan,
-)
+from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 from sojourn_server.policies.policy_views import EvictionCandidateView, EvictionScoreScale
 from sojourn_server.programs.idleness import Idleness, IdlenessPhase
 
@@ -71,7 +66,6 @@ def view(*programs: ProgramTierView, device: int = 100, host: int = 100, disk: i
     for each in programs:
         groups[each.tier].append(each)
     return PlacementView(
-        why=PlacementTrigger.TICK,
         device=TierCapacity(capacity_blocks=device),
         host=TierCapacity(capacity_blocks=host),
         disk=TierCapacity(capacity_blocks=disk),
@@ -531,79 +525,6 @@ def test_a_clock_that_jumped_back_keeps_no_program_waiting() -> None:
     assert PAPER.moves(view(there, waits), -math.inf) == ()
 
 
-# -- many programs ---------------------------------------------------------------------------
-
-
-def test_a_sorted_waiting_queue_gives_the_same_answer() -> None:
-    policy = RelativeIdlenessPlacement()
-    line = [
-        program(
-            f"p{i}", WAITING, READY, (i * 7 % 11) / 11, 5 + i % 9,
-            returning=i % 3 > 0, waiting_since_s=NOW - (i * 37 % 300),
-        )
-        for i in range(200)
-    ]  # fmt: skip
-    there = program("there", DEVICE, REASONING, 0.5, 50)
-    unordered = view(there, *line, device=400)
-    ordered = replace(
-        unordered,
-        waiting=sorted(line, key=lambda each: policy.waiting_key(each, NOW)),
-        waiting_sorted=True,
-        longest_waiting=sorted(line, key=lambda each: (each.waiting_since_s, each.program_id))[:80],
-    )
-    answer = policy.moves(unordered, NOW)
-    assert len(answer) > 10
-    assert policy.moves(ordered, NOW) == answer
-    assert [policy.waiting_key(each, NOW + 1e6) for each in line] == [
-        policy.waiting_key(each, NOW) for each in line
-    ], "waiting alone changes no place"
-
-
-def test_only_a_bounded_number_of_waiting_programs_is_skipped() -> None:
-    there = program("there", DEVICE, REASONING, 0.5, 95)
-    large = [program(f"l{i:02}", WAITING, READY, 0.1, 50) for i in range(LOOKAHEAD)]
-    small = newcomer("small", 5)
-    assert PAPER.moves(view(there, *large, small), NOW) == ()
-    assert moved(PAPER, view(there, *large[1:], small)) == {"small": DEVICE}
-
-
-def test_ten_thousand_waiting_programs_are_not_all_compared() -> None:
-    """A line in order is a sequence of which only the front is read."""
-
-    class Counted(list[ProgramTierView]):
-        read = 0
-
-        def __iter__(self) -> Any:
-            for each in list.__iter__(self):
-                Counted.read += 1
-                yield each
-
-    line = Counted([newcomer(f"n{i:05}", 50) for i in range(10_000)])
-    there = [program(f"p{i}", DEVICE, REASONING, 0.5, 1) for i in range(80)]
-    seen = replace(view(*there), waiting=line, waiting_sorted=True)
-    assert RelativeIdlenessPlacement().moves(seen, NOW) == ()
-    assert Counted.read <= 2 * LOOKAHEAD
-
-
-def test_programs_whose_tools_take_too_long_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[None] = []
-    acting = RelativeIdlenessPlan._acting
-
-    def counted(plan: RelativeIdlenessPlan) -> list[ProgramTierView]:
-        looked.append(None)
-        return acting(plan)
-
-    monkeypatch.setattr(RelativeIdlenessPlan, "_acting", counted)
-    policy = replace(PAPER, absent_s=60.0)
-    absent = [
-        replace(program(f"a{i:03}", DEVICE, ACTING, 0.5, 10), last_active_s=NOW - 100) for i in range(40)
-    ]
-    seen = view(*absent, *(newcomer(f"n{i:02}", 10) for i in range(30)), device=400, host=1000)
-    moves = policy.moves(seen, NOW)
-    assert sum(move.reason is MoveReason.ABSENT and move.to is DEVICE for move in moves) == 30
-    assert len(looked) <= 3
-
-
 # -- labels (M5, §4.3.2) ---------------------------------------------------------------------
 
 
@@ -639,7 +560,6 @@ def test_no_placement_never_moves_programs() -> None:
     crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
     assert NoPlacement().moves(crowded, NOW) == ()
     assert not NoPlacement().is_used
-    assert NoPlacement().waiting_key(newcomer("b"), NOW) < NoPlacement().waiting_key(newcomer("c"), NOW + 9.0)
 
 
 def test_defaults_are_the_papers_where_it_has_them() -> None:

@@ -18,7 +18,6 @@ from sojourn_server.policies.placement import residency_price_plan
 from sojourn_server.policies.placement.placement_plan import has_elapsed
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
-    PlacementTrigger,
     PlacementView,
     ProgramActivity,
     ProgramTierView,
@@ -147,7 +146,7 @@ class World(RuleBasedStateMachine):
         for blocks, growth, reasoning_s, acting_s, activity in crowd:
             self.settle(blocks, growth, reasoning_s, acting_s, activity)
         self.now += 100.0
-        self.ask(PlacementTrigger.TICK)
+        self.ask()
 
     def settle(
         self, blocks: int, growth: int, reasoning_s: float, acting_s: float, activity: ProgramActivity
@@ -159,7 +158,7 @@ class World(RuleBasedStateMachine):
         agent = Agent(name, began_s, blocks, blocks + growth, context=blocks, returning=True)
         self.agents[name] = agent
         for tier in (DEVICE, HOST, DISK):
-            view = self.view(PlacementTrigger.TICK)
+            view = self.view()
             group = {DEVICE: view.on_device, HOST: view.on_host, DISK: view.on_disk}[tier]
             held = sum(self.size(each) if tier is DEVICE else each.context_blocks for each in group)
             need = self.size(agent.seen()) if tier is DEVICE else blocks
@@ -189,14 +188,14 @@ class World(RuleBasedStateMachine):
         agent = Agent(name, self.now, prompt, prompt + growth, last_active_s=self.now)
         agent.clock.arrived("r", self.now)
         self.agents[name] = agent
-        self.ask(PlacementTrigger.ARRIVAL)
+        self.ask()
 
     @rule(pick=st.integers(0, 99), seconds=st.sampled_from([0.0, 0.5]))
     def run(self, pick: int, seconds: float) -> None:
         if agent := self.any_of(pick, lambda a: a.tier is DEVICE and a.activity is READY and not a.pending):
             self.now += seconds
             self.start(agent)
-            self.ask(PlacementTrigger.CAPACITY)
+            self.ask()
 
     @rule(pick=st.integers(0, 99), blocks=st.integers(0, 6), seconds=st.sampled_from([0.1, 3.0, 20.0]))
     def end_turn(self, pick: int, blocks: int, seconds: float) -> None:
@@ -205,20 +204,20 @@ class World(RuleBasedStateMachine):
             agent.context += blocks
             agent.tool_s = tuple(sorted((*agent.tool_s, seconds)))
             self.stop(agent)
-            self.ask(PlacementTrigger.TURN_ENDED)
+            self.ask()
 
     @rule(pick=st.integers(0, 99), blocks=st.integers(1, 9))
     def grow(self, pick: int, blocks: int) -> None:
         if agent := self.any_of(pick, lambda a: a.activity is REASONING):
             agent.context += blocks
-            self.ask(PlacementTrigger.CAPACITY)
+            self.ask()
 
     @rule(pick=st.integers(0, 99), blocks=st.integers(0, 5), seconds=st.sampled_from([0.0, 0.5, 30.0]))
     def end_tool(self, pick: int, blocks: int, seconds: float) -> None:
         if agent := self.any_of(pick, lambda a: a.activity is ACTING):
             self.now += seconds
             self.come_back(agent, blocks)
-            self.ask(PlacementTrigger.TOOL_ENDED)
+            self.ask()
 
     @rule(pick=st.integers(0, 99))
     def come_back_before_the_policy_knows(self, pick: int) -> None:
@@ -226,31 +225,31 @@ class World(RuleBasedStateMachine):
         if agent := self.any_of(pick, lambda a: a.activity is REASONING):
             self.stop(agent)
             self.come_back(agent, 1)
-            self.ask(PlacementTrigger.TOOL_ENDED)
+            self.ask()
 
     @rule(pick=st.integers(0, 99))
     def give_up(self, pick: int) -> None:
         if agent := self.any_of(pick, lambda a: a.activity is READY and a.returning):
             agent.activity, agent.had_a_turn = ACTING, True
             agent.clock.finished("r", self.now)
-            self.ask(PlacementTrigger.TURN_ENDED)
+            self.ask()
 
     @rule(pick=st.integers(0, 99))
     def end(self, pick: int) -> None:
         if agent := self.any_of(pick, lambda a: True):
             del self.agents[agent.name]
-            self.ask(PlacementTrigger.TURN_ENDED)
+            self.ask()
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 61.0, -30.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.ask(PlacementTrigger.TICK)
+        self.ask()
 
     @precondition(lambda self: self.capacity[HOST] > 0)
     @rule(tier=st.sampled_from([DEVICE, HOST, DISK]), blocks=st.integers(1, 4))
     def shrink(self, tier: Tier, blocks: int) -> None:
         self.capacity[tier] = max(1, self.capacity[tier] - blocks)
-        self.ask(PlacementTrigger.CAPACITY)
+        self.ask()
 
     # -- how it happens -----------------------------------------------------------------------
 
@@ -275,7 +274,7 @@ class World(RuleBasedStateMachine):
 
     # -- the question and its answer ----------------------------------------------------------
 
-    def view(self, why: PlacementTrigger) -> PlacementView:
+    def view(self) -> PlacementView:
         groups: dict[Tier, list[ProgramTierView]] = {tier: [] for tier in Tier}
         for agent in self.agents.values():
             groups[agent.tier].append(agent.seen())
@@ -286,7 +285,6 @@ class World(RuleBasedStateMachine):
             for tier, blocks in self.capacity.items()
         }
         return PlacementView(
-            why=why,
             device=states[DEVICE],
             host=states[HOST],
             disk=states[DISK],
@@ -305,8 +303,8 @@ class World(RuleBasedStateMachine):
         """Whether programs without a saved context are kept out by others, and are overdue later."""
         return isinstance(self.policy, ResidencyPricePlacement)
 
-    def ask(self, why: PlacementTrigger) -> None:
-        view = self.view(why)
+    def ask(self) -> None:
+        view = self.view()
         answer = self.policy.moves(view, self.now)
         self.same_however_it_is_asked(view, answer)
         self.moves_are_allowed(view, answer)
@@ -316,7 +314,7 @@ class World(RuleBasedStateMachine):
         for move in answer:
             self.apply(move)
         self.tiers_hold_what_they_can(answer)
-        again = self.policy.moves(self.view(why), self.now)
+        again = self.policy.moves(self.view(), self.now)
         if self.is_futile:
             # Marks move nothing, and are the same each time.
             assert all(self.is_mark(move) for move in again)
@@ -329,7 +327,7 @@ class World(RuleBasedStateMachine):
             assert all(move.reason is MoveReason.KEPT for move in again)
             for move in again:
                 self.apply(move)
-            again = self.policy.moves(self.view(why), self.now)
+            again = self.policy.moves(self.view(), self.now)
         assert again == (), "an answer is complete"
 
     @property
@@ -363,16 +361,12 @@ class World(RuleBasedStateMachine):
 
     def same_however_it_is_asked(self, view: PlacementView, answer: object) -> None:
         assert self.policy.moves(view, self.now) == answer
-        line = sorted(view.waiting, key=lambda program: self.policy.waiting_key(program, self.now))
-        below = [each for each in (*view.on_host, *view.on_disk, *view.waiting) if each.activity is READY]
         other = replace(
             view,
             on_device=view.on_device[::-1],
             on_host=view.on_host[::-1],
             on_disk=view.on_disk[::-1],
-            waiting=line,
-            waiting_sorted=True,
-            longest_waiting=sorted(below, key=lambda program: (program.waiting_since_s, program.program_id)),
+            waiting=view.waiting[::-1],
         )
         assert set(self.policy.moves(other, self.now)) == set(answer)  # type: ignore[call-overload]
 
@@ -503,7 +497,7 @@ class World(RuleBasedStateMachine):
         return patience_s < math.inf and not 0 <= waited_s < patience_s
 
     def tiers_hold_what_they_can(self, answer: tuple[TierMove, ...]) -> None:
-        view = self.view(PlacementTrigger.TICK)
+        view = self.view()
         if self.is_futile:
             assert all(program.activity is not READY for program in view.waiting), "all enter"
             assert not any(program.pending for program in view.on_device), "none leaves"
@@ -538,7 +532,7 @@ class World(RuleBasedStateMachine):
         for agent in list(self.agents.values()):
             if agent.activity is ACTING:
                 self.come_back(agent, 0)
-                self.ask(PlacementTrigger.TOOL_ENDED)
+                self.ask()
         owed = {name: a.turns for name, a in self.agents.items() if a.activity is READY and a.returning}
         self.turn_after_turn(owed, ends=False, returns=True)
         # And now that programs end, new ones get their turns too.
@@ -556,19 +550,19 @@ class World(RuleBasedStateMachine):
                 if agent.tier is DEVICE and agent.activity is READY and not agent.pending:
                     self.start(agent)
             self.now += 1.0
-            self.ask(PlacementTrigger.TICK)
+            self.ask()
             for agent in list(self.agents.values()):
                 if agent.activity is REASONING:
                     self.stop(agent)
                     if ends:
                         del self.agents[agent.name]
-                    self.ask(PlacementTrigger.TURN_ENDED)
+                    self.ask()
                     if returns and not ends:
                         self.come_back(agent, 0)
-                        self.ask(PlacementTrigger.TOOL_ENDED)
+                        self.ask()
                 elif ends and agent.activity is ACTING:
                     self.come_back(agent, 0)
-                    self.ask(PlacementTrigger.TOOL_ENDED)
+                    self.ask()
             gone = [
                 name
                 for name, turns in owed.items()

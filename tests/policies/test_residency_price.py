@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.placement.gittins_index import MAX_GAP_S, MIN_SPENT_S, gittins_index
-from sojourn_server.policies.placement.placement_policy import LOOKAHEAD, MoveReason, MoveTiming, TierMove
+from sojourn_server.policies.placement.placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
-    PlacementTrigger,
     PlacementView,
     ProgramActivity,
     ProgramTierView,
@@ -58,7 +56,6 @@ def view_of(
 ) -> PlacementView:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     return PlacementView(
-        why=PlacementTrigger.TICK,
         device=TierCapacity(capacity_blocks=device),
         host=TierCapacity(capacity_blocks=host, load_s_per_block=load_s, load_queue_s=queue_s),
         disk=TierCapacity(capacity_blocks=0),
@@ -196,7 +193,7 @@ def of_many(acting_programs: int, *, waiting: int, on_host: int = 0) -> Placemen
     )
 
 
-@pytest.mark.parametrize(("waiting", "on_host"), [(LOOKAHEAD, 0), (256, 0), (0, 500), (256, 500)])
+@pytest.mark.parametrize(("waiting", "on_host"), [(MAX_EXCHANGES, 0), (256, 0), (0, 500), (256, 500)])
 def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
     monkeypatch: pytest.MonkeyPatch, waiting: int, on_host: int
 ) -> None:
@@ -211,18 +208,18 @@ def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
 
     for owner, method, name in (
         (ResidencyPricePlan, "_hold_value", "hold values"),
-        (ResidencyPricePlacement, "waiting_key", "keys"),
+        (ResidencyPricePlacement, "promotion_key", "keys"),
         (ResidencyPricePlacement, "device_blocks", "sizes"),
     ):
         monkeypatch.setattr(owner, method, counted(name, getattr(owner, method)))
     seen = of_many(400, waiting=waiting, on_host=on_host)
     moves = ResidencyPricePlacement().moves(seen, NOW)
-    assert sum(move.to is DEVICE for move in moves) == LOOKAHEAD, "the next answer goes on"
+    assert sum(move.to is DEVICE for move in moves) == MAX_EXCHANGES, "the next answer goes on"
     programs = len(seen.on_device) + len(seen.on_host) + len(seen.waiting)
     per_exchange = 8
-    assert counts["hold values"] <= 2 * programs + per_exchange * LOOKAHEAD
-    assert counts["keys"] <= 2 * programs + 4 * LOOKAHEAD
-    assert counts["sizes"] <= 4 * programs + per_exchange * LOOKAHEAD
+    assert counts["hold values"] <= 2 * programs + per_exchange * MAX_EXCHANGES
+    assert counts["keys"] <= 2 * programs + 4 * MAX_EXCHANGES
+    assert counts["sizes"] <= 4 * programs + per_exchange * MAX_EXCHANGES
 
 
 def test_a_program_below_the_device_that_fits_enters_however_many_before_it_do_not(
@@ -236,20 +233,20 @@ def test_a_program_below_the_device_that_fits_enters_however_many_before_it_do_n
         return victims_for(plan, *arguments)
 
     monkeypatch.setattr(ResidencyPricePlan, "_victims_for", counted)
-    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(3 * LOOKAHEAD)]
+    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(3 * MAX_EXCHANGES)]
     small = program("small", HOST, READY, 2, arrived_s=1.0)
     busy = program("busy", DEVICE, REASONING, 10)
     assert answer(busy, *large, small, host=9000).keys() == {"small"}
-    assert len(tried) == 2 * LOOKAHEAD, "once before small has entered, and once after"
+    assert len(tried) == 2 * MAX_EXCHANGES, "once before small has entered, and once after"
 
 
 def test_of_many_ready_programs_below_the_device_the_first_may_take_anothers_place() -> None:
     leaves = acting("a", 9, (600.0,), rebuild_s=0.01)
     busy = program("busy", DEVICE, REASONING, 11)
-    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(2 * LOOKAHEAD)]
+    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(2 * MAX_EXCHANGES)]
     small = program("small", HOST, READY, 9, arrived_s=1.0)
-    assert "small" in answer(leaves, busy, *large[1:LOOKAHEAD], small, host=9000)
-    assert "small" not in answer(leaves, busy, *large[:LOOKAHEAD], small, host=9000)
+    assert "small" in answer(leaves, busy, *large[1:MAX_EXCHANGES], small, host=9000)
+    assert "small" not in answer(leaves, busy, *large[:MAX_EXCHANGES], small, host=9000)
     new = program("new", WAITING, READY, 9, arrived_s=1.0)
     assert "new" in answer(leaves, busy, *large, new, host=9000), "the Waiting queue has a limit of its own"
 
@@ -275,7 +272,6 @@ def test_an_engine_that_stands_still_does_not_wait_for_long() -> None:
     for elapsed_s, moved in ((4.0, False), (6.0, True)):
         parents = [acting(f"a{n}", 10, (1.0,), NOW - elapsed_s, rebuild_s=5.0) for n in range(2)]
         view = PlacementView(
-            why=PlacementTrigger.TICK,
             device=TierCapacity(capacity_blocks=20),
             host=TierCapacity(capacity_blocks=0),
             disk=TierCapacity(capacity_blocks=0),
@@ -304,7 +300,7 @@ def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
         (0.0, 0.3, True),
     ):
         view = PlacementView(
-            why=PlacementTrigger.TICK, device=TierCapacity(capacity_blocks=20),
+            device=TierCapacity(capacity_blocks=20),
             host=TierCapacity(capacity_blocks=0), disk=TierCapacity(capacity_blocks=0),
             prefill_share=prefill_share, kv_read_share=kv_read_share, **groups,
         )  # fmt: skip
@@ -547,17 +543,6 @@ def test_a_new_program_enters_while_the_others_run_tools() -> None:
     )
 
 
-def test_a_new_program_that_waits_hides_no_overdue_one() -> None:
-    saved = program("s", HOST, READY, 20, since_s=NOW - 301.0, returning=True)
-    new = [program(f"b{n}", WAITING, READY, 20, since_s=NOW - 1000.0) for n in range(20)]
-    view = dataclasses.replace(
-        view_of(started(activity=REASONING), saved, *new, host=20, load_s=0.01),
-        waiting_sorted=True, longest_waiting=new[:16],
-    )  # fmt: skip
-    moves = {move.program_id: move for move in ResidencyPricePlacement().moves(view, NOW)}
-    assert moves[ProgramId("r")].when is MoveTiming.AFTER_TURN, "it makes room for the overdue one"
-
-
 def test_a_program_without_room_in_all_tiers_is_overdue_later() -> None:
     full = [
         program("r", DEVICE, REASONING, 20),
@@ -668,7 +653,6 @@ def test_the_example_of_the_documentation() -> None:
     ):
         tool = acting("a", 600, calls_s, NOW - elapsed_s, rebuild_s=3.0)
         view = PlacementView(
-            why=PlacementTrigger.TICK,
             device=TierCapacity(capacity_blocks=1000),
             host=TierCapacity(capacity_blocks=host, load_s_per_block=0.0002),
             disk=TierCapacity(capacity_blocks=0),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.eviction_policies import BlockLabel
-from sojourn_server.policies.placement.placement_views import PlacementTrigger, Tier
+from sojourn_server.policies.placement.placement_views import Tier
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -342,10 +342,9 @@ def test_a_prefix_that_programs_share_counts_once(
     assert most == 20
     if policy is not None:
         tiers = engine.scheduler.sojourn.program_scheduler.tiers
-        tiers._update_stale(clock.now)
-        own = sum(place.seen.context_blocks for place in tiers._by_tier[Tier.DEVICE].values())
-        assert own == 30 + 20 * 6, "all are on the device"
-        assert tiers._view(PlacementTrigger.TICK).device.untracked_blocks == 0
+        view = tiers._view()
+        assert sum(each.context_blocks for each in view.on_device) == 30 + 20 * 6, "all are on the device"
+        assert view.device.untracked_blocks == 0
 
 
 # -- refused ------------------------------------------------------------------------------------
@@ -444,9 +443,9 @@ def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> 
     from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
     from sojourn_server.policies.placement.placement_views import Tier
 
-    program_scheduler.tiers._apply(
-        TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY), worker.clock.now
-    )
+    move = TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY)
+    for moved in program_scheduler.tiers._apply(move, worker.clock.now):
+        program_scheduler._moved(*moved, worker.clock.now)
     worker.step()
     worker.turn("c1", prompt(3, 320), "C")
     worker.turn("b2", [*prompt(2, 160), *prompt(4, 16)], "B")
@@ -564,9 +563,8 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
     assert engine.scheduler.sojourn.failures == 0, "the tiers' failure is not the adapter's"
 
 
-@pytest.mark.parametrize("method", ["moves", "waiting_key"])
 def test_where_the_policy_fails_everybody_is_let_in(
-    make_engine: Any, clock: Any, monkeypatch: pytest.MonkeyPatch, method: str
+    make_engine: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 
@@ -582,7 +580,7 @@ def test_where_the_policy_fails_everybody_is_let_in(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(RelativeIdlenessPlacement, method, broken)
+    monkeypatch.setattr(RelativeIdlenessPlacement, "moves", broken)
     engine.add("c1", prompt(3, 320), program_id="C", max_tokens=2)
     worker.step(2)
     assert engine.scheduler.sojourn.failures == 1

@@ -1,4 +1,9 @@
-"""Stores chained block hashes: of programs' last turns, of workflow steps, and of placed programs."""
+"""Stores chained block hashes, of programs' last turns, of workflow steps and of placed programs, and finds the
+leading blocks that contexts share, such as a system prompt.
+
+A chained hash covers all blocks before it. So two contexts share exactly their common prefix, and a hash stands
+at the same place of all contexts that have it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,6 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import common_prefix_length
-from .shared_prefixes import SharedPrefixes
 
 MAX_PROGRAM_STEPS = 16
 """Maximum number of workflow steps for which ``StepPrefixes`` keeps a program's turns."""
@@ -143,18 +147,39 @@ class StepPrefixes:
         self.hashes = 0
 
 
+class PrefixTree:
+    """A set of chains that answers which prefix another chain shares with any of them. An answer takes one
+    bisection for each branch on the way."""
+
+    def __init__(self) -> None:
+        self._chains: dict[Any, Sequence[Any]] = {}
+        """First hash that a chain added to the tree → this chain."""
+
+    def common(self, chain: Sequence[Any]) -> int:
+        """Return the length of the longest prefix, in hashes, that ``chain`` shares with a chain of the
+        tree."""
+        shared = 0
+        while shared < len(chain) and (other := self._chains.get(chain[shared])) is not None:
+            shared = common_prefix_length(other, chain)
+        return shared
+
+    def add(self, chain: Sequence[Any]) -> int:
+        """Add a chain. Returns the length of the prefix that it shares with earlier chains. So the rest of
+        each chain, in order of addition, counts every distinct hash once."""
+        shared = self.common(chain)
+        if shared < len(chain):
+            self._chains[chain[shared]] = chain
+        return shared
+
+
 class PlacedPrefixes:
-    """Stores the block hashes (*keys*) and the retention rank of each program that is placed in a tier.
+    """Stores the keys and the retention rank of each program that is placed in a tier.
 
     The retention rank (``RetentionRank``) orders eviction from host memory, where blocks of lower rank are
     evicted first. If several programs share a prefix, the highest of their ranks applies to the prefix."""
 
     def __init__(self) -> None:
         self._of: dict[ProgramId, tuple[Sequence[Any], int]] = {}
-        self._by_rank: dict[int, SharedPrefixes] = {}
-        """Rank → sorted contexts of the programs with this rank. Sorting makes look-ups fast: thousands of
-        programs may begin with the same system prompt, and the engine waits for each look-up while it plans a
-        step."""
 
     def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
         """The program's chained block hashes; empty if none are stored."""
@@ -167,18 +192,17 @@ class PlacedPrefixes:
 
     def put(self, program_id: ProgramId, keys: Sequence[Any], rank: int) -> int:
         """Store a program's keys and rank. Returns the length, in keys, of the longest prefix that the
-        program shares with a program of higher rank. With n stored programs, the call compares O(log n)
-        contexts."""
+        program shares with a program of higher rank."""
         self.forget(program_id)
-        if not keys:
-            return 0
-        self._of[program_id] = keys, rank
-        self._by_rank.setdefault(rank, SharedPrefixes()).put(program_id, keys)
-        higher = (prefixes for each, prefixes in self._by_rank.items() if each > rank)
-        return max((prefixes.common(keys) for prefixes in higher), default=0)
+        longest = 0
+        for other, other_rank in self._of.values():
+            # Bisect only if the other shares more than the longest prefix so far, which the next key shows.
+            if other_rank > rank and longest < min(len(other), len(keys)) and other[longest] == keys[longest]:
+                longest = common_prefix_length(other, keys)
+        if keys:
+            self._of[program_id] = keys, rank
+        return longest
 
     def forget(self, program_id: ProgramId) -> None:
         """Remove the program."""
-        known = self._of.pop(program_id, None)
-        if known is not None:
-            self._by_rank[known[1]].remove(program_id)
+        self._of.pop(program_id, None)

@@ -100,7 +100,7 @@ class ProgramLifecycle:
         """Find or create a program, and forget those that were removed from a full table for it."""
         program, forgotten = self._programs.open(program_id, now)
         for each in forgotten:
-            self._tier_manager.forget(each.id, now)
+            self._tier_manager.forget(each.id)
             self._lease_manager.drop(each.id, DecisionReason.SUPERSEDED, now)
             # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
             self._state.contexts.drop(each.id)
@@ -443,7 +443,7 @@ class ProgramLifecycle:
         program.outcome = outcome
         if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
             program.tools.clear()
-        self._tier_manager.forget(program.id, now)
+        self._tier_manager.forget(program.id)
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             state.histories.turns.observe(program.turns)

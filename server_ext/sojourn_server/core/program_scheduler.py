@@ -25,7 +25,7 @@ from sojourn.wire_codec import Outcome
 from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
 from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
-from ..policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
+from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, WaitingRequestView
@@ -100,9 +100,8 @@ class ProgramScheduler:
         self.predictor = WorkflowPredictor(state)
         self.forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self.forecaster)
-        self.tiers = TierManager(state, self._moved)
+        self.tiers = TierManager(state)
         self._lifecycle = ProgramLifecycle(state, self.lease_manager, self.predictor, self.tiers)
-        self._parked_requests = self.tiers.parked_requests
         self._unused_hints = unused_hint_fields(state.preset)
         self._cascades = PreemptionCascades()
         self._steps = 0
@@ -190,8 +189,8 @@ class ProgramScheduler:
         if program is None:
             return
         self._lifecycle.begin_turn(program, request_state, event, now)
-        self.tiers.arrived(request_state, now)
-        if self._parked_requests.is_parked(request_state):
+        self.tiers.arrived(request_state, now, event.block_hashes or ())
+        if self.tiers.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
 
     def _become_side_request(self, request_state: RequestState, now: float) -> None:
@@ -223,7 +222,9 @@ class ProgramScheduler:
         request_state.run(now, promoted_s)
         self._requests.idle_since_s = None
         request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
-        self.tiers.admitted(request_state, now, event.block_hashes)
+        move = self.tiers.admitted(request_state, now, event.block_hashes)
+        if move is not None and request_state.program is not None:
+            self._moved(request_state.program, move, now)
         self.forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
         program, record = request_state.program, request_state.record
         if program is None or record is None:
@@ -328,7 +329,7 @@ class ProgramScheduler:
             program.turns += client_request_id is None or client_request_id != program.client_request_id
             program.client_request_id = client_request_id
         if program.live_requests:
-            if self.tiers.places and not self._parked_requests.any_of(program.id):
+            if self.tiers.places and not self.tiers.any_parked(program.id):
                 self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
             return
         program.disconnected = event.outcome is ev.TurnFinishReason.ABORTED
@@ -345,14 +346,14 @@ class ProgramScheduler:
         self.state.contexts.put(program.id, event.block_hashes)
         self.owners.contexts[program.id] = event.block_ids
         cached_blocks = len(event.block_ids)
-        self.tiers.turn_finished(program, cached_blocks, now, event.block_hashes)
+        self.tiers.turn_finished(program, cached_blocks)
         program.turn_final = request_state.final
         self.predictor.turn_finished(program, request_state, cached_blocks, now)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
         if request_state.final:
-            self.tiers.forget(program.id, now)
+            self.tiers.forget(program.id)
             self.lease_manager.log_keep(
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), cached_blocks, now
             )
@@ -438,10 +439,9 @@ class ProgramScheduler:
                 self._outbox.append(prefetch)
         if not self.tiers.places:
             return
-        self.tiers.tick(now)
-        limits = self.limits
-        limit_s = limits.gate_timeout_s if self.tiers.policy.refuses else limits.hold_timeout_s
-        for request_state in self.tiers.take_overdue(limit_s, now):
+        for program, move in self.tiers.tick(now):
+            self._moved(program, move, now)
+        for request_state in self.tiers.take_refused(now):
             self._outbox.append(ev.RequestRefused(request_state.request_id))
             self.recorder.count("sojourn_gate_timeouts_total")
             self.decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
@@ -475,7 +475,7 @@ class ProgramScheduler:
         self._reset_leases = []
         for program_id in lost:
             self.lease_manager.record_release(program_id, DecisionReason.RESET)
-        self.tiers.cache_reset(now, device=event.device)
+        self.tiers.cache_reset(device=event.device)
 
     # -- queries: they change nothing -------------------------------------------
 
@@ -532,7 +532,7 @@ class ProgramScheduler:
         now, order = view.now_s, self.preset.order
         overdue = self._is_overdue(state, view.preempted, now)
         queue_state = QueueState.OPEN
-        if self._parked_requests.is_parked(state):
+        if self.tiers.is_parked(state):
             queue_state = QueueState.PARKED
         elif not overdue and self._admission.applies_to(state, preempted):
             queue_state = QueueState.GATED
@@ -624,9 +624,6 @@ class ProgramScheduler:
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
         """Handle a program's move to another tier, as decided by the tier manager: log the move, end the
         program's lease if the program leaves the device, and add the action for the engine."""
-        if move.reason is MoveReason.OVER:  # the program's end is logged already
-            self._place(program, DecisionReason.END, move.to)
-            return
         kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
         self.decisions.add(now, kind, program.id, move.reason.value, **dict(move.terms))
         self.recorder.count(

@@ -36,6 +36,9 @@ class RequestState:
     waits_since_s: float = 0.0
     """Time from which placement counts the request as waiting: the request's arrival or, for a retry, the
     arrival of the aborted request."""
+    limited_since_s: float = 0.0
+    """Time from which the wait counts towards the limit on parked requests, on the clock of ``TierManager``
+    that leaves out pauses."""
     hinted_ttl_s: float | None = None
     """TTL that the hint asks for, clipped."""
     final: bool = False

@@ -1,365 +1,314 @@
-"""Keeps one queue of programs per tier, and asks the placement policy for moves.
+"""Places programs: asks the placement policy for moves between tiers, and holds back requests of programs
+that are not on the device.
 
-Every program with a request in the engine or with KV is in the queue of one tier, its *place*. The *Waiting
-queue* has those programs of the tier WAITING that have a waiting request.
+Every program with a request in the engine or with KV has a place (``PlacedProgram``) with a tier. The
+programs of the tier WAITING that have a request are the *Waiting queue*.
 
-An event only marks its program as changed. When the policy is called, the policy's view of each changed
-program is built once, whatever the number of events since the last call. ``tick`` is called once per engine
-step. It calls the policy if there was an event, or when the policy's interval has passed. So a burst of tool
-ends causes only one call, and the policy moves no program while a step is being planned.
+An event only marks its program's view as outdated. ``tick`` is called once per engine step. It asks the
+policy if there was an event, or when the policy's interval has passed. So a burst of tool ends causes only
+one question, and the policy moves no program while a step is being planned. For a question, the views of all
+placed programs are collected in one pass, and only outdated ones are built anew.
 
-Requests of programs that are not on the device are parked (``parked_requests``). After an error of the policy
-no request is parked, and the engine's own order applies.
-"""
+A *parked* request is a waiting request that may not run, even if blocks are free: its program is not on the
+device, or the request arrived after its program was marked to leave the device. No request is parked for
+ever: after a limit it is refused with an error, or released (its program is placed on the device), as the
+policy says. After an error of the policy no request is parked, and the engine's own order applies."""
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
 
 from ..policies.placement.placement_policy import (
-    LOOKAHEAD,
+    MAX_EXCHANGES,
     MoveReason,
     MoveTiming,
     PlacementPolicy,
     TierMove,
-    WaitingKey,
 )
-from ..policies.placement.placement_views import (
-    PlacementTrigger,
-    PlacementView,
-    ProgramActivity,
-    ProgramTierView,
-    Tier,
-    TierCapacity,
-)
+from ..policies.placement.placement_views import PlacementView, ProgramActivity, Tier, TierCapacity
+from ..policies.policy_protocols import DecisionReason
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from .parked_requests import ParkedRequests, RequestWait
-from .placed_programs import MAX_TOOL_REPORTS, PlacedProgram, PlacedProgramViews
+from .context_hashes import PrefixTree
+from .events_and_actions import EngineAction, EngineActionKind
+from .placed_programs import PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
-from .shared_block_accounting import SharedBlockAccounting
-
-MAX_LONGEST_WAITING_IN_VIEW = 16
-"""Maximum number of longest-waiting programs in one view of the policy."""
-
-MAX_WAITING_IN_VIEW = 256
-"""Maximum number of programs from the front of the Waiting queue in one view of the policy."""
-
-MAX_FURTHER_WAITING_IN_VIEW = 32
-"""Maximum number of programs behind the first ``LOOKAHEAD`` of the Waiting queue in one view of the policy.
-The next view continues behind them, so the policy sees the whole queue in turn."""
-
-MAX_REFRESHED = 64
-"""Number of programs at the front of the Waiting queue whose views are rebuilt when the expected prefix of
-their kind changes."""
-UNTHROTTLED_PROGRAMS = 200
-MIN_INTERVAL_S_PER_PROGRAM = 50e-6
-"""Minimum interval between two calls of the policy, in seconds per program beyond ``UNTHROTTLED_PROGRAMS``.
-Programs in the tier WAITING do not count. A call takes about 1 µs per program, and 5 µs while programs wait,
-so calls take 2 % to 10 % of the time."""
 
 EXCHANGED_SHARE_WEIGHT = 1 / 8
 """Weight of the newest return in ``PlacementView.exchanged_share``, a moving average."""
+ENGINE_PAUSE_S = 120.0
+"""Seconds without a tick after which the engine counts as paused, for example because the machine was
+suspended. A pause does not count towards the limit on parked requests."""
+RELEASE_GAP_S = 10.0
+"""Seconds after a release when the next request may be released, even if the engine has not admitted the
+first."""
+RETRY_S = 60.0
+"""A program's next request counts as the retry of an aborted waiting request if it arrives within this many
+seconds of the abort. A retry continues the wait of the aborted request, so a client that gives up and tries
+again keeps its place. OpenAI's clients retry after up to 8 s, or as ``Retry-After`` says."""
 
-MoveListener = Callable[[ProgramState, TierMove, float], None]
-"""Callback for each move; gets the program, the move and ``now``."""
+Moved = tuple[ProgramState, TierMove]
 
 
 class TierManager:
-    """Tracks the tier in which each program of one engine is placed, and the queue of waiting programs.
+    """The places of the programs of one engine. Times are seconds on the engine's monotonic clock."""
 
-    The manager asks the placement policy for moves. Times are seconds on the engine's monotonic clock.
-    """
-
-    def __init__(self, state: SchedulerState, moved: MoveListener) -> None:
-        """``moved`` is called after each move."""
+    def __init__(self, state: SchedulerState) -> None:
         self.policy: PlacementPolicy = state.preset.placement
         """A simulation may set a policy that knows the programs' futures."""
-        self._pool = state.pool
-        self._reload = state.reload
-        self._views = PlacedProgramViews(state)
-        self._host_link = state.host_link
-        self._moved = moved
         self.places = self.policy.is_used
         """Whether programs are placed; False after the policy has failed."""
-        self._by_id: dict[ProgramId, PlacedProgram] = {}
-        self._by_tier: dict[Tier, dict[ProgramId, PlacedProgram]] = {tier: {} for tier in Tier}
-        self._waiting_queue: list[tuple[WaitingKey, ProgramId]] = []
-        """The Waiting queue: programs of that tier with a waiting request, sorted by the policy's key."""
-        self._further_shown = 0
-        """Number of programs behind the first ``LOOKAHEAD`` of the Waiting queue that the policy has seen in
-        this round."""
-        self.parked_requests = ParkedRequests(self._by_id, places=self.places)
-        self._waits = self.parked_requests.waits
+        self.limits = state.limits
+        self._pool = state.pool
+        self._reload = state.reload
+        self._host_link = state.host_link
+        self._contexts = state.contexts
+        self._actions = state.actions
+        self._views = PlacedProgramViews(state)
+        self._places: dict[ProgramId, PlacedProgram] = {}
+        self._untracked: dict[str, tuple[int, Sequence[Any]]] = {}
+        """Running request without a placed program → its prompt tokens and their block hashes."""
         self._arrivals = 0
         """Arrival number of the newest request."""
-        self._contexts = SharedBlockAccounting(state.pool, state.contexts, self._by_tier[Tier.DEVICE])
-        self._trigger: PlacementTrigger | None = None
-        """The latest event since the last call to the policy; ``None``: no event."""
-        self._last_overdue_admission_s = -math.inf
-        """Time at which the policy last moved a program to the device because it had waited for too long."""
-        self._last_shortage_s = -math.inf
-        """Time at which a program last lost its KV because the tiers were over capacity."""
+        self._event = False
+        """Whether there was an event since the policy was asked last."""
+        self._ask_at_s = -math.inf
+        """Time at which the policy is asked if no event comes before."""
+        self._last_overdue_promotion_s = self._last_shortage_s = -math.inf
         self._exchanged_share = 0.0
-        self._asked_s = self._ask_at_s = -math.inf
-        """``_asked_s``: time of the last call to the policy. ``_ask_at_s``: time of the next call if no event
-        comes before."""
-        self._changed: dict[ProgramId, float] = {}
-        """Programs with events since their views were built, each with the time of its last event. The
-        program whose first event is the oldest comes first."""
+        # -- how long requests are parked --
+        self._ticked_s = -math.inf
+        """Time of the newest tick or arrival."""
+        self._paused_s = 0.0
+        """Sum of all pauses. Waits are measured on a clock that leaves them out."""
+        self._overdue_at_s = math.inf
+        """No wait reaches its limit before this time, on the clock without pauses."""
+        self._released: RequestState | None = None
+        """The request that was released last, at ``_released_s``."""
+        self._released_s = -math.inf
 
     # -- events ----------------------------------------------------------------
 
-    def arrived(self, request_state: RequestState, now: float) -> None:
-        """Handle a program's request that has reached the engine."""
+    def arrived(self, request_state: RequestState, now: float, prompt: Sequence[Any] = ()) -> None:
+        """Handle a program's request that has reached the engine. ``prompt``: its block hashes, if known."""
         program = request_state.program
         if not self.places or program is None:
             return
-        place = self._by_id.get(program.id)
-        since_s = self._waits.begin(request_state, program.id, now)
+        self._pass_time(now)
+        self._start_wait(request_state, self._continued_wait_s(program, now))
+        place = self._places.get(program.id)
         if place is None:
-            place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, last_active_s=now)
-            place.returning = program.turns > 0
-            self._by_id[program.id] = self._by_tier[Tier.WAITING][program.id] = place
+            since_s, returning = request_state.waits_since_s, program.turns > 0
+            place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, now, returning)
+            self._places[program.id] = place
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
+        place.prompts[request_state.request_id] = prompt
         place.tools_ended_s = None
-        self._mark(place, now, PlacementTrigger.TOOL_ENDED if place.returning else PlacementTrigger.ARRIVAL)
+        self._changed(place)
 
-    def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> None:
-        """Handle the admission of a request, which has its blocks now. ``chain``: hashes of its blocks."""
+    def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> TierMove | None:
+        """Handle the admission of a request, which has its blocks now. ``chain``: hashes of its blocks.
+
+        Returns a move if the program was not on the device, since its other requests are no longer parked."""
         if not self.places:
-            return
+            return None
+        request_id, tokens = request_state.request_id, request_state.prompt_tokens
+        # A copy of what the prompt covers: the engine appends to its list while the request runs.
+        prompt = chain[: tokens // self._pool.block_size]
         place = self._place_of(request_state)
         if place is None:
-            self._contexts.add_other(request_state.request_id, request_state.prompt_tokens, chain)
-            return
-        self._contexts.remove_other(request_state.request_id)
-        place.clock.admitted(request_state.request_id, now)
-        place.waiting.pop(request_state.request_id, None)
-        self._waits.end(request_state.arrival, now)
-        self._waits.forget(place.program.id)
-        place.running[request_state.request_id] = request_state
-        place.tool_reports = 0  # not at the arrival, since a client may abort a request that never ran
-        if not place.returning:
-            self._contexts.first_admitted(place, chain)
-        elif len(place.running) == 1:
+            self._untracked[request_id] = tokens, prompt
+            return None
+        self._untracked.pop(request_id, None)
+        place.clock.admitted(request_id, now)
+        place.waiting.pop(request_id, None)
+        place.program.aborted_wait = None
+        place.running[request_id] = request_state
+        place.prompts[request_id] = prompt
+        if place.returning and len(place.running) == 1:
             self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
             place.exchanged = False
-        place.returning = True
-        moves = place.tier is not Tier.DEVICE  # the program runs, so it is on the device
-        if moves:
-            self._move_to_tier(place, Tier.DEVICE)
-        self._contexts.begin(place, request_state, chain)
-        self._mark(place, now, PlacementTrigger.CAPACITY if moves else None)
-        if moves:
-            # Reported as a move, since other requests of the program may be parked and must be released.
-            move = TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
-            self._moved(place.program, move, now)
+        place.returning, place.view = True, None
+        if place.tier is Tier.DEVICE:
+            return None
+        place.tier, self._event = Tier.DEVICE, True
+        return TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
-        if not self.places:
-            return
-        self._contexts.remove_other(request_state.request_id)
+        self._untracked.pop(request_state.request_id, None)
         place = self._place_of(request_state)
         if place is not None:
             place.clock.preempted(request_state.request_id, now)
-            self._mark(place, now, None)
+            place.view = None
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
-        if not self.places:
-            return
-        waited_since_s = self._waits.end(request_state.arrival, now)
-        was_other = self._contexts.remove_other(request_state.request_id)
-        if was_other and any(self._waiting_off_device(self._waits)):
-            self._trigger = PlacementTrigger.TURN_ENDED  # programs may use the request's blocks now
+        request_id = request_state.request_id
+        if self._untracked.pop(request_id, None) is not None:
+            self._event = True  # programs may use the request's blocks now
         place = self._place_of(request_state)
         if place is None:
             return
-        place.clock.finished(request_state.request_id, now)
-        waited = place.waiting.pop(request_state.request_id, None) is not None
-        if place.running.pop(request_state.request_id, None) is not None:
+        place.clock.finished(request_id, now)
+        place.prompts.pop(request_id, None)
+        waited = place.waiting.pop(request_id, None) is not None
+        if place.running.pop(request_id, None) is not None:
             place.last_active_s = now
-            self._contexts.end(place, request_state.request_id)
-        self._mark(place, now, PlacementTrigger.TURN_ENDED)
-        if failed and not (place.waiting or place.running or place.context_blocks):
-            self._remove(place.program.id, now)  # the program has neither KV nor requests
+        self._changed(place)
         if failed and waited and not (place.running or self.policy.refuses):
-            newest = next(reversed(place.waiting.values()), None)
-            if newest is not None and self._waits.hand_over(waited_since_s, now, newest):
-                self._mark(place, now, None)
-            else:
-                self._waits.remember(place.program.id, waited_since_s, now)
+            self._keep_wait(place, request_state.waits_since_s, now)
+        if failed and not (place.waiting or place.running or place.context_blocks):
+            self.forget(place.program.id)  # the program has neither KV nor requests
 
     def take_out(self, request_state: RequestState, now: float) -> None:
         """Count a program's request as a request without a program from now on."""
-        place = self._place_of(request_state)
+        place, request_id = self._place_of(request_state), request_state.request_id
         if place is not None:
-            runs, chain = (
-                request_state.request_id in place.running,
-                place.chains.get(request_state.request_id, ()),
-            )
+            runs, prompt = request_id in place.running, place.prompts.get(request_id, ())
             self.finished(request_state, now)
             if runs:
-                self._contexts.add_other(request_state.request_id, request_state.prompt_tokens, chain)
+                self._untracked[request_id] = request_state.prompt_tokens, prompt
 
-    def turn_finished(
-        self, program: ProgramState, cached_blocks: int, now: float, chain: Sequence[Any] = ()
-    ) -> None:
-        """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache. ``chain``:
-        hashes of these blocks."""
-        place = self._by_id.get(program.id)
+    def turn_finished(self, program: ProgramState, cached_blocks: int) -> None:
+        """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
+        place = self._places.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
-            self._contexts.store(place, chain if cached_blocks else ())
-            self._mark(place, now, PlacementTrigger.TURN_ENDED)
+            self._changed(place)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
         """Handle a client's report that a tool of the program began or ended."""
-        place = self._by_id.get(program.id)
-        if place is not None and self.policy.reads_costs and place.activity is ProgramActivity.ACTING:
-            place.tool_reports += 1
+        place = self._places.get(program.id)
+        if place is not None and place.activity is ProgramActivity.ACTING:
             place.tools_ended_s = now if program.tools_ended() else None
-            if place.tool_reports == MAX_TOOL_REPORTS:
-                self._views.fix_gap(place, now)
-            self._mark(place, now, None)
+            place.view = None
 
-    def forget(self, program_id: ProgramId, now: float) -> None:
-        """Remove a program that has ended or was removed from the program table."""
-        self._waits.forget(program_id)
-        self._remove(program_id, now)
-
-    def _remove(self, program_id: ProgramId, now: float) -> None:
-        place = self._by_id.pop(program_id, None)
+    def forget(self, program_id: ProgramId) -> None:
+        """Remove a program that has ended or was removed from the program table. Its requests are no longer
+        parked, and its KV in lower tiers is not needed any more."""
+        place = self._places.pop(program_id, None)
         if place is not None:
-            self._changed.pop(program_id, None)
-            self._dequeue(place)
-            del self._by_tier[place.tier][program_id]
-            for request_state in place.waiting.values():
-                self._waits.end(request_state.arrival, now)
-            self._contexts.removed(place)
-            self._trigger = PlacementTrigger.TURN_ENDED
-            # The program's requests are no longer parked, and its KV in lower tiers is not needed any more.
-            self._moved(
-                place.program, TierMove(program_id, Tier.WAITING, MoveTiming.NOW, MoveReason.OVER), now
+            for request_id, request_state in place.running.items():
+                self._untracked[request_id] = request_state.prompt_tokens, place.prompts[request_id]
+            self._event = True
+            self._actions.append(
+                EngineAction(EngineActionKind.PLACE, program_id, DecisionReason.END, Tier.WAITING)
             )
 
-    def cache_reset(self, now: float, *, device: bool = True) -> None:
+    def cache_reset(self, *, device: bool = True) -> None:
         """Handle the loss of all KV except that of running requests. If ``device`` is false, programs on the
         device keep their KV. In both cases placement no longer uses the disk."""
         self._pool.disk_blocks = 0
-        for place in list(self._by_id.values()):
-            if place.tier is Tier.DEVICE and not device:
-                continue
-            place.context_blocks = 0
-            if not place.running:
-                self._contexts.take(place)
-            if place.tier in (Tier.HOST, Tier.DISK):
-                self._move_to_tier(place, Tier.WAITING)
-            self._mark(place, now, PlacementTrigger.CAPACITY)
+        for place in self._places.values():
+            if device or place.tier is not Tier.DEVICE:
+                place.context_blocks = 0
+                if place.tier in (Tier.HOST, Tier.DISK):
+                    place.tier = Tier.WAITING
+                self._changed(place)
 
     # -- queries ----------------------------------------------------------------
 
     def tier(self, program_id: ProgramId) -> Tier:
-        """The tier in whose queue the program is; WAITING for an unknown program. If placement is off, always
-        DEVICE."""
-        if not self.places:
-            return Tier.DEVICE
-        place = self._by_id.get(program_id)
-        return place.tier if place is not None else Tier.WAITING
+        """The program's tier; WAITING for an unknown program. If placement is off, always DEVICE."""
+        return self.placed(program_id) or Tier.WAITING if self.places else Tier.DEVICE
 
     def placed(self, program_id: ProgramId) -> Tier | None:
-        """The tier in whose queue the program is; ``None``: in no queue."""
-        place = self._by_id.get(program_id)
+        """The program's tier; ``None``: the program has no place."""
+        place = self._places.get(program_id)
         return place.tier if place is not None else None
 
-    def take_overdue(self, limit_s: float, now: float) -> Iterable[RequestState]:
-        """Return the requests to refuse: parked requests that have waited for ``limit_s`` seconds, each once.
-
-        If ``policy.refuses`` is false, nothing is returned. Instead, at most one such request is released per
-        call: its program is placed on the device. Call this method in every tick."""
-        parked_requests = self.parked_requests
-        parked_requests.exclude_pause(now)
-        if self.policy.refuses:
-            return parked_requests.take_overdue(limit_s, now)
-        program_id = parked_requests.release_next(limit_s, now)
-        if program_id is not None:
-            move = TierMove(program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE)
-            self._apply(move, now)
-        return ()
-
     def counts(self) -> dict[Tier, int]:
-        """Number of programs in each queue."""
-        return {tier: len(places) for tier, places in self._by_tier.items()}
+        """Number of programs in each tier."""
+        tiers = [place.tier for place in self._places.values()]
+        return {tier: tiers.count(tier) for tier in Tier}
 
-    # -- asking -------------------------------------------------------------------
+    def is_parked(self, request_state: RequestState) -> bool:
+        """Whether a waiting request may not run, because of its program's place."""
+        place = self._place_of(request_state)
+        return place is not None and place.parks(request_state)
 
-    def tick(self, now: float) -> None:
-        """Call the policy and apply its moves, after an event or when the policy's interval has passed.
+    def any_parked(self, program_id: ProgramId) -> bool:
+        """Whether any waiting request of the program is parked."""
+        place = self._places.get(program_id)
+        return place is not None and any(map(place.parks, place.waiting.values()))
 
-        With many programs, a minimum time passes between calls. Raises errors of the policy. After an error,
-        placement is off."""
-        # A clock that was set back must not delay the next call to the policy.
-        if not self.places or (self._trigger is None and self._asked_s <= now < self._ask_at_s):
-            return
-        shown = len(self._by_id) - len(self._by_tier[Tier.WAITING])
-        if 0 <= now - self._asked_s < (shown - UNTHROTTLED_PROGRAMS) * MIN_INTERVAL_S_PER_PROGRAM:
-            return
-        try:
-            self._ask(now)
-        except Exception:
-            self._turn_off(now)
-            raise
+    # -- moves --------------------------------------------------------------------
 
-    def _ask(self, now: float) -> None:
-        self._update_stale(now)
-        why, self._trigger = self._trigger or PlacementTrigger.TICK, None
+    def tick(self, now: float) -> Iterator[Moved]:
+        """Ask the policy if there was an event, or if its interval has passed. Then release a request whose
+        wait has reached the limit, if the policy refuses none. Yields each move after it was made.
+
+        Raises errors of the policy, after moves that give all programs up. Then placement is off."""
+        if self._pass_time(now) or self._event or now >= self._ask_at_s:
+            try:
+                yield from self._ask(now)
+            except Exception:
+                waiting = [place.program for place in self._places.values() if place.waiting]
+                self.places = False
+                self._places.clear()
+                self._untracked.clear()
+                self._overdue_at_s = math.inf
+                for program in waiting:
+                    yield program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP)
+                raise
+        if not self.policy.refuses and (released := self._next_released(now)) is not None:
+            yield from self._apply(TierMove(released, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
+
+    def take_refused(self, now: float) -> list[RequestState]:
+        """Return the parked requests that have waited for ``gate_timeout_s`` seconds, each once, if the
+        policy refuses requests. A request that is not parked at that time is not refused later."""
+        overdue = self._overdue(now) if self.policy.refuses else []
+        for request_state in overdue:
+            request_state.limited_since_s = math.inf
+        return [request_state for request_state in overdue if self.is_parked(request_state)]
+
+    def _ask(self, now: float) -> Iterator[Moved]:
+        self._event = False
         exchanges = 0
-        for move in self.policy.moves(self._view(why), now):
-            exchanges += move.to is Tier.DEVICE and move.reason in (MoveReason.EXCHANGE, MoveReason.ABSENT)
-            if move.reason is MoveReason.OVERDUE and move.to is Tier.DEVICE:
-                self._last_overdue_admission_s = now
-            self._apply(move, now)
-        is_idle = any(self._waiting_off_device(self._waits)) and not any(
-            place.running for place in self._by_tier[Tier.DEVICE].values()
-        )
+        for move in self.policy.moves(self._view(), now):
+            to_device = move.to is Tier.DEVICE
+            exchanges += to_device and move.reason in (MoveReason.EXCHANGE, MoveReason.ABSENT)
+            if to_device and move.reason is MoveReason.OVERDUE:
+                self._last_overdue_promotion_s = now
+            yield from self._apply(move, now)
+        waits = any(place.waiting and place.tier is not Tier.DEVICE for place in self._places.values())
+        is_idle = waits and not any(place.running for place in self._places.values())
         wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
-        if exchanges >= LOOKAHEAD:
-            wait_s = 0.0  # the policy stops at this number, so more exchanges may follow
-        self._asked_s, self._ask_at_s = now, now + wait_s
+        # After the most exchanges of one answer, the policy may have more.
+        self._ask_at_s = now + (wait_s if exchanges < MAX_EXCHANGES else 0.0)
 
-    def _waiting_off_device(self, waits: Iterable[RequestWait]) -> Iterator[PlacedProgram]:
-        """Yield the program of each of these waits, if it still waits and is not on the device."""
-        for wait in waits:
-            place = self._by_id.get(wait.program_id)
-            if place is not None and place.waiting and place.tier is not Tier.DEVICE:
-                yield place
-
-    def _view(self, why: PlacementTrigger) -> PlacementView:
-        def seen(tier: Tier) -> tuple[ProgramTierView, ...]:
-            return tuple(place.seen for place in self._by_tier[tier].values() if place.seen is not None)
-
-        pool = self._pool
-        load_s = self._host_link.load_s_per_token
-        first = (
-            self._by_id[program_id].seen for _, program_id in islice(self._waiting_queue, MAX_WAITING_IN_VIEW)
+    def _view(self) -> PlacementView:
+        pool, load_s = self._pool, self._host_link.load_s_per_token
+        trees = {tier: PrefixTree() for tier in Tier}
+        on_device = trees[Tier.DEVICE]
+        untracked_tokens = sum(
+            max(0, tokens - on_device.add(prompt) * pool.block_size)
+            for tokens, prompt in self._untracked.values()
         )
+        shown = [place for place in self._places.values() if place.tier is not Tier.WAITING or place.waiting]
+        contexts = [self._context(place) for place in shown]
+        # First all contexts, since any of them may share its prefix with a program whose KV is not there.
+        in_tier = [trees[place.tier].add(context) for place, context in zip(shown, contexts, strict=True)]
+        groups: dict[Tier, list[Any]] = {tier: [] for tier in Tier}
+        for place, context, below in zip(shown, contexts, in_tier, strict=True):
+            there = below
+            if place.tier is not Tier.DEVICE or not context:
+                there = on_device.common(context or self._next_prompt(place))
+            view = self._views.view(place, (below, there), costs=self.policy.reads_costs)
+            groups[place.tier].append(view)
         return PlacementView(
-            why=why,
             device=TierCapacity(
-                capacity_blocks=pool.blocks, untracked_blocks=self._contexts.untracked_blocks()
+                capacity_blocks=pool.blocks,
+                untracked_blocks=math.ceil(untracked_tokens / pool.tokens_per_block),
             ),
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
@@ -367,120 +316,126 @@ class TierManager:
                 load_queue_s=self._host_link.loads_queued_s,
             ),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
-            on_device=seen(Tier.DEVICE),
-            on_host=seen(Tier.HOST),
-            on_disk=seen(Tier.DISK),
-            waiting=tuple(place for place in first if place is not None),
+            on_device=groups[Tier.DEVICE],
+            on_host=groups[Tier.HOST],
+            on_disk=groups[Tier.DISK],
+            waiting=groups[Tier.WAITING],
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
             kv_read_share=self._reload.kv_read_share,
             growth_observed=self._views.growth_observed,
             exchanged_share=self._exchanged_share,
             last_shortage_s=self._last_shortage_s,
-            last_overdue_promotion_s=self._last_overdue_admission_s,
-            waiting_sorted=True,
-            further_waiting=self._further_waiting(),
-            longest_waiting=self._longest_waiting(),
+            last_overdue_promotion_s=self._last_overdue_promotion_s,
         )
 
-    def _further_waiting(self) -> tuple[ProgramTierView, ...]:
-        """Return the next ``MAX_FURTHER_WAITING_IN_VIEW`` programs behind the first ``LOOKAHEAD`` of the
-        Waiting queue. After the end of the queue, a new round begins."""
-        behind = len(self._waiting_queue) - LOOKAHEAD
-        if behind <= 0:
-            return ()
-        count = min(behind, MAX_FURTHER_WAITING_IN_VIEW)
-        places = [(self._further_shown + number) % behind for number in range(count)]
-        self._further_shown = places[-1] + 1
-        found = (self._by_id[self._waiting_queue[LOOKAHEAD + place][1]].seen for place in places)
-        return tuple(program for program in found if program is not None)
+    def _context(self, place: PlacedProgram) -> Sequence[Any]:
+        """Hashes of the blocks that the program has in its tier: of the longest prompt of its running
+        requests, or else of its last turn. Empty in the tier WAITING."""
+        if place.running:
+            return max((place.prompts[request_id] for request_id in place.running), key=len)
+        has_kv = place.context_blocks and place.tier is not Tier.WAITING
+        return self._contexts.get(place.program.id) or () if has_kv else ()
 
-    def _longest_waiting(self) -> tuple[ProgramTierView, ...]:
-        places = self._waiting_off_device(self._waits.longest())
-        return tuple(islice((place.seen for place in places if place.seen), MAX_LONGEST_WAITING_IN_VIEW))
+    def _next_prompt(self, place: PlacedProgram) -> Sequence[Any]:
+        """Hashes of the blocks that a program without KV in a tier needs on the device."""
+        longest = max((place.prompts[request_id] for request_id in place.waiting), key=len, default=())
+        return longest or self._contexts.get(place.program.id) or ()
 
-    def _apply(self, move: TierMove, now: float) -> None:
-        place = self._by_id[move.program_id]
+    def _apply(self, move: TierMove, now: float) -> Iterator[Moved]:
+        place = self._places[move.program_id]
+        has_kv = place.context_blocks > 0
+        place.view = None
         if move.when is MoveTiming.AFTER_TURN:
             place.leaves_after = self._arrivals
         else:
             place.leaves_after = None
-            if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and place.context_blocks:
-                self._last_shortage_s = now
             if move.reason is MoveReason.FUTILE and place.tier is Tier.DEVICE:
-                place.exchanged = place.context_blocks > 0
+                place.exchanged = has_kv
                 return
             if move.reason is MoveReason.EXCHANGE and move.to is Tier.WAITING:
-                place.exchanged = place.context_blocks > 0
-            if move.to is not place.tier:
-                self._move_to_tier(place, move.to)
-        self._update_view(place, now)
-        self._moved(place.program, move, now)
+                place.exchanged = has_kv
+            if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and has_kv:
+                self._last_shortage_s = now
+            place.tier = move.to
+        yield place.program, move
 
-    def _turn_off(self, now: float) -> None:
-        """Turn placement off and unpark all requests. From then on the engine's own order applies."""
-        self.places = False
-        waiting = [place.program for place in self._by_id.values() if place.waiting]
-        self._by_id.clear()
-        for places in self._by_tier.values():
-            places.clear()
-        self._waiting_queue.clear()
-        self._changed.clear()
-        self.parked_requests.turn_off()
-        self._contexts.clear()
-        for program in waiting:
-            with contextlib.suppress(Exception):  # an error for one program must not affect the others
-                self._moved(
-                    program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP), now
-                )
+    # -- how long requests wait -----------------------------------------------------
 
-    # -- keeping order --------------------------------------------------------------
+    def _pass_time(self, now: float) -> bool:
+        """Leave the time since the last call out of all waits if the engine was paused, or if its clock was
+        set back. Returns whether this is so."""
+        passed_s, self._ticked_s = now - self._ticked_s, now
+        jumped = not 0 <= passed_s < ENGINE_PAUSE_S
+        if jumped and passed_s < math.inf:
+            self._paused_s += passed_s
+        return jumped
+
+    def _continued_wait_s(self, program: ProgramState, now: float) -> float:
+        """Return the start of the wait of a request that arrives now: of its program's aborted request, if
+        this is a retry."""
+        since_s, aborted_s = program.aborted_wait or (now, now)
+        program.aborted_wait = None
+        return since_s if since_s <= now and 0 <= now - aborted_s <= RETRY_S else now
+
+    def _start_wait(self, request_state: RequestState, since_s: float) -> None:
+        request_state.waits_since_s = since_s
+        self._limit_wait(request_state, since_s - self._paused_s)
+
+    def _limit_wait(self, request_state: RequestState, since_s: float) -> None:
+        """Count the request's wait towards the limit from ``since_s``, on the clock without pauses."""
+        request_state.limited_since_s = since_s
+        self._overdue_at_s = min(self._overdue_at_s, since_s + self._limit_s)
+
+    @property
+    def _limit_s(self) -> float:
+        return self.limits.gate_timeout_s if self.policy.refuses else self.limits.hold_timeout_s
+
+    def _keep_wait(self, place: PlacedProgram, since_s: float, now: float) -> None:
+        """Keep the wait of a request that was aborted now for its retry. A retry may reach the engine before
+        the abort, so the program's newest waiting request can be the retry. A parallel request can be taken
+        for it."""
+        program, newest = place.program, next(reversed(place.waiting.values()), None)
+        if newest is None or newest.waits_since_s <= since_s or not 0 <= now - newest.arrived_s <= RETRY_S:
+            before_s, aborted_s = program.aborted_wait or (since_s, now)
+            program.aborted_wait = min(since_s, before_s if 0 <= now - aborted_s <= RETRY_S else since_s), now
+        else:
+            self._start_wait(newest, since_s)
+
+    def _overdue(self, now: float) -> list[RequestState]:
+        """Return the waiting requests whose wait has reached the limit, the longest wait first."""
+        clock_s = now - self._paused_s
+        if clock_s < self._overdue_at_s:
+            return []  # as in most steps
+        waiting = [each for place in self._places.values() for each in place.waiting.values()]
+        self._overdue_at_s = min((each.limited_since_s for each in waiting), default=math.inf) + self._limit_s
+        overdue = [each for each in waiting if clock_s - each.limited_since_s >= self._limit_s]
+        return sorted(overdue, key=lambda each: (each.limited_since_s, each.arrival))
+
+    def _next_released(self, now: float) -> ProgramId | None:
+        """Choose the parked request with the longest wait, if its wait has reached the limit, and return its
+        program. ``None``: no request is released now.
+
+        The next request is released after the released request was admitted or has ended, or after
+        ``RELEASE_GAP_S``. A released request that is parked again waits from its release."""
+        released = self._released
+        if released is not None and 0 <= now - self._released_s < RELEASE_GAP_S:
+            place = self._place_of(released)
+            waits = place is not None and place.waiting.get(released.request_id) is released
+            if waits and not self.is_parked(released):
+                return None  # the engine has not admitted the released request yet
+        for request_state in self._overdue(now):
+            self._limit_wait(request_state, now - self._paused_s)
+            if self.is_parked(request_state):
+                self._released, self._released_s = request_state, now
+                return request_state.program_id
+        return None
+
+    # -- inside -----------------------------------------------------------------------
 
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
-        return self._by_id.get(request_state.program.id) if request_state.program is not None else None
+        return self._places.get(request_state.program.id) if request_state.program is not None else None
 
-    def _update_stale(self, now: float) -> None:
-        """Rebuild the views of programs that had events or whose sizes changed. A program's sizes change with
-        the prefix that the program shares, or is expected to share, with other contexts."""
-        while self._changed:
-            program_id, changed_s = next(iter(self._changed.items()))
-            self._update_view(self._by_id[program_id], changed_s)
-        for key in self._contexts.take_stale():
-            place = self._by_id.get(ProgramId(key)) if isinstance(key, str) else None
-            if place is not None:
-                self._update_view(place, now)
-        if not self._contexts.expectations_changed:
-            return
-        first = [self._by_id[program_id] for _, program_id in islice(self._waiting_queue, MAX_REFRESHED)]
-        for place in self._contexts.take_changed([*first, *self._by_tier[Tier.DEVICE].values()]):
-            self._update_view(place, now)
-
-    def _move_to_tier(self, place: PlacedProgram, tier: Tier) -> None:
-        self._dequeue(place)
-        chain = self._contexts.take(place)
-        del self._by_tier[place.tier][place.program.id]
-        place.tier = tier
-        self._by_tier[tier][place.program.id] = place
-        self._contexts.store(place, chain)
-
-    def _mark(self, place: PlacedProgram, now: float, why: PlacementTrigger | None) -> None:
-        """Record an event of a program. ``why``: the event, if the policy must be called after it; else
-        ``None``."""
-        self._changed[place.program.id] = now
-        if why is not None:
-            self._trigger = why
-
-    def _update_view(self, place: PlacedProgram, now: float) -> None:
-        """Rebuild the policy's view of a program. ``now``: the time of the program's last event."""
-        self._changed.pop(place.program.id, None)
-        place.in_tier, place.on_device = self._contexts.shared_hashes(place)
-        view = place.seen = self._views.view(place, costs=self.policy.reads_costs)
-        self._dequeue(place)
-        if place.tier is Tier.WAITING and place.waiting:
-            place.queue_entry = (self.policy.waiting_key(view, now), place.program.id)
-            bisect.insort(self._waiting_queue, place.queue_entry)
-
-    def _dequeue(self, place: PlacedProgram) -> None:
-        if place.queue_entry is not None:
-            del self._waiting_queue[bisect.bisect_left(self._waiting_queue, place.queue_entry)]
-            place.queue_entry = None
+    def _changed(self, place: PlacedProgram) -> None:
+        """Record an event of a program after which the policy must be asked."""
+        place.view, self._event = None, True

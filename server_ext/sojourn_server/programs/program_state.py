@@ -228,6 +228,9 @@ class ProgramState:
     """Estimated seconds that computing ``reused_tokens`` would have taken."""
     turns_at_last_end: int | None = None
     """Value of ``turns`` when the histories last learned the program's end. No end is learned twice."""
+    aborted_wait: tuple[float, float] | None = None
+    """The program's waiting request that was aborted last: the start of its wait, and the time of the abort.
+    ``None`` after a request of the program arrived."""
     last_contact_s: float = 0.0
     heartbeats: bool = False
     """Whether the client promised heartbeats."""

@@ -9,8 +9,10 @@ from typing import Protocol
 
 from sojourn.ids import ProgramId
 
-from .placement_policy import MoveReason, MoveTiming, TierMove, WaitingKey
+from .placement_policy import MoveReason, MoveTiming, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
+
+SortKey = tuple[int, float, float, str]
 
 
 class PlacementRules(Protocol):
@@ -21,7 +23,6 @@ class PlacementRules(Protocol):
     @property
     def overdue_gap_s(self) -> float: ...
     def device_blocks(self, program: ProgramTierView) -> int: ...
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey: ...
 
 
 class PlacementPlan(ABC):
@@ -31,8 +32,8 @@ class PlacementPlan(ABC):
         self._policy = policy
         self._view = view
         self._now = now
-        self.ready = [p for group in (view.on_host, view.on_disk) for p in group if is_ready(p)]
-        """Ready programs with their context in host memory or on disk."""
+        self.ready = [p for group in (view.on_host, view.on_disk, view.waiting) for p in group if is_ready(p)]
+        """Ready programs that are not on the device."""
         self._free = {
             Tier.DEVICE: view.device.budget_blocks - sum(map(policy.device_blocks, view.on_device)),
             Tier.HOST: view.host.budget_blocks - sum(program.context_blocks for program in view.on_host),
@@ -51,7 +52,7 @@ class PlacementPlan(ABC):
     def is_settled(self) -> bool:
         """Whether there is nothing to do: no program waits or is pending, and no tier is over capacity."""
         pending = any(program.pending for program in self._view.on_device)
-        return not self.ready and not self._view.waiting and not pending and min(self._free.values()) >= 0
+        return not self.ready and not pending and min(self._free.values()) >= 0
 
     def answer(self) -> tuple[TierMove, ...]:
         """Return all moves of this answer."""

@@ -11,15 +11,11 @@ from typing import NamedTuple, Protocol
 from sojourn.ids import ProgramId
 
 from ...programs.idleness import WINDOW_CYCLES
-from .placement_views import PlacementView, ProgramTierView, Tier
+from .placement_views import PlacementView, Tier
 
-WaitingKey = tuple[int, float, float, str]
-
-LOOKAHEAD = 64
-"""Bounds the work for one answer of ``moves``. The search of the Waiting queue ends after this many programs
-that do not fit the device. Then only the few programs of ``PlacementView.further_waiting`` are tried. At most
-this many programs are promoted in exchange for others. Programs in host memory or on disk that fit the device
-are promoted without limit."""
+MAX_EXCHANGES = 64
+"""Maximum number of programs that one answer of ``moves`` promotes in exchange for others. After an answer
+with this many, the policy is asked again in the next step."""
 
 
 class MoveTiming(str, Enum):
@@ -99,11 +95,6 @@ class PlacementPolicy(Protocol):
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]: ...
 
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Return the sort key in the Waiting queue, ascending. The key is valid until the program has an
-        event."""
-        ...
-
 
 def check_times(policy: object, *waits_s: str) -> None:
     """Check a policy's times. ``tick_s`` and ``idle_tick_s`` must be finite and > 0. The fields that
@@ -132,6 +123,3 @@ class NoPlacement:
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         return ()
-
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        return (0, program.waiting_since_s, program.arrived_s, program.program_id)

@@ -37,20 +37,6 @@ class ProgramActivity(str, Enum):
     """None of the program's requests is in the engine, since a tool runs."""
 
 
-class PlacementTrigger(str, Enum):
-    """The latest event since the last call of the policy; ``TICK``: there was none."""
-
-    ARRIVAL = "arrival"
-    """A new program's first request arrived."""
-    TOOL_ENDED = "tool_ended"
-    """A known program's next request arrived."""
-    TURN_ENDED = "turn_ended"
-    """A program finished a turn and runs a tool, or ended, or was removed."""
-    TICK = "tick"
-    CAPACITY = "capacity"
-    """A tier was found over capacity, or a program outside the device was admitted."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTierView:
     """A program, as input of placement. ``tier`` is the tier to which the program was last moved, even while
@@ -124,7 +110,6 @@ class TierCapacity:
 class PlacementView:
     """All programs by tier, each in exactly one group."""
 
-    why: PlacementTrigger
     device: TierCapacity
     host: TierCapacity
     disk: TierCapacity
@@ -132,7 +117,7 @@ class PlacementView:
     on_host: Sequence[ProgramTierView] = ()
     on_disk: Sequence[ProgramTierView] = ()
     waiting: Sequence[ProgramTierView] = ()
-    """The Waiting queue. Programs without a request may be left out."""
+    """The Waiting queue: programs of no tier with a waiting request."""
     mean_running: float = 0.0
     """Mean number of requests in the engine's recent steps; 0: unknown."""
     prefill_share: float = 0.0
@@ -147,13 +132,3 @@ class PlacementView:
     """Time at which a program last lost its KV because the tiers were over capacity; ``-inf``: never."""
     last_overdue_promotion_s: float = -math.inf
     """Time at which a program was last promoted because it was overdue."""
-    waiting_sorted: bool = False
-    """Whether ``waiting`` is sorted by ``waiting_key``, ascending. If so, it may have only the first few
-    hundred programs. Keeping thousands of programs sorted costs less than sorting them for each answer."""
-    further_waiting: Sequence[ProgramTierView] = ()
-    """If ``waiting_sorted``: a few programs after the first ``LOOKAHEAD`` of the Waiting queue, different
-    ones in each view. So every program is tried in the end, even if many programs before it do not fit. The
-    programs may be in ``waiting`` too."""
-    longest_waiting: Sequence[ProgramTierView] = ()
-    """If ``waiting_sorted``: the ready programs off the device that have waited longest, longest first. Each
-    of these programs is also in another group, unless ``waiting`` leaves it out."""

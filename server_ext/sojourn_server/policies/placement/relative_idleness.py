@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +13,12 @@ from itertools import islice
 
 from ...programs.idleness import WINDOW_CYCLES
 from ..forecasting import growth_reserve
-from .placement_plan import PlacementPlan, has_elapsed, is_ready
-from .placement_policy import LOOKAHEAD, MoveReason, TierMove, WaitingKey, check_times
+from .placement_plan import PlacementPlan, SortKey, has_elapsed, is_ready
+from .placement_policy import MAX_EXCHANGES, MoveReason, TierMove, check_times
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
-# Levels of the Waiting queue.
-_RETURNING, _NEW, _NOT_READY = range(3)
+# Levels of the promotion order.
+_ON_HOST, _ON_DISK, _RETURNING, _NEW = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +46,8 @@ class RelativeIdlenessPlacement:
 
     *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, by rules
     3 to 5, or by exchange. An answer of ``moves`` is complete: after it is applied, the next answer is empty.
-    There are two exceptions. An answer has a maximum number of moves. And a pending program that became ready
-    and left the device comes back if it then fits.
+    There are two exceptions. An answer has a maximum number of exchanges. And a pending program that became
+    ready and left the device comes back if it then fits.
 
     *Exchange* is our addition. It is on if ``exchange_reserve`` is below 1. While host memory has spare
     blocks, acting programs leave the device for ready programs, the most idle first. The acting programs move
@@ -121,18 +120,14 @@ class RelativeIdlenessPlacement:
         check_times(self, "patience_s", "overdue_gap_s", "standstill_s", "absent_s")
         if self.size_by not in ("peak", "turn", "context"):
             raise ValueError(f'size_by is {self.size_by!r}; expected "peak", "turn" or "context"')
-        if not 0 <= self.disk_idleness <= 1:
-            raise ValueError(f"disk_idleness is {self.disk_idleness}; expected 0 to 1")
-        if not 0 <= self.exchange_reserve <= 1:
-            raise ValueError(f"exchange_reserve is {self.exchange_reserve}; expected 0 to 1, 1 for never")
-        if not (0 <= self.reserve <= 1 and self.relax_s > 0):
-            raise ValueError(
-                f"reserve is {self.reserve}, relax_s is {self.relax_s}; expected 0 to 1, and seconds > 0"
-            )
+        for name in ("disk_idleness", "exchange_reserve", "reserve"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
+        if not self.relax_s > 0:
+            raise ValueError(f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always")
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """Return the moves to make now, possibly none. The order of programs in the view does not matter,
-        except in ``waiting`` if ``waiting_sorted`` is true."""
+        """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
         reserve = growth_reserve(self.reserve, now - view.last_shortage_s, self.relax_s)
         if reserve != self.reserve:
             return replace(self, reserve=reserve, relax_s=math.inf).moves(view, now)
@@ -147,17 +142,6 @@ class RelativeIdlenessPlacement:
         predicted = program.peak_blocks if self.size_by == "peak" else program.turn_blocks
         return blocks + math.ceil(self.reserve * max(0, predicted - blocks))
 
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Return the sort key: first ready programs that ran before, by idleness; then ready new programs, by
-        size; then programs that are not ready."""
-        since_s = program.waiting_since_s
-        if program.activity is not ProgramActivity.READY:
-            return (_NOT_READY, 0.0, since_s, program.program_id)
-        if program.returning:
-            return (_RETURNING, program.idleness.at(now), since_s, program.program_id)
-        size = float(max(program.context_blocks, program.required_blocks))
-        return (_NEW, size, since_s, program.program_id)
-
 
 class RelativeIdlenessPlan(PlacementPlan):
     """Builds one answer of ``RelativeIdlenessPlacement``."""
@@ -168,42 +152,37 @@ class RelativeIdlenessPlan(PlacementPlan):
         super().__init__(policy, view, now)
         self._exchanges = 0
         """Number of exchanges in this answer."""
-        self._below = sorted(self.ready, key=self._promotion_key)
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
         if self.is_settled:
             return ()
         may_fill = self._promote_overdue()
-        while True:
-            if may_fill:
-                self._fill()
-            relieved = self._demote_overflow(Tier.HOST)
-            if not (self._demote_overflow(Tier.DISK) or relieved):
-                return self.answer()
-            # Demotions have freed blocks in lower tiers, so more exchanges may be possible.
-
-    # -- the device ---------------------------------------------------------------------------
-
-    def _fill(self) -> None:
-        """Promote ready programs until no rule allows another promotion, in at most ``LOOKAHEAD`` rounds."""
-        for _ in range(LOOKAHEAD):
-            if not (
+        relieved = True
+        while relieved:
+            while may_fill and (
                 self._fill_device()
                 or self._promote_after_absence()
                 or self._promote_at_standstill()
                 or self._exchange()
             ):
-                return
+                pass
+            # Demotions free blocks in lower tiers, so more exchanges may be possible.
+            relieved = self._demote_overflow(Tier.HOST) + self._demote_overflow(Tier.DISK) > 0
+        return self.answer()
+
+    # -- the device ---------------------------------------------------------------------------
 
     def _promote_overdue(self) -> bool:
         """Promote overdue programs (rule 4), then demote until the device is within capacity.
 
         Returns whether other programs may be promoted now: false if an overdue program must first wait until
         running turns end."""
-        gap_s = self._policy.overdue_gap_s
+        gap_s, patience_s = self._policy.overdue_gap_s, self._policy.patience_s
         if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
-            for program in self._overdue_programs()[: 1 if gap_s else LOOKAHEAD]:
+            overdue = [p for p in self.ready if has_elapsed(p.waiting_since_s, patience_s, self._now)]
+            overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
+            for program in overdue[:1] if gap_s else overdue:
                 blocks = self._policy.device_blocks(program)
                 if not self._demote_until_free(blocks, MoveReason.OVERDUE, program):
                     return False
@@ -212,62 +191,40 @@ class RelativeIdlenessPlan(PlacementPlan):
 
     def _fill_device(self) -> bool:
         """Promote programs that fit. Returns whether any program was promoted."""
-        if self._is_full():
-            return False
         before = len(self._entered)
-        misses = 0
         for program in self._candidates():
+            if self._free[Tier.DEVICE] <= 0 and not self._is_empty():
+                break
             if self._policy.device_blocks(program) <= self._free[Tier.DEVICE] or self._is_empty():
-                self._promote(program, MoveReason.FREE_CAPACITY)
-                if self._is_full():
-                    break
-            elif program.tier is Tier.WAITING:
-                misses += 1
-                if misses == LOOKAHEAD:
-                    break
-        for program in self._view.further_waiting:
-            fits = self._policy.device_blocks(program) <= self._free[Tier.DEVICE]
-            if fits and is_ready(program) and program.program_id not in self._moved and not self._is_full():
                 self._promote(program, MoveReason.FREE_CAPACITY)
         return len(self._entered) > before
 
     def _promote_after_absence(self) -> bool:
-        """Replace programs whose tools have run for ``absent_s`` by a ready program (rule 5). Returns whether
-        a program was promoted."""
-        if not any(program.program_id in self._staying for program in self._absent):
+        """Replace programs whose tools have run for ``absent_s`` by the first ready program for which they
+        are enough (rule 5). Returns whether a program was promoted."""
+        size, limit_s = self._policy.device_blocks, self._policy.absent_s
+        absent = [p for p in self._acting() if has_elapsed(p.last_active_s, limit_s, self._now)]
+        most = self._free[Tier.DEVICE] + sum(map(size, absent))
+        program = next((p for p in self._candidates() if size(p) <= most), None) if absent else None
+        if program is None:
             return False
-        for program in islice(self._candidates(), LOOKAHEAD):
-            room = self._free[Tier.DEVICE]
-            leaving = []
-            for victim in self._absent:
-                if self._policy.device_blocks(program) <= room:
-                    break
-                if victim.program_id in self._staying:
-                    leaving.append(victim)
-                    room += self._policy.device_blocks(victim)
-            if self._policy.device_blocks(program) <= room:
-                self._promote(program, MoveReason.ABSENT)
-                for victim in leaving:
-                    self._send(victim, self._place_below(victim), MoveReason.ABSENT)
-                return True
-        return False
-
-    @cached_property
-    def _absent(self) -> list[ProgramTierView]:
-        """The acting programs whose tools have run for ``absent_s``. Computed once for each answer."""
-        limit_s = self._policy.absent_s
-        return [p for p in self._acting() if has_elapsed(p.last_active_s, limit_s, self._now)]
+        self._promote(program, MoveReason.ABSENT)
+        for victim in absent:
+            if self._free[Tier.DEVICE] >= 0:
+                break
+            self._send(victim, self._place_below(victim), MoveReason.ABSENT)
+        return True
 
     def _promote_at_standstill(self) -> bool:
         """Promote a program if all programs on the device have run tools for ``standstill_s`` (rule 3).
         Returns whether a program was promoted."""
-        if self._is_empty() or self._entered:
+        here, first = self._staying.values(), next(self._candidates(), None)
+        if first is None or not here or self._entered:
             return False
-        if any(program.activity is not ProgramActivity.ACTING for program in self._staying.values()):
+        if any(program.activity is not ProgramActivity.ACTING for program in here):
             return False
-        last_s = max(program.last_active_s for program in self._staying.values())
-        first = next(self._candidates(), None)
-        if first is None or not has_elapsed(last_s, self._policy.standstill_s, self._now):
+        last_s = max(program.last_active_s for program in here)
+        if not has_elapsed(last_s, self._policy.standstill_s, self._now):
             return False
         return self._demote_until_free(self._policy.device_blocks(first), MoveReason.STANDSTILL, first)
 
@@ -277,13 +234,10 @@ class RelativeIdlenessPlan(PlacementPlan):
         below = self._view.host.budget_blocks + self._view.disk.budget_blocks
         if self._policy.exchange_reserve == 1 or not below:
             return False
-        acting = [victim for victim in self._acting() if victim.context_blocks]
-        most = self._free[Tier.DEVICE] + sum(map(self._policy.device_blocks, acting))
-        least = min((victim.context_blocks for victim in acting), default=0)
         before = len(self._entered)
-        for program in [*islice(self._candidates(), LOOKAHEAD - self._exchanges)]:
-            wanted = self._policy.device_blocks(program)
-            leaving = self._exchange_demotions(program, acting, least) if wanted <= most else None
+        acting = [victim for victim in self._acting() if victim.context_blocks]
+        for program in [*islice(self._candidates(), MAX_EXCHANGES - self._exchanges)]:
+            leaving = self._exchange_demotions(program, acting)
             if leaving is None:
                 continue
             reason = MoveReason.EXCHANGE if leaving else MoveReason.FREE_CAPACITY
@@ -291,83 +245,52 @@ class RelativeIdlenessPlan(PlacementPlan):
             self._exchanges += 1
             for victim, to in leaving:
                 self._send(victim, to, reason)
-            acting = [victim for victim in acting if victim.program_id in self._staying]
-            most -= wanted
+                acting.remove(victim)
         return len(self._entered) > before
 
     def _exchange_demotions(
-        self, program: ProgramTierView, acting: list[ProgramTierView], least: int
+        self, program: ProgramTierView, acting: list[ProgramTierView]
     ) -> list[tuple[ProgramTierView, Tier]] | None:
         """Return the acting programs that make way for ``program``, each with its new tier; ``None``: the
-        acting programs would free too few blocks. ``least``: blocks of the smallest context of ``acting``."""
-        wanted, room = self._policy.device_blocks(program), self._free[Tier.DEVICE]
+        acting programs would free too few blocks."""
+        size = self._policy.device_blocks
+        short = size(program) - self._free[Tier.DEVICE]
         free = dict(self._free)
         if program.tier in free:
             free[program.tier] += program.context_blocks
         free[Tier.HOST] -= math.ceil(self._policy.exchange_reserve * self._view.host.budget_blocks)
         leaving: list[tuple[ProgramTierView, Tier]] = []
         for victim in acting:
-            if wanted <= room or max(free[Tier.HOST], free[Tier.DISK]) < least:
+            if short <= 0:
                 break
             to = self._tier_below(victim, free)
             busy = self._idleness(victim) < self._policy.disk_idleness
-            if to is Tier.WAITING or (to is Tier.DISK and busy):
-                continue
-            leaving.append((victim, to))
-            free[to] -= victim.context_blocks
-            room += self._policy.device_blocks(victim)
-        if wanted > room:
+            if not (to is Tier.WAITING or (to is Tier.DISK and busy)):
+                leaving.append((victim, to))
+                free[to] -= victim.context_blocks
+                short -= size(victim)
+        if short > 0:
             return None
         for each in reversed(leaving[:-1]):  # small victims may be unnecessary after the last, larger one
-            size = self._policy.device_blocks(each[0])
-            if wanted <= room - size:
+            if short + size(each[0]) <= 0:
                 leaving.remove(each)
-                room -= size
+                short += size(each[0])
         return leaving
-
-    def _demotion_candidates(self) -> Iterator[ProgramTierView]:
-        """Yield the programs that may leave the device, in demotion order. Ready programs may not (rule 1),
-        unless they are pending."""
-        for program in self._in_demotion_order:
-            if program.program_id in self._staying:
-                yield program
-
-    def _acting(self) -> list[ProgramTierView]:
-        """Return the demotion candidates that run a tool."""
-        return [
-            program for program in self._demotion_candidates() if program.activity is ProgramActivity.ACTING
-        ]
-
-    @cached_property
-    def _in_demotion_order(self) -> list[ProgramTierView]:
-        # Cached, because the sort keys do not change while the answer is built.
-        leavers = [
-            program
-            for program in self._staying.values()
-            if program.activity is not ProgramActivity.READY or program.pending
-        ]
-        return sorted(leavers, key=self._demotion_key)
 
     def _is_empty(self) -> bool:
         return not self._staying and not self._entered
-
-    def _is_full(self) -> bool:
-        """Return whether the device has programs and no free block, so that no program can enter."""
-        return self._free[Tier.DEVICE] <= 0 and not self._is_empty()
 
     # -- the tiers below ----------------------------------------------------------------------
 
     def _demote_overflow(self, tier: Tier) -> bool:
         """Demote programs from ``tier`` (host or disk) while the tier is over capacity. Returns whether a
         program moved."""
-        if self._free[tier] >= 0:
-            return False
         before = len(self._moved)
-        group = self._view.on_host if tier is Tier.HOST else self._view.on_disk
-        for program in sorted(group, key=self._demotion_key):
-            if self._free[tier] >= 0:
-                break
-            if program.program_id not in self._moved:
+        if self._free[tier] < 0:
+            group = self._view.on_host if tier is Tier.HOST else self._view.on_disk
+            for program in sorted(self._unmoved(group), key=self._demotion_key):
+                if self._free[tier] >= 0:
+                    break
                 fits = tier is Tier.HOST and 0 < program.context_blocks <= self._free[Tier.DISK]
                 self._send(program, Tier.DISK if fits else Tier.WAITING, MoveReason.OVER_CAPACITY)
         return len(self._moved) > before
@@ -382,24 +305,19 @@ class RelativeIdlenessPlan(PlacementPlan):
     def _place_below(self, program: ProgramTierView) -> Tier:
         """Return the tier for a program that leaves the device, as ``_tier_below`` does. If host memory is
         full, first make room in it: move programs that are idle enough from host memory to disk."""
-        threshold = self._policy.disk_idleness
+        threshold, room = self._policy.disk_idleness, self._free[Tier.DISK]
         to = self._tier_below(program, self._free)
-        if to is Tier.HOST or self._free[Tier.DISK] <= 0 or self._idleness(program) >= threshold:
+        if to is Tier.HOST or room <= 0 or self._idleness(program) >= threshold or not program.context_blocks:
             return to
-        if not program.context_blocks:  # there is no KV to keep
-            return Tier.WAITING
         short = program.context_blocks - self._free[Tier.HOST]
-        room = self._free[Tier.DISK]
         down = []
-        idle = (
-            p
-            for p in self._view.on_host
-            if p.activity is ProgramActivity.ACTING and p.program_id not in self._moved
-        )
+        idle = [
+            other
+            for other in self._unmoved(self._view.on_host)
+            if other.activity is ProgramActivity.ACTING and self._idleness(other) >= threshold
+        ]
         for other in sorted(idle, key=self._demotion_key):
-            if short <= 0 or self._idleness(other) < threshold:
-                break
-            if other.context_blocks <= room:
+            if short > 0 and other.context_blocks <= room:
                 down.append(other)
                 room -= other.context_blocks
                 short -= other.context_blocks
@@ -414,41 +332,39 @@ class RelativeIdlenessPlan(PlacementPlan):
     def _candidates(self) -> Iterator[ProgramTierView]:
         """Yield the ready programs off the device in promotion order, without programs that this answer has
         moved."""
-        for program in self._below:
-            if program.program_id not in self._moved:
-                yield program
-        for program in self._in_line():
-            if program.activity is ProgramActivity.READY and program.program_id not in self._moved:
-                yield program
+        return self._unmoved(self._in_promotion_order)
 
-    def _in_line(self) -> Iterator[ProgramTierView]:
-        if self._view.waiting_sorted:
-            yield from self._view.waiting
-            return
-        # A heap finds the first few of thousands without sorting the rest.
-        keyed = [(self._policy.waiting_key(program, self._now), program) for program in self._view.waiting]
-        heapq.heapify(keyed)
-        while keyed:
-            yield heapq.heappop(keyed)[1]
+    def _unmoved(self, programs: Sequence[ProgramTierView]) -> Iterator[ProgramTierView]:
+        return (program for program in programs if program.program_id not in self._moved)
 
-    def _overdue_programs(self) -> list[ProgramTierView]:
-        """Return the ready programs off the device that are overdue (rule 4), the longest-waiting first."""
-        if self._view.waiting_sorted:
-            return [*filter(self._is_overdue, self._view.longest_waiting)]
-        overdue = [*filter(self._is_overdue, self._below), *filter(self._is_overdue, self._view.waiting)]
-        return sorted(overdue, key=lambda program: (program.waiting_since_s, program.program_id))
+    @cached_property
+    def _in_promotion_order(self) -> list[ProgramTierView]:
+        return sorted(self.ready, key=self._promotion_key)
 
-    def _is_overdue(self, program: ProgramTierView) -> bool:
-        ready = program.activity is ProgramActivity.READY
-        return ready and has_elapsed(program.waiting_since_s, self._policy.patience_s, self._now)
+    def _promotion_key(self, program: ProgramTierView) -> SortKey:
+        """Return the sort key of the promotion order: host memory, disk, programs that ran before, new
+        programs. New programs by size, the others by idleness."""
+        if program.tier is Tier.WAITING and not program.returning:
+            level, measure = _NEW, float(max(program.context_blocks, program.required_blocks))
+        else:
+            levels = {Tier.HOST: _ON_HOST, Tier.DISK: _ON_DISK}
+            level, measure = levels.get(program.tier, _RETURNING), self._idleness(program)
+        return (level, measure, program.waiting_since_s, program.program_id)
 
-    def _promotion_key(self, program: ProgramTierView) -> tuple[bool, float, float, str]:
-        """Return the sort key of the promotion order of programs in lower tiers: host before disk, the least
-        idle first."""
-        on_disk = program.tier is Tier.DISK
-        return (on_disk, self._idleness(program), program.waiting_since_s, program.program_id)
+    def _demotion_candidates(self) -> list[ProgramTierView]:
+        return [p for p in self._in_demotion_order if p.program_id in self._staying]
 
-    def _demotion_key(self, program: ProgramTierView) -> tuple[int, float, float, str]:
+    def _acting(self) -> list[ProgramTierView]:
+        """Return the demotion candidates that run a tool."""
+        return [p for p in self._demotion_candidates() if p.activity is ProgramActivity.ACTING]
+
+    @cached_property
+    def _in_demotion_order(self) -> list[ProgramTierView]:
+        """The programs on the device that may leave it, by rule 1."""
+        here = [program for program in self._view.on_device if not is_ready(program) or program.pending]
+        return sorted(here, key=self._demotion_key)
+
+    def _demotion_key(self, program: ProgramTierView) -> SortKey:
         """Return the sort key of the demotion order: first pending programs whose turn has ended, then acting
         programs, then others; within each group the most idle first.
 

@@ -13,12 +13,13 @@ from functools import lru_cache
 
 from ...programs.idleness import WINDOW_CYCLES
 from . import gittins_index as gittins
-from .placement_policy import TierMove, WaitingKey, check_times
-from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
+from .placement_plan import SortKey
+from .placement_policy import TierMove, check_times
+from .placement_views import PlacementView, ProgramTierView, Tier
 from .residency_price_plan import ResidencyPricePlan
 
 # Levels of the Waiting queue.
-_SAVED, _RETURNING, _NEW, _NOT_READY = range(4)
+_SAVED, _RETURNING, _NEW = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,24 +125,21 @@ class ResidencyPricePlacement:
             raise ValueError(f'order is {self.order!r}; expected "size" or "arrival"')
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """Return the moves to make now, possibly none. The order of programs in the view does not matter,
-        except in ``waiting`` if ``waiting_sorted`` is true."""
+        """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
         return ResidencyPricePlan(self, view, now).decide()
 
     def device_blocks(self, program: ProgramTierView) -> int:
         """Return the blocks that a program needs on the device now; at least 1."""
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
-    def waiting_key(self, program: ProgramTierView, now: float) -> WaitingKey:
-        """Return the sort key: first ready programs with their context in host memory or on disk, then other
-        ready programs that ran before, then ready new programs, then programs that are not ready.
+    def promotion_key(self, program: ProgramTierView) -> SortKey:
+        """Return the sort key of ready programs: first those with their context in host memory or on disk,
+        then others that ran before, then new programs.
 
         Contexts in lower tiers are first because their promotion frees blocks in these tiers. So the KV of
         the next program that leaves the device can move to a lower tier, and is not dropped. A program whose
         KV was dropped does not wait for ever: after a time it is overdue and enters first."""
         since_s = program.waiting_since_s
-        if program.activity is not ProgramActivity.READY:
-            return (_NOT_READY, 0.0, since_s, program.program_id)
         saved = program.tier in (Tier.HOST, Tier.DISK)
         level = _SAVED if saved else _RETURNING if program.returning else _NEW
         if level != _NEW or self.order == "arrival":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import accumulate, chain, islice
 from typing import Protocol
@@ -17,8 +17,8 @@ from sojourn.ids import ProgramId
 from ..costs.reload_estimate import restore_s
 from ..forecasting import growth_reserve
 from . import gittins_index as gittins
-from .placement_plan import PlacementPlan, PlacementRules, has_elapsed, is_ready
-from .placement_policy import LOOKAHEAD, MoveReason, MoveTiming, TierMove, WaitingKey
+from .placement_plan import PlacementPlan, PlacementRules, SortKey, has_elapsed
+from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 MIN_HEADROOM = 0.05
@@ -48,6 +48,7 @@ class ResidencyPriceRules(PlacementRules, Protocol):
     @property
     def relax_s(self) -> float: ...
     def worth(self, program: ProgramTierView) -> float: ...
+    def promotion_key(self, program: ProgramTierView) -> SortKey: ...
 
 
 class WeightedValues:
@@ -172,7 +173,7 @@ class ResidencyPricePlan(PlacementPlan):
         self._rates: dict[ProgramId, float] = {}
         """Gittins index per second of each acting program's gap; the same for the whole answer."""
         self._exchanges = 0
-        """Number of exchanges in this answer, at most ``LOOKAHEAD``."""
+        """Number of exchanges in this answer, at most ``MAX_EXCHANGES``."""
         self._acting: list[tuple[float, float, ProgramId]] = []
         """Programs that were acting on the device, by the value of holding their KV, the lowest first."""
         self._acting_room: tuple[int, int] | None = None
@@ -208,8 +209,7 @@ class ResidencyPricePlan(PlacementPlan):
         """Promote all ready programs, also those that do not fit: the engine lets them run in the order of
         their arrival. Acting programs that exchanges would drop stay, and are marked, so that it shows when
         keeping pays again."""
-        waiting = (*self._view.waiting, *self._view.further_waiting, *self._view.longest_waiting)
-        for program in {program.program_id: program for program in waiting if is_ready(program)}.values():
+        for program in self._candidates():
             self._promote(program, MoveReason.FUTILE)
         reserve = self._reserve()
         room = self._room(reserve)
@@ -225,22 +225,13 @@ class ResidencyPricePlan(PlacementPlan):
             self._moved[program_id] = TierMove(program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FUTILE)
 
     def _candidates(self) -> list[ProgramTierView]:
-        """Return candidates for the device, in promotion order: all ready programs in lower tiers, the first
-        ``LOOKAHEAD`` ready programs of the Waiting queue, and the ready programs of ``further_waiting``.
-        Programs that this answer has moved are left out."""
-        below = (p for p in self.ready if p.program_id not in self._moved)
-        waiting = (p for p in self._line if is_ready(p) and p.program_id not in self._moved)
-        further = (p for p in self._view.further_waiting if is_ready(p) and p.program_id not in self._moved)
-        # A further program may be among the first after the moves so far.
-        found = {p.program_id: p for p in chain(below, islice(waiting, LOOKAHEAD), further)}
-        return sorted(found.values(), key=self._key)
+        """Return the ready programs off the device in promotion order, without those that this answer has
+        moved."""
+        return [p for p in self._in_promotion_order if p.program_id not in self._moved]
 
     @cached_property
-    def _line(self) -> Sequence[ProgramTierView]:
-        return self._view.waiting if self._view.waiting_sorted else sorted(self._view.waiting, key=self._key)
-
-    def _key(self, program: ProgramTierView) -> WaitingKey:
-        return self._policy.waiting_key(program, self._now)
+    def _in_promotion_order(self) -> list[ProgramTierView]:
+        return sorted(self.ready, key=self._policy.promotion_key)
 
     def _promote_overdue(self) -> bool:
         """Promote overdue programs. Returns whether other programs may be promoted now: false if an overdue
@@ -248,20 +239,17 @@ class ResidencyPricePlan(PlacementPlan):
         policy, view = self._policy, self._view
         if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
             return True
-        waiting = view.longest_waiting if view.waiting_sorted else view.waiting
-        among = {program.program_id: program for program in (*self.ready, *waiting)}
         overdue = [
             program
-            for program in among.values()
-            if is_ready(program)
-            and has_elapsed(
+            for program in self.ready
+            if has_elapsed(
                 program.waiting_since_s,
                 policy.patience_s * (1.0 if _has_saved_context(program) else BEGIN_PATIENCE),
                 self._now,
             )
         ]
         overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
-        for program in overdue[: 1 if policy.overdue_gap_s else LOOKAHEAD]:
+        for program in overdue[:1] if policy.overdue_gap_s else overdue:
             if self._waits_for_long_turn(program):
                 continue
             if not self._demote_until_free(policy.device_blocks(program), MoveReason.OVERDUE, program):
@@ -286,14 +274,15 @@ class ResidencyPricePlan(PlacementPlan):
         whose values add up to less than the gain. Returns whether a program was promoted."""
         reserve = self._reserve()
         room = self._room(reserve)
-        before, misses = len(self._entered), 0
+        before = len(self._entered)
+        misses = {True: 0, False: 0}  # whether a program's context is saved → programs so far that do not fit
         for program in self._candidates():
             # At least 1, since the budget is 0 or less while untracked requests use the whole device.
             wanted = max(1, min(self._reserved_blocks(program, reserve), self._view.device.budget_blocks))
             fits = wanted <= room or not (self._staying or self._entered) or self._is_small_and_late(program)
-            misses += not fits and program.tier is not Tier.WAITING
-            is_late = program.tier is not Tier.WAITING and misses > LOOKAHEAD
-            if not fits and (is_late or self._exchanges == LOOKAHEAD):
+            saved = _has_saved_context(program)
+            misses[saved] += not fits
+            if not fits and (misses[saved] > MAX_EXCHANGES or self._exchanges == MAX_EXCHANGES):
                 continue
             if not self._may_begin(program):
                 continue
@@ -424,7 +413,7 @@ class ResidencyPricePlan(PlacementPlan):
         Empty if these programs would free too few blocks, or if their values add up to at least ``gain``."""
         free = dict(self._free)
         chosen: list[tuple[float, ProgramTierView]] = []
-        for *_, program_id in islice(self._acting_by_hold_value(), LOOKAHEAD):
+        for *_, program_id in islice(self._acting_by_hold_value(), MAX_EXCHANGES):
             victim = self._staying[program_id]
             # Earlier victims may have taken the room below.
             to = self._tier_below(victim, free)
