@@ -175,10 +175,12 @@ def write_lines(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def grants(lines: list[Any]) -> list[int]:
-    """Indices of the lines that granted a lease, which is the second element of the line's last action."""
-    return [
-        index
+def grants(lines: list[Any]) -> dict[int, tuple[float, str]]:
+    """Index of each line that granted a lease → the lease's TTL in seconds, and its reason."""
+    return {
+        index: (action[2], action[3])
         for index, line in enumerate(lines)
-        if isinstance(line, list) and line[2][0] and line[2][0][-1][0] == "LeaseGranted"
-    ]
+        if isinstance(line, list)
+        for action in line[2][0]
+        if action[0] == "LeaseGranted"
+    }

@@ -1,7 +1,5 @@
 """Recordings of a scheduler's events and actions, so that a replay can be compared with the original.
 
-Imports ``core`` and packages that ``core`` imports, and no engine.
-
 A scheduler's decisions depend only on its events and their times. ``RecordingScheduler`` is a
 ``ProgramScheduler`` whose ``handle`` also writes each event with the resulting actions and decisions. Queries
 change nothing, so they are not recorded. ``simulator.parity_replay`` builds a second scheduler from the
@@ -17,24 +15,15 @@ Each other line is one event:
     event      the name of the event's class, then its fields in order
     outcome    the actions and the new entries of the decision log; or the name of the exception
 
-Floats keep all digits, so they are read back exactly.
-
-A recording contains ids, agent types, tenants, graph nodes, names and command heads of tools, token counts,
-and the first 8 bytes of block hashes. It contains no text, no arguments and no results. Of a request's block
-hashes it has only those after the prefix that the request shares with its program's previous context.
+Floats keep all digits, so they are read back exactly. There are ids, agent types, tenants, graph nodes, names
+and command heads of tools, token counts, and the first digits of block hashes, but no text, arguments or
+results. Of a request's block hashes only those are written that its program's last ones do not have.
 """
-
-from __future__ import annotations
 
 from .recording_file import EndRecord, RecordingError, RecordingFile, RecordingHeader, RecordingReader
 from .recording_scheduler import RecordingScheduler, encode_record
 
 __all__ = [
-    "EndRecord",
-    "RecordingError",
-    "RecordingFile",
-    "RecordingHeader",
-    "RecordingReader",
-    "RecordingScheduler",
-    "encode_record",
-]
+    "EndRecord", "RecordingError", "RecordingFile", "RecordingHeader", "RecordingReader",
+    "RecordingScheduler", "encode_record",
+]  # fmt: skip

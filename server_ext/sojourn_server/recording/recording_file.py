@@ -9,10 +9,9 @@ import platform
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from sojourn.errors import InputError
@@ -22,11 +21,11 @@ from ..core.scheduler_limits import SchedulerLimits
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
-from .recording_scheduler import RecordingScheduler, RecordSink, encode_record
+from .recording_scheduler import RecordingScheduler, encode_record
 
 T = TypeVar("T")
 
-RECORDING_VERSION = 13
+RECORDING_VERSION = 14
 """Version of the format. To replay an older recording, use the version of sojourn that wrote it."""
 
 MAX_RECORDING_BYTES = 1 << 30
@@ -36,11 +35,6 @@ MAX_RECORDING_BYTES = 1 << 30
 FLUSH_RECORDS = 256
 """Number of records written at once (about 20 KiB, 0.2 ms). A killed engine loses fewer records than this."""
 
-MAX_LINE_BYTES = 1 << 28
-"""Maximum length of a line; a longer line is cut, and then is not JSON."""
-
-_GZIP = 31
-"""``wbits`` of zlib for a gzip member with a window of 32 KiB."""
 _CUT = (
     "the engine was killed, its disk was full, or the file was cut; "
     "allow_unfinished replays it as far as it goes"
@@ -78,7 +72,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             histories=state.histories.snapshot(),
         )
 
-    def program_scheduler(self, sink: RecordSink) -> RecordingScheduler:
+    def program_scheduler(self) -> RecordingScheduler:
         """Return a new scheduler in the initial state of the recorded scheduler. Raises ``ValueError``,
         ``TypeError`` or ``KeyError`` for invalid fields."""
         state = SchedulerState(
@@ -88,7 +82,7 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             curve=PrefillCurve(*self.curve) if self.curve is not None else None,
             histories=Histories.restore(self.histories),
         )
-        return RecordingScheduler(sink, state)
+        return RecordingScheduler(state)
 
 
 class RecordingFile:
@@ -99,45 +93,47 @@ class RecordingFile:
         self.path = Path(path)
         self.is_full = False
         """Whether the maximum size is reached. The next record must then be the last."""
-        self.records = 0
+        self.records = -1
         """Number of records written so far, without the header."""
         self._warn = warn
         self._lines: list[bytes] = []
-        self._bytes = 0
-        self._packer = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
-        self._file: BinaryIO | None = None
+        self._file: gzip.GzipFile | None = None
         try:
-            self._lines.append(encode_record(header))
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.path.is_file():  # a device such as /dev/null must not be renamed
                 os.replace(self.path, self.path.with_name(self.path.name + ".previous"))
-            self._file = self.path.open("wb")
-            self._flush()
+            self._file = gzip.GzipFile(self.path, "wb", compresslevel=1)
         except Exception as error:
             self.give_up(error)
+        self.write(header, flush=True)
 
     @property
     def is_open(self) -> bool:
+        """Whether more records can be written."""
         return self._file is not None
 
-    def write(self, record: Any) -> None:
+    def write(self, record: Any, *, flush: bool = False) -> None:
+        """Write a record. It is encoded at once, so the caller may change its parts afterwards."""
         if self._file is None:
             return
         try:
             self._lines.append(encode_record(record))
             self.records += 1
-            if len(self._lines) >= FLUSH_RECORDS:
-                self._flush()
+            if flush or len(self._lines) >= FLUSH_RECORDS:
+                self._file.write(b"".join(line + b"\n" for line in self._lines))
+                self._lines.clear()
+                self._file.flush()  # the file can now be read to its last line
+                self.is_full = self.path.stat().st_size >= MAX_RECORDING_BYTES
         except Exception as error:
             self.give_up(error)
 
-    def close(self) -> None:
-        if self._file is None:
-            return
+    def close(self, record: Any) -> None:
+        """Write the end record, and no more."""
+        self.write(record, flush=True)
         try:
-            self._flush(zlib.Z_FINISH)
-            self._file.close()
-            self._file = None
+            if self._file is not None:
+                self._file.close()
+                self._file = None
         except Exception as error:
             self.give_up(error)
 
@@ -149,18 +145,7 @@ class RecordingFile:
             with contextlib.suppress(OSError):  # closing retries the failed write
                 file.close()
         what = error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
-        self._warn(f"recording {self.path} is given up after {self.records} records: {what}")
-
-    def _flush(self, how: int = zlib.Z_SYNC_FLUSH) -> None:
-        assert self._file is not None
-        text = b"".join(line + b"\n" for line in self._lines)
-        self._lines.clear()
-        # After a flush the file can be read to its last line.
-        data = self._packer.compress(text) + self._packer.flush(how)
-        self._file.write(data)
-        self._file.flush()
-        self._bytes += len(data)
-        self.is_full = self._bytes >= MAX_RECORDING_BYTES
+        self._warn(f"recording {self.path} is given up after {max(0, self.records)} records: {what}")
 
 
 class RecordingError(InputError):
@@ -198,48 +183,49 @@ class RecordingReader:
         self.path = Path(path)
         self._allow_unfinished = allow_unfinished
         self._lines = self._read_lines()
-        _, line = next(self._lines, (1, b""))
-        self.header = self._header(line)
+        self.header = self._header(next(self._lines, (1, b"null"))[1])
 
     def records(self) -> Iterator[tuple[int, bytes, Record | EndRecord]]:
         """Yield the remaining records in order: (line number, line, record). Call it once."""
-        number, ended = 1, False
+        number, record = 1, None
         for number, line in self._lines:
-            if ended:
-                raise RecordingError(f"{self.path}, line {number}: goes on after its end record")
-            ended = line.startswith(b"{")
-            kind: type[Record | EndRecord] = EndRecord if ended else Record
-            yield number, line, self._decode(number, line, kind)
-        if not ended and not self._allow_unfinished:
-            raise RecordingError(f"{self.path}, line {number}: no end record: {_CUT}")
+            if isinstance(record, EndRecord):
+                raise self._error(f", line {number}: goes on after its end record")
+            kind: type[Record | EndRecord] = EndRecord if line.startswith(b"{") else Record
+            record = self._decode(number, line, kind)
+            yield number, line, record
+        if not isinstance(record, EndRecord) and not self._allow_unfinished:
+            raise self._error(f", line {number}: no end record: {_CUT}")
 
     def _read_lines(self) -> Iterator[tuple[int, bytes]]:
         number = 0
         try:
             with gzip.open(self.path, "rb") as file:
-                for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), start=1):
+                for number, line in enumerate(file, start=1):
                     yield number, line.removesuffix(b"\n")
         except EOFError:
             if not self._allow_unfinished:
-                raise RecordingError(
-                    f"{self.path}, after line {number}: the file stops in the middle: {_CUT}"
-                ) from None
+                raise self._error(f", after line {number}: the file stops in the middle: {_CUT}") from None
         except (OSError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise RecordingError(f"{self.path}, after line {number}: {reason}") from error
+            raise self._error(
+                f", after line {number}: {getattr(error, 'strerror', None) or error}"
+            ) from error
 
     def _header(self, line: bytes) -> RecordingHeader:
-        found = self._decode(1, line or b"null", _HeaderVersion)
+        found = self._decode(1, line, _HeaderVersion)
         if found.sojourn_recording == RECORDING_VERSION:
             return self._decode(1, line, RecordingHeader)
-        raise RecordingError(
-            f"{self.path}, line 1: recording version {found.sojourn_recording!r}, "
-            f"written by sojourn {found.versions.get('sojourn', 'unknown')}; expected {RECORDING_VERSION}: "
-            "run sojourn parity of the version that wrote it"
+        raise self._error(
+            f", line 1: recording version {found.sojourn_recording!r}, written by sojourn "
+            f"{found.versions.get('sojourn', 'unknown')}; expected {RECORDING_VERSION}: run sojourn parity "
+            "of the version that wrote it"
         )
 
     def _decode(self, number: int, line: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RecordingError(f"{self.path}, line {number}: {error}") from error
+            raise self._error(f", line {number}: {error}") from error
+
+    def _error(self, what: str) -> RecordingError:
+        return RecordingError(f"{self.path}{what}")

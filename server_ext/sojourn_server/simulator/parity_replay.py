@@ -86,59 +86,35 @@ class ParityReport:
         )
 
 
-class _LastOutcome:
-    """A sink that keeps the end of the last record: an event's outcome, or the totals."""
-
-    is_open, is_full = True, False
-    outcome = b""
-
-    def write(self, record: Any) -> None:
-        self.outcome = encode_record(record["totals"] if isinstance(record, dict) else record[-1])
-
-    def close(self) -> None:
-        pass
-
-    def give_up(self, error: Exception) -> None:
-        raise error
-
-
 def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> ParityReport:
     """Replay a recording and compare actions and decisions, up to the first difference.
 
     Raises ``RecordingError`` if the file is missing, damaged, unfinished (unless ``allow_unfinished``) or of
     another version, because such a file says nothing about the policy.
     """
-    started, sink, first_s = time.perf_counter(), _LastOutcome(), None
+    started, first_s = time.perf_counter(), None
     reader = RecordingReader(path, allow_unfinished=allow_unfinished)
     try:
-        scheduler = reader.header.program_scheduler(sink)
+        scheduler = reader.header.program_scheduler()
     except (ValueError, TypeError, KeyError) as error:
         raise RecordingError(f"{path}, line 1: no scheduler can be built from this: {error}") from error
     report = ParityReport(recording=str(path), policy=scheduler.preset.name, versions=reader.header.versions)
     for number, line, record in reader.records():
         report.records += 1
-        kind, raised = "end", ""
         if isinstance(record, EndRecord):
-            report.ended, recorded = record.ended, record.totals
-            scheduler.close_recording(record.ended)
+            kind, raised, recorded = "end", "", record.totals
+            report.ended, outcome = record.ended, encode_record(scheduler.totals())
         else:
             kind, recorded = type(record.event).__name__, record.outcome
-            try:
-                event = scheduler.restore(record.event)
-            except (ValueError, TypeError) as error:
-                raise RecordingError(f"{path}, line {number}: invalid block hashes: {error}") from error
-            sink.outcome = b"null"
-            try:
-                scheduler.handle(event, record.now)
-            except Exception as error:  # the recorded call may have raised too; then the outcome says so
-                raised = f"; raised {error!r}"
+            result, raised = scheduler.replay(record.event, record.now)
+            outcome = encode_record(result)
             first_s = record.now if first_s is None else first_s
             report.span_s = record.now - first_s
             report.events_by_kind[kind] += 1
-            report.evictions += len(event.blocks) if isinstance(event, BlocksEvicted) else 0
+            report.evictions += len(record.event.blocks) if isinstance(record.event, BlocksEvicted) else 0
         old = msgspec.json.decode(recorded)
-        if sink.outcome not in (bytes(recorded), encode_record(old)):  # the file may have been edited
-            where, was, now = _first_difference("outcome", old, msgspec.json.decode(sink.outcome))
+        if outcome not in (bytes(recorded), encode_record(old)):  # the file may have been edited
+            where, was, now = _first_difference("outcome", old, msgspec.json.decode(outcome))
             text = line.decode()
             report.difference = (
                 f"line {number}, {kind}: {where} was {was!r} and is now {now!r}{raised}\n"

@@ -225,7 +225,7 @@ def build_program_scheduler(
         logger.warning("sojourn: %s; the engine goes on", text)
 
     recording = RecordingFile(rank_file(settings.recording_file, rank), header, warn=warn)
-    return RecordingScheduler(recording, state)
+    return RecordingScheduler(state, recording)
 
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
