@@ -222,6 +222,17 @@ class LeaseManager:
             self._state.actions.append(EngineAction(EngineActionKind.RELEASE, lease.program_id, reason))
             self._ended(lease, reason, now)
 
+    def end_pressed(self, now: float, score: Callable[[ProgramId], tuple[float, ...]]) -> None:
+        """End the leases that memory pressure ends, if the retention policy knows such a rule. ``score``
+        returns a program's eviction key."""
+        pressed, used_blocks = getattr(self._state.preset.retention, "pressed", None), self._state.used_blocks
+        if pressed is None or used_blocks is None or not len(self._leases):
+            return
+        scored = self._state.preset.eviction.by_program
+        views = [lease.view(score(lease.program_id) if scored else ()) for lease in self._leases]
+        for program_id, reason in pressed(views, used_blocks, self._state.pool.blocks, now):
+            self.end(program_id, reason, now)
+
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""
         ended = list(self._leases.programs())

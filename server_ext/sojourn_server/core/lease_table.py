@@ -66,7 +66,7 @@ class Lease:
         """The lease as input of policies. ``score``: the program's eviction score."""
         return LeaseView(
             self.program_id, self.rank, self.expires_s, self.freed_blocks, self.reload_s, self.waiting, score,
-            hinted=self.reason is DecisionReason.HINTED,
+            hinted=self.reason is DecisionReason.HINTED, ttl_s=self.ttl_s,
         )  # fmt: skip
 
 

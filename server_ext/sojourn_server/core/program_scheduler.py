@@ -429,6 +429,7 @@ class ProgramScheduler:
         if event.used_blocks is not None:
             self.state.used_blocks = event.used_blocks
         self.lease_manager.end_expired(now)
+        self.lease_manager.end_pressed(now, self._score)
         self._lifecycle.expire_silent_programs(now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:

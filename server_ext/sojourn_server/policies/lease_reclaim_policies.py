@@ -30,10 +30,15 @@ class LatestProgramReclaim:
       programs. Without this case the engine would stand still (the paper's deadlock).
     """
 
+    spares_earlier: bool = True
+    """Whether the last two rules apply. False, as printed: the head of the queue reclaims any lease until it
+    fits. The paper does not say what a running request does."""
+
     def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
-        later = None if need.running else _of_later_programs(need, leases)
-        if later is not None or (need.anything_running and not need.running):
-            return later
+        if self.spares_earlier and not need.running:
+            later = _of_later_programs(need, leases)
+            if later is not None or need.anything_running:
+                return later
         return _first_sufficient(need, leases, _latest_first)
 
 
@@ -76,9 +81,12 @@ class EvictionOrderReclaim:
     """
 
     def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
-        return _first_sufficient(
-            need, leases, lambda lease: (lease.waiting, lease.score, lease.expires_s, lease.program_id)
-        )
+        return _first_sufficient(need, leases, eviction_order)
+
+
+def eviction_order(lease: LeaseView) -> tuple[bool, tuple[float, ...], float, ProgramId]:
+    """Return the key of the eviction order of leases; the lowest ends first."""
+    return (lease.waiting, lease.score, lease.expires_s, lease.program_id)
 
 
 def reclaim_for_overdue(need: ReclaimRequest, leases: Leases, now: float) -> Chosen:

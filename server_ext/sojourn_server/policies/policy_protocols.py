@@ -124,7 +124,9 @@ class RetentionPolicy(Protocol):
     """Decides how long to keep the KV of a turn that has just ended.
 
     A policy that grants the TTL of a client's hint has the class attribute ``reads_hinted_ttl = True``. Under
-    other policies such hints are answered ``unsupported``."""
+    other policies such hints are answered ``unsupported``. A policy with a method ``pressed(leases,
+    used_blocks, pool_blocks, now)`` is asked before each step while there are leases: it returns the programs
+    whose leases end, each with the reason."""
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision: ...
 

@@ -94,6 +94,7 @@ class LeaseView(NamedTuple):
     ``by_program``."""
     hinted: bool = False
     """Whether the client chose the TTL."""
+    ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

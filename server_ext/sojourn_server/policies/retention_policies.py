@@ -11,8 +11,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from sojourn.ids import ProgramId
+
+from .lease_reclaim_policies import eviction_order
 from .policy_protocols import DecisionReason, RetentionDecision
-from .policy_views import FinishedTurnView
+from .policy_views import FinishedTurnView, LeaseView
 
 MAX_TTL_S = 300.0
 """Longest computed TTL. The bound is SAGA's TTL_max (Algorithm 1). Continuum and InferCept have none."""
@@ -173,14 +176,18 @@ class ToolTypeRetention:
     """Grants a TTL from ``PERCENTILE`` of the tool's earlier durations, shortened under memory pressure (SAGA
     §4.2; mechanism S4).
 
-    The TTL is the percentile times 1 − 0.5·m, at most ``MAX_TTL_S``. With fewer than ``MIN_TOOL_CALLS`` calls
-    of this tool, the calls of all tools are used. If all tools have too few calls as well, there is no lease.
-    There is no lease either for a program without workflow prediction ("cold" in SAGA §3.3), after a turn
-    without a tool call, or if the probability of another turn is 0. A TTL that the client asked for, up to
-    ``MAX_TTL_S``, replaces all these rules.
+    The TTL is the percentile, at most ``MAX_TTL_S``, times 1 − 0.5·m, with the present pressure m: it moves
+    while the lease runs. With fewer than ``MIN_TOOL_CALLS`` calls of this tool, the calls of all tools are
+    used. If all tools have too few calls as well, there is no lease. There is no lease either for a program
+    without workflow prediction ("cold" in SAGA §3.3), after a turn without a tool call, or if the probability
+    of another turn is 0. A TTL that the client asked for, up to ``MAX_TTL_S``, replaces all these rules, and
+    pressure does not shorten it.
     """
 
     reads_hinted_ttl = True
+    evicts: bool = False
+    """Whether leases also end in the eviction order while more than ``PRESSURE_HIGH`` of the KV memory is
+    used, as the paper has it."""
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
         if turn.hinted_ttl_s is not None:
@@ -196,15 +203,32 @@ class ToolTypeRetention:
             durations, reason = turn.history.durations(), DecisionReason.ALL_TOOLS
         if len(durations) < MIN_TOOL_CALLS:
             return RetentionDecision(0.0, DecisionReason.COLD_START)
-        ttl_s = _percentile_s(durations) * (1.0 - 0.5 * memory_pressure(turn.used_share))
-        return RetentionDecision(min(ttl_s, MAX_TTL_S), reason)
+        return RetentionDecision(min(_percentile_s(durations), MAX_TTL_S), reason)
+
+    def pressed(
+        self, leases: Sequence[LeaseView], used_blocks: int, pool_blocks: int, now: float
+    ) -> list[tuple[ProgramId, DecisionReason]]:
+        """Return the programs whose leases end under the present memory pressure, each with the reason."""
+        pressure = memory_pressure(used_blocks / pool_blocks)
+        if not pressure:
+            return []
+        ended: list[tuple[ProgramId, DecisionReason]] = []
+        excess = used_blocks - PRESSURE_HIGH * pool_blocks if self.evicts else 0.0
+        for lease in sorted(leases, key=eviction_order):
+            shortened_s = lease.expires_s - 0.5 * pressure * lease.ttl_s
+            if shortened_s <= now and not lease.hinted and not lease.waiting:
+                ended.append((lease.program_id, DecisionReason.TTL))
+            elif excess > 0:
+                ended.append((lease.program_id, DecisionReason.PRESSURE))
+            else:
+                continue
+            excess -= lease.blocks
+        return ended
 
 
-def memory_pressure(used_share: float | None) -> float:
-    """Return SAGA's memory pressure m (eq. 6), limited to 0 to 1; 0 if the used share of KV memory is
-    unknown."""
-    share = (used_share or 0.0) - PRESSURE_LOW
-    return min(1.0, max(0.0, share / (PRESSURE_HIGH - PRESSURE_LOW)))
+def memory_pressure(used_share: float) -> float:
+    """Return SAGA's memory pressure m (eq. 6), limited to 0 to 1."""
+    return min(1.0, max(0.0, (used_share - PRESSURE_LOW) / (PRESSURE_HIGH - PRESSURE_LOW)))
 
 
 def _percentile_s(ordered: Sequence[float]) -> float:
