@@ -127,7 +127,7 @@ class SchedulerDriver(ProgramScheduler):
 
     def evicted(self, block: Any, owner: Any, taker: str | None, now: float, score: Any = None) -> None:
         """Report that a block is evicted, whose id is its hash. ``owner``: its only owner, if any."""
-        self.owners.remove_evicted(block)
+        self.owners.remove_evicted([block])
         if owner is not None:
             self.owners.own([block], owner)
         self.handle(ev.BlocksEvicted(taker, [(block, block)], score), now)

@@ -190,7 +190,7 @@ class VirtualEngine(EngineView):
         for block in chain(tokens)[keep:]:
             if block in self.cached:
                 self.cached.discard(block)
-                self.program_scheduler.owners.remove_evicted(block)
+                self.program_scheduler.owners.remove_evicted([block])
                 self.program_scheduler.state.eviction_log.add(
                     [block], EvictedBlock(LossCause.EVICTED, None, by, self.now)
                 )

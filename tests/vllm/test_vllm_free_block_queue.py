@@ -35,7 +35,7 @@ def make_queue(blocks: Sequence[Any], score: ScoreOf | None = None, evicted: Any
     owners = BlockOwners()
 
     def remove(gone: list[Any], score: Any) -> None:
-        owned = [(block, owners.remove_evicted(block.block_id)) for block in gone]
+        owned = list(zip(gone, owners.remove_evicted(ids(gone)), strict=True))
         if evicted is not None:
             evicted([(block, owner) for block, owner in owned if block.block_hash is not None], score)
 

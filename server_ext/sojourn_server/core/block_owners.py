@@ -67,8 +67,9 @@ class BlockOwners:
             elif len(owner) < MAX_OWNERS:
                 owner.add(program_id)
             else:
-                self._remove_block(block_id, owner)
+                self.remove_evicted([block_id])
                 self.of[block_id] = MANY
+                self.common.add(block_id)
                 continue
             owned[block_id] = None
         if not owned:
@@ -110,15 +111,25 @@ class BlockOwners:
             self.orphans.pop(block_id, None)
             self.common.add(block_id)
 
-    def remove_evicted(self, block_id: int) -> Owner | None:
-        """Remove a block that the engine reuses for other content, and return its owner. If only an ended
-        program has used the block, that program counts as its owner. ``None``: the block has no owner."""
-        self.common.discard(block_id)
-        owner = self.of.pop(block_id, None)
-        if owner is None:
-            return self.orphans.pop(block_id, None)
-        self._remove_block(block_id, (owner,) if isinstance(owner, str) else owner)
-        return owner
+    def remove_evicted(self, block_ids: Sequence[int]) -> list[ProgramId | None]:
+        """Remove blocks that the engine reuses for other content, and return the only owner of each. If only
+        an ended program has used a block, that program counts as its owner. ``None``: several owners, or
+        none."""
+        found: list[ProgramId | None] = []
+        for block_id in block_ids:
+            owner = self.of.pop(block_id, None)
+            if owner is None:
+                found.append(self.orphans.pop(block_id, None))
+                continue
+            names = owner if isinstance(owner, set | frozenset) else (owner,)
+            found.append(None if isinstance(owner, set | frozenset) else owner)
+            for program_id in names:
+                owned = self.blocks[program_id]
+                del owned[block_id]
+                if not owned:
+                    del self.blocks[program_id]
+        self.common.difference_update(block_ids)
+        return found
 
     def clear(self) -> None:
         """Forget everything, after a reset of the cache."""
@@ -133,10 +144,3 @@ class BlockOwners:
         """Forget everything, and record nothing from now on, since evictions are no longer reported."""
         self.clear()
         self._is_off = True
-
-    def _remove_block(self, block_id: int, owners: Iterable[ProgramId]) -> None:
-        for program_id in owners:
-            owned = self.blocks[program_id]
-            del owned[block_id]
-            if not owned:
-                del self.blocks[program_id]

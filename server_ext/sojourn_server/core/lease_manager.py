@@ -31,6 +31,8 @@ class LeaseManager:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._leases = state.leases
+        self.pressed = getattr(state.preset.retention, "pressed", None)
+        """The retention policy's rule of which leases memory pressure ends; ``None``: it has none."""
         self._refused: tuple[ReclaimRequest, int] | None = None
         """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` at that
         time."""
@@ -223,14 +225,13 @@ class LeaseManager:
             self._ended(lease, reason, now)
 
     def end_pressed(self, now: float, score: Callable[[ProgramId], tuple[float, ...]]) -> None:
-        """End the leases that memory pressure ends, if the retention policy knows such a rule. ``score``
-        returns a program's eviction key."""
-        pressed, used_blocks = getattr(self._state.preset.retention, "pressed", None), self._state.used_blocks
-        if pressed is None or used_blocks is None or not len(self._leases):
+        """End the leases that memory pressure ends. ``score`` returns a program's eviction key."""
+        used_blocks = self._state.used_blocks
+        if self.pressed is None or used_blocks is None or not len(self._leases):
             return
         scored = self._state.preset.eviction.by_program
         views = [lease.view(score(lease.program_id) if scored else ()) for lease in self._leases]
-        for program_id, reason in pressed(views, used_blocks, self._state.pool.blocks, now):
+        for program_id, reason in self.pressed(views, used_blocks, self._state.pool.blocks, now):
             self.end(program_id, reason, now)
 
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:

@@ -80,7 +80,7 @@ class LeaseTable:
         self._leases: dict[ProgramId, Lease] = {}
         self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
         """Block id → (rank, id) of the programs whose leases hold the block, in ascending order."""
-        self._next_deadline_s = math.inf
+        self.next_deadline_s = math.inf
         """A time before which no lease expires."""
 
     def __len__(self) -> int:
@@ -187,8 +187,6 @@ class LeaseTable:
     def pop_expired(self, now: float) -> list[tuple[Lease, DecisionReason]]:
         """Remove and return the expired leases, each with the reason for its end. The lease of a program with
         a waiting request stays until the request is scheduled (Continuum §5.2)."""
-        if now < self._next_deadline_s:
-            return []
         due = [lease for lease in self if not lease.waiting and lease.deadline_s() <= now]
         ended: list[tuple[Lease, DecisionReason]] = []
         for lease in sorted(due, key=Lease.deadline_s):
@@ -196,8 +194,8 @@ class LeaseTable:
             self.end(lease.program_id)
             ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))
         left = (lease.deadline_s() for lease in self if not lease.waiting)
-        self._next_deadline_s = min(left, default=math.inf)
+        self.next_deadline_s = min(left, default=math.inf)
         return ended
 
     def _note_deadline(self, lease: Lease) -> None:
-        self._next_deadline_s = min(self._next_deadline_s, lease.deadline_s())
+        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())

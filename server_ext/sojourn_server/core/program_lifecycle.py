@@ -428,10 +428,9 @@ class ProgramLifecycle:
 
     # -- the end ----------------------------------------------------------------
 
-    def expire_silent_programs(self, now: float) -> None:
-        """End the programs that have been silent for too long."""
-        for program in self._programs.silent(now):
-            self._end(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
+    def end_silent(self, program: ProgramState, now: float) -> None:
+        """End a program that has been silent for too long."""
+        self._end(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
 
     def _end(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
         """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories

@@ -158,7 +158,9 @@ class ProgramScheduler:
     def _arrived(self, event: ev.RequestArrived, now: float) -> None:
         """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
         self._now_s = now
-        self._end_missing_request(event.request_id, now)
+        if event.request_id in self._requests.states:  # the engine no longer has the first one
+            gone = ev.TurnFinished(event.request_id, ev.TurnFinishReason.ERROR, (), 0, 0, (), ())
+            self._finished(gone, now)
         program_id, context = event.identity.program_id, event.identity.context
         # A client that sends hints names each conversation itself, so all its requests are turns.
         hashes = event.block_hashes if context is None else None
@@ -206,11 +208,6 @@ class ProgramScheduler:
 
     def _log_side_request(self, program_id: ProgramId, tokens: int, now: float) -> None:
         self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
-
-    def _end_missing_request(self, request_id: str, now: float) -> None:
-        """End a request that the engine no longer has, for example because its id arrives again."""
-        if request_id in self._requests.states:
-            self._finished(ev.TurnFinished(request_id, ev.TurnFinishReason.ERROR, (), 0, 0, (), ()), now)
 
     def _admitted(self, event: ev.RequestAdmitted, now: float) -> None:
         """Record that a request got its blocks. The first admission ends its program's lease."""
@@ -312,7 +309,8 @@ class ProgramScheduler:
         if program is None:
             return
         self.owners.own(event.block_ids, program.id)
-        self.state.used_blocks = event.used_blocks
+        if event.used_blocks is not None:
+            self.state.used_blocks = event.used_blocks
         # A request may outlive its program's end, and the id may stand for another program by now.
         is_current = request_state.rank == program.rank
         if is_current:
@@ -381,9 +379,8 @@ class ProgramScheduler:
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program_id if taker is not None else None
         entries: dict[ProgramId | None, tuple[EvictedBlock, list[Any]]] = {}
-        for block_id, block_hash in event.blocks:
-            owners = self.owners.remove_evicted(block_id)
-            owner = owners if isinstance(owners, str) else None  # a block of several counts for none of them
+        owners = self.owners.remove_evicted([block_id for block_id, _ in event.blocks])
+        for owner, (_, block_hash) in zip(owners, event.blocks, strict=True):
             if owner not in entries:
                 program = state.programs.get(owner) if owner is not None else None
                 if program is not None and program.status not in OVER_STATUSES:
@@ -428,9 +425,12 @@ class ProgramScheduler:
         self._now_s = now
         if event.used_blocks is not None:
             self.state.used_blocks = event.used_blocks
-        self.lease_manager.end_expired(now)
-        self.lease_manager.end_pressed(now, self._score)
-        self._lifecycle.expire_silent_programs(now)
+        if now >= self._leases.next_deadline_s:
+            self.lease_manager.end_expired(now)
+        if self.lease_manager.pressed is not None:
+            self.lease_manager.end_pressed(now, self._score)
+        for silent in self._programs.silent(now):
+            self._lifecycle.end_silent(silent, now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:
             self.predictor.observe_open_gap(now)
