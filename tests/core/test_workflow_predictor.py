@@ -14,7 +14,7 @@ from sojourn.aeg import END, START
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn_server.core.context_hashes import StepPrefixes
-from sojourn_server.core.events_and_actions import EngineActionKind, TurnFinishReason
+from sojourn_server.core.events_and_actions import EngineActionKind, Tick, TurnFinishReason
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
 from sojourn_server.metrics.turn_ledger import LossCause
@@ -95,6 +95,25 @@ def test_steps_left_are_believed_at_once_and_none_left_goes_first() -> None:
     assert far.continuation_probability == pytest.approx(0.9)
     assert agents.score("near") < agents.score("far")
     assert ProgramId("near") not in agents.engine.program_scheduler.state.leases
+
+
+def test_memory_pressure_ends_leases_before_their_time() -> None:
+    agents = Agents(blocks=100)
+    scheduler = agents.engine.program_scheduler
+    for _ in range(30):
+        scheduler.state.histories.tools.observe("bash:pytest", 100.0)
+    agents.turn("p", expected_steps_left=9.0)
+    leases = scheduler.state.leases
+    agents.engine.wait(60.0)
+    scheduler.handle(Tick(used_blocks=70), agents.engine.now)
+    assert ProgramId("p") in leases
+    scheduler.handle(Tick(used_blocks=90), agents.engine.now)
+    assert ProgramId("p") not in leases, "half of its hundred seconds are over"
+    agents.turn("q", expected_steps_left=9.0)
+    scheduler.handle(Tick(used_blocks=89), agents.engine.now)
+    assert ProgramId("q") in leases
+    scheduler.handle(Tick(used_blocks=99), agents.engine.now)
+    assert ProgramId("q") not in leases
 
 
 def test_a_declared_graph_says_what_follows_its_node() -> None:

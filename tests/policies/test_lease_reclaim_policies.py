@@ -60,6 +60,14 @@ def test_the_latest_go_first_and_no_more_than_needed(
     assert LATEST.release(wanted, THREE, 0.0) == given
 
 
+@pytest.mark.parametrize("rank", [0, 2, 9])
+def test_as_printed_the_head_of_the_queue_takes_the_latest_programs_leases_until_it_fits(rank: int) -> None:
+    printed = LatestProgramReclaim(spares_earlier=False)
+    assert printed.release(need(rank, 5), THREE, 0.0) == ("c",)
+    assert printed.release(need(rank, 11), THREE, 0.0) == ("c", "b")
+    assert printed.release(need(rank, 99), THREE, 0.0) == ("c", "b", "a")
+
+
 def test_nothing_held_is_nothing_given() -> None:
     for policy in (LATEST, SoonestExpiringReclaim()):
         assert policy.release(need(1, 1, running=True), [], 0.0) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sojourn_server.policies.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
+from sojourn_server.policies.lease_reclaim_policies import LatestProgramReclaim
 from sojourn_server.policies.preset import (
     POLICY_CLASSES,
     PresetError,
@@ -64,10 +65,13 @@ def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retent
         assert getattr(ablation, question) == getattr(base, question)
 
 
-def test_continuum_differs_from_the_paper_in_admission_alone() -> None:
+def test_continuum_differs_from_the_paper_in_admission_and_in_whose_leases_a_waiting_request_takes() -> None:
     ours, paper = load_preset("continuum"), load_preset("continuum-paper")
+    assert (ours.lease_reclaim, paper.lease_reclaim) == (
+        LatestProgramReclaim(), LatestProgramReclaim(spares_earlier=False)
+    )  # fmt: skip
     assert (type(ours.admission), type(paper.admission)) == (ExpectedGrowthAdmission, NoAdmissionControl)
-    for question in POLICY_CLASSES.keys() - {"admission"}:
+    for question in POLICY_CLASSES.keys() - {"admission", "lease_reclaim"}:
         assert getattr(ours, question) == getattr(paper, question)
 
 

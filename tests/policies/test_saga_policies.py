@@ -210,12 +210,35 @@ def test_it_is_the_95th_percentile_of_its_tool():
     assert ToolTypeRetention().keep(TURN, 0.0) == RetentionDecision(95.0, DecisionReason.THIS_TOOL)
 
 
-@pytest.mark.parametrize(
-    ("used", "ttl_s"), [(0.0, 95.0), (0.7, 95.0), (0.8, 71.25), (0.9, 47.5), (1.0, 47.5), (None, 95.0)]
-)
-def test_pressure_halves_it_at_most(used: float | None, ttl_s: float):
-    keep = ToolTypeRetention().keep(replace(TURN, used_share=used), 0.0)
-    assert keep.ttl_s == pytest.approx(ttl_s)
+def held(name: str, *, ttl_s: float = 100.0, **more: Any) -> LeaseView:
+    """A lease of ten blocks that was granted at 0."""
+    return LeaseView(ProgramId(name), 1, ttl_s, 10, 1.0, False, **more)._replace(ttl_s=ttl_s)
+
+
+def pressed(rule: ToolTypeRetention, leases: list[LeaseView], used: int, now: float) -> dict[str, str]:
+    return {str(name): reason.value for name, reason in rule.pressed(leases, used, 100, now)}
+
+
+@pytest.mark.parametrize(("used", "ends_s"), [(0, 100.0), (70, 100.0), (80, 75.0), (90, 50.0), (100, 50.0)])
+def test_pressure_moves_the_end_of_a_lease_by_half_its_time_at_most(used: int, ends_s: float) -> None:
+    rule = ToolTypeRetention()
+    assert pressed(rule, [held("a")], used, ends_s - 0.01) == {}
+    if ends_s < 100.0:
+        assert pressed(rule, [held("a")], used, ends_s + 0.01) == {"a": "ttl"}
+        kept = [held("a", hinted=True), held("b")._replace(waiting=True)]
+        assert pressed(rule, kept, used, 99.0) == {}, "the client asked for it, or its request waits"
+
+
+def test_above_the_threshold_leases_end_in_the_eviction_order_as_far_as_needed() -> None:
+    leases = [held("a", score=(3.0,)), held("b", score=(1.0,)), held("c", score=(2.0,))]
+    printed = ToolTypeRetention(evicts=True)
+    assert pressed(printed, leases, 90, 0.0) == {}
+    assert pressed(printed, leases, 95, 0.0) == {"b": "pressure"}
+    assert pressed(printed, leases, 100, 0.0) == {"b": "pressure"}
+    assert pressed(printed, [one._replace(blocks=5) for one in leases], 100, 0.0).keys() == {"b", "c"}
+    assert pressed(ToolTypeRetention(), leases, 100, 0.0) == {}
+    due = leases[0]._replace(expires_s=40.0, ttl_s=80.0)
+    assert pressed(printed, [due, *leases[1:]], 100, 1.0) == {"a": "ttl", "b": "pressure"}
 
 
 def test_it_is_capped():
@@ -337,15 +360,24 @@ def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
 def test_saga_paper_differs_in_admission_order_and_preemption():
     ours, printed = load_preset("saga"), load_preset("saga-paper")
     differing = {name for name in POLICY_CLASSES if getattr(ours, name) != getattr(printed, name)}
-    assert differing == {"eviction", "workflow_prediction", "admission", "order", "lease_reclaim", "victim"}
+    assert differing == {
+        "eviction",
+        "workflow_prediction",
+        "retention",
+        "admission",
+        "order",
+        "lease_reclaim",
+        "victim",
+    }
     assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLruEviction())
     assert ours.workflow_prediction == replace(printed.workflow_prediction, calls_tell=True)
+    assert (ours.retention, printed.retention) == (ToolTypeRetention(), ToolTypeRetention(evicts=True))
     assert printed.admission == NoAdmissionControl()
     assert printed.order == RequestFcfs()
     continuum = load_preset("continuum")
     assert all(
         getattr(ours, name) == getattr(continuum, name)
-        for name in differing - {"workflow_prediction", "eviction"}
+        for name in differing - {"workflow_prediction", "eviction", "retention"}
     )
 
 
@@ -353,7 +385,6 @@ def test_saga_has_the_papers_defaults():
     saga = load_preset("saga-paper")
     assert saga.eviction == WorkflowAwareLruEviction(size=0.2)
     assert saga.workflow_prediction == ThreeTierPrediction()
-    assert saga.retention == ToolTypeRetention()
 
 
 def test_a_preset_that_asks_for_no_workflow_prediction_has_none():

@@ -10,7 +10,6 @@ from statistics import NormalDist
 from typing import Annotated
 
 from msgspec import Meta
-
 from sojourn.ids import ProgramId
 
 from .lease_reclaim_policies import eviction_order
