@@ -298,21 +298,6 @@ def test_a_lease_lasts_the_tools_95th_percentile() -> None:
     assert (lease.ttl_s, lease.reason) == (19.0, DecisionReason.THIS_TOOL)
 
 
-def test_pressure_shortens_it() -> None:
-    ttls = []
-    for blocks in (1000, 30):
-        agents = Agents(blocks=blocks)
-        for number in range(1, 21):
-            agents.turn("p", expected_steps_left=50.0)
-            tool(agents, "p", float(number))
-        agents.contexts["p"] = PROMPT
-        agents.turn("p", expected_steps_left=50.0)
-        lease = agents.engine.program_scheduler.state.leases.get(ProgramId("p"))
-        assert lease is not None
-        ttls.append(lease.ttl_s)
-    assert ttls == [19.0, pytest.approx(19.0 / 2, abs=1e-9)]
-
-
 # -- prefetch ---------------------------------------------------------------------------
 
 

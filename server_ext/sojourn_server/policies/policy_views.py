@@ -45,8 +45,6 @@ class FinishedTurnView:
     """Prompt tokens of the running requests, without the request of this turn."""
     continuation_probability: float | None = None
     """Probability that another turn follows; ``None``: unknown, or the preset does not predict workflows."""
-    used_share: float | None = None
-    """Share of the pool that requests use or leases hold, this turn included; ``None``: unknown."""
 
     @property
     def restore_s(self) -> float:
