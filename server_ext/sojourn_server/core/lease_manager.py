@@ -44,13 +44,11 @@ class LeaseManager:
         program: ProgramState,
         tool: str | None,
         block_ids: Sequence[int],
-        used_blocks: int | None,
         now: float,
         kind: str = "keep",
     ) -> Lease | None:
         """Ask the policy how long to keep these cached blocks; return the lease, if any. ``tool``: key of the
-        tool that runs in the gap, if known. ``used_blocks``: number of blocks in use or leased, if known.
-        ``kind``: name of the decision in the log."""
+        tool that runs in the gap, if known. ``kind``: name of the decision in the log."""
         state, leases = self._state, self._leases
         tokens = program.context_tokens
         reload_s = chunked_reload_s = state.reload.seconds(tokens)
@@ -72,7 +70,6 @@ class LeaseManager:
             host_reload_s=state.copy_back_s(tokens),
             running_tokens=state.requests.running_tokens,
             continuation_probability=program.continuation_probability,
-            used_share=used_blocks / state.pool.blocks if used_blocks is not None else None,
         )
         keep = state.preset.retention.keep(view, now)
         if keep.ttl_s > 0 and not block_ids:

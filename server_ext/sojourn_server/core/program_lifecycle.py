@@ -382,8 +382,7 @@ class ProgramLifecycle:
             if lease is None and not program.gap_leased and program.status not in OVER_STATUSES:
                 block_ids = self._state.cached_context(program.id)
                 if block_ids:
-                    tool, used_blocks = program.tool_now(), self._state.used_blocks
-                    self._lease_manager.grant(program, tool, block_ids, used_blocks, now, "late_keep")
+                    self._lease_manager.grant(program, program.tool_now(), block_ids, now, "late_keep")
         return Outcome.APPLIED, ""
 
     def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> _Answer:

@@ -358,9 +358,7 @@ class ProgramScheduler:
             return
         if program.id in self._leases:  # a parallel branch of the same program still holds a lease
             self.lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
-        lease = self.lease_manager.grant(
-            program, program.pending_tool, event.block_ids, event.used_blocks, now
-        )
+        lease = self.lease_manager.grant(program, program.pending_tool, event.block_ids, now)
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)
 
