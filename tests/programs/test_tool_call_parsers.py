@@ -15,7 +15,6 @@ from sojourn_server.programs.tool_call_parsers import (
     named_tool_call,
     parse_tool_calls,
 )
-from tool_call_samples import SAMPLES
 
 
 def keys(text: str) -> list[str]:
@@ -63,10 +62,6 @@ TERMINAL_BENCH = {
             "</function>\n</tool_call>",
             ["bash:npm"],
         ),
-        (
-            "<tool_call>bash\n<arg_key>command</arg_key>\n<arg_value>ls -la</arg_value></tool_call>",
-            ["bash:ls"],
-        ),
         ('<function=get_weather>{"city": "Paris"}</function>', ["get_weather"]),
         ('<function=shell>{"command": ["bash", "-lc", "pytest -q"]}</function>', ["shell:pytest"]),
         (
@@ -74,24 +69,15 @@ TERMINAL_BENCH = {
             ["bash:du"],
         ),
         (
-            "<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>"
-            '{"command": "cargo build"}<|tool_call_end|>',
-            ["bash:cargo"],
-        ),
-        (
             '<|channel|>commentary to=functions.exec <|constrain|>json<|message|>{"cmd":["go"]}<|call|>',
             ["exec:go"],
         ),
         ('{"name": "f", "parameters": {"x": 1}}', ["f"]),
         ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', ["f", "g"]),
-        ('<|python_tag|>get_user_info(user_id=7890, special="black")<|eom_id|>', ["get_user_info"]),
-        ("[f(a=1), pkg.g()]", ["f", "pkg.g"]),
-        ("<think>g(b=2)?</think>\n\nf(a=1)", ["f"]),
-        ('bash(command="sleep 3; (echo done)")', ["bash:sleep"]),
+        ('<think><tool_call>{"name": "g", "arguments": {}}</think>{"name": "f", "arguments": {}}', ["f"]),
         ("Let me see.\n\n```bash\npytest -q\n```\n", ["bash:pytest"]),
         ("```bash\nls\n```<|im_end|>", ["bash:ls"]),
         ("```bash\nls\n```\n</s></s>\n", ["bash:ls"]),
-        ("f(a=1)<|eot_id|>", ["f"]),
         ("THOUGHT: go\n\n```mswea_bash_command\ncd /testbed && git diff\n```", ["bash:git"]),
         ("Unlike\n```bash\nrm x\n```\nI do\n```mswea_bash_command\nls\n```\n", ["bash:ls"]),
         (json.dumps(TERMINAL_BENCH), ["bash:vim", "bash:pytest"]),
@@ -125,24 +111,6 @@ def test_calls_of_coding_agents(name: str, arguments: dict[str, object], key: st
     assert keys(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>") == [key]
 
 
-@pytest.mark.parametrize("parser", SAMPLES)
-def test_the_format_of_every_parser_of_vllm_is_read(parser: str) -> None:
-    assert keys(SAMPLES[parser]) == ["bash:pytest"]
-
-
-def test_types_of_arguments_between_key_and_value() -> None:
-    typed = SAMPLES["k2_horizon"].replace(
-        "<ifm|arg_value>", "<ifm|arg_type>string</ifm|arg_type><ifm|arg_value>"
-    )
-    assert typed != SAMPLES["k2_horizon"]
-    assert keys(typed) == ["bash:pytest"]
-
-
-def test_two_calls_of_mistral_and_a_call_id() -> None:
-    text = '[TOOL_CALLS]get_time[ARGS]{}[TOOL_CALLS]bash[CALL_ID]a1b2c3d4e[ARGS]{"command": "ls"}'
-    assert keys(text) == ["get_time", "bash:ls"]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -154,10 +122,6 @@ def test_two_calls_of_mistral_and_a_call_id() -> None:
         "```bash\nls",  # cut off before it closed
         "```bash\n\n```",
         "```python\nprint(1)\n```",
-        "Call f(a=1) to see.",
-        "sum(1, 2)",
-        "f(a=1) and g(b=2)",
-        "(a=1)",
         "done :)",
         '{"name": "Ada", "age": 36}',
         '{"type": "function_call", "name": 7}',
@@ -231,10 +195,6 @@ HOSTILE = [
     "<function=f>" * 90_000,
     "<parameter=a>" * 90_000,
     "<" * 1_000_000,
-    "f(" * 500_000 + ")",
-    "f(a=" * 250_000 + ")",
-    '"\\' * 500_000 + ")",
-    "'" * 999_999 + ")",
     "```bash\n" * 120_000,
     "```bash\n" + "$(" * 400_000 + "\n```",
     "```bash\n" + "<<A " * 200_000 + "\n" * 10 + "\n```",

@@ -65,9 +65,11 @@ def test_every_parser_that_vllm_ships_reads_its_sample(reader_of, monkeypatch, c
     assert silent == OWN_READS & shipped
 
 
-@pytest.mark.parametrize("parser", ["openai", "no_such_parser", None])
-def test_sojourns_own_parser_reads_where_vllms_cannot(reader_of, parser):
-    index = list(SAMPLES).index("openai")
+@pytest.mark.parametrize(
+    ("parser", "sample"), [*((name, name) for name in OWN_READS), ("none", "hermes"), (None, "hermes")]
+)
+def test_sojourns_own_parser_reads_where_vllms_cannot(reader_of, parser, sample):
+    index = list(SAMPLES).index(sample)
     assert [call.key for call in reader_of(parser).read([index])] == ["bash:pytest"]
 
 

@@ -1,16 +1,13 @@
 """Finds the tool calls in a finished output (Continuum §5.1, Appendices A and B).
 
-Models write tool calls in many forms. The parser tries the forms in this order and uses the first that yields
-a call, since an output uses a single form:
+vLLM's own parsers (``--tool-call-parser``) read most models' formats. This parser reads what agents make
+models write as text, and what vLLM's parsers do not read without the request's tools. It tries these forms in
+this order and uses the first that yields a call, since an output uses a single form:
 
     OpenAI JSON      {"type": "function_call", "name": …} and its variants, "tool_calls": […]
     hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
-    GLM              <tool_call>name<arg_key>…</arg_key><arg_value>…</arg_value></tool_call>
-    tagged           <function=name>…, <invoke name="name">…, functions.name:0, to=functions.name,
-                     [TOOL_CALLS]name[ARGS]…, call:name{…} and other marks before or around a name
-    bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Qwen)
-    keyed JSON       <|tools_prefix|>[{name: {…}}]                    (Apertus)
-    pythonic         func(a=1), [f(a=1), g()]  (Llama 3, OLMo 3, LFM2), between marks or without other text
+    tagged           <function=name>…, <function name="name">…, <invoke name="name">…, to=functions.name
+    bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Cohere)
     terminal-bench   {"commands": [{"keystrokes": …}]}
     fenced           exactly one ```bash or ```mswea_bash_command block  (mini-swe-agent)
 
@@ -61,8 +58,6 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
         _hermes_calls(prose),
         _tagged_calls(prose),
         _bare_json_calls(values),
-        _keyed_json_calls(prose),
-        _pythonic_calls(prose),
         _terminal_calls(values),
     ):
         if calls:
@@ -198,20 +193,6 @@ def _bare_json_calls(values: list[Any]) -> list[ParsedToolCall]:
     return calls
 
 
-_KEYED_JSON_MARK = "<|tools_prefix|>"
-
-
-def _keyed_json_calls(text: str) -> list[ParsedToolCall]:
-    calls: list[ParsedToolCall] = []
-    _, _, marked = text.partition(_KEYED_JSON_MARK)
-    for value in _json_values(marked):
-        for item in value[:MAX_CALLS] if isinstance(value, list) else [value]:
-            if isinstance(item, dict) and len(item) == 1:
-                name, arguments = next(iter(item.items()))
-                calls += _call(name, {"arguments": arguments})
-    return calls
-
-
 def _terminal_calls(values: list[Any]) -> list[ParsedToolCall]:
     calls: list[ParsedToolCall] = []
     for value in values:
@@ -225,60 +206,25 @@ def _terminal_calls(values: list[Any]) -> list[ParsedToolCall]:
 
 def _hermes_calls(text: str) -> list[ParsedToolCall]:
     calls: list[ParsedToolCall] = []
-    text = text.replace("<ifm|", "<").replace("</ifm|", "</")  # K2 Horizon marks its tags
     for part in text.split("<tool_call>")[1 : MAX_CALLS + 1]:
-        body = part.split("</tool_call>", 1)[0].strip()
-        if body.startswith("{"):
-            try:
-                value, _ = _decode(body)
-            except (ValueError, RecursionError):
-                continue
+        try:
+            value, _ = _decode(part.lstrip())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
             calls += _call(value.get("name"), value)
-        else:
-            name, _, arguments = body.partition("<arg_key>")  # GLM-4.5 puts the name on a line of its own
-            if arguments:
-                name = name.strip().removesuffix("<tool_sep>")  # Hunyuan V3
-                calls += _call(name, {"arguments": _glm_arguments(arguments)})
     return calls
-
-
-_GLM_PAIR = re.compile(
-    r"\s*([\w.-]{1,64})\s*</arg_key>\s*(?:<arg_type>[\w.-]{1,64}</arg_type>\s*)?<arg_value>"
-)
-
-
-def _glm_arguments(text: str) -> dict[str, str]:
-    arguments: dict[str, str] = {}
-    for part in text.split("<arg_key>"):
-        pair = _GLM_PAIR.match(part)
-        if pair:
-            arguments[pair.group(1)] = part[pair.end() :].split("</arg_value>", 1)[0]
-    return arguments
 
 
 # --- tagged forms -------------------------------------------------------------------------------
 
 _TAG = re.compile(
-    r"<function=[\"']?(?P<function>[\w.:-]{1,128})[\"']?>"  # Llama 3.1, Qwen3-Coder
+    r"<function=[\"']?(?P<function>[\w.:-]{1,128})[\"']?>"  # Llama 3.1, Qwen3-Coder, OpenHands
     r"|<function name=[\"'](?P<minicpm>[\w.:-]{1,128})[\"']>"
-    # MiniMax, DeepSeek V3.2 and V4 (V4.1 with a space), step3, dots
-    r"|<[^<>\s]{0,32}\s?invoke name=\"(?P<invoke>[\w.:-]{1,128})\"[^<>]{0,64}>"
-    r"|<\|tool_call_begin\|>\s{0,8}functions\.(?P<kimi>[\w.-]{1,128}):\d+"
-    r"|<\|open\|>call tool=\"(?P<kimi3>[\w.:-]{1,128})\"[^<>|]{0,64}<\|sep\|>"
+    r"|<[^<>\s]{0,32}\s?invoke name=\"(?P<invoke>[\w.:-]{1,128})\"[^<>]{0,64}>"  # MiniMax, DeepSeek, dots
     r"|to=functions\.(?P<harmony>[\w.-]{1,128})"  # gpt-oss
-    # DeepSeek V3 writes the word "function" before the separator, V3.1 the name
-    r"|<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<deepseek>[\w.-]{1,128})"
-    r"|\[TOOL_CALLS\]\s?(?P<mistral>[\w.-]{1,128})(?=\[(?:ARGS|CALL_ID)\]|\{)"
-    r"|(?:<start_function_call>|<\|tool_call>)call:(?P<gemma>[\w.:-]{1,128})(?=\{)"
-    r"|begin_tool_name:plamo\|>(?P<plamo>[\w.:-]{1,128})<"
 )
-_PARAMETER = re.compile(
-    r"<[^<>\s]{0,32}\s?param(?:eter)?(?:=| name=)[\"']?(?P<tag>[\w.-]{1,64})[\"']?[^<>]{0,64}>"
-    r"|<\|open\|>argument key=\"(?P<kimi3>[\w.-]{1,64})\"[^<>|]{0,64}<\|sep\|>"
-    r"|\]<\]minimax\[>\[<(?P<minimax>[\w.-]{1,64})>"
-    r"|(?<![\w.-])(?P<gemma>[\w.-]{1,64}):(?:<escape>|<\|\"\|>)"
-)
-_VALUE_END = re.compile(r"</|<\|close\|>|\]<\]minimax\[>\[|<escape>|<\|\"\|>")
+_PARAMETER = re.compile(r"<[^<>\s]{0,32}\s?param(?:eter)?(?:=| name=)[\"']?([\w.-]{1,64})[\"']?[^<>]{0,64}>")
 
 
 def _tagged_calls(text: str) -> list[ParsedToolCall]:
@@ -298,66 +244,9 @@ def _parameters(body: str) -> dict[str, str]:
     openings = list(_PARAMETER.finditer(body))[: MAX_CALLS + 1]
     for index, opening in enumerate(openings):
         end = openings[index + 1].start() if index + 1 < len(openings) else len(body)
-        closing = _VALUE_END.search(body, opening.end(), end)
-        value = body[opening.end() : closing.start() if closing else end]
-        arguments.setdefault(opening.group(opening.lastgroup or 0), value.strip())
+        value = body[opening.end() : end].partition("</")[0]
+        arguments.setdefault(opening.group(1), value.strip())
     return arguments
-
-
-# --- pythonic form ------------------------------------------------------------------------------
-
-_PYTHON_TOKEN = re.compile(
-    r'"(?:[^"\\]|\\.)*"?' r"|'(?:[^'\\]|\\.)*'?" r"|[\[\](){}]|[A-Za-z_][\w.]*|\s+|.", re.DOTALL
-)
-_PYTHON_TAGS = re.compile(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id)\|>")
-_PYTHON_MARKS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<function_calls>", "</function_calls>"))
-"""Marks around pythonic calls. Other text may stand outside of them."""
-
-
-def _pythonic_calls(text: str) -> list[ParsedToolCall]:
-    """Return the calls if ``text``, or the part between marks, has only calls ``name(key=value, …)``. Return
-    an empty list if there is other text."""
-    for begin, end in _PYTHON_MARKS:
-        if begin in text:
-            text = text.split(begin, 1)[1].split(end, 1)[0]
-    text = _PYTHON_TAGS.sub("", text).strip()
-    if not text.endswith((")", ")]")):
-        return []
-    calls: list[ParsedToolCall] = []
-    name = before = key = ""
-    arguments: dict[str, str] = {}
-    depth, base = 0, 1 if text.startswith("[") else 0
-    for found in _PYTHON_TOKEN.finditer(text):
-        token = found.group()
-        if token.isspace():
-            continue
-        if token in "([{":
-            if depth == base and not (token == "(" and name):
-                return []
-            depth += 1
-        elif token in ")]}":
-            depth -= 1
-            if depth == base:
-                if before not in ("(", ",") and not key:
-                    return []  # positional arguments: probably prose or code, not a tool call
-                calls += _call(name, {"arguments": arguments})
-                name, key, arguments = "", "", {}
-        elif depth <= base:
-            if token.isidentifier() or token.replace(".", "_").isidentifier():
-                if name:
-                    return []
-                name = token
-            elif token not in ",;":
-                return []
-        elif depth == base + 1:
-            if token == "=" and before.isidentifier():
-                key = before
-            elif before == "=" and token[0] in "\"'":
-                arguments.setdefault(key, token.strip("\"'"))
-        before = token
-        if depth < 0 or len(calls) > MAX_CALLS:
-            return []
-    return calls if depth == 0 and not name else []
 
 
 # --- from a name and arguments to a call ---------------------------------------------------------
