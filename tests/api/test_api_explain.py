@@ -9,7 +9,7 @@ from api_test_engines import ScriptedEngine, check_error, client_of, engine_answ
 from sojourn.wire_codec import Outcome
 from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
-from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.metrics.turn_explanation import Explanation, explain
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from virtual_engine import BASH, TOOL, VirtualEngine, prompt

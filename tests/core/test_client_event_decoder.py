@@ -16,7 +16,7 @@ from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, Wir
 from sojourn.wire_events import ProgramEnd, ToolStart
 from sojourn_server.core.client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS
 from sojourn_server.core.program_lifecycle import MAX_TOOLS_PER_PROGRAM
-from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, prompt
 

@@ -17,12 +17,12 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
-from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import Histories
+from sojourn_server.core.scheduler_state import Histories, SchedulerLimits
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest
+from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, chain, prompt
 
@@ -367,6 +367,10 @@ def test_c7_the_last_step_is_not_kept() -> None:
 # -- C8 room ------------------------------------------------------------------------
 
 
+SPARING = replace(load_preset("fixed-ttl"), lease_reclaim=load_preset("continuum").lease_reclaim)
+"""A waiting request ends no lease of an earlier program."""
+
+
 def need(engine: VirtualEngine, program: str, blocks: int, **kw: bool) -> ReclaimRequest:
     flags = {"running": False, "anything_running": True, **kw}
     rank = engine.program(program).rank
@@ -384,7 +388,7 @@ def test_c8_the_latest_programs_give_way_until_it_fits() -> None:
 
 
 def test_c8_a_waiting_latecomer_breaks_a_deadlock_only() -> None:
-    engine = VirtualEngine()
+    engine = VirtualEngine(SPARING)
     engine.turn("first", prompt(40))
     engine.arrive("last", prompt(40, seed=1))
     assert engine.program_scheduler.make_room(need(engine, "last", 5), engine.now) == 0
@@ -393,7 +397,7 @@ def test_c8_a_waiting_latecomer_breaks_a_deadlock_only() -> None:
 
 
 def test_c8_a_waiting_request_with_a_priority_ends_leases_of_less_important_programs() -> None:
-    engine = VirtualEngine()
+    engine = VirtualEngine(SPARING)
     for i, (name, priority) in enumerate((("less", 10), ("equal", 5), ("more", 0))):
         engine.turn(name, prompt(40, seed=i))
         engine.program(name).priority = priority

@@ -15,8 +15,7 @@ from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, Prog
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
-from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
+from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
 from sojourn_server.policies.policy_views import ReclaimRequest, RunningRequestView
 from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.program_status import OVER_STATUSES, ProgramStatus

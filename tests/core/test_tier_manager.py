@@ -16,7 +16,7 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
-from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.eviction_policies import BlockLabel

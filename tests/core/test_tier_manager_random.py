@@ -21,8 +21,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
+from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
 from sojourn_server.core.tier_manager import ENGINE_PAUSE_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sojourn.ids import ProgramId
 from sojourn.wire_events import Heartbeat, ProgramEnd
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.metrics import metric_catalog
 from sojourn_server.metrics.decision_log import DecisionLog
 from sojourn_server.metrics.turn_ledger import (

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.policies.forecasting import STEP_POINTS, KvDemandView, OutputLengthView
 from sojourn_server.policies.lease_reclaim_policies import LaterProgramsReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from simulator_crowded_workload import CROWDED_BLOCKS, crowded_workload
 from simulator_small_runs import SmallRun
 from simulator_small_workload import BLOCK, SmallLoop, copied_workload, small_workload
-from sojourn_server.core.scheduler_limits import SchedulerLimits
+from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
 from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names

@@ -33,8 +33,7 @@ from sojourn_server.core.events_and_actions import Event as EngineEvent
 from sojourn_server.core.lease_table import Lease
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.request_table import RequestState
-from sojourn_server.core.scheduler_limits import SchedulerLimits
-from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerState
+from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
 from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preset import Preset, load_preset

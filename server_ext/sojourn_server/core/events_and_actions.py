@@ -45,7 +45,7 @@ class RequestArrived(_Event, frozen=True):
     priority, see ``ReclaimRequest.priority``."""
     block_hashes: Sequence[Any] | None = None
     """Chained hashes of the prompt's full blocks, which tell side requests from turns
-    (``TurnGapTracker.join_turn``). ``None``: not known, or the request names no program."""
+    (``ProgramLifecycle.join_turn``). ``None``: not known, or the request names no program."""
 
 
 class RequestAdmitted(_Event, frozen=True):

@@ -17,8 +17,7 @@ import msgspec
 from sojourn.errors import InputError
 
 from ..core.events_and_actions import Event
-from ..core.scheduler_limits import SchedulerLimits
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
 from .recording_scheduler import RecordingScheduler, encode_record

@@ -14,8 +14,7 @@ from msgspec import Meta
 from sojourn.errors import InputError
 
 from ..core.engine_answers import MissingTiers
-from ..core.scheduler_limits import SchedulerLimits
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerState
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
 from ..launch.kv_offload_options import OFFLOAD_CONNECTOR
 from ..launch.prefill_decode_options import PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
