@@ -26,7 +26,14 @@ from ..policies.policy_views import AdmissionView, BlockShortage, ProgramGrowthV
 from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
 from ..programs.program_status import ProgramSignal
 from ..programs.windowed_history import SlidingWindow
-from .events_and_actions import AdmissionRequested, OutputLengthPredicted, RequestLetIn
+from .events_and_actions import (
+    AdmissionRequested,
+    DemandSampled,
+    OutputLengthPredicted,
+    RequestChosen,
+    RequestLetIn,
+    VictimNeeded,
+)
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -87,7 +94,7 @@ class DemandForecaster:
         """Expected need of all counted requests, in blocks: one value for each number of future steps in
         ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
-        """Number of blocks available to the counted requests, as ``available_blocks`` counts them."""
+        """Number of blocks available to the counted requests, as ``_available_blocks`` counts them."""
         self.changes = 0
         """Number of samples and departures so far. After each sample or departure, the admission policy may
         accept a request that it rejected before."""
@@ -197,41 +204,34 @@ class DemandForecaster:
 
     # -- questions ----------------------------------------------------------------
 
-    def sample_demand(
-        self, running: Sequence[RunningRequestView], used_blocks: int, now: float
-    ) -> int | None:
-        """Sample all running requests. Returns the number of engine steps until blocks run short; ``None``:
-        no shortage is predicted, or the preset does not forecast shortages. ``used_blocks``: blocks of the
-        whole pool that requests use or leases hold."""
+    def victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
+        """Choose the running request to preempt. ``None``: the engine chooses."""
+        chosen = self._victim(event.running, event.short_blocks, event.used_blocks, now)
+        return RequestChosen(chosen.request_id) if chosen is not None else None
+
+    def demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
+        """Count the demand of all running requests anew. Choose a request to offload before a forecast
+        shortage comes. ``None``: no request is offloaded."""
+        if event.link is not None:
+            self._host_link.observe(event.link)
         self.changes += 1
         # Only what the sum needs is computed here. The rest follows in ``with_predictions``.
-        self._counted = {view.request_id: self._growth(view, now) for view in running}
+        self._counted = {view.request_id: self._growth(view, now) for view in event.running}
         self._needed = needed_blocks(self._counted.values(), self._pool.tokens_per_block)
-        self._room_blocks = self.available_blocks(running, used_blocks)
-        if not self._preset.forecast.is_used:
+        self._room_blocks = self._available_blocks(event.running, event.used_blocks)
+        forecast = self._preset.forecast
+        if not forecast.is_used or forecast.steps_until_shortage(self.demand, now) is None:
             return None
-        return self._preset.forecast.steps_until_shortage(KvDemandView(self._needed, self._room_blocks), now)
+        chosen = self._victim(event.running, 0, event.used_blocks, now)
+        if chosen is None or self.recovery(chosen.context_tokens, now) is not RecoveryMethod.OFFLOAD:
+            return None
+        return RequestChosen(chosen.request_id)
 
     @property
     def demand(self) -> KvDemandView:
         """Expected demand of all running requests: the last sample, updated by later admissions and
         departures."""
         return KvDemandView(tuple(self._needed), self._room_blocks)
-
-    def available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Return the number of blocks available to running requests: free blocks plus blocks that the
-        requests use. A shared block counts once for each request that uses it."""
-        fixed = self._pool.fixed_blocks  # the forecast demand does not include fixed blocks
-        return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
-
-    def victim(
-        self, running: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
-    ) -> str | None:
-        """Return the request that the policy preempts if ``short_blocks`` blocks are missing; ``None``: the
-        engine chooses. ``running``: views with predictions. ``used_blocks``: blocks in use or leased."""
-        room_blocks = self.available_blocks(running, used_blocks)
-        need = BlockShortage(short_blocks, room_blocks, self._pool.tokens_per_block, self._step_s)
-        return self._preset.victim.victim(running, need, now)
 
     def with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
         """Return the engine's view of a running request with its service, its predicted remaining output and
@@ -279,6 +279,22 @@ class DemandForecaster:
         return self._preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
+
+    def _victim(
+        self, running: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
+    ) -> RunningRequestView | None:
+        """Return the request that the policy preempts if ``short_blocks`` blocks are missing, if any."""
+        views = [self.with_predictions(view, now) for view in running]
+        room_blocks = self._available_blocks(views, used_blocks)
+        need = BlockShortage(short_blocks, room_blocks, self._pool.tokens_per_block, self._step_s)
+        chosen = self._preset.victim.victim(views, need, now)
+        return next((view for view in views if view.request_id == chosen), None)
+
+    def _available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
+        """Return the number of blocks available to running requests: free blocks plus blocks that the
+        requests use. A shared block counts once for each request that uses it."""
+        fixed = self._pool.fixed_blocks  # the forecast demand does not include fixed blocks
+        return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
     def _judge_hint(
         self, request_state: RequestState, output_tokens: int, *, only_worse: bool = False

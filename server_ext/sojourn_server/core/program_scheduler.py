@@ -29,7 +29,6 @@ from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, WaitingRequestView
-from ..policies.preemption_policies import RecoveryMethod
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from . import events_and_actions as ev
@@ -120,8 +119,8 @@ class ProgramScheduler:
             ev.StepCompleted: self._step_completed,
             ev.AdmissionRequested: self._admission.try_admit,
             ev.BlocksNeeded: self._blocks_needed,
-            ev.VictimNeeded: self._victim_needed,
-            ev.DemandSampled: self._demand_sampled,
+            ev.VictimNeeded: self.forecaster.victim_needed,
+            ev.DemandSampled: self.forecaster.demand_sampled,
             ev.OutputLengthPredicted: self.forecaster.store_prediction,
             ev.BlocksEvicted: self._evicted,
             ev.PrefetchStarted: self.predictor.prefetch_started,
@@ -393,27 +392,6 @@ class ProgramScheduler:
             self.recorder.count("sojourn_evictions_total", blocks, **lost)
             self.recorder.count("sojourn_evicted_bytes_total", blocks * self.pool.block_bytes, **lost)
 
-    def _victim_needed(self, event: ev.VictimNeeded, now: float) -> ev.RequestChosen | None:
-        """Choose the running request to preempt. ``None``: the engine chooses."""
-        views = [self.forecaster.with_predictions(view, now) for view in event.running]
-        chosen = self.forecaster.victim(views, event.short_blocks, event.used_blocks, now)
-        return ev.RequestChosen(chosen) if chosen is not None else None
-
-    def _demand_sampled(self, event: ev.DemandSampled, now: float) -> ev.RequestChosen | None:
-        """Choose a running request to offload before a forecast shortage comes. ``None``: no request is
-        offloaded."""
-        state, forecaster = self.state, self.forecaster
-        if event.link is not None:
-            state.host_link.observe(event.link)
-        if forecaster.sample_demand(event.running, event.used_blocks, now) is None:
-            return None
-        views = [forecaster.with_predictions(view, now) for view in event.running]
-        chosen = forecaster.victim(views, 0, event.used_blocks, now)
-        view = next((view for view in views if view.request_id == chosen), None)
-        if view is None or forecaster.recovery(view.context_tokens, now) is not RecoveryMethod.OFFLOAD:
-            return None
-        return ev.RequestChosen(view.request_id)
-
     def _score(self, program_id: ProgramId) -> tuple[float, ...]:
         return self.owner_score(self.owner_standing(program_id))
 
@@ -623,8 +601,8 @@ class ProgramScheduler:
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
         """Handle a program's move to another tier, as decided by the tier manager: log the move, end the
         program's lease if the program leaves the device, and add the action for the engine."""
-        kind = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
-        self.decisions.add(now, kind, program.id, move.reason.value, **dict(move.terms))
+        what = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
+        self.decisions.add(now, what, program.id, move.reason.value, **dict(move.terms))
         self.recorder.count(
             "sojourn_placements_total", to=move.to.value, when=move.when.value, reason=move.reason.value
         )
@@ -636,10 +614,8 @@ class ProgramScheduler:
             self.lease_manager.end(program.id, DecisionReason.PLACED, now)
         if program.live_requests:
             self._programs.signal(program, ProgramSignal.GATE if parked else ProgramSignal.UNGATE)
-        self._place(program, DecisionReason.PLACED, move.to)
-
-    def _place(self, program: ProgramState, reason: DecisionReason, tier: Tier) -> None:
-        self._outbox.append(ev.EngineAction(ev.EngineActionKind.PLACE, program.id, reason, tier))
+        kind, reason = ev.EngineActionKind.PLACE, DecisionReason.PLACED
+        self._outbox.append(ev.EngineAction(kind, program.id, reason, move.to))
 
     def close_recording(self, reason: str) -> None:
         """Do nothing. ``RecordingScheduler`` overrides this method to write the end record of a recording."""
