@@ -15,9 +15,6 @@ from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import common_prefix_length
 
-MAX_PROGRAM_STEPS = 16
-"""Maximum number of workflow steps for which ``StepPrefixes`` keeps a program's turns."""
-
 
 class ContextHashStore:
     """Stores each program's *context*: the block hashes of its last turn. A program with a context may also
@@ -80,23 +77,17 @@ class ContextHashStore:
 class StepPrefixes:
     """Stores the block hashes with which prompts begin at each step of a workflow, for prefetches.
 
-    A *step* is a graph node or a tool, as in predictions. There are two kinds of entries:
-
-    - (program, step): the hashes of the program's newest turn at the step.
-    - (agent type, step): the prefix that turns of different programs share at the step, such as system prompt
-      and tools.
-
-    The limits are ``max_entries`` programs, ``max_entries`` entries of agent types, and ``max_hashes`` hashes
-    in all. Beyond a limit, the least recently stored entries are dropped. If there are too many hashes,
-    entries of programs are dropped before entries of agent types.
+    A *step* is a graph node or a tool, as in predictions. Stored are the hashes of each program's newest turn
+    at each step, and for each agent type and step the prefix that turns of different programs share there,
+    such as system prompt and tools. Beyond ``max_hashes`` hashes, the least recently stored programs are
+    dropped, then the least recently stored types.
     """
 
-    def __init__(self, max_entries: int = 4096, max_hashes: int = 1_000_000) -> None:
-        self.max_entries = max_entries
+    def __init__(self, max_hashes: int = 1_000_000) -> None:
         self.max_hashes = max_hashes
         self.hashes = 0
-        self._of_programs: OrderedDict[ProgramId, dict[str, Sequence[Any]]] = OrderedDict()
-        self._of_types: OrderedDict[tuple[str, str], tuple[ProgramId, bool, Sequence[Any]]] = OrderedDict()
+        self._of_programs: dict[ProgramId, dict[str, Sequence[Any]]] = {}
+        self._of_types: dict[tuple[str, str], tuple[ProgramId, bool, Sequence[Any]]] = {}
         """(agent type, step) → (last program at the step, whether several programs share the prefix,
         prefix)."""
 
@@ -104,14 +95,10 @@ class StepPrefixes:
         """Learn the block hashes of a turn at a step."""
         if not hashes:
             return
-        steps = self._of_programs.setdefault(program_id, {})
-        self._of_programs.move_to_end(program_id)
-        self.hashes += len(hashes) - len(steps.pop(step, ()))
+        steps = self._of_programs[program_id] = self._of_programs.pop(program_id, {})
+        last, shared, kept = self._of_types.pop((agent_type, step), (program_id, False, ()))
+        self.hashes -= len(steps.get(step, ())) + len(kept)
         steps[step] = hashes
-        if len(steps) > MAX_PROGRAM_STEPS:
-            self.hashes -= len(steps.pop(next(iter(steps))))
-        last, shared, kept = self._of_types.pop((agent_type, step), (program_id, False, hashes[:0]))
-        self.hashes -= len(kept)
         if last != program_id:
             kept = kept[: common_prefix_length(kept, hashes)]
             shared = bool(kept)
@@ -119,13 +106,12 @@ class StepPrefixes:
             kept = hashes
         kept = kept or hashes
         self._of_types[agent_type, step] = program_id, shared, kept
-        self.hashes += len(kept)
+        self.hashes += len(hashes) + len(kept)
         # Hashes of single programs are dropped first, because they are long and serve one program only.
-        programs = self._of_programs
-        while programs and (self.hashes > self.max_hashes or len(programs) > self.max_entries):
-            self.forget(next(iter(programs)))
-        while self.hashes > self.max_hashes or len(self._of_types) > self.max_entries:
-            self.hashes -= len(self._of_types.popitem(last=False)[1][2])
+        while self.hashes > self.max_hashes and self._of_programs:
+            self.forget(next(iter(self._of_programs)))
+        while self.hashes > self.max_hashes:
+            self.hashes -= len(self._of_types.pop(next(iter(self._of_types)))[2])
 
     def prefix(self, program_id: ProgramId, agent_type: str, step: str) -> Sequence[Any]:
         """Return the block hashes with which the program's next prompt begins, if its next step is ``step``;
@@ -139,12 +125,6 @@ class StepPrefixes:
     def forget(self, program_id: ProgramId) -> None:
         """Forget the turns of a program."""
         self.hashes -= sum(map(len, self._of_programs.pop(program_id, {}).values()))
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._of_programs.clear()
-        self._of_types.clear()
-        self.hashes = 0
 
 
 class PrefixTree:

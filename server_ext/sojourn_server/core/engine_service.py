@@ -557,9 +557,7 @@ def _row(program_scheduler: ProgramScheduler, view: EngineView, program: Program
     lease, tier = state.leases.get(program.id), program_scheduler.tiers.placed(program.id)
     host_blocks, disk_blocks = view.below_blocks(program.id)
     requests = _requests_of(state, program)
-    since_s = min(
-        (request.arrived_s for request in requests), default=program.last_turn_s or program.arrived_s
-    )
+    since_s = min((request.arrived_s for request in requests), default=program.last_active_s)
     return ProgramRow(
         **_same(program, "tenant turns context_tokens reused_tokens lost_tokens"),
         program_id=program.id,

@@ -7,7 +7,6 @@ The engine reads that list before each engine step if evictions are ordered by p
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,9 +76,8 @@ class WorkflowPredictor:
         self._begun: dict[ProgramId, float] = {}
         """Programs that began a turn → end of the previous turn, or the program's arrival if there was
         none."""
-        self._plans: list[tuple[float, ProgramId]] = []
-        """Heap of (start time, program) of prefetches. An entry is stale if the program's ``prefetch_at_s``
-        differs."""
+        self._plans: dict[ProgramId, float] = {}
+        """Program → start of its planned prefetch."""
 
     @property
     def scale_changes(self) -> int:
@@ -96,7 +94,7 @@ class WorkflowPredictor:
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
         """Learn from a program's first request after a turn: the tool, the length of the gap, and the length
         of the prompt."""
-        program.prefetch_at_s = None
+        self._plans.pop(program.id, None)
         if self._predicts:
             self._workflows.came_back(program, tool, gap_s, prompt_tokens)
 
@@ -112,9 +110,7 @@ class WorkflowPredictor:
         unknown."""
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._evicts_by_program and len(program.live_requests) == 1:
-            self._begun[program.id] = (
-                program.last_turn_s if program.last_turn_s is not None else program.arrived_s
-            )
+            self._begun[program.id] = program.last_active_s
         # A side request, such as one for a title, has a short prompt and leaves a short context.
         context_blocks = max(len(block_hashes), program.peak_tokens // self._pool.block_size)
         if shared_blocks is not None and before_blocks and 2 * before_blocks >= context_blocks:
@@ -123,9 +119,7 @@ class WorkflowPredictor:
             self._reused_shares.observe(agent_type_name(program), share)
             if self._predicts:
                 self._reusing[program.id] = share
-        if not self._predicts:
-            return
-        if program.prompt_type is None and not program.turns:
+        if self._predicts and program.prompt_type is None and not program.turns:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
 
     def turn_finished(
@@ -161,7 +155,7 @@ class WorkflowPredictor:
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
         """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
-        program.prefetch_at_s = None
+        self._plans.pop(program.id, None)
         self._prefixes.forget(program.id)
         self._reusing.pop(program.id, None)
         if self._predicts:
@@ -184,7 +178,7 @@ class WorkflowPredictor:
         view = EvictionCandidateView(
             program.rank,
             program.status in OVER_STATUSES,
-            program.last_turn_s if program.last_turn_s is not None else program.arrived_s,
+            program.last_active_s,
             blocks=program.cached_blocks,
             has_request=bool(program.live_requests),
             p_reuse=program.p_reuse,
@@ -214,11 +208,11 @@ class WorkflowPredictor:
 
     def pop_due_prefetch(self, now: float) -> ProgramState | None:
         """Return the next program whose prefetch is due, and remove that plan; ``None`` if none is due."""
-        while self._plans and self._plans[0][0] <= now:
-            at_s, program_id = heapq.heappop(self._plans)
+        while self._plans and min(self._plans.values()) <= now:
+            _, program_id = min((at_s, program_id) for program_id, at_s in self._plans.items())
+            del self._plans[program_id]
             program = self._table.get(program_id)
-            if program is not None and program.prefetch_at_s == at_s and program.status not in OVER_STATUSES:
-                program.prefetch_at_s = None
+            if program is not None and program.status not in OVER_STATUSES:
                 return program
         return None
 
@@ -248,7 +242,7 @@ class WorkflowPredictor:
             program.prefetch_tries += 1
             blocks_below_device = event.missing_blocks - lost_blocks
             if blocks_below_device > load.blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
-                self._schedule(program, now + FIRST_RETRY_S * 2**tries)
+                self._plans[program.id] = now + FIRST_RETRY_S * 2**tries
         if is_first or load.blocks:
             if load.blocks:
                 reason = DecisionReason.TO_DEVICE
@@ -290,7 +284,7 @@ class WorkflowPredictor:
 
     def cache_reset(self) -> None:
         """Forget the learned prefixes of all workflow steps, after a reset of the engine's prefix cache."""
-        self._prefixes.clear()
+        self._prefixes = StepPrefixes()
 
     # -- inside -------------------------------------------------------------------
 
@@ -342,7 +336,7 @@ class WorkflowPredictor:
 
     def _plan_prefetch(self, program: ProgramState, now: float) -> None:
         prefetch = self._preset.prefetch
-        program.prefetch_at_s = None
+        self._plans.pop(program.id, None)
         if not prefetch.is_used or program.pending_tool is None:
             return
         if program.successor is None:
@@ -360,17 +354,7 @@ class WorkflowPredictor:
             now,
         )
         if plan is not None and plan.at_s <= now + PREFETCH_HORIZON_S:
-            self._schedule(program, plan.at_s)
-
-    def _schedule(self, program: ProgramState, at_s: float) -> None:
-        program.prefetch_at_s = at_s
-        heapq.heappush(self._plans, (at_s, program.id))
-        if len(self._plans) > 4 * len(self._table) + 64:
-            self._plans = sorted(
-                (at_s, program_id)
-                for at_s, program_id in set(self._plans)
-                if (known := self._table.get(program_id)) is not None and known.prefetch_at_s == at_s
-            )
+            self._plans[program.id] = plan.at_s
 
 
 def _steps(program: ProgramState) -> tuple[str, ...]:

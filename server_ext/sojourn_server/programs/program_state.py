@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from bisect import insort
 from dataclasses import dataclass, field, fields
 
 import msgspec
 from sojourn.ids import CallId, EmitterId, ProgramId
 
-from .gap_tool_time import GapToolTime
 from .program_status import ProgramOutcome, ProgramStatus
 from .windowed_history import Amount
 
+MAX_INTERVALS = 32
+"""Maximum number of separate intervals that ``GapToolTime`` keeps."""
 SEQ_WINDOW = 1024
 """Number of sequence numbers that are tracked per emitter (the sender of events in one client process).
 A number that is further behind the newest number counts as seen."""
@@ -47,6 +50,50 @@ class RunningTool:
     """The tool's name in the framework, e.g. ``bash``."""
     tool_class: str | None = None
     """The finer class that the client gave, e.g. ``pytest``."""
+
+
+class GapToolTime:
+    """The seconds of one gap in which reported tool calls ran: the length of the union of their intervals. So
+    the time of calls at once counts once, and the time between calls does not count. Reports may come in any
+    order. Of the oldest of more than ``MAX_INTERVALS`` intervals only the sum is kept, and a call that is
+    reported later counts only from their end on. Times are seconds on the engine's clock."""
+
+    __slots__ = ("_counted_s", "_counted_until_s", "_intervals", "last_started_s", "last_tool")
+
+    def __init__(self, gap_started_s: float = -math.inf) -> None:
+        """``gap_started_s``: time at which the gap began. What a call ran before it does not count."""
+        self.last_tool = ""
+        """History key of the call that began last."""
+        self.last_started_s = -math.inf
+        """Time at which this call began; it may lie before the gap."""
+        self._intervals: list[tuple[float, float]] = []
+        """Disjoint intervals (start, end), in order."""
+        self._counted_s, self._counted_until_s = 0.0, gap_started_s
+        """Seconds and end of the older intervals, which are no longer kept."""
+
+    @property
+    def seconds(self) -> float:
+        """The seconds in which at least one call ran."""
+        return self._counted_s + sum(end_s - start_s for start_s, end_s in self._intervals)
+
+    def add(self, tool: str, start_s: float, end_s: float) -> None:
+        """Add the interval of one call. ``tool``: its history key."""
+        if start_s >= self.last_started_s:
+            self.last_tool, self.last_started_s = tool, start_s
+        start_s = max(start_s, self._counted_until_s)
+        if end_s <= start_s:
+            return
+        apart = []
+        for one in self._intervals:
+            if one[1] < start_s or one[0] > end_s:
+                apart.append(one)
+            else:
+                start_s, end_s = min(one[0], start_s), max(one[1], end_s)
+        insort(apart, (start_s, end_s))
+        if len(apart) > MAX_INTERVALS:
+            first_s, self._counted_until_s = apart.pop(0)
+            self._counted_s += self._counted_until_s - first_s
+        self._intervals = apart
 
 
 @dataclass(slots=True)
@@ -120,8 +167,7 @@ class ProgramState:
 
     id: ProgramId
     rank: int
-    """Order of the program's first request; smaller is earlier. The rank stays the same in later turns
-    (Continuum §4.3)."""
+    """Order of the program's first request; the same in later turns (Continuum §4.3)."""
     arrived_s: float
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
@@ -134,16 +180,13 @@ class ProgramState:
     graph_hash: str | None = None
     """Hash of the program's execution graph. ``GraphStore`` may have removed the graph."""
     prompt_type: str | None = None
-    """Hash of the first tokens of the program's first prompt. The hash serves as the agent type if the client
-    names none."""
+    """Agent type that the program's first prompt implies; used if the client names none."""
     steps: list[str] = field(default_factory=list)
-    """Workflow steps (names of the called tools) of the program's turns, newest last. The turn whose tool
-    still runs is left out."""
+    """Workflow steps of the program's turns, newest last, without the turn whose tool still runs."""
     steps_begin: bool = True
     """Whether ``steps`` begins with the program's first step; false after older steps were dropped."""
     reused_share: float = 1.0
-    """Share of the context that the next prompt reuses. A moving average, which begins with the mean of the
-    agent type."""
+    """Moving average of the share of the context that the next prompt reuses."""
     cached_blocks: int = 0
     """Full blocks that the last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None
@@ -157,21 +200,17 @@ class ProgramState:
     turn_final: bool = False
     """Whether the request of the last turn was declared the final one."""
     continuation_probability: float | None = None
-    """Probability that another turn follows; ``None``: unknown."""
+    """Probability that another turn follows."""
     p_reuse: float | None = None
-    """``continuation_probability`` times the share of the next prompt that the cached context covers;
-    ``None``: unknown."""
+    """``continuation_probability`` times the share of the next prompt that the cached context covers."""
     prediction_source: str | None = None
     """Source of ``continuation_probability``, a ``PredictionSource``: hints, inferred or cold."""
     pending_declaration: tuple[str, float] | None = None
-    """Agent type and hinted probability of another turn, kept until it is known whether another turn follows;
-    ``None``: no hint."""
+    """Agent type and hinted probability of another turn, kept until it is known whether one follows."""
     credit: HintReliability | None = None
-    """Reliability of this program's hints; ``None``: no hint was checked yet."""
+    """Reliability of this program's hints."""
     successor: str | None = None
-    """Predicted next workflow step; ``None``: none is likely enough."""
-    prefetch_at_s: float | None = None
-    """Start of the planned prefetch; ``None``: no prefetch is planned."""
+    """Predicted next workflow step."""
     prefetch_tries: int = 0
     """Number of prefetches begun in this gap."""
     expected_steps_left: float | None = None
@@ -199,18 +238,17 @@ class ProgramState:
     pending_tool: str | None = None
     """History key of the tool that runs in this gap, from the last output or the client's report."""
     ranked: bool = False
-    """Whether the program has its final ``rank``. The program's first request sets the rank; client events do
-    not."""
+    """Whether a request of the program has set its ``rank``."""
     gap_leased: bool = False
-    """Whether the program has had a lease in this gap between turns. If so, no second lease is granted."""
+    """Whether the program has had a lease in this gap between turns; it gets no second one."""
     gap_reported: bool = False
     """Whether the client reported a tool's duration in this gap. If not, the gap's length is learned."""
     gap_tool_time: GapToolTime | None = None
-    """Time of the reported tool calls that have ended in this gap; ``None``: none has."""
+    """Time of the reported tool calls that have ended in this gap."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
-    """Time at which the last gap without a reported tool duration ended; ``None``: no such gap. The gap's
-    length was learned as the tool's duration, so later events about tool calls of that gap do not count."""
+    """Time at which the last gap without a reported tool duration ended. Its length was learned as the tool's
+    duration, so later events about tool calls of that gap do not count."""
     hinted_ttl_s: float | None = None
     """The TTL in seconds that the client hinted for the last turn, clipped to the allowed range."""
     attained_s: float = 0.0
@@ -223,7 +261,7 @@ class ProgramState:
     lost_tokens: int = 0
     """Prompt tokens of all turns that were computed again because their KV was lost."""
     ttft_s: float | None = None
-    """Time to first token, in seconds, of the newest request that has one; ``None``: none has."""
+    """Time to first token, in seconds, of the newest request that has one."""
     saved_s: float = 0.0
     """Estimated seconds that computing ``reused_tokens`` would have taken."""
     turns_at_last_end: int | None = None
@@ -237,7 +275,7 @@ class ProgramState:
     disconnected: bool = False
     """Whether the last request was aborted, and the client has sent nothing since."""
     outcome: ProgramOutcome | None = None
-    """How the program ended; ``None``: it has not ended."""
+    """How the program ended."""
     seen: dict[EmitterId, SequenceWindow] = field(default_factory=dict)
 
     def reset_for_reuse(self, now: float) -> None:
@@ -250,6 +288,11 @@ class ProgramState:
         for each in fields(self):
             if each.name not in _KEPT_ON_REUSE:
                 setattr(self, each.name, getattr(fresh, each.name))
+
+    @property
+    def last_active_s(self) -> float:
+        """End of the program's last turn, or else its arrival."""
+        return self.last_turn_s if self.last_turn_s is not None else self.arrived_s
 
     def silent_outcome(self) -> ProgramOutcome:
         """The outcome of a program whose client has fallen silent."""
