@@ -10,11 +10,7 @@ from sojourn.aeg import END, START, Aeg
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core.engine_service import (
-    MAX_DECISIONS_SHOWN,
-    MAX_PROGRAMS_SHOWN,
-    UnknownOperation,
-)
+from sojourn_server.core.engine_service import MAX_DECISIONS_SHOWN, MAX_PROGRAMS_SHOWN, UnknownOperation
 from sojourn_server.core.events_and_actions import RequestArrived
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.metrics.live_frame import PROBE_ID, ProgramRow

@@ -8,12 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.programs.idleness import (
-    MAX_INTERVAL_S,
-    WINDOW_CYCLES,
-    IdlenessPhase,
-    IdlenessTracker,
-)
+from sojourn_server.programs.idleness import MAX_INTERVAL_S, WINDOW_CYCLES, IdlenessPhase, IdlenessTracker
 
 
 @dataclass
@@ -109,10 +104,7 @@ def test_whatever_it_is_told_it_stays_within_zero_and_one(
         assert clock._running == sum(clock._live.values())
 
 
-@given(
-    cycles=st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=1, max_size=12),
-    k=st.integers(1, 6),
-)
+@given(cycles=st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=1, max_size=12), k=st.integers(1, 6))
 def test_it_is_what_a_full_record_says(cycles: list[tuple[int, int, int, int]], k: int) -> None:
     """Against a reference that keeps every cycle. Whole seconds, so that sums are exact."""
     clock, now = IdlenessTracker(k), 0.0

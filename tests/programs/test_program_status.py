@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.programs.program_status import (
-    ProgramSignal,
-    ProgramStatus,
-    next_status,
-)
+from sojourn_server.programs.program_status import ProgramSignal, ProgramStatus, next_status
 
 A, R, G, E, X = (
     ProgramStatus.ACTING,

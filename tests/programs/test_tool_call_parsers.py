@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from sojourn import shell_command
 from sojourn.shell_command import commands_of, main_head
 from sojourn_server.programs import tool_call_parsers
-from sojourn_server.programs.tool_call_parsers import (
-    ParsedToolCall,
-    named_tool_call,
-    parse_tool_calls,
-)
+from sojourn_server.programs.tool_call_parsers import ParsedToolCall, named_tool_call, parse_tool_calls
 
 
 def keys(text: str) -> list[str]:

@@ -129,8 +129,7 @@ def test_what_was_saved_predicts_as_before_and_learns_on(runs: list[list[str]]):
 
 
 @pytest.mark.parametrize(
-    "document",
-    ["text", {"k": {"weight": 0}}, {"k": {"runs": -1}}, {"k": {"contexts": {"a": {"b": "much"}}}}],
+    "document", ["text", {"k": {"weight": 0}}, {"k": {"runs": -1}}, {"k": {"contexts": {"a": {"b": "much"}}}}]
 )
 def test_another_document_is_refused(document: object):
     with pytest.raises(ValueError, match="saved history"):

@@ -93,7 +93,7 @@ def test_each_policy_is_reproduced(policy, tmp_path):
 
 def test_an_own_policy_is_reproduced_from_the_recordings_copy(tmp_path):
     (tmp_path / "mine.toml").write_text(
-        'extends = "continuum-paper"\nname = "mine"\neviction = "latest-program"\n', encoding="utf-8"
+        'extends = "continuum-paper"\nname = "mine"\neviction = "typed-labels"\n', encoding="utf-8"
     )
     record(tmp_path / "recording", steps=400, policy_file=str(tmp_path / "mine.toml"))
     (tmp_path / "mine.toml").unlink()
@@ -255,9 +255,9 @@ def test_another_constant_is_found_where_it_first_tells(continuum_recording, tmp
     granted = grants(lines)
     longest_ttl_s = max(ttl_s for ttl_s, reason in granted.values() if reason != "hinted")
     first = next(n for n, (ttl_s, _) in granted.items() if ttl_s > 0.9 * longest_ttl_s)
-    assert "max_ttl_s = 300.0" in lines[0]["preset_toml"]
+    assert "min_samples = 100" in lines[0]["preset_toml"]
     lines[0]["preset_toml"] = lines[0]["preset_toml"].replace(
-        "max_ttl_s = 300.0", f"max_ttl_s = {0.9 * longest_ttl_s!r}"
+        "min_samples = 100", f"min_samples = 100, max_ttl_s = {0.9 * longest_ttl_s!r}"
     )
     report = replay_recording(write_lines(tmp_path / "edited", lines))
     assert report.difference is not None

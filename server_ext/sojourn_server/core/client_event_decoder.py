@@ -7,14 +7,7 @@ from typing import Any
 
 import msgspec
 from sojourn.ids import MAX_ID_BYTES, id_problem
-from sojourn.wire_codec import (
-    EventOutcome,
-    Outcome,
-    OutcomeBatch,
-    WireError,
-    decode_batch,
-    decode_event,
-)
+from sojourn.wire_codec import EventOutcome, Outcome, OutcomeBatch, WireError, decode_batch, decode_event
 
 from ..metrics.metrics_recorder import MetricsRecorder
 from .events_and_actions import Action, ClientEventReceived, Event, EventAnswered

@@ -72,22 +72,11 @@ class MetricSpec:
 TIERS = frozenset({"device"})
 LOWER_TIERS = frozenset({"host", "disk"})
 TIER_STATES = frozenset({"used", "free"})
-TIER_MOVES = frozenset(
-    {
-        "saved",
-        "stored",
-        "kept",
-        "no_room",
-        "loaded",
-        "failed",
-        "discarded",
-        "dropped",
-        "dropped_on_disk",
-        "disk_dropped",
-    }
-    | {"spilled", "spill_full", "spill_failed", "spill_missing"}
-    | {"staged", "shared", "stage_missing", "stage_corrupt", "stage_failed", "gave_up"}
-)
+TIER_MOVES = frozenset({
+    "saved", "stored", "kept", "no_room", "loaded", "failed", "discarded", "dropped", "dropped_on_disk",
+    "disk_dropped", "spilled", "spill_full", "spill_failed", "spill_missing", "staged", "shared",
+    "stage_missing", "stage_corrupt", "stage_failed", "gave_up",
+})  # fmt: skip
 """What happened to blocks in host memory and on disk; ``docs/kv-offload.md`` explains each value."""
 LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
 LINKS = frozenset({"storage", "compute"})
@@ -97,13 +86,13 @@ LINK_LANES = frozenset(
 )
 """Valid pairs of the labels ``link`` and ``direction``."""
 SLOT_STATES = frozenset({"used", "free"})
-PATH_OUTCOMES = frozenset(
-    {"loads_whole", "loads_short", "loads_aborted"}
-    | {"pushes_complete", "pushes_failed", "pushes_refused", "prompts_complete", "prompts_failed"}
-    | {"blocks_read", "blocks_unread", "blocks_merged", "blocks_not_filled"}
-    | {"write_stored", "write_already", "write_full", "write_disk_full", "write_failed", "write_stalled"}
-    | {"writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors"}
-)
+PATH_OUTCOMES = frozenset({
+    "loads_whole", "loads_short", "loads_aborted", "pushes_complete", "pushes_failed", "pushes_refused",
+    "prompts_complete", "prompts_failed", "blocks_read", "blocks_unread", "blocks_merged",
+    "blocks_not_filled", "write_stored", "write_already", "write_full", "write_disk_full",
+    "write_failed", "write_stalled", "writes_refused", "leases_expired", "stalls", "refused", "stale",
+    "too_large", "errors",
+})  # fmt: skip
 """Results of KV transfers to and from storage and other engines (``docs/kv-transfer.md``). ``leases_expired``
 counts leases on transfer buffers, not leases of programs."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
@@ -206,9 +195,7 @@ _ALL = (
     _gauge("sojourn_kv_bytes", "KV bytes by what holds them.", tier=TIERS, state=KV_STATES),
     _gauge("sojourn_tier_blocks", "Blocks below the device.", tier=LOWER_TIERS, state=TIER_STATES),
     _counter(
-        "sojourn_tier_moves_total",
-        "Blocks moved or lost below the device, by result.",
-        what=TIER_MOVES,
+        "sojourn_tier_moves_total", "Blocks moved or lost below the device, by result.", what=TIER_MOVES
     ),
     _counter("sojourn_tier_bytes_total", "KV bytes copied, by direction.", lane=LANES),
     _counter("sojourn_tier_seconds_total", "Seconds during which copies ran, by direction.", lane=LANES),
@@ -267,9 +254,7 @@ _ALL = (
         cause=EVICTION_CAUSES,
     ),
     _counter(
-        "sojourn_evictions_regretted_total",
-        "Evicted KV blocks that their program needed again.",
-        tier=TIERS,
+        "sojourn_evictions_regretted_total", "Evicted KV blocks that their program needed again.", tier=TIERS
     ),
     _counter(
         "sojourn_prefetches_total",

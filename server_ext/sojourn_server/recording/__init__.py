@@ -20,8 +20,15 @@ and command heads of tools, token counts, and the first digits of block hashes, 
 results. Of a request's block hashes only those are written that its program's last ones do not have.
 """
 
-from .recording_file import EndRecord, RecordingError, RecordingFile, RecordingHeader, RecordingReader
-from .recording_scheduler import RecordingScheduler, encode_record
+from .recording_file import (
+    EndRecord,
+    RecordingError,
+    RecordingFile,
+    RecordingHeader,
+    RecordingReader,
+    encode_record,
+)
+from .recording_scheduler import RecordingScheduler
 
 __all__ = [
     "EndRecord", "RecordingError", "RecordingFile", "RecordingHeader", "RecordingReader",

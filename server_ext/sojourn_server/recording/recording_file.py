@@ -17,12 +17,12 @@ import msgspec
 from sojourn.errors import InputError
 
 from ..core.events_and_actions import Event
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
+from ..core.scheduler_state import SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
-from ..policies.preset import parse_preset
-from .recording_scheduler import RecordingScheduler, encode_record
 
 T = TypeVar("T")
+
+encode_record = msgspec.json.Encoder().encode
 
 RECORDING_VERSION = 14
 """Version of the format. To replay an older recording, use the version of sojourn that wrote it."""
@@ -70,18 +70,6 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             curve=(curve.a_s, curve.b_s_per_token, curve.c_s_per_token2) if curve is not None else None,
             histories=state.histories.snapshot(),
         )
-
-    def program_scheduler(self) -> RecordingScheduler:
-        """Return a new scheduler in the initial state of the recorded scheduler. Raises ``ValueError``,
-        ``TypeError`` or ``KeyError`` for invalid fields."""
-        state = SchedulerState(
-            parse_preset(self.preset_toml, source=self.preset_source),
-            KVPoolConfig(**self.pool),
-            limits=SchedulerLimits(**self.limits),
-            curve=PrefillCurve(*self.curve) if self.curve is not None else None,
-            histories=Histories.restore(self.histories),
-        )
-        return RecordingScheduler(state)
 
 
 class RecordingFile:

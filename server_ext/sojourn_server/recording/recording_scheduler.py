@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 from sojourn.hints import AgenticContext
 from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
@@ -13,13 +12,13 @@ from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 from ..core import events_and_actions as ev
 from ..core.program_scheduler import ProgramScheduler
 from ..core.request_hints import RequestIdentity
-from ..core.scheduler_state import SchedulerState
+from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
 from ..metrics.turn_ledger import common_prefix_length
+from ..policies.costs.engine_profile import PrefillCurve
+from ..policies.preset import parse_preset
 from ..programs.program_status import REPORTED_OUTCOMES
 from ..programs.windowed_history import recent_entry
-
-if TYPE_CHECKING:
-    from .recording_file import RecordingFile
+from .recording_file import RecordingFile, RecordingHeader
 
 HASH_DIGITS = 16
 """Number of hexadecimal digits kept of a block hash. Among 10^6 blocks, a collision has a probability of 3 in
@@ -27,7 +26,6 @@ HASH_DIGITS = 16
 MAX_CHAINS = 500
 """Maximum number of chains of hashes that are kept, to record the next ones as differences."""
 
-encode_record = msgspec.json.Encoder().encode
 _WithHashes = ev.RequestArrived | ev.RequestAdmitted | ev.TurnFinished
 
 
@@ -41,6 +39,19 @@ class RecordingScheduler(ProgramScheduler):
         self._chains: dict[str, list[Any]] = {}
         """Id of a program, or of a request without one → the chain of block hashes recorded last."""
         self._next_decision = 0
+
+    @classmethod
+    def from_header(cls, header: RecordingHeader) -> RecordingScheduler:
+        """Return a new scheduler in the initial state of the recorded scheduler. Raises ``ValueError``,
+        ``TypeError`` or ``KeyError`` for invalid fields."""
+        state = SchedulerState(
+            parse_preset(header.preset_toml, source=header.preset_source),
+            KVPoolConfig(**header.pool),
+            limits=SchedulerLimits(**header.limits),
+            curve=PrefillCurve(*header.curve) if header.curve is not None else None,
+            histories=Histories.restore(header.histories),
+        )
+        return cls(state)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         file = self._file

@@ -19,7 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sojourn_server.core.events_and_actions import BlocksEvicted
-from sojourn_server.recording import EndRecord, RecordingError, RecordingReader, encode_record
+from sojourn_server.recording import (
+    EndRecord,
+    RecordingError,
+    RecordingReader,
+    RecordingScheduler,
+    encode_record,
+)
 
 __all__ = ["ParityReport", "RecordingError", "replay_recording"]
 
@@ -95,7 +101,7 @@ def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> Par
     started, first_s = time.perf_counter(), None
     reader = RecordingReader(path, allow_unfinished=allow_unfinished)
     try:
-        scheduler = reader.header.program_scheduler()
+        scheduler = RecordingScheduler.from_header(reader.header)
     except (ValueError, TypeError, KeyError) as error:
         raise RecordingError(f"{path}, line 1: no scheduler can be built from this: {error}") from error
     report = ParityReport(recording=str(path), policy=scheduler.preset.name, versions=reader.header.versions)
