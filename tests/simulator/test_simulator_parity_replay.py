@@ -250,19 +250,14 @@ def test_any_life_is_reproduced(operations, tmp_path_factory):
 # -- a difference is found ----------------------------------------------------------------------------
 
 
-def test_another_constant_is_found_where_it_first_tells(continuum_recording, tmp_path):
-    lines = recording_lines(continuum_recording[0])
-    granted = grants(lines)
+def test_another_constant_is_found_where_it_first_tells(continuum_recording, monkeypatch):
+    granted = grants(recording_lines(continuum_recording[0]))
     longest_ttl_s = max(ttl_s for ttl_s, reason in granted.values() if reason != "hinted")
     first = next(n for n, (ttl_s, _) in granted.items() if ttl_s > 0.9 * longest_ttl_s)
-    assert "min_samples = 100" in lines[0]["preset_toml"]
-    lines[0]["preset_toml"] = lines[0]["preset_toml"].replace(
-        "min_samples = 100", f"min_samples = 100, max_ttl_s = {0.9 * longest_ttl_s!r}"
-    )
-    report = replay_recording(write_lines(tmp_path / "edited", lines))
+    monkeypatch.setattr("sojourn_server.policies.retention_policies.MAX_TTL_S", 0.9 * longest_ttl_s)
+    report = replay_recording(continuum_recording[0])
     assert report.difference is not None
     assert report.difference.startswith(f"line {first + 1}, ")
-    assert report.difference.count(" was ") == 1
     assert report.records == first  # the header is no record
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
-from ..policies.retention_policies import NoRetention
+from ..policies.retention_policies import MAX_TTL_S, NoRetention
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
@@ -607,15 +606,11 @@ def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float)
 
 
 def _max_hinted_ttl(state: SchedulerState) -> tuple[float | None, str]:
-    """Return the longest TTL that a hint can get (``None`` if the preset ignores hinted TTLs), and the
-    settings that limit this TTL."""
+    """Return the longest TTL that a hint can get (``None`` if the preset ignores hinted TTLs), and what
+    limits this TTL."""
     if HINTED_TTL in unused_hint_fields(state.preset):
         return None, ""
-    of_policy_s = float(getattr(state.preset.retention, "max_ttl_s", math.inf))
-    bounds_s = {
-        "--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s,
-        "max_ttl_s of the preset's retention": of_policy_s,
-    }
+    bounds_s = {"--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s, "the policy's maximum": MAX_TTL_S}
     least_s = min(bounds_s.values())
     return least_s, " and ".join(name for name, bound_s in bounds_s.items() if bound_s == least_s)
 
