@@ -194,7 +194,7 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     free_tokens: int = 0
     """Tokens of KV for which the device has free blocks; cached blocks of no running request count."""
     programs: list[ResidentProgram] = []
-    """At most 2,000 programs, the latest contact first."""
+    """The latest contact first."""
     complete: bool = True
     """Whether ``programs`` has all programs with KV."""
     waiting: list[str] = []

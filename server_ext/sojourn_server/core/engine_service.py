@@ -42,8 +42,6 @@ from .scheduler_state import SchedulerState
 
 MAX_PROGRAMS_SHOWN = 1000
 MAX_DECISIONS_SHOWN = 5000
-MAX_RESIDENT_SHOWN = 2000
-"""Maximum number of programs with KV in the answer to ``load``."""
 MAX_TOOLS_SHOWN = 256
 """Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
 MAX_REFUSALS = 1024
@@ -225,41 +223,33 @@ class EngineService:
         )
 
     def _load(self, arguments: _Arguments, now: float) -> answers.EngineLoad:
-        state = self._state
+        state, blocks = self._state, self._view.pool_state()
         requests = state.requests.states.values()
-        programs: list[tuple[ProgramState, int, int]] = []
+        programs: list[answers.ResidentProgram] = []
         waiting: list[str] = []
         for program in sorted(state.programs, key=lambda one: one.last_contact_s, reverse=True):
             if program.status in OVER_STATUSES:
                 continue
             own = _requests_of(state, program)
             if self._program_scheduler.tiers.placed(program.id) is Tier.WAITING:
-                if own:
-                    waiting.append(str(program.id))
+                waiting += [program.id] if own else []
                 continue
-            if len(programs) > MAX_RESIDENT_SHOWN:
-                continue  # to look for its KV takes time of the scheduler's thread
             runs = any(one.running for one in own)
             tokens = program.context_tokens if runs else self._resident_tokens(program)
             if tokens or runs:
-                programs.append((program, tokens, len(own)))
-        blocks = self._view.pool_state()
+                idle_s, left = (
+                    round(max(0.0, now - program.last_contact_s), 3),
+                    self._steps_left(program, own),
+                )
+                programs.append(
+                    answers.ResidentProgram(program.id, tokens, program.context_tokens, idle_s, left)
+                )
         return answers.EngineLoad(
             requests=len(requests),
             request_tokens=sum(one.prompt_tokens for one in requests),
             free_tokens=int((blocks["cached"] + blocks["free"]) * state.pool.tokens_per_block),
-            programs=[
-                answers.ResidentProgram(
-                    program.id,
-                    tokens,
-                    program.context_tokens,
-                    round(max(0.0, now - program.last_contact_s), 3),
-                    self._steps_left(program, own),
-                )
-                for program, tokens, own in programs[:MAX_RESIDENT_SHOWN]
-            ],
-            complete=len(programs) <= MAX_RESIDENT_SHOWN,
-            waiting=waiting[:MAX_RESIDENT_SHOWN],
+            programs=programs,
+            waiting=waiting,
             **pair_load(self._view.paths),
         )
 
@@ -271,15 +261,14 @@ class EngineService:
         blocks = len(self._state.owners.blocks.get(program.id, ())) + sum(self._view.below_blocks(program.id))
         return program.context_tokens if blocks >= full else int(blocks * per_block)
 
-    def _steps_left(self, program: ProgramState, requests: int) -> float | None:
+    def _steps_left(self, program: ProgramState, requests: Sequence[RequestState]) -> float | None:
         """Return the expected number of turns that have not ended: by the client's hint, or else the
-        pending nodes of the declared graph. ``None``: unknown. ``requests``: number of the program's open
-        requests."""
+        pending nodes of the declared graph. ``None``: unknown. ``requests``: the program's open requests."""
         left, node = program.expected_steps_left, program.node
         if left is None and program.graph_hash and node is not None:
             graph = self._state.graphs.get(program.graph_hash)
             left = graph.steps_after(node) if graph is not None else None
-        return round(left + requests, 3) if left is not None else None
+        return round(left + len(requests), 3) if left is not None else None
 
     def _explain(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
         program = self._state.programs.get(ProgramId(arguments.program_id))

@@ -93,16 +93,15 @@ def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> Reque
     text = xargs.get(CONTEXT_KEY) if xargs else None
     if text is None:
         return RequestIdentity(session, None) if session else NO_IDENTITY
-    if not isinstance(text, str):
-        return RequestIdentity(session, None, Outcome.REJECTED, "agentic_context is not a JSON string")
     try:
+        if not isinstance(text, str):
+            raise WireError("agentic_context is not a JSON string")
         context, problems = read_context(text)
     except WireError as error:
         return RequestIdentity(session, None, Outcome.REJECTED, str(error))
+    # An implicit id stands for a process that declares no program. If its requests were one program, they
+    # would keep the rank of the first request for ever, so a busy process would always go first.
+    is_implicit = context.sojourn is not None and context.sojourn.implicit
+    program_id = None if is_implicit else ProgramId(context.program_id)
     outcome = Outcome.CLIPPED if problems else Outcome.APPLIED
-    reason = "; ".join(problems)
-    if context.sojourn is not None and context.sojourn.implicit:
-        # The id stands for a process that declares no program. If the process's requests were one program,
-        # they would keep the rank of the first request for ever, so a busy process would always go first.
-        return RequestIdentity(None, context, outcome, reason)
-    return RequestIdentity(ProgramId(context.program_id), context, outcome, reason)
+    return RequestIdentity(program_id, context, outcome, "; ".join(problems))
