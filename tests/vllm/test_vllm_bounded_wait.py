@@ -354,11 +354,10 @@ def test_with_user_priorities_a_request_does_not_wait_for_the_lease_of_a_less_im
 ) -> None:
     """If the leased program has returned, it waits behind the request, and its lease does not expire while
     it waits. So without this, both would wait until nothing runs any more."""
-    engine = make_engine("fixed-ttl", blocks=65, max_model_len=8192, scheduling_policy="priority")
+    engine = make_engine("continuum", blocks=65, max_model_len=8192, scheduling_policy="priority")
     for name, priority in (("A", 10), ("C", 0)):
-        engine.add(
-            f"{name}1", range(priority * 1000, priority * 1000 + 320), priority=priority, program_id=name
-        )
+        prompt, hint = range(priority * 1000, priority * 1000 + 320), {"kv_retention_ttl_seconds": 10}
+        engine.add(f"{name}1", prompt, priority=priority, program_id=name, context=hint)
         engine.run()
         tool = {"type": "tool_start", "program_id": name, "seq": 1, "call_id": "c", "tool": "bash"}
         engine.tell(tool)
