@@ -165,9 +165,6 @@ class VirtualEngine(EngineView):
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),
                 block_ids=() if failed else list(dict.fromkeys(hashes)),
-                used_blocks=min(
-                    self.program_scheduler.pool.blocks, len(hashes) + sum(map(len, self.held.values()))
-                ),
                 block_hashes=hashes,
             ),
             self.now,

@@ -114,8 +114,6 @@ class TurnFinished(_Event, frozen=True):
     """Distinct cached blocks that the request leaves, in context order. A lease pins them."""
     block_hashes: Sequence[Any]
     """Chained block hashes of the part of the context whose KV is in ``block_ids``."""
-    used_blocks: int | None = None
-    """Number of blocks that requests use or leases hold now, the request's own included; None: unknown."""
 
 
 # --- clients and time ----------------------------------------------------------------------------

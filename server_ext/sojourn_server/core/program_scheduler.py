@@ -308,8 +308,6 @@ class ProgramScheduler:
         if program is None:
             return
         self.owners.own(event.block_ids, program.id)
-        if event.used_blocks is not None:
-            self.state.used_blocks = event.used_blocks
         # A request may outlive its program's end, and the id may stand for another program by now.
         is_current = request_state.rank == program.rank
         if is_current:

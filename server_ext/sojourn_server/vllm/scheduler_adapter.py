@@ -361,7 +361,6 @@ class SchedulerAdapter(EngineView):
                 output_tokens=request.num_output_tokens,
                 block_ids=[block.block_id for block in cached],
                 block_hashes=hashes,
-                used_blocks=self._pinned.used_blocks(),
             ),
             now,
         )
