@@ -436,7 +436,7 @@ DAMAGES = {
         lambda lines: lines[0].update(sojourn_recording=12)
     ),
     "line 1: Object missing required field `pool`": edited(lambda lines: lines[0].pop("pool")),
-    "line 1: no scheduler can be built from this: .*block_size": edited(
+    "line 1: Object missing required field `block_size`": edited(
         lambda lines: lines[0].update(pool={"blocks": 3})
     ),
     "line 11: Invalid value 'Tock'": edited(lambda lines: lines.__setitem__(10, [1.0, ["Tock"], [[], []]])),

@@ -8,7 +8,6 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ import msgspec
 from sojourn.errors import InputError
 
 from ..core.events_and_actions import Event
-from ..core.scheduler_state import SchedulerState
+from ..core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
 from ..policies.costs.engine_profile import PrefillCurve
 
 T = TypeVar("T")
@@ -49,10 +48,10 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     preset_toml: str
     preset_source: str
     """Name of the preset's TOML file, for messages."""
-    pool: dict[str, Any]
-    limits: dict[str, Any]
-    curve: tuple[float, float, float] | None
-    """Coefficients of the prefill cost curve; ``None``: prefill speed was learned while serving."""
+    pool: KVPoolConfig
+    limits: SchedulerLimits
+    curve: PrefillCurve | None
+    """``None``: prefill speed was learned while serving."""
     histories: dict[str, Any]
 
     @classmethod
@@ -65,9 +64,9 @@ class RecordingHeader(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             versions={"sojourn": version("sojourn"), "python": platform.python_version(), **versions},
             preset_toml=preset_toml,
             preset_source=preset_source,
-            pool=asdict(state.pool),
-            limits=asdict(state.limits),
-            curve=(curve.a_s, curve.b_s_per_token, curve.c_s_per_token2) if curve is not None else None,
+            pool=state.pool,
+            limits=state.limits,
+            curve=curve,
             histories=state.histories.snapshot(),
         )
 
@@ -154,13 +153,6 @@ class EndRecord(msgspec.Struct, forbid_unknown_fields=True):
     totals: msgspec.Raw
 
 
-class _HeaderVersion(msgspec.Struct):
-    """The header fields that an error message about another format version needs."""
-
-    sojourn_recording: Any = None
-    versions: dict[str, str] = {}
-
-
 class RecordingReader:
     """Reads a recording. Methods raise ``RecordingError`` for a file that is missing, damaged, cut or of
     another version. ``allow_unfinished`` accepts a file without an end record, as left by a killed engine or
@@ -199,13 +191,13 @@ class RecordingReader:
             ) from error
 
     def _header(self, line: bytes) -> RecordingHeader:
-        found = self._decode(1, line, _HeaderVersion)
-        if found.sojourn_recording == RECORDING_VERSION:
+        found = self._decode(1, line, dict[str, Any])
+        if found.get("sojourn_recording") == RECORDING_VERSION:
             return self._decode(1, line, RecordingHeader)
+        writer = found.get("versions", {}).get("sojourn", "unknown")
         raise self._error(
-            f", line 1: recording version {found.sojourn_recording!r}, written by sojourn "
-            f"{found.versions.get('sojourn', 'unknown')}; expected {RECORDING_VERSION}: run sojourn parity "
-            "of the version that wrote it"
+            f", line 1: recording version {found.get('sojourn_recording')!r}, written by sojourn {writer}; "
+            f"expected {RECORDING_VERSION}: run sojourn parity of the version that wrote it"
         )
 
     def _decode(self, number: int, line: bytes, kind: type[T]) -> T:

@@ -12,9 +12,8 @@ from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 from ..core import events_and_actions as ev
 from ..core.program_scheduler import ProgramScheduler
 from ..core.request_hints import RequestIdentity
-from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
+from ..core.scheduler_state import Histories, SchedulerState
 from ..metrics.turn_ledger import common_prefix_length
-from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.preset import parse_preset
 from ..programs.program_status import REPORTED_OUTCOMES
 from ..programs.windowed_history import recent_entry
@@ -42,16 +41,13 @@ class RecordingScheduler(ProgramScheduler):
 
     @classmethod
     def from_header(cls, header: RecordingHeader) -> RecordingScheduler:
-        """Return a new scheduler in the initial state of the recorded scheduler. Raises ``ValueError``,
-        ``TypeError`` or ``KeyError`` for invalid fields."""
-        state = SchedulerState(
-            parse_preset(header.preset_toml, source=header.preset_source),
-            KVPoolConfig(**header.pool),
-            limits=SchedulerLimits(**header.limits),
-            curve=PrefillCurve(*header.curve) if header.curve is not None else None,
-            histories=Histories.restore(header.histories),
+        """Return a new scheduler in the initial state of the recorded scheduler. Raises ``ValueError`` or
+        ``KeyError`` for an invalid preset or history."""
+        preset = parse_preset(header.preset_toml, source=header.preset_source)
+        histories = Histories.restore(header.histories)
+        return cls(
+            SchedulerState(preset, header.pool, limits=header.limits, curve=header.curve, histories=histories)
         )
-        return cls(state)
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         file = self._file
