@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from api_test_engines import HungEngine, ScriptedEngine, engine_answers
+from api_test_engines import HungEngine, ScriptedEngine, engine_answers, outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.wire_codec import EventBatch, OutcomeBatch, decode_batch
@@ -100,6 +100,32 @@ async def test_a_flood_gets_its_share_of_the_engines_time_and_no_more() -> None:
     assert engine.spent_s <= allowed_s
     assert engine.spent_s >= 0.5 * allowed_s  # the share is used, too
     assert_empty(intake)
+
+
+async def test_large_events_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_intake, "MAX_BYTES_PER_CALL", 50)  # one heartbeat
+    time = VirtualTime()
+    engine = CountingEngine(time)
+    intake = intake_of(engine, time)
+    answer = await intake.submit(batch_of("e", 3), 5)
+    assert seqs(answer) == [0, 1, 2]
+    assert engine.sizes == [1, 1, 1]
+
+
+async def test_an_event_that_grows_beyond_the_limit_costs_itself_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_intake, "MAX_ENGINE_EVENT_BYTES", 80)
+    time = VirtualTime()
+    intake = intake_of(
+        ScriptedEngine({"events": lambda batch: outcomes(*["applied"] * len(batch["events"]))}), time
+    )
+    good = {"type": "heartbeat", "program_id": "p", "seq": 1}
+    long = {"type": "tool_start", "program_id": "p", "seq": 0, "call_id": "c", "tool": "b", "age_s": 9e15}
+    text = json.dumps({"v": 1, "emitter": "e", "events": [long, good]}).replace("9000000000000000.0", "9e15")
+    answer = await intake.submit(decode_batch(text.encode()), 5)
+    assert [outcome.outcome.value for outcome in answer.outcomes] == ["rejected", "applied"]
+    assert "longer than 80 bytes" in answer.outcomes[0].reason
 
 
 async def test_an_empty_batch_is_answered_and_tells_a_stock_engine() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from sojourn_server.api import prometheus_bridge
+from sojourn_server.api.engine_rpc import EngineError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge, drain_once, poll_forever
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
@@ -139,7 +141,32 @@ async def test_counters_are_there_before_their_first_increment() -> None:
     assert value(series, "sojourn_events_total", type="tool_stop", outcome="duplicate") == 0
 
 
+async def test_a_gauge_row_that_is_gone_reads_zero() -> None:
+    engine, registry = CountingEngine(), CollectorRegistry()
+    bridge = PrometheusBridge(registry)
+    engine.gauges = {"sojourn_programs": [({"state": "acting"}, 3), ({"state": "ended"}, 1)]}
+    await drain_once(engine, bridge)
+    engine.gauges = {"sojourn_programs": [({"state": "ended"}, 4)]}
+    await drain_once(engine, bridge)
+    series = scrape(registry)
+    assert value(series, "sojourn_programs", state="acting") == 0
+    assert value(series, "sojourn_programs", state="ended") == 4
+
+
 # --- polling ----------------------------------------------------------------
+
+
+async def test_polling_goes_on_after_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus_bridge, "RETRY_INTERVAL_S", 0.001)
+    engine, registry = CountingEngine(), CollectorRegistry()
+    engine.errors = [EngineError("step failed"), RuntimeError("surprise")]
+    engine.recorder.count("sojourn_client_silent_total", 4)
+    bridge = PrometheusBridge(registry)
+    poller = asyncio.create_task(poll_forever(weakref.ref(engine), bridge, interval_s=0.001))
+    while engine.polled < 4:
+        await asyncio.sleep(0.001)
+    poller.cancel()
+    assert value(scrape(registry), "sojourn_client_silent_total") == 4
 
 
 async def test_polling_ends_with_the_engine() -> None:

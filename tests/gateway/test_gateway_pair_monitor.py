@@ -167,6 +167,14 @@ async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() 
         assert engines_of(it)[decode.name].seen.instance != before.instance
 
 
+async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
+    async with pairs(1, 1) as (it, _, [decode]):
+        before = engines_of(it)[decode.name].seen
+        decode.epoch = "e2"
+        await until(lambda: engines_of(it)[decode.name].seen.epoch == "e2")
+        assert engines_of(it)[decode.name].seen.instance != before.instance
+
+
 async def test_an_engine_without_a_description_for_a_while_stays_what_it_was() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
         decode.capabilities_fail = decode.no_metrics = True

@@ -179,6 +179,21 @@ async def test_a_drain_reaches_all_gateways() -> None:
             assert states == {fakes[0].name: "draining", fakes[1].name: "up"}
 
 
+async def test_a_drain_that_another_gateway_did_not_take_says_so() -> None:
+    async with engines(2) as fakes, gateways(fakes, admin_key="root") as (one, other):
+        gone = f"http://127.0.0.1:{free_ports(1)[0]}"
+        await one.gateway.peers.set_urls([one.url, other.url, gone])
+        url = f"{one.url}/sojourn/v1/replicas/{fakes[0].name}/drain"
+        async with one.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
+            assert answer.status == 502
+            told = (await answer.json())["error"]
+        assert gone in told["message"]
+        assert other.url not in told["message"]
+        for it in (one, other):
+            states = {state.replica: state.health for state in it.gateway.routing_backend.replicas()}
+            assert states[fakes[0].name] == "draining"
+
+
 async def start(engine_urls: list[str], urls: list[str], own: str) -> asyncio.subprocess.Process:
     command = [sys.executable, "-m", "sojourn_server.cli", "gateway", "--engines", ",".join(engine_urls)]
     command += ["--port", own.rpartition(":")[2], "--peers", ",".join(urls), "--log-level", "error"]

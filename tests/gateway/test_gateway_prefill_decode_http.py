@@ -139,6 +139,15 @@ async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
         assert not core_of(it).programs, "nothing of it is stored"
 
 
+async def test_an_engine_that_reports_no_kv_has_failed() -> None:
+    async with pairs(2, 1) as (it, prefill, [decode]):
+        prefill[0].says_nothing = True
+        answers = [await it.chat(f"p{number}") for number in range(4)]
+        assert [answer.status for answer in answers] == [200] * 4
+        assert prefill[0].requests, "it was tried"
+        assert {one["kv_transfer_params"]["at"] for one in decode.requests} == {prefill[1].name}
+
+
 @pytest.mark.parametrize("leg", ["first", "second"])
 async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
     async with pairs(1, 1) as (it, [prefill], [decode]):

@@ -4,6 +4,8 @@ directory."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
 pytest.importorskip("ray.serve")
 
+from ray.exceptions import RayError
 from sojourn_server.gateway.ray import deployments, fleet_directory, ray_application
 from sojourn_server.gateway.ray.fleet_directory import SILENT_S, Announcement, FleetDirectory
 
@@ -24,6 +27,75 @@ def config(**engines: Any) -> RayConfig:
 
 
 # -- starting and stopping ------------------------------------------------------------------
+
+
+def deployment(message: str = "", **states: int) -> Any:
+    return SimpleNamespace(message=message, replica_states=states)
+
+
+TROUBLE = (
+    "A replica failed to start with exception. Retrying 2 more time(s). Error:\n"
+    "Traceback (most recent call last):\n  many lines\n"
+    f"EngineFailed: the engine ended with code 1 while starting:\nValueError: {'x' * 10_000}\n\n"
+)
+
+
+class StartingServe:
+    """Ray Serve whose application has these statuses, one after the other."""
+
+    RunTarget = staticmethod(lambda target, **options: target)
+
+    def __init__(self, *statuses: Any) -> None:
+        self._statuses = list(statuses)
+
+    def start(self, **_: Any) -> None:
+        pass
+
+    def run_many(self, targets: Any, **_: Any) -> None:
+        pass
+
+    def status(self) -> Any:
+        status = self._statuses.pop(0)
+        if isinstance(status, Exception):
+            raise status
+        return SimpleNamespace(applications={"sojourn": status} if status is not None else {})
+
+
+def deploy(monkeypatch: pytest.MonkeyPatch, *statuses: Any) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(ray_application, "serve", StartingServe(*statuses))
+    monkeypatch.setattr(ray_application, "application", lambda _: None)
+    monkeypatch.setattr(ray_application, "STATUS_POLL_S", 0.001)
+    ray_application.deploy_application(config(min=2), threading.Event(), said.append)
+    return said
+
+
+def status(state: str, message: str = "", **deployments: Any) -> Any:
+    return SimpleNamespace(status=state, message=message, deployments=deployments)
+
+
+def test_each_change_of_a_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "1 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__ or so."
+    first = status("DEPLOYING", Engine=deployment(slow, STARTING=2), Gateway=deployment(RUNNING=2))
+    failing = status("DEPLOYING", Engine=deployment(TROUBLE, RUNNING=1), Gateway=deployment(RUNNING=2))
+    said = deploy(monkeypatch, None, first, first, RayError("gone"), failing, failing, status("RUNNING"))
+    assert said[:3] == [
+        "Ray does not answer after 0 s",
+        "0 of 2 engines and 2 of 2 gateways are up after 0 s",
+        "Ray does not answer after 0 s",
+    ]
+    assert said[3].startswith(
+        "1 of 2 engines and 2 of 2 gateways are up after 0 s; A replica failed to start with exception. "
+        "Retrying 2 more time(s). ValueError: xxx"
+    )
+    assert len(said) == 4
+    assert len(said[3]) < 500
+
+
+def test_a_failed_start_names_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = status("DEPLOY_FAILED", "Deploying failed", Engine=deployment(TROUBLE), Gateway=deployment())
+    with pytest.raises(RuntimeError, match=r"exception\. Retrying 2 more time\(s\)\. ValueError: xxx"):
+        deploy(monkeypatch, failed)
 
 
 class FakeServe:
@@ -59,6 +131,24 @@ def test_engines_get_their_time_to_be_left_by_all_and_no_more(
     ray_application.stop_application(config(drain_s=drain_s))
     assert len(fake.calls) in calls
     assert shutdowns == ["shutdown"]
+
+
+def test_what_was_not_begun_is_not_taken_off(shutdowns: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a cluster that runs, somebody else may have an application of this name."""
+
+    def connect(config: RayConfig, **options: Any) -> None:
+        raise RuntimeError("the cluster has 1 CPUs")
+
+    fake = FakeServe(ends_after=1)
+    monkeypatch.setattr(ray_application, "serve", fake)
+    monkeypatch.setattr(ray_application, "connect", connect)
+    monkeypatch.setattr(ray_application, "_handle_signals", lambda handler: None)
+    said: list[str] = []
+    with contextlib.suppress(RuntimeError):
+        ray_application.serve_until_stopped(config(), said.append)
+    assert fake.calls == []
+    assert shutdowns == ["shutdown"]
+    assert said == []
 
 
 # -- engines and gateways ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -190,3 +191,24 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     for at, key in enumerate(full_keys(longer)):
         rows = [kv_of(longer[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
         assert store.blocks[key] == b"".join(each.tobytes() for each in rows)
+
+
+def test_open_pushes_hold_at_most_what_the_buffers_do(make: Make, tmp_path: Path) -> None:
+    """Also if a live peer has no room, and so keeps pushes open for as long as it reports progress."""
+    p, d = make("p", limits={"slots": 2, "patience_s": 300.0, "lease_s": 600.0}), make("d")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "silent"))
+        silent.listen()
+        address = f"unix:{tmp_path / 'silent'}"
+        for name in ("first", "second"):
+            p.add(Request(name, prompt(len(name), FULL_TOKENS), to_prefill(f"t-{name}", address)))
+        refused = p.add(Request("third", prompt(3, FULL_TOKENS), to_prefill("t-third", d.address)))
+        run(lambda: "third" in p.done, p, d)
+        assert len(p.manager.core.pushes) == 2
+        assert p.worker.counts["pushes_refused"] == 1
+        second = d.add(Request("third", prompt(3, FULL_TOKENS), refused.answer))
+        run(lambda: "third" in d.done, p, d)
+        assert second.prefilled == FULL_TOKENS, "the decode side computes it"
+    settle(p, d)
+    through(p, d, prompt(4, 2 * FULL_TOKENS), "fourth")
+    assert p.worker.counts["pushes_refused"] == 1

@@ -209,6 +209,20 @@ def test_a_waiting_request_whose_policy_fails_blocks_no_other() -> None:
     assert [(type(a), a.request_id) for a in actions] == [(RejectRequest, "bad"), (SendRequest, "good")]
 
 
+def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
+    broken = Broken()
+    routing = SessionAffinityRouting(most_load=10.0)
+    it = core(routing, broken, broken, preemption=broken, send_below_load=1.0, lease_s=1e6)
+    it.take(seen("a"), 0.0)
+    for number in range(12):
+        it.take(asked(f"r{number}", f"p{number}", tenant=f"t{number % 2}"), float(number))
+    it.take(seen("b"), 20.0)
+    it.take(routing_events.Tick(), 21.0)
+    assert len(it.waiting) == 2
+    assert it.counts.policy_failures >= 2
+    assert only(it.take(routing_events.RequestFinished("r0"), 22.0)).request_id == "r10"
+
+
 def test_the_gateway_keeps_what_an_engine_would_only_queue() -> None:
     it = with_replicas(core(send_below_load=1.0), "a")
     for number in range(10):

@@ -19,6 +19,7 @@ from sojourn_server.policies.routing_policies import (
     RoutingView,
 )
 from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_strategy import MAX_REPLICAS_COMPARED
 from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS, ProgramEstimator
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_records import RoutedProgram
@@ -110,6 +111,17 @@ def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     assert sends(it.take(asked("b"), 2.0)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s - 0.1)) == []
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
+
+
+def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
+    routing = Noted()
+    it = core(routing, replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
+    for number in range(2 * MAX_REPLICAS_COMPARED):
+        it.take(asked(f"a{number}", 100 + number), 0.0)
+    homed = [len(replica.programs) for replica in it.fleet.values()]
+    assert max(homed) == 1, "an empty one goes before all others"
+    assert len(it.waiting) == 2 * MAX_REPLICAS_COMPARED - len(homed)
+    assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in routing.views)
 
 
 def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:

@@ -237,6 +237,13 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
     assert it.requests["u"].sent is None
 
 
+def both_running(**limits: Any) -> RoutingCore:
+    """As ``blocked``, but both requests of the calm tenant have begun to answer."""
+    it = blocked(**limits)
+    it.take(routing_events.FirstByteSent("c1", "a"), 2.0)
+    return it
+
+
 # -- running requests that yield ------------------------------------------------------------------
 
 
@@ -247,3 +254,26 @@ def test_no_request_is_preempted_twice() -> None:
     assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
     for tenth in range(20):
         assert it.take(routing_events.Tick(), 4.0 + tenth / 10) == []
+
+
+def test_a_recall_that_came_too_late_changes_nothing() -> None:
+    it = blocked("b")
+    it.take(routing_events.Tick(), 2.6)
+    assert "c1" in it.fleet.get("b").in_flight
+    it.take(routing_events.FirstByteSent("c1", "a"), 2.61)
+    assert "c1" in it.fleet.get("a").in_flight
+    assert "c1" not in it.fleet.get("b").in_flight
+    assert it.programs.get(("calm", "c1")).home == "a"
+    it.take(routing_events.RequestFinished("c1", 5, "b"), 2.7)
+    assert "c1" in it.requests, "it is not answered at b"
+    it.take(routing_events.RequestFinished("c1", 5, "a"), 2.8)
+    assert "c1" not in it.requests
+
+
+def test_an_answer_that_overtook_the_recall_is_an_answer() -> None:
+    it = blocked()
+    it.take(routing_events.Tick(), 2.6)
+    assert len(it.waiting) == 1
+    assert it.take(routing_events.RequestFinished("c1", 5, "a"), 2.61) == []
+    assert len(it.waiting) == 0
+    assert it.programs.get(("calm", "c1")).turns == 1
