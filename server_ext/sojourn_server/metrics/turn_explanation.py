@@ -10,24 +10,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .decision_log import DecisionRecord
 from .turn_ledger import TurnSeconds, TurnTokens
 
-_CAUSES = {
-    "evicted": "evicted{by} while no lease held them",
-    "expired": "evicted{by} after the lease had expired",
-    "silent": "evicted{by} after the lease had ended, because the client stopped its heartbeats",
-    "pressure": "evicted{by} after the lease had been taken back for another request",
-    "dropped": "dropped at the program's end or by a cache reset",
-    "preempted": "the request itself was preempted",
-    "unknown": "the ledger has no cause",
+
+class _Loss(NamedTuple):
+    """A cause of lost tokens, in words."""
+
+    why: str
+    """``{by}`` names the program whose request took the blocks; it is left out if the program is unknown."""
+    hint: str | None = None
+    advice: str = ""
+    """What would have kept the tokens, with the hint that the client may send, if any."""
+
+
+_LOSSES = {
+    "evicted": _Loss("evicted{by} while no lease held them"),
+    "expired": _Loss("evicted{by} after the lease had expired"),
+    "silent": _Loss(
+        "evicted{by} after the lease had ended, because the client stopped its heartbeats",
+        "heartbeat",
+        "Heartbeats during the tool would have kept the lease.",
+    ),
+    "pressure": _Loss(
+        "evicted{by} after the lease had been taken back for another request",
+        advice="No hint: another request needed the blocks. More memory or a host tier would have kept them.",
+    ),
+    "dropped": _Loss(
+        "dropped at the program's end or by a cache reset",
+        "program_end",
+        "Send program_end only after the last turn.",
+    ),
+    "preempted": _Loss("the request itself was preempted"),
+    "unknown": _Loss("the ledger has no cause"),
 }
-"""Cause of a loss → its description. ``changed`` is missing, because nothing was lost. ``{by}`` names the
-program whose request took the blocks; it is left out if the program is unknown."""
+"""Cause of a loss → its description. ``changed`` is missing, because nothing was lost."""
 _AWAY = {
     "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
     "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
@@ -233,7 +254,7 @@ def _paragraph(
                 )
                 continue
             by = f" by program {record['evictor']}" if record["evictor"] else ""
-            why = _CAUSES.get(cause, cause)
+            why = _LOSSES[cause].why if cause in _LOSSES else cause
             if without_leases:
                 why = why.removesuffix(" while no lease held them")
             why = why.replace("{by}", by)
@@ -310,22 +331,12 @@ def _advice(
     avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
     advice: list[Advice] = []
     if _mostly_waited(record) and any(one["kind"] in _MOVES_AWAY for one in decisions):
-        advice.append(
-            Advice(
-                None,
-                "No hint: it waited for KV memory. More memory, host memory (--kv-host-gib) or fewer "
-                "programs at once would have helped.",
-            )
-        )
+        text = "No hint: it waited for KV memory. More memory, host memory (--kv-host-gib) or fewer programs"
+        advice.append(Advice(None, f"{text} at once would have helped."))
     changed_s = (recompute_s or 0.0) * lost.get("changed", 0) / max(1, sum(lost.values()))
     if lost.get("changed") and (recompute_s is None or changed_s >= _MIN_SHOWN_S):
-        advice.append(
-            Advice(
-                None,
-                "Do not change earlier messages: everything after the first changed token is computed again.",
-                round(changed_s, 6) or None,
-            )
-        )
+        text = "Do not change earlier messages: everything after the first changed token is computed again."
+        advice.append(Advice(None, text, round(changed_s, 6) or None))
     if not avoidable:
         if not advice:
             text = "Nothing was lost that a hint could have kept."
@@ -340,48 +351,25 @@ def _advice(
         return advice
     saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
     # Only decisions before the turn, because the last decision may be the one at this turn's end.
-    kept = [
-        one
-        for one in decisions
-        if "ttl_s" in one and one["turn"] < record["turn"] and one["at_s"] <= record["arrived_s"]
-    ]
+    before = [one for one in decisions if one["at_s"] <= record["arrived_s"]]
+    kept = [one for one in before if "ttl_s" in one and one["turn"] < record["turn"]]
     granted_s = max((float(one.get("ttl_s", 0.0)) for one in kept), default=0.0)
     refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
     if lost.keys() & {"expired", "evicted"} and refused == "final_turn":
-        advice.append(
-            Advice(
-                "expected_resume",
-                "Send expected_resume false (final in the SDK) only with the last turn: the turn before this "
-                "one had it, so its KV was not kept.",
-            )
+        text = (
+            "Send expected_resume false (final in the SDK) only with the last turn: the turn before this one"
         )
+        advice.append(Advice("expected_resume", f"{text} had it, so its KV was not kept."))
     elif lost.keys() & {"expired", "evicted"} and grants_no_leases(decisions):
-        advice.append(
-            Advice(
-                None,
-                "No hint: this policy grants no leases. More memory or a host tier would have kept it.",
-                saves_s,
-            )
-        )
+        text = "No hint: this policy grants no leases. More memory or a host tier would have kept it."
+        advice.append(Advice(None, text, saves_s))
     elif lost.keys() & {"expired", "evicted"} and gap_s is not None:
         was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
         if refused:
             was += f" ({refused})"
         advice.append(_advice_of_a_ttl(gap_s, facts, was, refused, saves_s))
-    if "silent" in lost:
-        advice.append(Advice("heartbeat", "Heartbeats during the tool would have kept the lease.", saves_s))
-    if "pressure" in lost:
-        advice.append(
-            Advice(
-                None,
-                "No hint: another request needed the blocks. "
-                "More memory or a host tier would have kept them.",
-                saves_s,
-            )
-        )
-    if "dropped" in lost:
-        advice.append(Advice("program_end", "Send program_end only after the last turn.", saves_s))
-    return advice
+    losses = [loss for cause, loss in _LOSSES.items() if cause in lost and loss.advice]
+    return [*advice, *(Advice(loss.hint, loss.advice, saves_s) for loss in losses)]
 
 
 def _advice_of_a_ttl(
