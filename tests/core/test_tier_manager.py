@@ -287,7 +287,9 @@ def test_the_view_has_the_measured_link_and_its_queue() -> None:
 
     engine.come("p", 2)
     assert host() == (2.0, 0.0)
-    engine.program_scheduler.handle(StepCompleted(1, 0.1, 1, LinkCosts(None, 0.25, loads_queued_s=3.0)), engine.now)
+    engine.program_scheduler.handle(
+        StepCompleted(1, 0.1, 1, LinkCosts(None, 0.25, loads_queued_s=3.0)), engine.now
+    )
     assert host() == (1.0, 3.0)
 
 

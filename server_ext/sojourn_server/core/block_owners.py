@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from sojourn.ids import ProgramId
 
@@ -77,13 +76,14 @@ class BlockOwners:
 
     def cached_context(self, program_id: ProgramId) -> list[int]:
         """Return the blocks of the program's last turn up to the first one that was evicted."""
-        owner_of = self.of
-
-        def is_owned(block_id: int) -> bool:
-            owner = owner_of.get(block_id)
-            return owner == program_id or owner is MANY or (isinstance(owner, set) and program_id in owner)
-
-        return list(takewhile(is_owned, self.contexts.get(program_id, ())))
+        found: list[int] = []
+        for block_id in self.contexts.get(program_id, ()):
+            owner = self.of.get(block_id)
+            is_shared = owner is MANY or (isinstance(owner, set) and program_id in owner)
+            if owner != program_id and not is_shared:
+                break
+            found.append(block_id)
+        return found
 
     def end(self, program_id: ProgramId) -> list[int]:
         """Remove an ended program as an owner. Return the blocks that now have one owner or none, the last
