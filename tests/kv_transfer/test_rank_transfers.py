@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from fake_transfer_requests import FULL_TOKENS, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.rank_transfers import (
+    combined_status,
     jobs_of_rank,
+    rank_address,
+    split_addresses,
 )
 from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FetchJob, PushJob, TransferJobs
 from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle
@@ -135,6 +138,16 @@ def test_whatever_happens_to_one_worker_answers_are_right_and_nothing_stays(
 # -- the parts -------------------------------------------------------------------------------------
 
 
+def test_each_worker_listens_at_an_address_of_its_own() -> None:
+    assert rank_address("tcp:[::1]:8500", 0, 2) == "tcp:[::1]:8500"
+    assert rank_address("tcp:[::1]:8500", 1, 2) == "tcp:[::1]:8501"
+    assert rank_address("tcp:h:0", 1, 2) == "tcp:h:0"
+    assert rank_address("unix:/a,b", 1, 2) == "unix:/a,b.rank1"
+    with pytest.raises(ValueError, match="expected at most 65534"):
+        rank_address("tcp:h:65535", 1, 2)
+    assert split_addresses("unix:/a,b,unix:/a,b.rank1") == ["unix:/a,b", "unix:/a,b.rank1"]
+
+
 def test_a_worker_gets_the_address_and_the_epoch_of_its_counterpart() -> None:
     jobs = TransferJobs(
         expects=[ExpectJob(1, "c", "e0,e1"), ExpectJob(2, "c", "of an engine with one")],
@@ -151,3 +164,26 @@ def test_a_worker_gets_the_address_and_the_epoch_of_its_counterpart() -> None:
     assert part.ends == [7]
     assert jobs.pushes[0].address == "tcp:h:1,tcp:h:2", "the other worker has its own"
     assert jobs_of_rank(jobs, 0, 1) is jobs
+
+
+def test_the_status_of_an_engine_is_that_of_its_workers() -> None:
+    def told(rank: int, **changed: Any) -> dict[str, Any]:
+        link = {"queued_bytes": 10, "queued_s": 0.5 + rank, "moved_bytes": 100}
+        status = {"slots": 8, "links": {"storage read": link}, "counts": {"pushes": 2, "bytes_taken": 7}}
+        of_rank = {"addresses": [f"tcp:h:{rank}"], "epoch": f"e{rank}", "kv": f"k{rank}", "block_s": 0.1}
+        return {**status, **of_rank, "received_bytes": 7, **changed}
+
+    status = combined_status([told(0), told(1, counts={"pushes": 2, "pushes_lost": 1})])
+    assert status is not None
+    assert (status["peer"], status["epoch"]) == ("tcp:h:0,tcp:h:1", "e0,e1")
+    assert status["counts"] == {"pushes": 2, "bytes_taken": 7, "pushes_lost": 1}
+    assert status["links"] == {"storage read": {"queued_bytes": 20, "queued_s": 1.5, "moved_bytes": 200}}
+    assert (status["slots"], status["received_bytes"], status["block_s"]) == (8, 14, 0.1)
+    other = combined_status([told(0), told(1, kv="k9")])
+    assert other is not None
+    assert status["kv"] != other["kv"]
+    alone = combined_status([told(0)])
+    assert alone is not None
+    assert (alone["kv"], alone["peer"], alone["epoch"]) == ("k0", "tcp:h:0", "e0")
+    assert combined_status([told(0), None]) is None
+    assert combined_status([]) is None

@@ -68,3 +68,28 @@ def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants()
     assert len(d.prompt("wanted")) == 8
     world.run(1.0)
     assert_clean(p, d)
+
+
+def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
+    """The last in the queue yields, and of those before it none."""
+    world, p, d = two_engines(limits={"slots": 32})
+    names = [f"t{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        pushed(world, p, name, 100 * number)
+        queued(world, d, *names[: number + 1], seconds=0.5)
+    queued(world, d, *names, seconds=40.0)
+    assert d.core.ctx.counts["prompts_evicted"] == 0, "nobody else wants the room"
+    for number in range(3):
+        pushed(world, p, f"live{number}", 1000 + 100 * number)
+        d.do(d.core.prompts.expect, f"live{number}")
+        queued(world, d, *names, seconds=1.4)
+        assert len(d.prompt(f"live{number}")) == 8
+    assert d.core.ctx.counts["prompts_evicted"] == 1
+    for name in names:
+        d.do(d.core.prompts.expect, name)
+    assert [d.over(PromptTransferEnded, name).complete for name in names] == [True, True, True, False]
+    assert "queue" in d.over(PromptTransferEnded, "t3").why
+    for name in names:
+        d.do(d.core.prompts.forget, name)
+    world.run(1.0)
+    assert_clean(p, d)

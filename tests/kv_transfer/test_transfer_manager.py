@@ -18,6 +18,7 @@ from simulated_transfers import LAYER_BYTES, LAYERS, content, identity, key, key
 from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_transfer.load_table import ReadingPeer
+from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
 from sojourn_server.kv_transfer.transfer_actions import (
     LoadEnded,
     PromptTransferEnded,
@@ -213,6 +214,23 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> N
     path.write_text("not a socket")
     with pytest.raises(FileExistsError, match="not a socket"):
         manager(MemoryStore(), "e", [to])
+
+
+def test_addresses_that_are_none_are_said_to_be() -> None:
+    for wrong in ("here", "unix:", "tcp:host", "tcp:host:port", "tcp::80", "tcp:host:99999"):
+        with pytest.raises(ValueError, match=r"not an address|not a host and port"):
+            manager(MemoryStore(), "d", [wrong])
+    with pytest.raises(ValueError, match="at most 107 bytes"):
+        manager(MemoryStore(), "d", ["unix:/" + "x" * 107])
+    with pytest.raises(UnknownTransport, match="unknown transport 'ib'; use tcp or unix"):
+        check_address("ib:x")
+    made = manager(MemoryStore(), "p")
+    push = made.offer("t", "nixl:decode-0", CONTEXT)
+    outcome = push.wait(PATIENCE_S)
+    assert outcome is not None
+    assert "NIXL is not built in; use tcp or unix" in outcome.why
+    assert_clean(made)
+    assert made.close()
 
 
 # -- whoever dials ----------------------------------------------------------------

@@ -154,6 +154,26 @@ def test_a_context_that_was_wanted_and_will_not_be_asked_for_is_let_go_of(how: s
     assert planner.take_jobs().drops == [ExpectJob(0, answer["context"], None)]
 
 
+def test_contexts_are_wanted_in_the_order_of_the_queue() -> None:
+    planner = make()
+    contexts = {}
+    for number, name in enumerate("abcd", 1):
+        answer = answer_of(prompt(number, 400))
+        contexts[name] = answer["context"]
+        begin(planner, Request(name, prompt(number, 400), answer))
+    planner.order_wants("abcd")
+    assert planner.take_jobs().wants == [*contexts.values()]
+    planner.order_wants("abcd")
+    assert not planner.take_jobs(), "nothing has changed"
+    planner.ask("c", 0)
+    planner.take_jobs()
+    planner.order_wants(["d", "elsewhere", "c", "a"])
+    assert planner.take_jobs().wants == [contexts["d"], contexts["a"], contexts["b"]]
+    for name in "abd":
+        planner.finished(name, False)
+    assert not planner.wanted
+
+
 def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> None:
     planner = make(max_saves=2)
     request = begin(planner, Request("r", prompt(1, 400)))
