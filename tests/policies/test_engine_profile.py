@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 from hypothesis import given
@@ -69,17 +68,6 @@ def test_no_tokens_take_no_time() -> None:
     assert PrefillCurve(0.5, 0.25, 0.125).seconds(2) == 0.5 + 0.5 + 0.5
 
 
-@pytest.mark.parametrize("points", [[], [(0, 1.0)], [(10, -1.0)], [(10, math.nan)]])
-def test_points_that_are_none_are_refused(points: list[tuple[int, float]]) -> None:
-    with pytest.raises(ValueError, match="prefill point"):
-        PrefillCurve.fit(points)
-
-
-def test_a_curve_that_would_fall_is_refused() -> None:
-    with pytest.raises(ValueError, match="b_s_per_token is -1"):
-        PrefillCurve(0.0, -1.0, 0.0)
-
-
 PROFILE = EngineProfile(
     model='acme/"llama"\n\x7f-8b',
     hardware="1x Ütopia GPU",
@@ -113,8 +101,8 @@ def test_a_profile_survives_toml() -> None:
         ("block_size = 16", 'block_size = "16"', r"got `str` - at `\$\.block_size`"),
         ("hardware = ", "hardwear = ", "missing required field `hardware`"),
         ("[prefill]", "[postfill]", "missing required field `prefill`"),
-        ("a_s = 0.01", "a_s = -0.01", "a_s is -0.01"),
-        ("a_s = 0.01", "a_s = nan", "a_s is nan"),
+        ("a_s = 0.01", "a_s = -0.01", "prefill.a_s"),
+        ("a_s = 0.01", "a_s = nan", "prefill.a_s"),
         ("[1000, 0.11]", "[1000]", r"length 2, got 1 - at `\$\.prefill\.points"),
         (
             "device_to_host_bytes_per_s = 25000000000.0",

@@ -107,10 +107,3 @@ def test_columns_that_depend_on_each_other_are_no_obstacle() -> None:
 def test_samples_that_are_none_are_refused(samples: list[StepSample]) -> None:
     with pytest.raises(ValueError, match=r"no samples|expected seconds and steps > 0"):
         fit_step_costs(samples)
-
-
-def test_rows_that_do_not_match_are_refused() -> None:
-    with pytest.raises(ValueError, match="2 rows of 1 for 1 targets"):
-        non_negative_least_squares([[1], [2]], [1])
-    with pytest.raises(ValueError, match="1 rows of 9"):
-        non_negative_least_squares([[1] * 9], [1])

@@ -33,19 +33,12 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 class PrefillCurve:
     """Prefill seconds of n tokens: a + b·n + c·n².
 
-    Since a, b, c are ≥ 0, a longer context never takes less time than a shorter one. Raises ``ValueError`` if
-    a, b or c is negative or not finite.
+    Since a, b, c are ≥ 0, a longer context never takes less time than a shorter one.
     """
 
     a_s: float
     b_s_per_token: float
     c_s_per_token2: float
-
-    def __post_init__(self) -> None:
-        for name in ("a_s", "b_s_per_token", "c_s_per_token2"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"prefill curve: {name} is {value}; expected a finite number ≥ 0")
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds to prefill ``tokens`` tokens on an idle engine; 0.0 for no tokens."""
@@ -59,11 +52,8 @@ class PrefillCurve:
 
         The curve is a quadratic if the points have three or more different token counts. With two token
         counts it is a line. With one token count it is a line through 0. Raises ``ValueError`` without
-        points, for tokens ≤ 0, or for seconds that are negative or not finite.
+        points.
         """
-        for tokens, seconds in points:
-            if tokens <= 0 or not (math.isfinite(seconds) and seconds >= 0):
-                raise ValueError(f"prefill point ({tokens}, {seconds}); expected tokens > 0 and seconds ≥ 0")
         lengths = len({tokens for tokens, _ in points})
         if lengths == 0:
             raise ValueError("no prefill points to fit a curve to")
@@ -204,9 +194,9 @@ class _Points(msgspec.Struct, frozen=True):
 
 
 class _Prefill(msgspec.Struct, frozen=True):
-    a_s: float
-    b_s_per_token: float
-    c_s_per_token2: float
+    a_s: _Cost
+    b_s_per_token: _Cost
+    c_s_per_token2: _Cost
     points: tuple[tuple[int, _Number], ...]
 
 

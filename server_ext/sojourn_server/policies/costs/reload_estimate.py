@@ -1,7 +1,5 @@
 """Estimates the seconds to bring a context back to the device: by copying, and by the faster of copying and
 computing (``restore_s``). Policies use these times as the price of lost KV.
-
-Learns from the steps of an engine how long a context takes to compute.
 """
 
 from __future__ import annotations
@@ -88,18 +86,13 @@ def restore_s(compute_s: float, copy_s: float | None) -> float:
     return min(compute_s, copy_s) if compute_s > 0 else copy_s
 
 
-MIN_STEP_TOKENS = 64
-"""Steps with fewer tokens do not count for the prefill speed, about which they say nothing."""
-
-MIN_TOKENS_A_REQUEST = 8
-"""Steps with fewer tokens per request consist mostly of decoding. They do not count for the prefill speed."""
-
+MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST = 64, 8
+"""Steps with fewer tokens, or fewer tokens per request, consist mostly of decoding. They do not count for the
+prefill speed."""
 SMOOTHING = 0.1
 """Weight of the newest prefill step in the mean seconds per token."""
-
 SHARE_WINDOW_S = 60.0
 """Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
-
 GROWTH_WINDOW_S = 600.0
 """Seconds of decode steps over which ``kv_read_share`` is averaged, with exponential weights. The contexts
 must vary in this window."""
@@ -107,7 +100,6 @@ GROWTH_EVIDENCE = 30.0
 """Reduces ``kv_read_share`` while there is little evidence: the share is multiplied by
 n / (n + ``GROWTH_EVIDENCE``). n is the number of recent decode steps times R² of the linear fit of their
 durations to their context lengths."""
-
 _ROUNDING = 1e-9
 """A variance below this share of the squared mean counts as a rounding error."""
 

@@ -1,7 +1,4 @@
-"""Cost of an engine step: a weighted sum of its work, fitted to a live engine.
-
-Least squares with non-negative coefficients, for a handful of unknowns.
-"""
+"""Cost of an engine step: a weighted sum of its work, fitted to a live engine."""
 
 from __future__ import annotations
 
@@ -47,11 +44,8 @@ class StepCosts(NamedTuple):
     def relative_error(self, samples: Sequence[StepSample]) -> float:
         """Return the root mean square of (fitted - measured) / max(fitted, measured), 0 to 1; 0.0 without
         samples."""
-        return (
-            math.sqrt(math.fsum(_relative_deviation(self, s) ** 2 for s in samples) / len(samples))
-            if samples
-            else 0.0
-        )
+        squares = math.fsum(_relative_deviation(self, sample) ** 2 for sample in samples)
+        return math.sqrt(squares / max(1, len(samples)))
 
 
 _NOISE = 0.05
@@ -120,23 +114,14 @@ def _huber_loss(costs: StepCosts, samples: Sequence[StepSample]) -> float:
     return math.fsum(d * d if d <= _NOISE else _NOISE * (2 * d - _NOISE) for d in deviations)
 
 
-MAX_UNKNOWNS = 8
-
-
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     """Return the vector x ≥ 0 that minimises Σ (row·x - target)²; all zeros if nothing fits better.
 
     Solves plain least squares for every subset of the unknowns. The best solution without negative values is
     the constrained optimum. Subsets with linearly dependent columns are skipped, since smaller subsets are
-    tried too. Raises ``ValueError`` for more than ``MAX_UNKNOWNS`` columns, or if rows and targets do not
-    match.
+    tried too. It is for a handful of unknowns.
     """
     width = len(rows[0]) if rows else 0
-    if width > MAX_UNKNOWNS or len(rows) != len(targets) or any(len(row) != width for row in rows):
-        raise ValueError(
-            f"{len(rows)} rows of {width} for {len(targets)} targets; expected one target per row, "
-            f"and at most {MAX_UNKNOWNS} columns in each row"
-        )
     # Scale columns: sizes far apart (a constant next to tokens squared) would lose all digits.
     scales = [max((abs(row[i]) for row in rows), default=0.0) or 1.0 for i in range(width)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
