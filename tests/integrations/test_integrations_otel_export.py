@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 
 import openai
@@ -252,6 +254,20 @@ def test_retries_are_one_span(server, exporter, export):
     assert chat.attributes["sojourn.status"] == "ended"
 
 
+def test_where_no_thread_can_start_spans_end_without_outcomes(server, exporter, export, monkeypatch):
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "sojourn-otel-outcomes":
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with sojourn.program("fixer"):
+        ask(server)
+        assert len(exporter.get_finished_spans()) == 1
+
+
 @pytest.mark.parametrize("mode", ["500", "404", "garbage"])
 def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, export, mode):
     if mode == "garbage":
@@ -264,6 +280,23 @@ def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, ex
     assert "sojourn.turn" not in chat.attributes
     assert sojourn.stats()["internal_error"] == 0
     assert sojourn.stats()["otel_outcomes_failed"] == (mode == "500")
+
+
+def test_what_waits_is_bounded_and_a_request_keeps_the_time_of_its_end(server, exporter, export, monkeypatch):
+    monkeypatch.setattr(export_module, "MAX_PENDING", 2)
+    server.programs = Ledgers(server)
+    programs = [sojourn.program(f"p{number}").make().start() for number in range(4)]
+    for program in programs:
+        with program.here():
+            ask(server)
+    ended_ns = time.time_ns()
+    assert len(exporter.get_finished_spans()) == 2
+    found = spans(exporter, export, "chat m")
+    assert ["sojourn.turn" in span.attributes for span in found] == [True, True, False, False]
+    assert max(span.end_time for span in found) <= ended_ns
+    assert sojourn.stats()["otel_outcomes_skipped"] == 2
+    for program in programs:
+        program.end()
 
 
 def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, exporter):

@@ -106,6 +106,19 @@ def test_a_workflow_holds_its_agents_as_nodes_of_one_program(server, tracer):
     assert [request.context.sojourn.node for request in server.requests] == ["first", "second"]
 
 
+def test_a_named_span_of_ones_own_can_be_the_workflow(server):
+    provider = TracerProvider(shutdown_on_exit=False)
+    install(provider, workflows=("evaluate",))
+    tracer = provider.get_tracer("some.framework")
+    with tracer.start_as_current_span("evaluate"):
+        with agent(tracer, "a"):
+            pass
+        with agent(tracer, "b"):
+            pass
+    provider.shutdown()
+    assert [start.name for start in told(server, ProgramStart)] == ["evaluate"]
+
+
 def test_a_conversation_names_its_program_and_agents_at_the_same_time_share_it(server, tracer):
     begun, other_done = threading.Event(), threading.Event()
 

@@ -368,6 +368,20 @@ def test_logs_of_openai_requests_are_joined_by_their_messages(tmp_path: Path) ->
     assert (len(second.turns), named.program_id) == (1, "named")
 
 
+def test_parallel_and_repeated_runs_of_one_task_are_programs_of_their_own(tmp_path: Path) -> None:
+    asked = [{"role": "system", "content": SECRET}, {"role": "user", "content": "a"}]
+    same = [*asked, {"role": "assistant", "content": "x"}, {"role": "user", "content": "more"}]
+    differs = [*asked, {"role": "assistant", "content": "y"}, {"role": "user", "content": "more"}]
+    lines = [
+        request(0, asked, 100), request(0.5, asked, 100, end_time=9), request(3, same, 150),
+        request(10, differs, 160), request(20, asked, 100), request(30, same, 150), request(32, same, 150),
+    ]  # fmt: skip
+    programs = imported("openai", write(tmp_path / "l/log.jsonl", lines))
+    assert [[t.prompt_tokens for t in program.turns] for program in programs] == [
+        [100, 150], [100, 160], [100, 150, 150],
+    ]  # fmt: skip
+
+
 def test_exports_of_langfuse(tmp_path: Path) -> None:
     def seen(name: str, kind: str, start_s: float, end_s: float, above: str = "", **fields: Any) -> Any:
         return {
