@@ -237,13 +237,6 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
     assert it.requests["u"].sent is None
 
 
-def both_running(**limits: Any) -> RoutingCore:
-    """As ``blocked``, but both requests of the calm tenant have begun to answer."""
-    it = blocked(**limits)
-    it.take(routing_events.FirstByteSent("c1", "a"), 2.0)
-    return it
-
-
 # -- running requests that yield ------------------------------------------------------------------
 
 
