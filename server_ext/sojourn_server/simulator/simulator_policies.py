@@ -153,7 +153,7 @@ _BASELINES = (
     SimulatorPolicy(
         name="continuum-paper",
         preset="continuum-paper",
-        paper="Continuum §4–5 without our admission; lease reclaim, victims and limits of leases are ours",
+        paper="Continuum §4–5 as printed; victims and limits of leases are ours",
         leaves_out="host memory",
     ),
     SimulatorPolicy(
