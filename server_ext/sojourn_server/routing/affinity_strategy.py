@@ -31,6 +31,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
+from ..policies import routing_policies as policies
 from ..policies.fairness_policies import (
     BlockedRequestView,
     NoTenantPreemption,
@@ -38,18 +39,6 @@ from ..policies.fairness_policies import (
     SharePolicy,
     TenantPreemptionPolicy,
     TenantStanding,
-)
-from ..policies.routing_policies import (
-    ArrivalOrder,
-    ReplicaView,
-    ResidentProgramGroup,
-    RoutingDecision,
-    RoutingPolicy,
-    RoutingView,
-    StealingPolicy,
-    StealingReplicaView,
-    WaitingOrderPolicy,
-    WaitingProgramView,
 )
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import KvReported, ResidentKv
@@ -101,18 +90,18 @@ class AffinityStrategy(RoutingStrategy):
 
     def __init__(
         self,
-        routing: RoutingPolicy,
-        stealing: StealingPolicy,
+        routing: policies.RoutingPolicy,
+        stealing: policies.StealingPolicy,
         sharing: SharePolicy,
         *,
         preemption: TenantPreemptionPolicy | None = None,
-        order: WaitingOrderPolicy | None = None,
+        order: policies.WaitingOrderPolicy | None = None,
     ) -> None:
         self._routing = routing
         self._stealing = stealing
         self._sharing = sharing
         self._preemption = preemption or NoTenantPreemption()
-        self._order = order or ArrivalOrder()
+        self._order = order or policies.ArrivalOrder()
         self._reads_residents = bool(getattr(routing, "reads_residents", False))
         self._resident_for_s = float(getattr(routing, "resident_for_s", math.inf))
         self._prefixes: dict[str, OrderedDict[int, None]] = {}
@@ -223,7 +212,7 @@ class AffinityStrategy(RoutingStrategy):
             return
         program = request.program
         request.queue_key = self._order.key(
-            WaitingProgramView(
+            policies.WaitingProgramView(
                 request.number,
                 program is not None and program.turns > 0,
                 program.idleness.idleness(request.since_s) if program is not None else 0.0,
@@ -309,7 +298,7 @@ class AffinityStrategy(RoutingStrategy):
 
     def route(
         self, request: RoutedRequest, now: float, but: str | None = None, *, leaves: bool = False
-    ) -> RoutingDecision:
+    ) -> policies.RoutingDecision:
         """Return the routing policy's decision about a request, without carrying it out.
 
         ``but``: a replica that is reserved for another, late request; ``None``: none is. In the policy's
@@ -337,7 +326,7 @@ class AffinityStrategy(RoutingStrategy):
                 near = fleet.get(parent.home) if parent is not None else None
                 if near is not None and near.replica_id not in shut:
                     parent_home = near.view()
-        view = RoutingView(
+        view = policies.RoutingView(
             request.request_id,
             request.number,
             request.context_tokens,
@@ -369,7 +358,9 @@ class AffinityStrategy(RoutingStrategy):
         except Exception as error:
             raise PolicyCallError(f"no route for request {request.request_id!r}") from error
 
-    def route_away(self, request: RoutedRequest, replica_id: str, now: float) -> RoutingDecision | None:
+    def route_away(
+        self, request: RoutedRequest, replica_id: str, now: float
+    ) -> policies.RoutingDecision | None:
         """Return the route that a request would get if its program left ``replica_id``; ``None``: the
         request would have to wait. Changes nothing."""
         route = self.route(request, now, replica_id, leaves=True)
@@ -410,8 +401,8 @@ class AffinityStrategy(RoutingStrategy):
             self._regroup(program)
 
     def _groups(
-        self, view: ReplicaView, but: RoutedProgram | None, now: float
-    ) -> tuple[ResidentProgramGroup, ...]:
+        self, view: policies.ReplicaView, but: RoutedProgram | None, now: float
+    ) -> tuple[policies.ResidentProgramGroup, ...]:
         """Return the resident programs of a replica, those with the same past and future turns as one
         group. A program is resident if it has an open request or is expected to send one. Many clients
         never end their programs, so one without an open request counts for a limited time, and not at all
@@ -436,7 +427,7 @@ class AffinityStrategy(RoutingStrategy):
             row[1] += max(program.size_tokens, program.context_tokens)
             row[2] += 1
         groups = tuple(
-            ResidentProgramGroup(context, size, turns, left, count)
+            policies.ResidentProgramGroup(context, size, turns, left, count)
             for (left, turns), (context, size, count) in sorted(sums.items())
         )
         if is_alone:
@@ -499,7 +490,7 @@ class AffinityStrategy(RoutingStrategy):
                 self.dequeue(request)
                 self._core.send(request, Placement(replica_id, request.reason), now)
 
-    def place(self, request: RoutedRequest, but: str | None, now: float) -> RoutingDecision:
+    def place(self, request: RoutedRequest, but: str | None, now: float) -> policies.RoutingDecision:
         """Route a request that waits for any replica; return the decision. If a replica is found, send the
         request there or add it to the replica's queue. ``but``: a replica that takes no new program;
         ``None``: none."""
@@ -510,12 +501,12 @@ class AffinityStrategy(RoutingStrategy):
             self._core.place(request, Placement(replica.replica_id, route.reason), now)
         return route
 
-    def _place_or_reject(self, request: RoutedRequest, now: float) -> RoutingDecision:
+    def _place_or_reject(self, request: RoutedRequest, now: float) -> policies.RoutingDecision:
         try:
             return self.place(request, self.reserved, now)
         except PolicyCallError as error:
             self._core.reject_unrouted(request, error, now)
-            return RoutingDecision("", "policy_failed")
+            return policies.RoutingDecision("", "policy_failed")
 
     def _send_failed(self, now: float) -> None:
         """Route again the oldest requests that failed at a replica. Reject a request that no living
@@ -774,12 +765,12 @@ class AffinityStrategy(RoutingStrategy):
             self.dequeue(movable[0])
             self._core.place(movable[0], Placement(steal.thief, steal_reason(steal.reason)), now)
 
-    def _stealing_view(self, replica: Replica, now: float) -> StealingReplicaView:
+    def _stealing_view(self, replica: Replica, now: float) -> policies.StealingReplicaView:
         idle_s = 0.0
         if replica.idle_since_s is not None and not replica.queued:
             idle_s = max(0.0, now - replica.idle_since_s)
         view = replica.view()
-        return StealingReplicaView(
+        return policies.StealingReplicaView(
             replica.replica_id,
             view.load,
             view.queued,
@@ -871,7 +862,7 @@ def _turns_left(program: RoutedProgram | None) -> float:
     return max(1.0, program.turns if program.turns_left is None else program.turns_left)
 
 
-def _max_fitting_tokens(replica: ReplicaView) -> float:
+def _max_fitting_tokens(replica: policies.ReplicaView) -> float:
     """Largest number of tokens that a request may need in order to fit on this replica. ``inf`` if no
     program has its home there, because an empty replica accepts any request."""
     return max(0, replica.room_tokens) if replica.homed else math.inf
