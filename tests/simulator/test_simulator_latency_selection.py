@@ -79,6 +79,14 @@ def test_an_engine_profile_brings_its_own_model_and_limits(tmp_path: Path) -> No
     assert (device.kv_pool_tokens, device.max_context_tokens, device.host_kv_tokens) == (4000, 4000, 0)
 
 
+def test_a_model_tells_the_size_of_kv_where_the_server_did_not(tmp_path: Path) -> None:
+    file = written(tmp_path, without(kv_bytes_per_token=None))
+    assert load_latency_model(file)[1].kv_bytes_per_token == 0
+    assert load_latency_model(file, "qwen2.5-7b")[1].kv_bytes_per_token == 57_344
+    with pytest.raises(LatencyProfileError, match=r"kv_bytes_per_token is missing.*name the model"):
+        load_latency_model(file, cpu_ratio=1.0)
+
+
 def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         LatencyProfileError, match="max_num_seqs, max_num_batched_tokens are not in the profile"
@@ -97,6 +105,14 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
     broken.write_text(PROFILE.to_toml().replace("token_s = 0.0001", "token_s = -1"))
     with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: .*`\$\.steps\.token_s`"):
         load_latency_model(str(broken))
+
+
+def test_a_profile_without_step_costs_is_refused(tmp_path: Path) -> None:
+    old = tmp_path / "old.toml"
+    version_one = dataclasses.replace(PROFILE, steps=None)
+    old.write_text(version_one.to_toml().replace("version = 2", "version = 1"))
+    with pytest.raises(LatencyProfileError, match=r"old\.toml: the engine profile holds no step costs"):
+        load_latency_model(str(old), kv_pool_tokens=10_000, max_model_len=8000)
 
 
 @given(

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from simulation_results import read_results
 from simulator_run_logs import BLOCK, HOST_BLOCKS, synthetic_run_log
+from sojourn_server.simulator.report.plot import write_plot
 from sojourn_server.simulator.report.results_file import Provenance, document
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
@@ -133,3 +134,19 @@ def test_a_line_a_value_and_policy_compared_at_the_same_value() -> None:
     lines = told(by_value("programs=10,20,40", rows), rows).splitlines()
     notes = ["note: everywhere", "note: programs 10, 40: short"]
     assert [line for line in lines if line.startswith("note:")] == notes
+
+
+def test_the_plot_has_a_line_a_policy_and_the_same_bytes_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = (write_plot(ROWS, tmp_path / name, by_value()) for name in ("a", "b"))
+    assert [path.name for path in first] == ["metrics.png", "metrics.svg"]
+    assert first[0].read_bytes().startswith(b"\x89PNG\r\n")
+    drawn = first[1].read_text()
+    for text in ("lru-offload", "host memory", "output throughput, tokens/s", "P95, est. of all"):
+        assert text in drawn
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes()
+    loads = [named(row, row.policy, programs=programs) for programs in (20, 40) for row in (STOCK, OFFLOAD)]
+    assert "programs at once" in write_plot(loads, tmp_path / "c")[1].read_text()
+    unmeasured = named(STOCK, "b", ttft_s=msgspec.structs.replace(STOCK.ttft_s, mean=None))
+    assert len(write_plot([STOCK, unmeasured], tmp_path / "d")) == 2

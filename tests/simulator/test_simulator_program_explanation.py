@@ -152,6 +152,15 @@ def test_what_the_runs_end_cut_off_had_lasted_at_least_so_long(
     assert line.rstrip().endswith(last)
 
 
+def test_a_turn_that_never_got_in_is_queued_or_held_back() -> None:
+    waiting = {"admitted_s": None, "first_token_s": None, "finished_s": None, "regenerated": {}}
+    queued = life(ended_s=None, **waiting)
+    assert totals(queued.programs[0], 100.0)["queued"] == 3.0 + 75.0
+    held = life(ended_s=None, **waiting, entered_s=None)
+    assert totals(held.programs[0], 100.0)["held back"] == 2.0 + 75.0
+    assert "never got blocks" in text_of(held, "p")
+
+
 def test_the_wait_after_a_preemption_is_neither_prefill_nor_decode() -> None:
     run = life(preempted_before_first_token_s=0.5, preempted_after_s=3.0, preemptions=2)
     sums = totals(run.programs[0], 100.0)
@@ -162,3 +171,20 @@ def test_the_wait_after_a_preemption_is_neither_prefill_nor_decode() -> None:
     stuck = life(ended_s=None, finished_s=None, preempted_after_s=60.0)
     assert totals(stuck.programs[0], 100.0)["preempted"] == 60.0
     assert "≥60.0" in text_of(stuck, "p")
+
+
+def test_who_took_it_at_what_score_and_what_was_foreseen_are_told() -> None:
+    run = life(evictor="q", evicted_score=(0.0, -0.3125), goes_on=0.75)
+    assert "evicted 200 by q at score 0, -0.312" in text_of(run, "p")
+    run.programs[0].turns[0].goes_on = 0.75
+    assert "75% to go on" in text_of(run, "p")
+
+
+def test_a_program_cut_short_and_one_that_never_sent_a_turn_say_so() -> None:
+    run = life()
+    run.programs[0].cut = True
+    assert "(cut: its next turn would not have fitted)" in verdict(run, run.programs[0])
+    assert verdict(run, run.programs[1]) == (
+        "unfinished after 88.0 s, with 0 of 1 turns done: it never sent a turn"
+    )
+    assert "sub-agent of p" in text_of(run, "p/sub")

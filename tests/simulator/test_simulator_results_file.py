@@ -63,6 +63,11 @@ def test_what_is_no_such_file_is_one_clear_line(tmp_path: Path, data: bytes) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="nowhere: No such file or directory"):
+        load_runs(tmp_path / "nowhere")
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_saved_runs_come_back_and_can_be_explained(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "deep" / f"runs.1{suffix}"
