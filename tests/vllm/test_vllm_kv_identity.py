@@ -14,7 +14,6 @@ pytest.importorskip("vllm")
 from sojourn_server.vllm.kv_identity import model_identity
 
 COMMIT = "1" * 40
-LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 
 @pytest.fixture
@@ -55,47 +54,21 @@ def identity(
     return model_identity(SimpleNamespace(model_config=SimpleNamespace(**model), load_config=load))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": 4096}},
-        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 4096},
-        {"rope_parameters": {"full": {**LONG_ROPE, "original_max_position_embeddings": 4096}}},
-        {"rope_scaling": {**LONG_ROPE, "type": "su"}, "original_max_position_embeddings": 4096},
-    ],
-)
-@pytest.mark.parametrize("nested", [False, True])
-def test_longrope_rotates_keys_by_the_maximum_length(
-    folder: Path, config: dict[str, Any], nested: bool
-) -> None:
-    def at(length: int) -> str:
-        whole = {"text_config": config} if nested else config
-        return identity(folder, config_of(**whole), max_model_len=length)
+@pytest.mark.parametrize("kind", ["Phi3Config", "Llama4Config"])
+def test_the_maximum_length_changes_the_kv_of_some_models(folder: Path, kind: str) -> None:
+    """LongRoPE rotates keys by it, and Llama 4 scales attention by it."""
+    import transformers
 
-    assert at(2048) == at(4096)
-    assert at(4097) == at(32768)
-    assert at(4096) != at(4097)
-
-
-def test_longrope_is_found_in_the_configuration_of_transformers(folder: Path) -> None:
-    from transformers import Phi3Config
-
-    config = Phi3Config(
-        hidden_size=4, num_attention_heads=1, pad_token_id=0, max_position_embeddings=131072,
-        original_max_position_embeddings=4096,
-        rope_scaling={"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2},
-    )  # fmt: skip
+    config = transformers.Llama4Config()
+    if kind == "Phi3Config":
+        config = transformers.Phi3Config(
+            hidden_size=4, num_attention_heads=1, pad_token_id=0, max_position_embeddings=131072,
+            original_max_position_embeddings=4096,
+            rope_scaling={"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2},
+        )  # fmt: skip
     assert identity(folder, config, max_model_len=4096) != identity(folder, config, max_model_len=4097)
-
-
-def test_llama4_scales_attention_by_the_maximum_length(folder: Path) -> None:
-    from transformers import Llama4Config
-
-    def at(length: int, **said: Any) -> str:
-        return identity(folder, Llama4Config(), max_model_len=length, **said)
-
-    assert at(4096) == at(32768) != at(32769)
-    assert at(4096) != at(4096, override_generation_config={"attn_temperature_tuning": True})
+    tuned = {"override_generation_config": {"attn_temperature_tuning": True}}
+    assert identity(folder, config) != identity(folder, config, **tuned)
 
 
 def test_a_maximum_length_that_vllm_lowers_is_the_one_that_the_model_was_built_with(folder: Path) -> None:

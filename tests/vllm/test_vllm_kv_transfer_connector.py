@@ -184,28 +184,6 @@ def test_a_request_that_ends_in_the_step_that_fills_its_blocks_keeps_them_until_
     assert not engine.scheduler.has_requests()
 
 
-def test_a_context_too_large_for_the_buffers_is_told_of_once(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sojourn_server.vllm import kv_transfer_connector
-
-    said: list[str] = []
-    logger = SimpleNamespace(warning=lambda text, *values: said.append(text % values))
-    monkeypatch.setattr(kv_transfer_connector, "logger", logger)
-    connector = engine.scheduler.connector
-    counts = {"too_large": 0}
-    connector._worker = SimpleNamespace(end_step=lambda: None)
-    connector._traffic = SimpleNamespace(core=SimpleNamespace(ctx=SimpleNamespace(counts=counts)))
-    connector.wait_for_save()
-    assert not said
-    for counts["too_large"] in (1, 2):
-        connector.wait_for_save()
-    (line,) = said
-    assert "the longest prompts need 16" in line
-    assert "--kv-buffer-gib" in line
-    connector._worker = connector._traffic = None
-
-
 def test_an_abort_gives_the_engine_a_step_to_tell_the_worker(engine: Any) -> None:
     engine.add("r", list(range(400)))
     planned = engine.plan()

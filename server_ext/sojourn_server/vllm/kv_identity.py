@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,21 +15,17 @@ from .plugin_settings import SettingsError
 if TYPE_CHECKING:
     from .compat import KVCacheSpec, ModelConfig, VllmConfig
 
-_LONG_ROPE = ("longrope", "su")
-"""Names of LongRoPE in model configurations: the present name, and an older one."""
-_LLAMA4_LONG_TOKENS = 32768
-"""vLLM scales the attention of Llama 4 by the position if the maximum model length is above this."""
 _MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
 """Multi-modal options that change the KV of an image, video or sound, but not vLLM's hash of it."""
 _SPEED_OPTIONS = frozenset(
-    {
+    (
         "enable_multithread_load",
         "num_threads",
         "enable_weights_track",
         "distributed",
         "concurrency",
         "memory_limit",
-    }
+    )
 )
 """Options of vLLM's loaders that do not change the weights."""
 
@@ -77,35 +73,17 @@ def _settings_digest(vllm_config: VllmConfig) -> str:
 
 
 def _length_settings(model: ModelConfig) -> list[Any]:
-    """Return the values through which the KV depends on ``--max-model-len``; empty for most models."""
-    config = model.hf_config.to_dict()
-    kinds = {config.get("model_type"), (config.get("text_config") or {}).get("model_type")}
-    is_llama4 = not kinds.isdisjoint(("llama4", "llama4_text"))
-    limits = [*_long_rope_limits(config)]
-    if not is_llama4 and not limits:
+    """Return the settings through which the KV depends on ``--max-model-len``; empty for most models.
+    LongRoPE rotates all keys by it, and vLLM scales the attention of Llama 4 by it."""
+    if not re.search(r'"(longrope|su|llama4\w*)"', model.hf_config.to_json_string()):
         return []
     length = model.max_model_len
     if getattr(model, "original_max_model_len", None) == -1:
         # ``--max-model-len auto``: vLLM builds the model with the length that it derives from the model's
         # configuration, and lowers ``max_model_len`` afterwards to what fits in memory.
         length = model.get_and_verify_max_len(-1)
-    found: list[Any] = [length > limit for limit in limits]
-    if is_llama4:
-        given = getattr(model, "override_generation_config", None) or {}
-        found += [length > _LLAMA4_LONG_TOKENS, given.get("attn_temperature_tuning")]
-    return found
-
-
-def _long_rope_limits(config: Mapping[str, Any], limit: int | None = None) -> Iterator[int]:
-    """Yield ``original_max_position_embeddings`` of each LongRoPE in a model's configuration, at any depth.
-    If the maximum model length is above this value, vLLM uses the LongRoPE's long factors for all positions.
-    ``limit``: the value in the enclosing configuration, if any."""
-    limit = config.get("original_max_position_embeddings") or limit
-    if limit is not None and (config.get("rope_type") in _LONG_ROPE or config.get("type") in _LONG_ROPE):
-        yield limit
-    for each in config.values():
-        if isinstance(each, Mapping):
-            yield from _long_rope_limits(each, limit)
+    given = getattr(model, "override_generation_config", None) or {}
+    return [length, given.get("attn_temperature_tuning")]
 
 
 def _media_settings(model: ModelConfig) -> dict[str, Any]:

@@ -87,14 +87,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Name of a load ahead of need → the callback for its end."""
             self._ahead_number = 0
             self.is_paused: Callable[[], bool] = lambda: False
-            """Returns whether vLLM's scheduler is paused. Set by sojourn's scheduler."""
+            """Returns whether vLLM's scheduler is paused."""
             self._pause_waits_since_s: float | None = None
             """Time on ``clock`` since which a pause waits for jobs and copies; ``None`` if none waits."""
             self._pause_gave_up = False
             """Whether this pause has waited for ``PAUSE_WAIT_S``."""
             self.groups: KVCacheGroups | None = None
-            """The scheduler's KV cache groups, set by the scheduler adapter. While it is ``None``, the
-            connector finds no blocks of a model with several groups."""
+            """The scheduler's KV cache groups. Under vLLM's own scheduler it is ``None``, and the connector
+            finds no blocks of a model with several groups."""
             self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
             """Called when a look-up finds a shorter prefix than full attention alone would, because blocks
             of sliding windows are missing. The argument has the keys of the window blocks that the longer
@@ -105,6 +105,18 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             ended. Only with several groups."""
 
     # -- planner side -------------------------------------------------------------
+
+    def bind_scheduler(
+        self,
+        groups: KVCacheGroups,
+        clock: Callable[[], float],
+        is_paused: Callable[[], bool],
+        *,
+        strict: bool,
+    ) -> None:
+        """Take what only sojourn's scheduler has: its groups of KV caches, its clock, and whether it pauses.
+        ``strict``: raise errors of our own instead of logging them."""
+        self.groups, self.clock, self.is_paused, self.strict = groups, clock, is_paused, strict
 
     def _is_off(self) -> bool:
         return self.off

@@ -86,7 +86,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._store: SharedStore | None = None
         self._kv: CudaBlockArrays | None = None
         """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
-        self._warned_context_too_large = False
         self._closing: threading.Thread | None = None
         self._stats_server: StatsServer | None = None
         """Worker side: the server of ``status``; ``None`` until another process needs it."""
@@ -99,9 +98,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Hash table of ``_pool`` at the start. A reset of the pool replaces the table by a new one."""
         self.clock = time.monotonic
         self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
-        """Returns requests from the front of the queue, in queue order, at most the given number. Sojourn's
-        scheduler sets this function, because its queue is not in order of arrival. The default returns
-        none."""
+        """Returns requests from the front of the queue, in queue order, at most the given number."""
         self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
@@ -120,6 +117,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return True
 
     # -- planner side -------------------------------------------------------------
+
+    def bind_scheduler(
+        self, clock: Callable[[], float], next_requests: Callable[[int], Iterable[Request]]
+    ) -> None:
+        """Take the clock and the queue of sojourn's scheduler. Its queue is not in order of arrival."""
+        self.clock, self.next_requests = clock, next_requests
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep vLLM's block pool to detect its resets. vLLM does not report a reset of the pool alone to
@@ -318,8 +321,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         step's blocks."""
         if self._worker is not None:
             self._worker.end_step()
-            if self._traffic is not None and not self._warned_context_too_large:
-                self._warn_context_too_large(self._traffic.core.ctx.counts["too_large"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (ids of ended requests whose blocks vLLM may free now, ids of requests whose load has
@@ -337,18 +338,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if there was no such step."""
         times = self._worker.take_times() if self._worker is not None else None
         return KVTransferStats(data=asdict(times)) if times else None
-
-    def _warn_context_too_large(self, contexts: int) -> None:
-        """Log a warning, at most once, if ``contexts`` is above 0. ``contexts``: number of contexts that were
-        too large for the buffers."""
-        if contexts:
-            self._warned_context_too_large = True
-            logger.warning(
-                "sojourn: a context does not fit this engine's buffers of %d Full Blocks of %d bytes and is "
-                "computed again; the longest prompts need %d. Raise --kv-buffer-gib. This warning appears "
-                "once; /sojourn/v1/stats counts these contexts as paths.counts.too_large",
-                self.settings.limits.slots, self.settings.block_bytes, self.settings.longest_blocks,
-            )  # fmt: skip
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTransferStats:

@@ -134,14 +134,17 @@ class SchedulerAdapter(EngineView):
         self._offload: OffloadManager | None = None
         """Manager of host memory and disk; ``None`` without sojourn's connector."""
         if isinstance(connector, SojournConnector):
-            connector.clock, connector.strict = clock, settings.strict
-            connector.groups = groups
-            connector.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
+            connector.bind_scheduler(
+                groups,
+                clock,
+                lambda: scheduler.pause_state is not PauseState.UNPAUSED,
+                strict=settings.strict,
+            )
             self._offload = OffloadManager(connector, self.program_scheduler, groups)
         # vLLM's MultiConnector keeps its connectors in ``_connectors``.
         for each in (connector, *getattr(connector, "_connectors", ())):
             if isinstance(each, PathsConnector):
-                each.clock, each.next_requests = clock, self._next_requests
+                each.bind_scheduler(clock, self._next_requests)
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
         if self._cache_policy is not None:
