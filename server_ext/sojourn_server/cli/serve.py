@@ -104,7 +104,9 @@ def serve(
     model_path = str(model_directory(model)) if is_local else model
     tiers = KvOffloadOptions(**_fields_of(KvOffloadOptions, options))
     pair = PrefillDecodeOptions(**_fields_of(PrefillDecodeOptions, options))
-    config = _model_config(model_path, EngineFlags.read(engine_args))
+    given = EngineFlags.read(engine_args)
+    is_changed = any(map(given.has, ("--hf-overrides", "--hf-config-path")))
+    config = None if is_changed else read_model_config(model_path, given.value("--revision"))
     is_printed = False
     try:
         command = build_command(
@@ -242,13 +244,6 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
     except UnsupportedEngine as error:
         message, _, next_step = str(error).partition(". ")
         raise CliError(message, next_step) from None
-
-
-def _model_config(model_path: str, flags: EngineFlags) -> dict[str, Any] | None:
-    """Return the model's configuration; ``None`` if this machine does not have it or flags change it."""
-    if any(map(flags.has, ("--hf-overrides", "--hf-config-path"))):
-        return None
-    return read_model_config(model_path, flags.value("--revision"))
 
 
 def _check_model(model_path: str, config: dict[str, Any], flags: EngineFlags, role: str | None) -> list[str]:
