@@ -105,9 +105,11 @@ def long_outputs(rng: random.Random) -> Iterator[TraceProgram]:
 
 
 def known_tools(rng: random.Random) -> Iterator[TraceProgram]:
-    """Agents with one tool, whose calls take half a second to four minutes. The caller knows how long."""
+    """Agents with long contexts and one tool, whose calls take up to a minute. The caller knows."""
     turns = rng.randint(8, 16)
-    yield agent(rng, turns, "operator", [rng.choice((0.5, 5.0, 60.0, 240.0)) for _ in range(turns)])
+    made = agent(rng, turns, "operator", [rng.choice((0.5, 2.0, 15.0, 60.0)) for _ in range(turns)])
+    longer = [replace(turn, prompt_tokens=turn.prompt_tokens + 16_000) for turn in made.turns]
+    yield replace(made, turns=tuple(longer))
 
 
 def urgent_ones(rng: random.Random) -> Iterator[TraceProgram]:
