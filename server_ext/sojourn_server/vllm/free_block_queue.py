@@ -315,13 +315,13 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         taken: list[tuple[list[KVCacheBlock], Score | None]] = [(popped.copy(), None)]
         while len(popped) < n:
             first = self._heap.first() if self._heap is not None else None
-            bucket, score = first or (self._shared, (math.inf,))
+            bucket, lowest = first or (self._shared, (math.inf,))
             blocks = self._pop_from_bucket(bucket, n - len(popped))
             if not blocks:
                 raise RuntimeError(f"the buckets have fewer than {n} free blocks")
             self.abandoned_evicted += len(blocks) if math.isfinite(bucket.used_s) else 0
             popped += blocks
-            taken.append((blocks, score))
+            taken.append((blocks, lowest))
         for blocks, score in taken:
             self._report(blocks, score)
         return popped
