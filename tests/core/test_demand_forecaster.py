@@ -182,9 +182,7 @@ def test_a_victim_is_copied_ahead_only_where_it_would_be_offloaded() -> None:
         e.program_scheduler.state.reload.observe_step(1000, 10.0)
         a, b = start(e, "a"), start(e, "b")
         views = [running(a), running(b, position=1)]
-        chosen = e.program_scheduler.plan_proactive_offload(
-            views, 20, e.now, link=LinkCosts(1e-6, 1e-6, 0.0)
-        )
+        chosen = e.program_scheduler.plan_proactive_offload(views, 20, e.now, link=LinkCosts(1e-6, 1e-6, 0.0))
         assert chosen == (b if copied else None)
 
 

@@ -135,8 +135,8 @@ def test_each_successor_counts_with_the_share_of_the_context_that_its_prompts_re
     """Prompts at the step "whole" begin with all of the context, those at "part" with half of it."""
     graph = Aeg(
         ("plan", "split", "whole", "part"),
-        [(START, "plan"), (START, "split"), ("plan", "whole", 0.75), ("plan", "part", 0.25), ("split", "part"),
-         ("whole", END), ("part", END)],
+        [(START, "plan"), (START, "split"), ("plan", "whole", 0.75), ("plan", "part", 0.25),
+         ("split", "part"), ("whole", END), ("part", END)],
     )  # fmt: skip
     agents = Agents(blocks=4000)
 

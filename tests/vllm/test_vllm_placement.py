@@ -441,7 +441,6 @@ def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> 
     worker.turn("a1", prompt(1, 320), "A")
     program_scheduler = engine.scheduler.sojourn.program_scheduler
     from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
-    from sojourn_server.policies.placement.placement_views import Tier
 
     move = TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY)
     for moved in program_scheduler.tiers._apply(move, worker.clock.now):

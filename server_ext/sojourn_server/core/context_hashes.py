@@ -1,8 +1,8 @@
-"""Stores chained block hashes, of programs' last turns, of workflow steps and of placed programs, and finds the
-leading blocks that contexts share, such as a system prompt.
+"""Stores chained block hashes, of programs' last turns, of workflow steps and of placed programs, and finds
+the leading blocks that contexts share, such as a system prompt.
 
-A chained hash covers all blocks before it. So two contexts share exactly their common prefix, and a hash stands
-at the same place of all contexts that have it.
+A chained hash covers all blocks before it. So two contexts share exactly their common prefix, and a hash
+stands at the same place of all contexts that have it.
 """
 
 from __future__ import annotations
