@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from sojourn_server.core.events_and_actions import RequestChosen, VictimNeeded
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.preemption_policies import BestFitVictim
+from sojourn_server.policies.preemption_policies import MOST_PREEMPTIONS
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
 from test_vllm_kv_offload_connector_random import BLOCK, Device, Step, hash_at, hash_of
 
@@ -29,7 +29,7 @@ SHAPE = {
 }
 """Room for 2,048 tokens."""
 HOST = {"host_blocks": 800, "own_tiers": True}
-MOST_TIMES = BestFitVictim().most_preemptions + 1
+MOST_TIMES = MOST_PREEMPTIONS + 1
 """Thrice, and once more where all who run have been preempted so often."""
 MOST_TIMES_CROWDED = 2 * MOST_TIMES
 """Where everybody is let in, all who run have soon been preempted so often, and the least often goes."""
