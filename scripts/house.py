@@ -55,7 +55,7 @@ BUDGETS = {
     "sojourn_integrations": 5_399,
     "traces": 1_900,
     "programs": 1_877,
-    "policies": 6_325,
+    "policies": 6_326,
     "metrics": 1_890,
     "predictors": 616,
     "kv_offload": 4_822,

@@ -44,7 +44,7 @@ def test_it_is_a_setting_of_the_engine(tmp_path: Path) -> None:
     ("quota", "pair_s", "more", "said"),
     [
         ("0.3", None, (), "sojourn profile measures one"),
-        ("-1", None, (), "expected a number"),
+        ("-1", None, (), "expected `float` >= 0.0"),
         ("0.3", 0.0, (), "measure longer contexts"),
         ("0.3", 1e-9, ("--no-enable-chunked-prefill",), "expected chunked prefill"),
         ("0.3", None, ("--policy", "stock"), "stock"),

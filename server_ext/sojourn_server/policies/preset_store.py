@@ -10,11 +10,10 @@ from another source, such as a recording, imports nothing.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from importlib.resources import files
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import msgspec
 from sojourn.errors import InputError
 
-from .toml_document import TomlError, load_toml
+from .toml_document import TomlError, did_you_mean, load_toml
 
 DEFAULT_PRESET = "sojourn"
 """Name of the preset that an engine runs if the user chooses none."""
@@ -38,12 +37,6 @@ PresetT = TypeVar("PresetT")
 
 class PresetError(InputError):
     """A preset is invalid. The message names the wrong value and the expected one."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message, ``; did you mean 'NAME'?``, or "" if no known name is similar."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

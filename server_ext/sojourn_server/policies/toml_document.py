@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 import tomllib
@@ -29,3 +31,9 @@ def load_toml(text: str) -> dict[str, Any]:
         elif isinstance(value, int) and not -_MAX_INTEGER <= value < _MAX_INTEGER:
             raise TomlError(f"not TOML: an integer of {value.bit_length()} bits; expected at most 64")
     return document
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message, ``; did you mean 'NAME'?``, or "" if no known name is similar."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

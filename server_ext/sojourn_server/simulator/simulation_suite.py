@@ -19,7 +19,7 @@ from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from typing import Any, NamedTuple
 
-from sojourn_server.policies.preset_store import did_you_mean
+from sojourn_server.policies.toml_document import did_you_mean
 
 from .report.run_metrics import summarize_run
 from .report.run_row import RunRow

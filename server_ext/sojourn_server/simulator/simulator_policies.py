@@ -21,7 +21,8 @@ from sojourn_server.policies.cluster_preset import (
     read_cluster_preset,
 )
 from sojourn_server.policies.preset import load_preset, preset_names, read_preset
-from sojourn_server.policies.preset_store import PresetError, did_you_mean
+from sojourn_server.policies.preset_store import PresetError
+from sojourn_server.policies.toml_document import did_you_mean
 
 from .request_router import UNLIMITED_S, ClusterRouter, PassThroughRouter, RequestRouter
 from .thunderagent_router import ThunderAgentRouter

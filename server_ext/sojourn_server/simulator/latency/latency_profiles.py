@@ -19,8 +19,7 @@ from typing import Any
 
 from sojourn.errors import InputError
 
-from ...policies.preset_store import did_you_mean
-from ...policies.toml_document import TomlError, load_toml
+from ...policies.toml_document import TomlError, did_you_mean, load_toml
 
 SHIPPED_PROFILES = Path(__file__).parent / "profiles"
 RUNTIME_BYTES = 1.0 * 2**30
