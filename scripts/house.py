@@ -65,7 +65,7 @@ BUDGETS = {
     "routing": 3_168,
     "api": 2_119,
     "launch": 1_898,
-    "vllm": 7_777,
+    "vllm": 7_778,
     "gateway": 5_946,
     "simulator": 7_553,
     "replay": 819,

@@ -16,7 +16,7 @@ from rich.text import Text
 from ..metrics.live_frame import LiveFrame, ProgramRow
 from ..metrics.move_descriptions import move_in_words
 from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases, split_gap
-from ..policies.preset_store import did_you_mean
+from ..policies.toml_document import did_you_mean
 from .api_key_option import api_key_option
 from .cli_error import CliError
 from .console import console, json_option, write_json

@@ -194,7 +194,7 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
 
 def _check_policy(policy: str, policy_file: str | None) -> None:
     from sojourn_server.policies.preset import preset_names
-    from sojourn_server.policies.preset_store import did_you_mean
+    from sojourn_server.policies.toml_document import did_you_mean
 
     known = (STOCK_POLICY, *preset_names())
     if policy_file is None and policy not in known:

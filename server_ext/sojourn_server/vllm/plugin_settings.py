@@ -20,7 +20,8 @@ from ..launch.prefill_decode_options import PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
 from ..policies.preset import Preset, parse_preset, preset_text
-from ..policies.preset_store import DEFAULT_PRESET, custom_class_loader, did_you_mean
+from ..policies.preset_store import DEFAULT_PRESET, custom_class_loader
+from ..policies.toml_document import did_you_mean
 from .compat import running_vllm
 
 if TYPE_CHECKING:
