@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.policies.preemption_policies import NO_OFFLOAD_S_PER_TOKEN
+from sojourn_server.policies.preemption_policies import (
+    NO_OFFLOAD_S_PER_TOKEN,
+    CheaperRecovery,
+    RecoveryMethod,
+)
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN
 from test_vllm_preemption_faults import COPY_S, HOST, SHAPE, Timed, away, kept, some_tokens
 
@@ -107,9 +111,10 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
 @pytest.mark.parametrize("program", ["B", None])
 @pytest.mark.parametrize("ended", [False, True], ids=["others run", "others have ended"])
 def test_recomputing_one_request_does_not_change_others_copies(
-    engine: Any, program: str | None, ended: bool
+    engine: Any, program: str | None, ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on = engine('recovery = "recompute"')
+    monkeypatch.setattr(CheaperRecovery, "recovery", lambda *_: RecoveryMethod.RECOMPUTE)
+    on = engine('recovery = "cheaper"')
     add(on, "a", [*BEGINNING, *some_tokens("a", 40)], "A")
     victim = add(on, "b", [*BEGINNING, *some_tokens("b", 40)], program)
     if ended:
