@@ -274,8 +274,8 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """Choose how a preempted request recovers the KV of ``tokens`` tokens, of which ``copied_tokens`` are
-        in host memory already."""
+        """Choose how a preempted request recovers its KV. ``tokens``: tokens whose KV it lost.
+        ``copied_tokens``: those of them whose KV is in host memory."""
         return self._preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------

@@ -32,7 +32,7 @@ class LeaseManager:
         self._state = state
         self._leases = state.leases
         self.pressed = getattr(state.preset.retention, "pressed", None)
-        """The retention policy's rule of which leases memory pressure ends; ``None``: it has none."""
+        """Returns the leases that end under memory pressure; ``None`` if the retention policy ends none."""
         self._refused: tuple[ReclaimRequest, int] | None = None
         """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` at that
         time."""

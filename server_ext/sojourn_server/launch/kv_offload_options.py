@@ -13,7 +13,7 @@ from .launch_errors import InvalidOption
 
 GIB = 1 << 30
 AUTO = "auto"
-"""Value of ``--kv-host-gib``: ``auto_host_bytes``, of which the engine takes four times its device's KV."""
+"""Value of ``--kv-host-gib``: four times the device's KV, at most ``auto_host_bytes``."""
 BACKENDS = ("sojourn", "vllm")
 OFFLOAD_CONNECTOR = "SojournConnector"
 OFFLOAD_CONNECTOR_MODULE = "sojourn_server.vllm.kv_offload_connector"
