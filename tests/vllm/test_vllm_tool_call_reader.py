@@ -66,7 +66,8 @@ def test_every_parser_that_vllm_ships_reads_its_sample(reader_of, monkeypatch, c
 
 
 @pytest.mark.parametrize(
-    ("parser", "sample"), [*((name, name) for name in sorted(OWN_READS)), ("none", "hermes"), (None, "hermes")]
+    ("parser", "sample"),
+    [*((name, name) for name in sorted(OWN_READS)), ("none", "hermes"), (None, "hermes")],
 )
 def test_sojourns_own_parser_reads_where_vllms_cannot(reader_of, parser, sample):
     index = list(SAMPLES).index(sample)
