@@ -51,18 +51,20 @@ def test_continuum_has_the_papers_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "retention"),
+    ("name", "retention", "base", "differs"),
     [
-        ("fixed-ttl", FixedRetention(ttl_s=10.0)),
-        ("program-fcfs", NoRetention()),
-        ("static-ttl", ContinuumRetention(min_samples=10**9)),
+        ("fixed-ttl", FixedRetention(ttl_s=10.0), "continuum", {"retention", "admission"}),
+        ("program-fcfs", NoRetention(), "continuum-paper", {"retention"}),
+        ("static-ttl", ContinuumRetention(min_samples=10**9), "continuum-paper", {"retention"}),
     ],
 )
-def test_an_ablation_differs_from_continuum_in_retention_alone(name: str, retention: object) -> None:
-    base, ablation = load_preset("continuum-paper"), load_preset(name)
+def test_how_an_ablation_differs_from_continuum(
+    name: str, retention: object, base: str, differs: set[str]
+) -> None:
+    extended, ablation = load_preset(base), load_preset(name)
     assert ablation.retention == retention
-    for question in POLICY_CLASSES.keys() - {"retention"}:
-        assert getattr(ablation, question) == getattr(base, question)
+    for question in POLICY_CLASSES.keys() - differs:
+        assert getattr(ablation, question) == getattr(extended, question)
 
 
 def test_continuum_differs_from_the_paper_in_admission_and_in_whose_leases_a_waiting_request_takes() -> None:

@@ -36,8 +36,9 @@ def test_a_sound_recording_comes_out_the_same(recording: Path, tmp_path: Path):
 
 def test_a_changed_recording_is_an_error_after_its_report(recording: Path, tmp_path: Path):
     lines = recording_lines(recording)
-    index = grants(lines)[0]
-    lines[index][2][0][-1][1]["ttl_s"] += 1.0
+    actions = lines[next(iter(grants(lines)))][2][0]
+    granted = next(action for action in actions if action[0] == "LeaseGranted")
+    granted[2] += 1.0  # the lease's TTL in seconds
     result = run(str(write_lines(tmp_path / "changed.recording", lines)))
     assert isinstance(result.exception, CliError)
     assert result.exception.exit_code == 1

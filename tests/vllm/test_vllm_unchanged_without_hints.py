@@ -211,7 +211,7 @@ def test_a_diffusion_model_is_refused_because_it_needs_vllms_scheduler(asynchron
         ({"polcy": "continuum"}, "did you mean 'policy'"),
         ({"policy": "continum"}, "did you mean 'continuum'"),
         ({"lease_budget_fraction": 1.5}, "lease_budget_fraction"),
-        ({"lease_budget_fraction": "much"}, "expected a number"),
+        ({"lease_budget_fraction": "much"}, "expected `float`"),
         ({"max_programs": 0}, "max_programs"),
         ({"profile_file": "/nowhere/profile.toml"}, "profile_file"),
     ],
