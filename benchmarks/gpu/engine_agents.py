@@ -94,7 +94,7 @@ def make_model(folder: Path, cuda: bool) -> str:
     return str(folder)
 
 
-def server_of(arm: Arm, model: str, setup: Setup, cuda: bool, runner: str, log: Path) -> EngineServer:
+def server_of(arm: Arm, model: str, setup: Setup, cuda: bool, log: Path) -> EngineServer:
     """Return the server of an arm, not yet started."""
     from sojourn_server.launch.engine_server import EngineServer
     from sojourn_server.launch.serve_command import FORCED_TOKENS
@@ -105,14 +105,15 @@ def server_of(arm: Arm, model: str, setup: Setup, cuda: bool, runner: str, log: 
         "--max-num-seqs", "64",
         "--num-gpu-blocks-override", str(setup.pool_tokens // setup.block_tokens + 1),
         "--block-size", str(setup.block_tokens),
-        "--logits-processors", FORCED_TOKENS + ("V2" if runner == "V2" and cuda else ""),
+        "--logits-processors", FORCED_TOKENS,
     ]  # fmt: skip
     env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     if not cuda:
         flags.append("--enforce-eager")
     else:
         flags += [*CUDA_FLAGS, "--kv-cache-memory-bytes", str(pool_bytes + 64 * 2**20)]
-        env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+        # Forced tokens need model runner V1.
+        env = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     flags += ["--kv-host-gib", str(arm.host * pool_bytes / GIB)]
     if arm.host:
         flags += ["--tier-backend", "vllm"] if arm.policy == "stock" else []
@@ -130,7 +131,7 @@ def server_of(arm: Arm, model: str, setup: Setup, cuda: bool, runner: str, log: 
 
 @contextmanager
 def started(
-    arms: Sequence[Arm], model: str, setup: Setup, cuda: bool, runner: str, logs: Path
+    arms: Sequence[Arm], model: str, setup: Setup, cuda: bool, logs: Path
 ) -> Iterator[dict[tuple[str, float, float], EngineServer | Exception | str]]:
     """Start the servers of these arms at the same time. Yield each server, the error of its start, or why it
     was not started."""
@@ -142,7 +143,7 @@ def started(
             servers[kind] = "vLLM's own connector to host memory needs CUDA"
             continue
         log = logs / f"serve-{arm.group}-{number}-{arm.policy}.log"
-        made.append((kind, server_of(arm, model, setup, cuda, runner, log)))
+        made.append((kind, server_of(arm, model, setup, cuda, log)))
     # Twice as many threads: SIGTERM stops servers whose starts are still running.
     with ThreadPoolExecutor(2 * len(made) + 1) as pool:
         try:

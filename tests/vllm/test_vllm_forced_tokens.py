@@ -1,4 +1,4 @@
-"""The logits processors against hand-made batches; the engine itself is in tests/engine."""
+"""The logits processor against hand-made batches; the engine itself is in tests/engine."""
 
 from __future__ import annotations
 
@@ -108,9 +108,8 @@ def test_an_id_beyond_the_vocabulary_ends_the_forcing(batch):
     ],
 )
 def test_bad_ids_are_refused_with_the_reason(forced, ids, said):
-    for processor in (forced.ForcedTokens, forced.ForcedTokensV2):
-        with pytest.raises(ValueError, match=said):
-            processor.validate_params(params(ids))
+    with pytest.raises(ValueError, match=said):
+        forced.ForcedTokens.validate_params(params(ids))
 
 
 def test_the_vocabulary_bounds_the_ids_where_it_is_known(forced):
@@ -120,56 +119,3 @@ def test_the_vocabulary_bounds_the_ids_where_it_is_known(forced):
     with pytest.raises(ValueError, match="vocabulary size 20"):
         forced.ForcedTokens.validate_params(params([VOCABULARY]))
     forced.ForcedTokens.validate_params(params())
-
-
-class Slots:
-    """Model runner V2's view: slots that stay, rows that move."""
-
-    def __init__(self, forced, prompt_lengths) -> None:
-        lengths = torch.tensor(prompt_lengths, dtype=torch.int32)
-        states = SimpleNamespace(
-            device=torch.device("cpu"), max_num_reqs=4, prompt_len=SimpleNamespace(gpu=lengths)
-        )
-        self.processor = forced.ForcedTokensV2(config(), states)
-
-    def step(self, rows):
-        """``rows`` are (slot, position of the input token)."""
-        slots = torch.tensor([slot for slot, _ in rows], dtype=torch.int32)
-        context = SimpleNamespace(
-            expanded_idx_mapping=slots,
-            idx_mapping_np=slots.numpy(),
-            pos=torch.tensor([position for _, position in rows], dtype=torch.int64),
-        )
-        logits = torch.arange(len(rows) * VOCABULARY, dtype=torch.float32).reshape(len(rows), VOCABULARY)
-        self.processor.apply_staged_writes()
-        return self.processor.apply(logits, context).argmax(dim=1).tolist()
-
-
-def test_v2_is_what_vllms_loader_accepts(forced):
-    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
-
-    assert issubclass(forced.ForcedTokensV2, LogitsProcessor)
-    assert not issubclass(forced.ForcedTokens, LogitsProcessor)
-
-
-def test_v2_follows_positions_and_slots(forced):
-    slots = Slots(forced, [10, 5, 7, 0])
-    assert slots.processor.add_request(0, params([3, 4])) is True
-    assert slots.processor.add_request(1, params()) is False
-    assert slots.processor.add_request(2, params([6, 7, 8])) is True
-    # The last prompt token's logits give the first output token; rows come in any order.
-    assert slots.step([(2, 6), (0, 9), (1, 4)]) == [6, 3, FREE]
-    assert slots.step([(0, 10), (2, 8)]) == [4, 8]
-    assert slots.step([(0, 11), (2, 9), (1, 5)]) == [FREE, FREE, FREE]
-    assert slots.step([(0, 5)]) == [FREE]  # a chunk of the prompt samples nothing that counts
-
-
-def test_v2_a_recycled_slot_forgets(forced):
-    slots = Slots(forced, [2, 2, 2, 2])
-    slots.processor.add_request(1, params([9, 9, 9]))
-    assert slots.step([(1, 1)]) == [9]
-    slots.processor.add_request(1, params())
-    assert slots.step([(1, 1)]) == [FREE]
-    slots.processor.add_request(1, params([4]))
-    assert slots.step([(1, 1)]) == [4]
-    assert slots.step([(1, 2)]) == [FREE]

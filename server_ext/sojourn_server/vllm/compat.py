@@ -89,9 +89,6 @@ _NAMES = {
     "vllm.v1.sample.logits_processor": "BatchUpdate, LogitsProcessor, MoveDirectionality",
     "vllm.v1.structured_output": "StructuredOutputManager",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
-    "vllm.v1.worker.gpu.sample.logits_processor.interface": (
-        "LogitsContext, LogitsProcRequestState, LogitsProcessor as LogitsProcessorV2"
-    ),
     "vllm.v1.worker.gpu_worker": "Worker as GPUWorker",
 }
 """Module of vLLM → the names that sojourn imports from it. ``X as Y``: vLLM's ``X`` is called ``Y`` here."""

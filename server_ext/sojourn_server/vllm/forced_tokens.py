@@ -1,4 +1,4 @@
-"""Logits processors that make a request emit given tokens, to replay a recorded trajectory on a real engine.
+"""A logits processor that makes a request emit given tokens, to replay a recorded trajectory on an engine.
 
 A request has ``vllm_xargs={"replay_ids": [...]}``. Its n-th output token is then the n-th id, for any
 sampling parameters. After the last id the model samples as usual. To avoid that, end the ids with the
@@ -6,11 +6,10 @@ end-of-message token, or set ``max_tokens`` to their number. Everything else is 
 stopping, tool parsing. Preemption is harmless: the index of the next id is the request's number of output
 tokens, which preemption does not change.
 
-Model runner V1 (the CPU, and CUDA with ``VLLM_USE_V2_MODEL_RUNNER=0``) needs vLLM's option
-``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens``. Model runner V2, the CUDA default,
-needs ``:ForcedTokensV2`` instead. Neither class is an entry point, because both runners load the same entry
-points and each rejects the other's classes. Speculative decoding is not supported, because drafted tokens
-would have to be forced too.
+vLLM's option is ``--logits-processors sojourn_server.vllm.forced_tokens:ForcedTokens``. It needs model
+runner V1: the CPU's, and on CUDA ``VLLM_USE_V2_MODEL_RUNNER=0``. The class is no entry point, because both
+runners load the same entry points and V2 rejects it. Speculative decoding is not supported, because drafted
+tokens would have to be forced too.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compat import LogitsProcessor, LogitsProcessorV2, MoveDirectionality
+from .compat import LogitsProcessor, MoveDirectionality
 
 if TYPE_CHECKING:
-    from .compat import BatchUpdate, LogitsContext, LogitsProcRequestState, SamplingParams, VllmConfig
+    from .compat import BatchUpdate, SamplingParams, VllmConfig
 
 # A child of vLLM's logger uses its handlers.
 logger = logging.getLogger("vllm.sojourn.forced_tokens")
@@ -70,12 +69,12 @@ class ForcedTokens(LogitsProcessor):
         replay_ids(sampling_params)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        _remember_vocabulary(vllm_config)
+        global _vocab_size
+        _vocab_size = int(vllm_config.model_config.get_vocab_size())
         # row -> (forced ids, the request's output tokens so far: the list that vLLM itself appends to)
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Return false, because the processor changes the arg max."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -105,77 +104,10 @@ class ForcedTokens(LogitsProcessor):
             (row, ids[len(output)]) for row, (ids, output) in self._rows.items() if len(output) < len(ids)
         ]
         if forced:
-            _force(logits, torch.tensor(forced, dtype=torch.long).to(logits.device, non_blocking=True))
+            rows, tokens = torch.tensor(forced, dtype=torch.long).T.to(logits.device, non_blocking=True)
+            logits[rows] = float("-inf")
+            logits[rows, tokens] = 0.0
         return logits
-
-
-class ForcedTokensV2(LogitsProcessorV2):
-    """Forces tokens in model runner V2. State is stored per request slot. The tests cover only its
-    interface, because model runner V2 needs CUDA; ``benchmarks/gpu/engine.py`` runs it.
-
-    A table on the device has one row of forced ids for each slot. The table is as wide as the longest list
-    so far. The device itself computes how many output tokens a request has: its position plus one, minus the
-    prompt's length. So ``apply`` never waits for the device.
-    """
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ``ValueError`` for ids that cannot be forced. Runs in the API server."""
-        replay_ids(sampling_params)
-
-    def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
-        _remember_vocabulary(vllm_config)
-        self._states = req_states
-        self._lengths: dict[int, int] = {}  # forced slots, on the host
-        self._staged: dict[int, list[int]] = {}
-        self._table = torch.full((req_states.max_num_reqs, 1), -1, dtype=torch.long, device=req_states.device)
-
-    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """Prepare the slot ``req_idx`` for a new request. Return whether the request has forced tokens."""
-        ids = _forcible(sampling_params)
-        was_forced = self._lengths.pop(req_idx, None) is not None
-        if ids:
-            self._lengths[req_idx] = len(ids)
-        if ids or was_forced:
-            self._staged[req_idx] = ids
-        return bool(ids)
-
-    def apply_staged_writes(self) -> None:
-        """Write the token ids that ``add_request`` collected to the table on the device."""
-        if not self._staged:
-            return
-        longest = max(map(len, self._staged.values()))
-        if longest > self._table.shape[1]:
-            grown = self._table.new_full((self._table.shape[0], longest), -1)
-            grown[:, : self._table.shape[1]] = self._table
-            self._table = grown
-        for slot, ids in self._staged.items():
-            self._table[slot] = -1
-            if ids:
-                self._table[slot, : len(ids)] = torch.tensor(ids, dtype=torch.long).to(
-                    self._table.device, non_blocking=True
-                )
-        self._staged.clear()
-
-    def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
-        """Force the next tokens by changing ``logits`` ([rows, vocabulary]) in place, and return it. A forced
-        row has one finite logit. ``ctx.expanded_idx_mapping`` maps each row to its request slot."""
-        if not any(int(slot) in self._lengths for slot in ctx.idx_mapping_np):
-            return logits
-        slots = ctx.expanded_idx_mapping.long()
-        position = ctx.pos.long() + 1 - self._prompt_lengths()[slots].long()
-        width = self._table.shape[1]
-        token = self._table[slots, position.clamp(0, width - 1)]
-        forced = (token >= 0) & (position >= 0) & (position < width)
-        # Selecting rows by a device mask would make the host wait for the number of rows.
-        chosen = logits.gather(1, token.clamp(min=0).unsqueeze(1))
-        replacement = torch.full_like(logits, float("-inf"))
-        replacement.scatter_(1, token.clamp(min=0).unsqueeze(1), torch.zeros_like(chosen))
-        torch.where(forced.unsqueeze(1), replacement, logits, out=logits)
-        return logits
-
-    def _prompt_lengths(self) -> torch.Tensor:
-        return self._states.prompt_len.gpu
 
 
 def _forcible(params: SamplingParams) -> list[int]:
@@ -193,15 +125,3 @@ def _forcible(params: SamplingParams) -> list[int]:
         )
         return ids[:position]
     return ids
-
-
-def _force(logits: torch.Tensor, forced: torch.Tensor) -> None:
-    """Force tokens by changing ``logits`` in place. ``forced`` has shape [n, 2]: (row, token id)."""
-    rows, tokens = forced[:, 0], forced[:, 1]
-    logits[rows] = float("-inf")
-    logits[rows, tokens] = 0.0
-
-
-def _remember_vocabulary(vllm_config: VllmConfig) -> None:
-    global _vocab_size
-    _vocab_size = int(vllm_config.model_config.get_vocab_size())
