@@ -158,7 +158,8 @@ def _operation(
     ]  # fmt: skip
     for name, schema in parameters.get("properties", {}).items():
         own = _without_null({key: value for key, value in schema.items() if key != "description"})
-        parameter = {"name": name, "in": "query", "required": False, "schema": own}
+        required = "default" not in schema
+        parameter = {"name": name, "in": "query", "required": required, "schema": own}
         if "description" in schema:
             parameter["description"] = schema["description"]
         document["parameters"].append(parameter)
@@ -288,6 +289,13 @@ class LoadByRank(msgspec.Struct, frozen=True):
     engines: list[engine_answers.EngineLoad]
 
 
+class PolicyQuery(msgspec.Struct):
+    """Query parameters of ``POST /policy``."""
+
+    on: bool
+    """False: the engine decides as stock vLLM."""
+
+
 class ExplainQuery(msgspec.Struct):
     """Query parameters of ``GET /programs/{program_id}/explain``."""
 
@@ -323,6 +331,7 @@ EVENT_STREAM = {"text/event-stream": "Server-sent events; the data of each is a 
 ENGINE_OPERATIONS = {
     ("POST", "/events"): Operation(OutcomeBatch, body=EventBatch),
     ("GET", "/capabilities"): Operation(Annotated[Any, either(ServerCapabilities, StockServerCapabilities)]),
+    ("POST", "/policy"): Operation(engine_answers.PolicyState, PolicyQuery),
     ("GET", "/programs"): Operation(engine_answers.ProgramList, ProgramsQuery),
     ("GET", "/load"): Operation(LoadByRank),
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),

@@ -69,8 +69,7 @@ class DemandForecaster:
     clock."""
 
     def __init__(self, state: SchedulerState) -> None:
-        preset = state.preset
-        self._preset = preset
+        self._state = state
         self._pool = state.pool
         self._lengths = state.histories.output_lengths
         self._hints_off = state.histories.hints_off
@@ -78,7 +77,7 @@ class DemandForecaster:
         self._host_link = state.host_link
         self._request_states = state.requests.states
         self._recorder = state.recorder
-        self.predictor = preset.output_length
+        self.predictor = state.preset.output_length
         """Policy that predicts remaining tokens. The simulator may set a policy that knows the true
         lengths."""
         self._step_s = 0.0
@@ -219,7 +218,7 @@ class DemandForecaster:
         self._counted = {view.request_id: self._growth(view, now) for view in event.running}
         self._needed = needed_blocks(self._counted.values(), self._pool.tokens_per_block)
         self._room_blocks = self._available_blocks(event.running, event.used_blocks)
-        forecast = self._preset.forecast
+        forecast = self._state.preset.forecast
         if not forecast.is_used or forecast.steps_until_shortage(self.demand, now) is None:
             return None
         chosen = self._victim(event.running, 0, event.used_blocks, now)
@@ -276,7 +275,7 @@ class DemandForecaster:
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
         """Choose how a preempted request recovers its KV. ``tokens``: tokens whose KV it lost.
         ``copied_tokens``: those of them whose KV is in host memory."""
-        return self._preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
+        return self._state.preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
 
     # -- inside ---------------------------------------------------------------
 
@@ -287,7 +286,7 @@ class DemandForecaster:
         views = [self.with_predictions(view, now) for view in running]
         room_blocks = self._available_blocks(views, used_blocks)
         need = BlockShortage(short_blocks, room_blocks, self._pool.tokens_per_block, self._step_s)
-        chosen = self._preset.victim.victim(views, need, now)
+        chosen = self._state.preset.victim.victim(views, need, now)
         return next((view for view in views if view.request_id == chosen), None)
 
     def _available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
@@ -402,7 +401,6 @@ class AdmissionController:
     """Asks the admission policy about the requests to which it applies. All others are admitted."""
 
     def __init__(self, state: SchedulerState, demand_forecaster: DemandForecaster) -> None:
-        self._policy = state.preset.admission
         self._state = state
         self._leases = state.leases
         self._demand_forecaster = demand_forecaster
@@ -432,9 +430,9 @@ class AdmissionController:
         last reported state applies.
         """
         program = request_state.program
-        if program is None or not self._policy.is_used:
+        if program is None or not self._state.preset.admission.is_used:
             return False
-        if self._policy.forecasts:
+        if self._state.preset.admission.forecasts:
             return True
         if preempted is None:
             preempted = request_state.preempted
@@ -453,7 +451,7 @@ class AdmissionController:
         pool, forecaster = self._state.pool, self._demand_forecaster
         growth, turns = self._state.histories.growth_tokens, self._state.histories.turns
         own = demand = None
-        if self._policy.forecasts:
+        if self._state.preset.admission.forecasts:
             # The policy may have accepted the request before, without the engine admitting it.
             forecaster.remove_demand(request_state.request_id)
             tokens = int(max(0, event.need_blocks - pool.fixed_blocks) * pool.tokens_per_block)
@@ -481,7 +479,7 @@ class AdmissionController:
             available_blocks=demand.available_blocks if demand is not None else 0,
             since_shortage_s=max(0.0, now - self._state.last_shortage_s),
         )
-        is_admitted = self._policy.may_admit(view, now)
+        is_admitted = self._state.preset.admission.may_admit(view, now)
         self._state.programs.signal(program, ProgramSignal.UNGATE if is_admitted else ProgramSignal.GATE)
         if is_admitted:
             # Recorded now, since several requests may be accepted before the engine reports an admission.

@@ -99,6 +99,15 @@ class StockCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     paths: dict[str, Any] | None
 
 
+class PolicyState(msgspec.Struct, frozen=True):
+    """The policy of an engine, after a switch."""
+
+    policy: str
+    """``off`` while the policy is switched off."""
+    started_with: str
+    """The policy with which the engine started."""
+
+
 class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The lease that keeps a program's KV on the device."""
 

@@ -34,7 +34,7 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
-from .events_and_actions import Action, Event
+from .events_and_actions import Action, Event, PolicySwitched
 from .program_scheduler import ProgramScheduler
 from .request_hints import HINTED_TTL, unused_fields, unused_hint_fields
 from .request_table import RequestState
@@ -62,6 +62,7 @@ class _Arguments(msgspec.Struct):
     limit: int | None = None
     since: int | None = None
     changed_within_s: float | None = None
+    on: bool | None = None
 
     def limit_from(self, default: int, most: int) -> int:
         """Return ``limit``, but 1 to ``most``; ``default`` if it is absent."""
@@ -185,6 +186,11 @@ class EngineService:
             missing=self._view.missing,
             paths=self._view.paths.capabilities(),
         )
+
+    def _policy(self, arguments: _Arguments, now: float) -> answers.PolicyState:
+        if arguments.on is not None:
+            self._view.handle(PolicySwitched(arguments.on), now)
+        return answers.PolicyState(self._state.preset.name, self._program_scheduler.own_preset.name)
 
     def _programs(self, arguments: _Arguments, now: float) -> answers.ProgramList:
         programs, limit = self._state.programs, arguments.limit_from(100, MAX_PROGRAMS_SHOWN)
@@ -426,6 +432,7 @@ class EngineService:
 
 _OPERATIONS: dict[str, Callable[[EngineService, _Arguments, float], Any]] = {
     "capabilities": EngineService._capabilities,
+    "policy": EngineService._policy,
     "programs": EngineService._programs,
     "program": EngineService._program,
     "load": EngineService._load,

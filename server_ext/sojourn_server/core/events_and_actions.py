@@ -249,10 +249,17 @@ class CacheReset(_Event, frozen=True):
     """Whether the prefix cache on the device was cleared too."""
 
 
+class PolicySwitched(_Event, frozen=True):
+    """The operator switched the policy off or on again. While it is off, the engine decides as stock vLLM."""
+
+    on: bool
+
+
 Event = (
     RequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp | TurnFinished
     | ClientEventReceived | Tick | StepCompleted | AdmissionRequested | BlocksNeeded | VictimNeeded
     | DemandSampled | OutputLengthPredicted | BlocksEvicted | PrefetchStarted | CacheResetStarted | CacheReset
+    | PolicySwitched
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, WaitingRequestView
+from ..policies.preset import switched_off
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from . import events_and_actions as ev
@@ -82,7 +83,9 @@ class ProgramScheduler:
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
-        self.preset = state.preset
+        self.preset = self.own_preset = state.preset
+        """The present preset, and the one with which the engine started. They differ while the policy is
+        switched off."""
         self.pool = state.pool
         self.limits = state.limits
         self.histories = state.histories
@@ -126,6 +129,7 @@ class ProgramScheduler:
             ev.PrefetchStarted: self.predictor.prefetch_started,
             ev.CacheResetStarted: self._cache_reset_started,
             ev.CacheReset: self._cache_reset,
+            ev.PolicySwitched: self._policy_switched,
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
@@ -451,6 +455,28 @@ class ProgramScheduler:
         for program_id in lost:
             self.lease_manager.record_release(program_id, DecisionReason.RESET)
         self.tiers.cache_reset(device=event.device)
+
+    def _policy_switched(self, event: ev.PolicySwitched, now: float) -> None:
+        """Switch to the preset that decides as stock vLLM, or back. What the scheduler learns, it learns in
+        both states."""
+        state, requests = self.state, self._requests.states
+        if event.on == (state.preset is self.own_preset):
+            return
+        self.preset = state.preset = self.own_preset if event.on else switched_off(self.own_preset)
+        self.decisions.add(now, "policy", None, "on" if event.on else "off")
+        if event.on:
+            moves = self.tiers.begin_again(requests.values(), now)
+        else:
+            self.lease_manager.end_all(DecisionReason.SWITCHED_OFF, now)
+            moves = self.tiers.give_up()
+        for program, move in moves:
+            self._moved(program, move, now)
+        for program in self._programs:
+            self.predictor.eviction_key_changed(program)  # it has another tier
+        for request_state in requests.values():
+            if request_state.program is not None and self.tiers.is_parked(request_state):
+                self._programs.signal(request_state.program, ProgramSignal.GATE)
+            self._outbox.append(ev.QueuePlaceChanged(request_state.request_id))
 
     # -- queries: they change nothing -------------------------------------------
 

@@ -12,12 +12,13 @@ placed programs are collected in one pass, and only outdated ones are built anew
 A *parked* request is a waiting request that may not run, even if blocks are free: its program is not on the
 device, or the request arrived after its program was marked to leave the device. No request is parked for
 ever: after a limit it is refused with an error, or released (its program is placed on the device), as the
-policy says. After an error of the policy no request is parked, and the engine's own order applies."""
+policy says. After an error of the policy, or while it is switched off, no request is parked, and the
+engine's own order applies."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sojourn.ids import ProgramId
@@ -62,7 +63,7 @@ class TierManager:
         self.policy: PlacementPolicy = state.preset.placement
         """A simulation may set a policy that knows the programs' futures."""
         self.places = self.policy.is_used
-        """Whether programs are placed; False after the policy has failed."""
+        """Whether programs are placed; False after the policy has failed or was switched off."""
         self.limits = state.limits
         self._pool = state.pool
         self._reload = state.reload
@@ -252,16 +253,32 @@ class TierManager:
             try:
                 yield from self._ask(now)
             except Exception:
-                waiting = [place.program for place in self._places.values() if place.waiting]
-                self.places = False
-                self._places.clear()
-                self._untracked.clear()
-                self._overdue_at_s = math.inf
-                for program in waiting:
-                    yield program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP)
+                yield from self.give_up()
                 raise
         if not self.policy.refuses and (released := self._next_released(now)) is not None:
             yield from self._apply(TierMove(released, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
+
+    def give_up(self) -> Iterator[Moved]:
+        """Turn placement off. Yields a move to the device for each program with a waiting request."""
+        waiting = [place.program for place in self._places.values() if place.waiting]
+        self.places = False
+        self._places.clear()
+        self._untracked.clear()
+        self._overdue_at_s = math.inf
+        for program in waiting:
+            yield program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP)
+
+    def begin_again(self, requests: Iterable[RequestState], now: float) -> Iterator[Moved]:
+        """Turn placement on again, if the preset has one. ``requests``: those in the engine. Yields a move to
+        the device for each program with an admitted request."""
+        self.places = self.policy.is_used
+        for request_state in requests:
+            hashes = request_state.block_hashes or ()
+            self.arrived(request_state, now, hashes)
+            if request_state.admitted:
+                move = self.admitted(request_state, now, hashes)
+                if move is not None and request_state.program is not None:
+                    yield request_state.program, move
 
     def take_refused(self, now: float) -> list[RequestState]:
         """Return the parked requests that have waited for ``gate_timeout_s`` seconds, each once, if the

@@ -107,7 +107,9 @@ LOST_CAUSES = frozenset(cause.value for cause in LossCause)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
 """Values of ``LossCause`` that say why no lease protected an evicted block. Evicted blocks without an owner
 are not counted."""
-LEASE_ENDS = frozenset({"ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed"})
+LEASE_ENDS = frozenset({
+    "ttl", "return", "end", "silent", "pressure", "reset", "superseded", "placed", "switched_off",
+})  # fmt: skip
 PLACES = frozenset(tier.value for tier in Tier)
 MOVE_TIMES = frozenset(when.value for when in MoveTiming)
 MOVE_REASONS = frozenset(reason.value for reason in MoveReason)

@@ -18,7 +18,7 @@ _WHY_IN = {
     "exchange": "it was ready while the tool of a program on the device ran",
     "futile": "many contexts were lost before their programs returned, so none waits for a place",
     "kept": "it was to leave after its turn, and may stay",
-    "given_up": "the policy failed, and all programs are admitted",
+    "given_up": "the policy failed or was switched off, and all programs are admitted",
 }
 """Reason → why a program entered the device."""
 _WHY_OUT = {

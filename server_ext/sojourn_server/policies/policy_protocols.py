@@ -58,6 +58,8 @@ class DecisionReason(str, Enum):
     PRESSURE = "pressure"
     RESET = "reset"
     SUPERSEDED = "superseded"
+    SWITCHED_OFF = "switched_off"
+    """The operator switched the policy off."""
     PLACED = "placed"
     """The placement policy has decided that the program's KV belongs in another tier."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import (
@@ -136,3 +136,9 @@ class Preset:
 PRESETS = PresetStore(folder="presets", what="policy", preset_class=Preset, classes=POLICY_CLASSES)
 preset_names, preset_text = PRESETS.names, PRESETS.text
 load_preset, read_preset, parse_preset = PRESETS.load, PRESETS.read, PRESETS.parse
+
+
+def switched_off(preset: Preset) -> Preset:
+    """Return the preset of an engine whose policy, ``preset``, is switched off: vLLM's own decisions. Blocks
+    keep the eviction order of ``preset``, in which they are queued."""
+    return replace(load_preset("observe"), name="off", eviction=preset.eviction)

@@ -52,7 +52,7 @@ class MoveReason(str, Enum):
     OVER = "over"
     """The program has ended."""
     GIVEN_UP = "given_up"
-    """The policy failed, and placement has stopped."""
+    """The policy failed or was switched off, and placement has stopped."""
 
 
 class TierMove(NamedTuple):

@@ -1,0 +1,80 @@
+"""Switching the policy of a running engine off and on again."""
+
+from __future__ import annotations
+
+from sojourn_server.core.events_and_actions import PolicySwitched
+from sojourn_server.core.program_scheduler import QueueState
+from sojourn_server.policies.preset import load_preset
+from sojourn_server.programs.program_status import ProgramStatus
+from virtual_engine import VirtualEngine, prompt
+
+
+def placing_engine() -> tuple[VirtualEngine, list[str]]:
+    """Return an engine with a running request, and the ids of three waiting ones: two that placement parks,
+    and one without a program between them."""
+    engine = VirtualEngine("sojourn", blocks=20)
+    engine.admit(engine.arrive("a", prompt(60, 1)))
+    waiting = [engine.arrive("b", prompt(60, 2)), engine.arrive(None, prompt(8, 3))]
+    engine.wait(1.0)
+    waiting.append(engine.arrive("c", prompt(60, 4)))
+    engine.step()
+    return engine, waiting
+
+
+def states(engine: VirtualEngine, requests: list[str]) -> list[QueueState]:
+    return [engine.program_scheduler.queue_place(request).state for request in requests]  # type: ignore[union-attr]
+
+
+def test_off_releases_held_requests_and_on_holds_them_again() -> None:
+    engine, waiting = placing_engine()
+    held = [QueueState.PARKED, QueueState.OPEN, QueueState.PARKED]
+    assert states(engine, waiting) == held
+    assert engine.ask("policy", on=False) == {"policy": "off", "started_with": "sojourn"}
+    assert states(engine, waiting) == [QueueState.OPEN] * 3
+    assert [each for each in engine.queue() if each in waiting] == waiting, "vLLM's order, by arrival"
+    assert engine.program("b").status is engine.program("c").status is ProgramStatus.REASONING
+    assert engine.reasons("to_device").count("given_up") == 2
+    late = engine.arrive("d", prompt(60, 5))
+    engine.wait(100.0)
+    assert states(engine, [late]) == [QueueState.OPEN]
+    assert engine.ask("stats")["policy"] == engine.ask("capabilities")["policy"] == "off"
+
+    assert engine.ask("policy", on=True) == {"policy": "sojourn", "started_with": "sojourn"}
+    engine.step()
+    assert states(engine, waiting) == held
+    assert engine.program("b").status is ProgramStatus.GATED
+    assert engine.reasons("policy") == ["off", "on"]
+
+
+def test_off_ends_leases_and_grants_none_and_a_second_switch_changes_nothing() -> None:
+    engine = VirtualEngine("fixed-ttl")
+    assert engine.turn("a", prompt(40)) is not None
+    engine.ask("policy", on=False)
+    engine.carry_out()
+    assert not engine.held
+    assert engine.reasons("release") == ["switched_off"]
+    assert engine.turn("a", prompt(80)) is None
+    before = len(engine.done)
+    engine.ask("policy", on=False)
+    engine.ask("policy")
+    assert engine.reasons("policy") == ["off"]
+    assert len(engine.done) == before
+    engine.ask("policy", on=True)
+    assert engine.turn("a", prompt(120)) is not None
+
+
+def test_off_lets_requests_in_that_admission_rejects() -> None:
+    engine = VirtualEngine("admit", blocks=20)
+    engine.admit(engine.arrive("a", prompt(40, 1)))
+    waiting = engine.arrive("b", prompt(40, 2))
+    assert states(engine, [waiting]) == [QueueState.GATED]
+    engine.ask("policy", on=False)
+    assert states(engine, [waiting]) == [QueueState.OPEN]
+
+
+def test_the_engine_looks_at_every_waiting_request_again() -> None:
+    engine, waiting = placing_engine()
+    actions = engine.program_scheduler.handle(PolicySwitched(on=False), engine.now)
+    changed = {action.request_id for action in actions if type(action).__name__ == "QueuePlaceChanged"}
+    assert changed >= set(waiting)
+    assert engine.program_scheduler.preset.order == load_preset("observe").order
