@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sojourn.ids import ProgramId
-from sojourn_server.core.lease_table import SILENCE_EXTENSION_S, SILENCE_INITIAL_S, Lease, LeaseTable
+from sojourn_server.core.leases import SILENCE_EXTENSION_S, SILENCE_INITIAL_S, Lease, LeaseTable
 from sojourn_server.policies.policy_protocols import DecisionReason
 
 P = ProgramId("p")
@@ -60,10 +60,12 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(name=names)
     def promised(self, name: ProgramId) -> None:
-        self.table.promised(name, self.now)
+        self.table.heard(name, self.now, promised=True)
         held = self.model.get(name)
         if held and held.silent_s is None:
             held.silent_s = self.now + SILENCE_INITIAL_S
+        elif held and held.silent_s is not None:
+            held.silent_s = max(held.silent_s, self.now + SILENCE_EXTENSION_S)
 
     @rule(name=names, seconds=st.sampled_from([-5.0, 0.0, 2.0, 50.0]))
     def extend(self, name: ProgramId, seconds: float) -> None:
@@ -98,7 +100,7 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def they_agree(self) -> None:
-        assert self.table.programs() == self.model.keys()
+        assert self.table.programs == self.model.keys()
         first: dict[int, str] = {}
         for held in self.table:
             model = self.model[held.program_id]

@@ -198,7 +198,7 @@ class Life(RuleBasedStateMachine):
     def tables_agree(self) -> None:
         check_tables(self.scheduler)
         state = self.scheduler.state
-        assert self.held == state.leases.programs(), "the engine holds what is leased"
+        assert self.held == state.leases.programs, "the engine holds what is leased"
         assert state.leases.held_blocks <= state.leases.budget_blocks
         for lease in state.leases:
             assert lease.expires_s <= max(lease.limit_s, lease.granted_s + lease.ttl_s)

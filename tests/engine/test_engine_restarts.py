@@ -23,7 +23,7 @@ import pytest
 import sojourn
 from engine_tools import SMALL_SERVER
 from gateway_process import GatewayProcess
-from sojourn_server.core.lease_table import SILENCE_INITIAL_S
+from sojourn_server.core.leases import SILENCE_INITIAL_S
 from sojourn_server.launch.engine_server import EngineServer
 from waiting import wait_until
 

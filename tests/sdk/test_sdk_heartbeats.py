@@ -14,7 +14,7 @@ from sojourn.ids import ProgramId
 from sojourn.program import Program
 from sojourn.testing import FakeServer
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart
-from sojourn_server.core.lease_table import SILENCE_EXTENSION_S
+from sojourn_server.core.leases import SILENCE_EXTENSION_S
 from waiting import wait_until
 
 

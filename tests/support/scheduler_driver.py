@@ -7,7 +7,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 from sojourn_server.core import events_and_actions as ev
-from sojourn_server.core.lease_table import Lease
+from sojourn_server.core.leases import Lease
 from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.policies.policy_views import ReclaimRequest, WaitingRequestView

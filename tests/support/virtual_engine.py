@@ -30,7 +30,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.events_and_actions import Event as EngineEvent
-from sojourn_server.core.lease_table import Lease
+from sojourn_server.core.leases import Lease
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState

@@ -507,7 +507,7 @@ def take_snapshot(
     The programs are those with a request, a lease or contact since ``since_s``; all if ``since_s`` is
     ``None``."""
     state = program_scheduler.state
-    leased = state.leases.programs()
+    leased = state.leases.programs
     chosen = [
         program
         for program in state.programs

@@ -34,7 +34,7 @@ from .events_and_actions import (
     RequestArrived,
     TurnFinished,
 )
-from .lease_manager import LeaseManager
+from .leases import LeaseManager
 from .request_hints import clipped, unused_event_fields
 from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
@@ -350,7 +350,7 @@ class ProgramLifecycle:
 
     def _heartbeat(self, program: ProgramState, event: AnyEvent, now: float) -> _Answer:
         program.heartbeats = True
-        self._leases.promised(program.id, now)
+        self._leases.heard(program.id, now, promised=True)
         return Outcome.APPLIED, ""
 
     def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> _Answer:

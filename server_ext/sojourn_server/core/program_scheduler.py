@@ -28,13 +28,13 @@ from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
-from ..policies.policy_views import AbandonedBranch, WaitingRequestView
+from ..policies.policy_views import AbandonedBranch, LeaseView, WaitingRequestView
 from ..policies.preset import switched_off
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from . import events_and_actions as ev
 from .demand_forecaster import AdmissionController, DemandForecaster
-from .lease_manager import LeaseManager
+from .leases import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_hints import has_unused_field, unused_hint_fields
 from .request_table import RequestState
@@ -370,7 +370,12 @@ class ProgramScheduler:
         need = event.need
         if not need.anything_running:
             need = replace(need, idle_s=self._requests.idle_s(now, False))
-        self.lease_manager.make_room(need, now, self._score)
+        if self.lease_manager.may_reclaim(need):
+            self.lease_manager.make_room(need, self._lease_views(), now)
+
+    def _lease_views(self) -> list[LeaseView]:
+        scored = self.preset.eviction.by_program
+        return [lease.view(self._score(lease.program_id) if scored else ()) for lease in self._leases]
 
     def _evicted(self, event: ev.BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
@@ -405,8 +410,11 @@ class ProgramScheduler:
             self.state.used_blocks = event.used_blocks
         if now >= self._leases.next_deadline_s:
             self.lease_manager.end_expired(now)
-        if self.lease_manager.pressed is not None:
-            self.lease_manager.end_pressed(now, self._score)
+        pressed = getattr(self.preset.retention, "pressed", None)
+        if pressed is not None and len(self._leases) and self.state.used_blocks is not None:
+            views, used_blocks = self._lease_views(), self.state.used_blocks
+            for program_id, reason in pressed(views, used_blocks, self.pool.blocks, now):
+                self.lease_manager.end(program_id, reason, now)
         for silent in self._programs.silent(now):
             self._lifecycle.end_silent(silent, now)
         # Only parts that the preset uses.
@@ -504,7 +512,7 @@ class ProgramScheduler:
 
     def leased_programs(self) -> KeysView[ProgramId]:
         """Programs with a lease."""
-        return self._leases.programs()
+        return self._leases.programs
 
     @property
     def leased_blocks(self) -> int:

@@ -28,7 +28,7 @@ from ..programs.workflow_history import WorkflowHistory
 from .block_owners import BlockOwners
 from .context_hashes import ContextHashStore
 from .events_and_actions import Action
-from .lease_table import LeaseTable
+from .leases import LeaseTable
 from .request_table import RequestTable
 
 LOGGED_TURNS_AND_DECISIONS = 20_000

@@ -1,21 +1,37 @@
-"""Grants and ends leases, adds the actions for the engine, and records why KV was released."""
+"""Leases keep the KV of programs on the device between their turns.
+
+``LeaseTable`` holds the leases, their deadlines and their blocks. ``LeaseManager`` grants and ends leases,
+adds the actions for the engine, and records why KV was released. Times are seconds on the engine's monotonic
+clock.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, KeysView, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import EvictedBlock, LossCause
 from ..policies.lease_reclaim_policies import reclaim_for_overdue
 from ..policies.policy_protocols import DecisionReason, EndedKvHandling, RetentionDecision
-from ..policies.policy_views import FinishedTurnView, ReclaimRequest
+from ..policies.policy_views import FinishedTurnView, LeaseView, ReclaimRequest
 from ..programs.program_state import ProgramState
 from .events_and_actions import EngineAction, EngineActionKind, LeaseGranted, RequestAdmitted
-from .lease_table import SILENCE_INITIAL_S, Lease
-from .scheduler_state import SchedulerState
 
+if TYPE_CHECKING:
+    from .scheduler_state import SchedulerState
+
+SILENCE_INITIAL_S = 20.0
+"""A client that promised heartbeats may stay silent for this many seconds after the grant of a lease. Then
+the lease ends. If the client makes the promise during the lease, the seconds count from the promise."""
+SILENCE_EXTENSION_S = 10.0
+"""After each event, such a client may stay silent for this many seconds (it sends heartbeats every 3 s). Then
+the lease ends, but not before ``SILENCE_INITIAL_S`` is over."""
 _LOSS_CAUSE_OF_LEASE_END = {
     DecisionReason.TTL: LossCause.EXPIRED,
     DecisionReason.SILENT: LossCause.SILENT,
@@ -25,14 +41,184 @@ _LOSS_CAUSE_OF_LEASE_END = {
 }
 
 
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """The cached blocks of one program, held between its turns."""
+
+    program_id: ProgramId
+    rank: int
+    granted_s: float
+    ttl_s: float
+    expires_s: float
+    """Time at which the TTL ends. ``LeaseTable.extend`` postpones it."""
+    silent_s: float | None = None
+    """Time at which the client's silence ends the lease; ``None`` if the client never promised heartbeats."""
+    block_ids: Sequence[int]
+    """The distinct blocks that the lease holds, in context order."""
+    reload_s: float
+    """Estimated seconds to restore the program's KV if it is evicted."""
+    reason: DecisionReason
+    tenant: str | None = None
+    own_blocks: int = 0
+    """Number of blocks that no lease held before the grant. They count against the tenant's share."""
+    freed_blocks: int = 0
+    """Number of blocks that are held for this lease. A block of several leases is held for that of the
+    earliest program, which usually ends last. So the numbers of all leases add up to the blocks held."""
+    limit_s: float = math.inf
+    """Latest ``expires_s``: the client's reports cannot postpone the expiry beyond this time."""
+    anchored: bool = False
+    """Whether the TTL is counted from the reported start of a tool."""
+    waiting: bool = False
+    """True while a request of the program waits to be scheduled. The lease does not expire during this wait
+    (Continuum §5.2)."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, including those that other leases hold too."""
+        return len(self.block_ids)
+
+    def deadline_s(self) -> float:
+        """The time at which the lease ends: its expiry, or earlier if the client stays silent."""
+        return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
+
+    def view(self, score: tuple[float, ...]) -> LeaseView:
+        """The lease as input of policies. ``score``: the program's eviction score."""
+        return LeaseView(
+            self.program_id, self.rank, self.expires_s, self.freed_blocks, self.reload_s, self.waiting, score,
+            hinted=self.reason is DecisionReason.HINTED, ttl_s=self.ttl_s,
+        )  # fmt: skip
+
+
+class LeaseTable:
+    """The leases of one engine, at most one per program."""
+
+    def __init__(self, budget_blocks: int) -> None:
+        self.budget_blocks = budget_blocks
+        self.changes = 0
+        """Number of leases granted or ended so far."""
+        self._leases: dict[ProgramId, Lease] = {}
+        self.get = self._leases.get
+        self.programs: KeysView[ProgramId] = self._leases.keys()
+        """Programs with a lease."""
+        self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
+        """Block id → (rank, id) of the programs whose leases hold the block, in ascending order."""
+        self.next_deadline_s = math.inf
+        """A time before which no lease expires."""
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def __contains__(self, program_id: object) -> bool:
+        return program_id in self._leases
+
+    @property
+    def blocks(self) -> int:
+        """Blocks held by all leases; a shared block counts for each lease that holds it."""
+        return sum(lease.blocks for lease in self)
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of distinct blocks that leases hold."""
+        return len(self._holders)
+
+    def count_unheld(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks no lease holds."""
+        return sum(block_id not in self._holders for block_id in block_ids)
+
+    def hinted_blocks(self) -> Counter[str | None]:
+        """Return the number of ``own_blocks`` of leases whose TTL the client chose, by tenant."""
+        found: Counter[str | None] = Counter()
+        for lease in self:
+            if lease.reason is DecisionReason.HINTED:
+                found[lease.tenant] += lease.own_blocks
+        return found
+
+    def grant(self, lease: Lease) -> None:
+        """Add a lease. The program must not have another."""
+        assert lease.program_id not in self._leases
+        self._leases[lease.program_id] = lease
+        self.changes += 1
+        holder = (lease.rank, lease.program_id)
+        for block_id in lease.block_ids:
+            holders = self._holders.setdefault(block_id, [])
+            insort(holders, holder)
+            if holders[0] == holder:
+                lease.freed_blocks += 1
+                if len(holders) > 1:
+                    self._leases[holders[1][1]].freed_blocks -= 1
+        self._note_deadline(lease)
+
+    def end(self, program_id: ProgramId) -> Lease | None:
+        """Remove and return the program's lease, if it has one."""
+        lease = self._leases.pop(program_id, None)
+        if lease is None:
+            return None
+        self.changes += 1
+        holder = (lease.rank, program_id)
+        for block_id in lease.block_ids:
+            holders = self._holders[block_id]
+            place = bisect_left(holders, holder)
+            del holders[place]
+            if not holders:
+                del self._holders[block_id]
+            elif not place:
+                self._leases[holders[0][1]].freed_blocks += 1
+        return lease
+
+    def heard(self, program_id: ProgramId, now: float, *, promised: bool = False) -> None:
+        """Record that the client sent an event, which may promise heartbeats. After a promise, its silence
+        ends the lease: ``SILENCE_INITIAL_S`` after the promise or ``SILENCE_EXTENSION_S`` after the newest
+        event, whichever is later."""
+        lease = self._leases.get(program_id)
+        if lease is None:
+            return
+        if lease.silent_s is not None:
+            lease.silent_s = max(lease.silent_s, now + SILENCE_EXTENSION_S)
+        elif promised:
+            lease.silent_s = now + SILENCE_INITIAL_S
+            self._note_deadline(lease)
+
+    def extend(self, program_id: ProgramId, expires_s: float) -> None:
+        """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``."""
+        lease = self._leases.get(program_id)
+        if lease is not None:
+            lease.expires_s = max(lease.expires_s, min(expires_s, lease.limit_s))
+
+    def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
+        """Record whether a request of the program waits. Returns whether the program has a lease."""
+        lease = self._leases.get(program_id)
+        if lease is None:
+            return False
+        lease.waiting = waiting
+        self._note_deadline(lease)
+        return True
+
+    def pop_expired(self, now: float) -> list[tuple[Lease, DecisionReason]]:
+        """Remove and return the expired leases, each with the reason for its end. The lease of a program with
+        a waiting request stays until the request is scheduled (Continuum §5.2)."""
+        due = [lease for lease in self if not lease.waiting and lease.deadline_s() <= now]
+        ended: list[tuple[Lease, DecisionReason]] = []
+        for lease in sorted(due, key=Lease.deadline_s):
+            silent = lease.silent_s is not None and lease.silent_s < lease.expires_s
+            self.end(lease.program_id)
+            ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))
+        left = (lease.deadline_s() for lease in self if not lease.waiting)
+        self.next_deadline_s = min(left, default=math.inf)
+        return ended
+
+    def _note_deadline(self, lease: Lease) -> None:
+        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
+
+
 class LeaseManager:
-    """Grants and ends leases, and adds the resulting actions for the engine to the scheduler's list."""
+    """Grants and ends the leases of one engine, by its policies."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._leases = state.leases
-        self.pressed = getattr(state.preset.retention, "pressed", None)
-        """Returns the leases that end under memory pressure; ``None`` if the retention policy ends none."""
         self._refused: tuple[ReclaimRequest, int] | None = None
         """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` at that
         time."""
@@ -149,10 +335,8 @@ class LeaseManager:
         # A waiting request asks in every step. While the leases do not change, the answer stays the same.
         return not need.anything_running or (need, self._leases.changes) != self._refused
 
-    def make_room(
-        self, need: ReclaimRequest, now: float, score: Callable[[ProgramId], tuple[float, ...]]
-    ) -> None:
-        """End leases for a request that needs blocks. ``score`` returns a program's eviction key.
+    def make_room(self, need: ReclaimRequest, views: Sequence[LeaseView], now: float) -> None:
+        """End leases for a request that needs blocks. ``views``: all leases.
 
         The leases are chosen in up to three attempts. Each attempt is made only if the one before chose none:
 
@@ -160,13 +344,9 @@ class LeaseManager:
         2. For an overdue request (``ReclaimRequest.overdue``), ``reclaim_for_overdue`` chooses.
         3. If the engine schedules by priority, a waiting request ends leases of less important programs.
         """
-        if not self.may_reclaim(need):
-            return
-        preset, scored = self._state.preset, self._state.preset.eviction.by_program
-        views = [lease.view(score(lease.program_id) if scored else ()) for lease in self._leases]
         chosen = None
         if not need.overdue or need.program_id is not None:
-            chosen = preset.lease_reclaim.release(need, views, now)
+            chosen = self._state.preset.lease_reclaim.release(need, views, now)
         if not chosen and need.overdue:
             chosen = reclaim_for_overdue(need, views, now)
         if not chosen and need.priority is not None:
@@ -221,19 +401,9 @@ class LeaseManager:
             self._state.actions.append(EngineAction(EngineActionKind.RELEASE, lease.program_id, reason))
             self._ended(lease, reason, now)
 
-    def end_pressed(self, now: float, score: Callable[[ProgramId], tuple[float, ...]]) -> None:
-        """End the leases that memory pressure ends. ``score`` returns a program's eviction key."""
-        used_blocks = self._state.used_blocks
-        if self.pressed is None or used_blocks is None or not len(self._leases):
-            return
-        scored = self._state.preset.eviction.by_program
-        views = [lease.view(score(lease.program_id) if scored else ()) for lease in self._leases]
-        for program_id, reason in self.pressed(views, used_blocks, self._state.pool.blocks, now):
-            self.end(program_id, reason, now)
-
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""
-        ended = list(self._leases.programs())
+        ended = list(self._leases.programs)
         for program_id in ended:
             self.end(program_id, reason, now)
         return ended
