@@ -175,7 +175,7 @@ def test_whatever_the_load_no_step_is_above_the_quota_but_for_one_block(
         def checked(engine: Any = engine, plan: Any = plan) -> Any:
             nonlocal cuts, floors
             planned = plan()
-            step = engine.scheduler.sojourn_quota.step
+            step = engine.scheduler.sojourn.quota.step
             told = chunks(engine, planned)
             if step is None:
                 assert not planned.scheduled_new_reqs
@@ -263,7 +263,7 @@ def test_a_quota_that_is_never_reached_changes_no_step(
 
 def test_without_a_quota_the_scheduler_is_left_alone(make_engine: Callable[..., Any]) -> None:
     engine = make_engine("observe")
-    assert engine.scheduler.sojourn_quota is None
+    assert engine.scheduler.sojourn.quota is None
     assert "_reserve_prefill_lookahead" not in vars(engine.scheduler)
 
 

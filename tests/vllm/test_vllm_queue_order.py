@@ -140,7 +140,7 @@ def test_the_open_request_with_the_lowest_key_is_next(seed):
         if rng.random() < 0.2:
             left = waiting.pop(rng.randrange(len(waiting)))
             queue.remove_request(left)
-        queue.open_step()
+        queue.admission_closed, queue.peeked = False, None
         while queue and rng.random() < 0.4:
             first = min((each for each in waiting if each.key % 3), key=lambda each: each.key)
             assert queue.pop_request() is first

@@ -58,10 +58,8 @@ class DemandMonitor:
 
     def before_step(self, now: float) -> None:
         """Make a forecast if one is due. If the forecast says that a running request will be preempted, start
-        to copy its KV to host memory. Do nothing for presets that predict no output lengths. ``now``: seconds
-        on the engine's clock."""
-        if not self._program_scheduler.forecaster.predicts:
-            return
+        to copy its KV to host memory. For presets that predict output lengths. ``now``: seconds on the
+        engine's clock."""
         self._due_in -= 1
         if self._due_in > 0:
             return
@@ -173,7 +171,7 @@ class AllocationFallback:
         self.allocating: Request | None = None
         """The request for which vLLM allocates blocks now; ``None`` if unknown. It is recorded as the cause
         of evictions."""
-        self._victim: tuple[Request, int] | None = None
+        self.victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
         """A waiting request with loaded KV that got no blocks for the rest of its prompt in the last step;
@@ -188,6 +186,7 @@ class AllocationFallback:
         config = scheduler.scheduler_config
         # Twice an upper bound of the blocks that running requests can take in one step.
         self._step_blocks = 2 * groups.blocks_of_step(config.max_num_batched_tokens)
+        self._running_blocks = 4 * len(groups)
 
     def prepare_step(self) -> None:
         """Prepare the next step. First end a possible deadlock of loading requests. Then install the wrapper,
@@ -201,10 +200,8 @@ class AllocationFallback:
         if starved is not None:
             self._guarded(self._break_load_deadlock, starved)
         free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
-        ample = (
-            free > self._step_blocks + 4 * len(self._groups) * len(scheduler.running)
-            and not len(scheduler.waiting)
-            and not len(scheduler.kv_holding_waiting)
+        ample = free > self._step_blocks + self._running_blocks * len(scheduler.running) and not (
+            scheduler.waiting.entries or scheduler.waiting.parked or scheduler.kv_holding_waiting.entries
         )
         if ample:
             self.allocating = None
@@ -212,10 +209,9 @@ class AllocationFallback:
 
     def restore_victim(self) -> None:
         """Give the request chosen for preemption, if any, its original priority back."""
-        if self._victim is not None:
-            victim, priority = self._victim
-            victim.priority = priority
-            self._victim = None
+        if self.victim is not None:
+            request, request.priority = self.victim
+            self.victim = None
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
         """Return a wrapper of ``original``. It runs for every running request in every step, so it is a
@@ -233,7 +229,7 @@ class AllocationFallback:
     def _make_victim(self, victim: Request) -> None:
         """Give a running request the lowest priority, so that vLLM's priority branch preempts it next."""
         self.restore_victim()
-        self._victim = (victim, victim.priority)
+        self.victim = (victim, victim.priority)
         victim.priority = sys.maxsize
 
     def _blocks_are_coming(self) -> bool:

@@ -127,8 +127,8 @@ class EvictionAdapter:
         """The last three are callbacks of ``queue``, which takes the blocks of ``replaced``."""
         self._program_scheduler = program_scheduler
         self._report_failure = report_failure
-        self._by_program = program_scheduler.preset.eviction.by_program
-        scorer = self if self._by_program else None
+        self.by_program = program_scheduler.preset.eviction.by_program
+        scorer = self if self.by_program else None
         self.queue = ProgramFreeBlockQueue(
             replaced, owners=program_scheduler.owners, evicted=evicted, scorer=scorer, failed=failed,
             before_reuse=before_reuse,
@@ -138,9 +138,7 @@ class EvictionAdapter:
 
     def before_step(self) -> None:
         """Update the scores of programs whose state has changed. Update all scores if the scale of scores has
-        changed. Does nothing if the policy does not order by program."""
-        if not self._by_program:
-            return
+        changed. Call it only if the policy orders ``by_program``."""
         self._branches.observe(self.queue.abandoned_reused, self.queue.abandoned_evicted)
         for program_id in self._program_scheduler.predictor.take_changed():
             self.queue.rescore(program_id)
@@ -151,10 +149,10 @@ class EvictionAdapter:
 
     def after_step(self) -> None:
         """Mark an abandoned branch for each program with a newly admitted turn. It consists of the free
-        blocks of the program's previous turn, which the new turn does not use."""
-        if self._by_program:
-            for program_id, used_s in self._program_scheduler.predictor.take_begun().items():
-                self.queue.mark_abandoned(program_id, used_s)
+        blocks of the program's previous turn, which the new turn does not use. Call it only if the policy
+        orders ``by_program``."""
+        for program_id, used_s in self._program_scheduler.predictor.take_begun().items():
+            self.queue.mark_abandoned(program_id, used_s)
 
     def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
         """Return the standing (the inputs of the eviction score) of the abandoned branch ``left``, or of the

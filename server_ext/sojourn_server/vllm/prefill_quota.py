@@ -124,7 +124,7 @@ class PrefillQuota:
         )
         if self.step.closed and self._scheduler.connector is None:
             # Without a connector there are no loads to begin, so later requests need no look-up.
-            self._scheduler.waiting.close_step()
+            self._scheduler.waiting.step_closed = True
         return chunk
 
     def _take(self, request: Request, computed: int, chunk: int) -> None:

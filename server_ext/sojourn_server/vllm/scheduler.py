@@ -8,46 +8,25 @@ use without sojourn (``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 from .compat import (
     AsyncScheduler,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
-    Request,
     Scheduler,
     SchedulerOutput,
     check_vllm_version,
     running_vllm,
 )
-from .hidden_state_capture import OUTPUT_ATTRIBUTE
 from .kv_cache_groups import UnsupportedModel
-from .kv_offload_connector import copy_wait_s
 from .plugin_settings import PluginSettings
-from .prefill_quota import PrefillQuota
 from .scheduler_adapter import SchedulerAdapter
-
-
-def _append_refusal(outputs: dict[int, EngineCoreOutputs], request: Request) -> None:
-    """Add the final error of a refused request to the outputs of its client."""
-    client_outputs = outputs.setdefault(request.client_index, EngineCoreOutputs())
-    client_outputs.outputs.append(
-        EngineCoreOutput(request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
-    )
 
 
 class SojournMixin:
     """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. It must come before the
     scheduler class in the list of bases."""
 
-    prefill_capacity_bound: bool
-    """Attribute of vLLM's scheduler: whether the last step with prefills left requests in the queue that
-    could run."""
     sojourn: SchedulerAdapter
-    sojourn_quota: PrefillQuota | None
-    """The prefill quota; ``None`` if the settings have no compute quota."""
     sojourn_clock = staticmethod(time.monotonic)
     """Clock in monotonic seconds. The simulator replaces it with its virtual clock."""
 
@@ -55,9 +34,6 @@ class SojournMixin:
         super().__init__(*args, **kwargs)
         settings = PluginSettings.read(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self.sojourn = SchedulerAdapter(self, settings, clock=self.sojourn_clock)
-        self.sojourn_quota = PrefillQuota.install(
-            self, settings, self.sojourn.program_scheduler, self.sojourn.guarded
-        )
 
     def add_request(self, request: Any) -> None:
         if not isinstance(request.kv_transfer_params, dict):
@@ -68,33 +44,15 @@ class SojournMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.sojourn.guarded(self.sojourn.before_step)
-        quota = self.sojourn_quota
-        if quota is not None:
-            quota.open_step()
-        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        # vLLM counts parked requests too, and would then not throttle prefills (prefill_schedule_interval).
-        if self.prefill_capacity_bound and self.sojourn.guarded(self.sojourn.waiting.only_parked_wait):
-            self.prefill_capacity_bound = False
+        output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_step, output)
-        if quota is not None:
-            self.sojourn.guarded(quota.close_step, output)
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        copies = getattr(args[0] if args else None, "kv_connector_output", None)
-        waited_s = copy_wait_s(copies) if copies is not None else 0.0
-        self.sojourn.guarded(self.sojourn.before_results, scheduler_output, waited_s)
-        if copies is not None:
-            self.sojourn.guarded(self.sojourn.drop_cancelled, copies)
-        if copies is not None and copies.invalid_block_ids:
-            self.sojourn.guarded(self.sojourn.evict_unfilled, set(copies.invalid_block_ids))
-        rows = getattr(args[0] if args else None, OUTPUT_ATTRIBUTE, None)
-        if rows is not None:
-            self.sojourn.guarded(self.sojourn.observe_hidden_states, rows, scheduler_output)
+        self.sojourn.before_results(scheduler_output, args[0] if args else None)
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
-        for request_id in self.sojourn.guarded(self.sojourn.take_refused) or ():
-            self.sojourn.guarded(self.sojourn.refuse, request_id, partial(_append_refusal, result))
+        self.sojourn.end_refused(result)
         return result
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,8 +61,6 @@ class SojournMixin:
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.sojourn.guarded(self.sojourn.preempted, request)
-        if self.sojourn_quota is not None:
-            self.sojourn.guarded(self.sojourn_quota.preempted, request)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def reset_prefix_cache(

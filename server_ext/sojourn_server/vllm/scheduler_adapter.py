@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,9 @@ from ..policies.preemption_policies import RecoveryMethod
 from .allocation_fallback import AllocationFallback, DemandMonitor
 from .block_pool import EvictionAdapter, PinnedBlocks, without_common_prefix
 from .compat import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
     KVCacheBlock,
     PauseState,
     Request,
@@ -56,10 +61,10 @@ from .engine_description import (
     profile_description,
 )
 from .eviction_heap import Score
-from .hidden_state_capture import HiddenStateRows
+from .hidden_state_capture import OUTPUT_ATTRIBUTE
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
-from .kv_offload_connector import SojournConnector
+from .kv_offload_connector import SojournConnector, copy_wait_s
 from .kv_prefetcher import KVPrefetcher
 from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
@@ -72,7 +77,7 @@ from .plugin_settings import (
     data_parallel_rank,
     missing_tiers,
 )
-from .step_timer import StepTimer
+from .prefill_quota import PrefillQuota
 from .tool_call_reader import ToolCallReader, turn_end
 from .waiting_queue import WaitingQueueAdapter, max_new_tokens
 
@@ -80,6 +85,9 @@ if TYPE_CHECKING:
     from .compat import KVConnectorOutput, PrefillStats, Scheduler
 
 logger = logging.getLogger("vllm.sojourn")
+
+MAX_STEPS_IN_FLIGHT = 64
+"""Maximum number of planned steps without results whose times are kept; older ones are forgotten."""
 
 
 def _loaded_tokens(request: Request, computed: int) -> int:
@@ -103,7 +111,7 @@ class SchedulerAdapter(EngineView):
         self._settings = settings
         self._clock = clock
         self._refused: list[str] = []
-        """Ids of requests that the ``ProgramScheduler`` refused, until ``take_refused``."""
+        """Ids of requests that the ``ProgramScheduler`` refused, until ``end_refused``."""
         self.failures = 0
         """Number of sojourn's errors that were caught instead of raised."""
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -165,6 +173,7 @@ class SchedulerAdapter(EngineView):
             before_reuse=self._offload.save if self._offload is not None else None,
         )
         self._queue = self._pool.free_block_queue = self._eviction.queue
+        self._pool_blocks = self._pool.num_gpu_blocks - 1
         self._pinned = PinnedBlocks(self._pool, self.program_scheduler, clock)
         manager = scheduler.kv_cache_manager
         manager.get_num_common_prefix_blocks = without_common_prefix(manager, self._pinned)
@@ -186,7 +195,11 @@ class SchedulerAdapter(EngineView):
         self.paths = pair_status_reporter(scheduler) or self.paths
         self.service = EngineService(self.program_scheduler, self)
         self._event_budget = EventTimeBudget(clock())
-        self._step_timer = StepTimer()
+        self._planned: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
+        """(Step without results, time when it was planned), oldest first."""
+        self._step_ended_s = -math.inf
+        self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
+        """The prefill quota; ``None`` if the settings have no compute quota."""
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
             preset.name, type(scheduler).__name__, self._pool.num_gpu_blocks - 1,
@@ -214,19 +227,22 @@ class SchedulerAdapter(EngineView):
         now = self._clock()
         try:
             self._take_in(request, now)
-        finally:
+        except Exception:
             if self.program_scheduler.request(request.request_id) is None:
                 tokens, priority = request.num_prompt_tokens, request.priority
                 self.handle(RequestArrived(request.request_id, NO_IDENTITY, tokens, priority), now)
+            raise
 
     def _take_in(self, request: Request, now: float) -> None:
         params = request.sampling_params
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
-        self.service.client_event_decoder.apply_attached_events(identity, now)
-        ended_s = self._clock()
-        self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
+        ours = identity.context.sojourn if identity.context is not None else None
+        if ours is not None and ours.events:
+            self.service.client_event_decoder.apply_attached_events(identity, now)
+            ended_s = self._clock()
+            self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
         hashes = request.block_hashes if identity.program_id is not None else None
         self.handle(
             RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority, hashes),
@@ -236,38 +252,46 @@ class SchedulerAdapter(EngineView):
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
                 self._cache_policy.arrived(request.request_id, known.program_id)
-        self.carry_out(now)
-
-    def before_step(self) -> None:
-        """Prepare a step before vLLM plans it: expire leases, carry out actions, update queues and scores."""
-        try:
-            self._open_step()
-        finally:
-            # Also after a failure: otherwise the fallback could stay removed, and leases would never end
-            # early.
-            self._allocation_fallback.prepare_step()
-
-    def _open_step(self) -> None:
-        self.waiting.open_step()
-        self._allocation_fallback.restore_victim()
-        now = self._clock()
-        self.handle(Tick(self._pinned.used_blocks()), now)
-        self._prefetcher.expire(now)
         if self._pending:
             self.carry_out(now)
-        self.waiting.queue.promote(now)
-        self._eviction.before_step()
-        if self._length_predictor is not None:
-            self._length_predictor.report(now)
-        self._demand_monitor.before_step(now)
-        if self._offload is not None:
-            self._offload.store_ahead(self._queue)
+
+    def before_step(self) -> None:
+        """Prepare a step before vLLM plans it: expire leases, carry out actions, update queues and scores.
+        Only parts that have something to do are called."""
+        fallback, now = self._allocation_fallback, self._clock()
+        try:
+            if fallback.victim is not None:
+                fallback.restore_victim()
+            self.handle(Tick(self._pool_blocks - self._queue.num_free_blocks), now)
+            if self._offload is not None:  # otherwise it loads nothing
+                self._prefetcher.expire(now)
+            if self._pending:
+                self.carry_out(now)
+            if self._eviction.by_program:
+                self._eviction.before_step()
+            if self._length_predictor is not None:
+                self._length_predictor.report(now)
+            if self.program_scheduler.forecaster.predictor.predicts:
+                self._demand_monitor.before_step(now)
+            if self._offload is not None:
+                self._offload.store_ahead(self._queue)
+        finally:
+            # Also after a failure: otherwise the queue could stay closed and the fallback removed, and
+            # leases would never end early.
+            self.waiting.open_step(now)
+            fallback.prepare_step()
+            if self.quota is not None:
+                self.quota.open_step()
 
     def after_step(self, output: SchedulerOutput) -> None:
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
-        self._allocation_fallback.restore_victim()
-        now = self._clock()
-        self._step_timer.planned(output, now)
+        scheduler, fallback, now = self._scheduler, self._allocation_fallback, self._clock()
+        if fallback.victim is not None:
+            fallback.restore_victim()
+        # vLLM counts parked requests too, and would then not throttle prefills (prefill_schedule_interval).
+        if scheduler.prefill_capacity_bound and self.waiting.only_parked_wait():
+            scheduler.prefill_capacity_bound = False
+        self._planned.append((output, now))
         if output.scheduled_new_reqs:
             for new in output.scheduled_new_reqs:
                 self._admitted(new.req_id, new.num_computed_tokens, now)
@@ -278,52 +302,69 @@ class SchedulerAdapter(EngineView):
                     self._admitted(request_id, computed, now)
         if self._pending:
             self.carry_out(now)
-        self._eviction.after_step()
+        if self._eviction.by_program:
+            self._eviction.after_step()
+        if self.quota is not None:
+            self.quota.close_step(output)
 
     def _next_requests(self, most: int) -> Sequence[Request]:
         return self.guarded(self._scheduler.waiting.next_requests, most) or ()
 
-    def before_results(self, output: SchedulerOutput, waited_s: float = 0.0) -> None:
-        """Report the duration of a step whose results have arrived, before vLLM handles the results.
-        ``waited_s``: seconds that the step waited for copies; they do not count towards the duration."""
-        now = self._clock()
-        took_s = self._step_timer.ended(output, now)
-        if took_s is not None:
-            # Policies compare the cost of computing with that of copying, so the wait does not count.
-            took_s = max(0.0, took_s - waited_s)
-            link = self._offload.link.load_costs() if self._offload is not None else None
-            tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
-            kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
-            kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-            self.handle(StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
+    def before_results(self, output: SchedulerOutput, results: Any) -> None:
+        """Handle the workers' ``results`` of the step ``output``, before vLLM does. Does not raise."""
+        copies: KVConnectorOutput | None = getattr(results, "kv_connector_output", None)
+        self.guarded(self._step_ended, output, copy_wait_s(copies) if copies is not None else 0.0)
+        if copies is not None:
+            self.guarded(self._drop_cancelled, copies)
+            if copies.invalid_block_ids:
+                self.guarded(self.evict_unfilled, set(copies.invalid_block_ids))
+        rows = getattr(results, OUTPUT_ATTRIBUTE, None)
+        if rows is not None and self._length_predictor is not None:
+            self.guarded(self._length_predictor.observe, rows, output)
 
-    def observe_hidden_states(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
-        """Handle the hidden states that the worker sent with the results of the step ``planned``."""
-        if self._length_predictor is not None:
-            self._length_predictor.observe(rows, planned)
+    def _step_ended(self, output: SchedulerOutput, waited_s: float) -> None:
+        """Report how long a step took, without the seconds that it waited for copies: policies compare the
+        cost of computing with that of copying. The device runs one step at a time, so a step begins when it
+        is planned or when the previous step ends, whichever is later."""
+        planned, now = self._planned, self._clock()
+        if not any(step is output for step, _ in planned):
+            return  # its time is unknown
+        step, planned_s = planned.popleft()
+        while step is not output:  # results come in the order of planning
+            step, planned_s = planned.popleft()
+        took_s = max(0.0, now - max(planned_s, self._step_ended_s) - waited_s)
+        self._step_ended_s = now
+        link = self._offload.link.load_costs() if self._offload is not None else None
+        tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
+        kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
+        kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
+        self.handle(StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
 
-    def take_refused(self) -> list[str]:
-        """Return the ids of requests refused since the last call. The caller must ``refuse`` each."""
+    def end_refused(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End each refused request that is still parked with an error, and add the error to the ``outputs``
+        of its client. A parked request waits until its program is placed on the device."""
         refused, self._refused = self._refused, []
-        return refused
+        for request_id in refused:
+            self.guarded(self._end_one_refused, request_id, outputs)
 
-    def refuse(self, request_id: str, tell: Callable[[Request], None]) -> None:
-        """End a refused request with an error, if it is still parked. A parked request waits until its
-        program is placed on the device. ``tell`` sends the client the error."""
+    def _end_one_refused(self, request_id: str, outputs: dict[int, EngineCoreOutputs]) -> None:
         request = self._scheduler.requests.get(request_id)
         if request is None or not self.waiting.is_parked(request):
             return
+        timeout_s = self.program_scheduler.limits.gate_timeout_s
         logger.error(
-            "sojourn: request %s is refused: its program had no place on the device "
-            "for %g s (gate_timeout_s)",
-            request_id, self.program_scheduler.limits.gate_timeout_s,
+            "sojourn: request %s is refused: its program had no place on the device for %g s "
+            "(gate_timeout_s)", request_id, timeout_s,
         )  # fmt: skip
         # Record this before the client gets the error, because the API server then asks for the reason.
-        self.service.refusals.record_refusal(request_id, self.program_scheduler.limits.gate_timeout_s)
+        self.service.refusals.record_refusal(request_id, timeout_s)
         try:
             self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
         finally:
-            tell(request)
+            final = EngineCoreOutput(
+                request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(final)
 
     def after_results(self) -> None:
         """Report the requests that have their first token, after vLLM handled a step's results."""
@@ -381,6 +422,8 @@ class SchedulerAdapter(EngineView):
     def preempted(self, request: Request) -> None:
         """Handle a preemption, before vLLM frees the request's blocks."""
         self._allocation_fallback.restore_victim()
+        if self.quota is not None:
+            self.quota.preempted(request)
         # vLLM sets a block's hash when it plans the step. If the request is preempted within that step, the
         # step does not compute the block.
         self._pool.evict_blocks(self._groups.uncomputed(request))
@@ -433,7 +476,7 @@ class SchedulerAdapter(EngineView):
         if isinstance(connector, SojournConnector):  # others may write to the blocks at any time
             self.waiting.requeue_loading(connector)
 
-    def drop_cancelled(self, copies: KVConnectorOutput) -> None:
+    def _drop_cancelled(self, copies: KVConnectorOutput) -> None:
         """Remove the results of cancelled loads from a step's results, before vLLM handles them. With several
         KV cache groups, also remove failed loads and queue their requests again."""
         connector = self._scheduler.connector
@@ -476,7 +519,7 @@ class SchedulerAdapter(EngineView):
         # No tick while the engine is paused, because this time does not count as waiting. The API server
         # still asks for metrics.
         if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
-            self.handle(Tick(self._pinned.used_blocks()), now)
+            self.handle(Tick(self._pool_blocks - self._queue.num_free_blocks), now)
         self.carry_out(now)
         started_s = self._clock()
         answer = self.service.call(operation, payload, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, KeysView, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
@@ -35,12 +35,11 @@ class PolicyRequestQueue(RequestQueue):
     """vLLM's waiting queue, sorted by the key of each request's ``QueuePlace``, lowest first.
 
     A parked request is held back until ``rekey`` finds it in another state. The first gated request is
-    admitted if ``owner.may_be_admitted``. If not, all gated requests wait until the next step
-    (``open_step``), and the queue returns only open requests. A rejected request that ``blocks_queue`` stops
-    all requests behind it.
+    admitted if ``owner.may_be_admitted``. If not, all gated requests wait until the next step, and the queue
+    returns only open requests. A rejected request that ``blocks_queue`` stops all requests behind it.
 
-    ``bool`` is true if ``peek_request`` would return a request now, and false between ``close_step`` and
-    ``open_step``. ``len`` counts all requests, so that the engine knows that it has work left.
+    ``bool`` is true if ``peek_request`` would return a request now. ``len`` counts all requests, so that the
+    engine knows that it has work left.
 
     vLLM's scheduler peeks, may change keys, and then calls ``pop_request``. It must get the request that it
     has peeked, so ``rekey`` does not change the peeked request.
@@ -52,49 +51,38 @@ class PolicyRequestQueue(RequestQueue):
         self._owner = owner
         self._holds_kv = holds_kv
         # A sorted list: an insertion moves pointers only, and a scan in order finds every answer.
-        self._entries: list[_Entry] = []
+        self.entries: list[_Entry] = []
         self._entry_of: dict[Request, _Entry] = {}
-        self._parked: dict[Request, None] = {}
-        self._changes_s = math.inf
+        self.parked: dict[Request, None] = {}
+        self.changes_s = math.inf
         """Time before which no request's place changes by its wait."""
         self._pushes = 0
-        self._admission_closed = False
-        self._step_closed = False
-        self._peeked: Request | None = None
-
-    def open_step(self) -> None:
-        """Start a step. Gated requests that were rejected may be admitted in it."""
-        self._admission_closed = self._step_closed = False
-        self._peeked = None
-
-    def close_step(self) -> None:
-        """Make ``bool(self)`` false until the next step, so that vLLM takes no further request."""
-        self._step_closed = True
+        self.admission_closed = False
+        """Whether the gated requests wait until the next step."""
+        self.step_closed = False
+        """Whether vLLM takes no further request in this step."""
+        self.peeked: Request | None = None
 
     def promote(self, now: float) -> None:
         """Move each request whose long wait has changed its key to its new position."""
-        if now < self._changes_s:
-            return
-        for entry in tuple(self._entries):
+        for entry in tuple(self.entries):
             # A preempted request is overdue at once when another becomes so.
             if entry.place.changes_s <= now or entry.request.status == RequestStatus.PREEMPTED:
                 self.rekey(entry.request)
-        self._changes_s = min((entry.place.changes_s for entry in self._entries), default=math.inf)
+        self.changes_s = min((entry.place.changes_s for entry in self.entries), default=math.inf)
 
     def add_request(self, request: Request) -> None:
-        self.remove_request(request)
+        if request in self:
+            self.remove_request(request)
+        self.peeked = None
         place = self._owner.place(request)
         if place.state is QueueState.PARKED and not self._holds_kv:
-            self._parked[request] = None
+            self.parked[request] = None
             return
         self._pushes += 1
         entry = self._entry_of[request] = _Entry(place.key, self._pushes, request, place)
-        insort(self._entries, entry)
-        self._changes_s = min(self._changes_s, place.changes_s)
-
-    def parked_requests(self) -> KeysView[Request]:
-        """Return the parked requests."""
-        return self._parked.keys()
+        insort(self.entries, entry)
+        self.changes_s = min(self.changes_s, place.changes_s)
 
     def prepend_request(self, request: Request) -> None:
         """Add the request by its key. A preempted request's key puts it first."""
@@ -105,11 +93,11 @@ class PolicyRequestQueue(RequestQueue):
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        if self._peeked is None:
-            self._peeked = self._first()
-            if self._peeked is None:
+        if self.peeked is None:
+            self.peeked = self._first()
+            if self.peeked is None:
                 raise IndexError("peek from a queue without a request to admit")
-        return self._peeked
+        return self.peeked
 
     def pop_request(self) -> Request:
         request = self.peek_request()
@@ -119,51 +107,53 @@ class PolicyRequestQueue(RequestQueue):
     def remove_request(self, request: Request) -> None:
         entry = self._entry_of.pop(request, None)
         if entry is not None:
-            del self._entries[bisect_left(self._entries, entry)]
-        self._parked.pop(request, None)
-        self._peeked = None
+            del self.entries[bisect_left(self.entries, entry)]
+        self.parked.pop(request, None)
+        self.peeked = None
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.remove_request(request)
 
     def rekey(self, request: Request) -> None:
-        """Move a request to the position of its present key and state. Ignores a request that is not in this
-        queue."""
-        if request in self._entry_of or request in self._parked:
-            peeked = self._peeked
+        """Move a request to the position of its present key and state, if it is in this queue."""
+        if request in self:
+            peeked = self.peeked
             self.add_request(request)
-            self._peeked = peeked
+            self.peeked = peeked
+
+    def __contains__(self, request: object) -> bool:
+        return request in self._entry_of or request in self.parked
 
     def __bool__(self) -> bool:
-        if self._step_closed or not self._entries:
+        if self.step_closed or not self.entries:
             return False
-        if self._peeked is None:
-            self._peeked = self._first()
-        return self._peeked is not None
+        if self.peeked is None:
+            self.peeked = self._first()
+        return self.peeked is not None
 
     def __len__(self) -> int:
-        return len(self._entries) + len(self._parked)
+        return len(self.entries) + len(self.parked)
 
     def __iter__(self) -> Iterator[Request]:
-        yield from [entry.request for entry in self._entries]
-        yield from tuple(self._parked)
+        yield from [entry.request for entry in self.entries]
+        yield from tuple(self.parked)
 
     def next_requests(self, most: int) -> list[Request]:
         """Return the ``most`` requests with the lowest keys, lowest first, without parked ones."""
-        return [entry.request for entry in self._entries[:most]]
+        return [entry.request for entry in self.entries[:most]]
 
     def _first(self) -> Request | None:
-        for _, _, request, place in self._entries:
+        for _, _, request, place in self.entries:
             if place.state is QueueState.OPEN or self._holds_kv:
                 return request
-            if self._admission_closed:
+            if self.admission_closed:
                 continue
             if self._owner.may_be_admitted(request):
                 return request
             if self._owner.blocks_queue(request):
                 return None
-            self._admission_closed = True
+            self.admission_closed = True
         return None
 
 
@@ -175,6 +165,7 @@ class WaitingQueueAdapter:
         self._program_scheduler = context.program_scheduler
         self._groups = context.groups
         self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
+        self._report_failure = context.report_failure
         self._pool = scheduler.kv_cache_manager.block_pool
         self._in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -193,12 +184,21 @@ class WaitingQueueAdapter:
     # -- the queue's questions ----------------------------------------------------
 
     def place(self, request: Request) -> QueuePlace:
-        """Return the request's key and state. If sojourn fails, it is by arrival, behind the requests whose
-        key is known; if the request was preempted, before them."""
+        """Return the request's key and state. If sojourn fails or does not know the request, it is by
+        arrival, behind the requests whose key is known; if the request was preempted, before them."""
         by_priority = self._by_user_priority
         # With user priorities, vLLM orders preempted requests by arrival too.
         preempted = request.status == RequestStatus.PREEMPTED and not by_priority
-        place: QueuePlace | None = self._guarded(self._place_by_policy, request.request_id, preempted)
+        place: QueuePlace | None = None
+        try:
+            known = self._program_scheduler.queue_place(request.request_id, preempted)
+            if known is not None:
+                key = tuple(map(float, known.key))
+                if any(map(math.isnan, key)):  # it does not compare with others
+                    raise ValueError(f"the queue order policy returned the key {known.key}; expected numbers")
+                place = known._replace(key=key)
+        except Exception as error:
+            self._report_failure(error, "a hook failed")
         if place is None:
             place = QueuePlace((-1.0 if preempted else 2.0, request.arrival_time), QueueState.OPEN)
         if by_priority:
@@ -209,17 +209,6 @@ class WaitingQueueAdapter:
         if self._in_pair and isinstance(request.kv_transfer_params, Mapping):
             return place._replace(state=QueueState.OPEN)
         return place
-
-    def _place_by_policy(self, request_id: str, preempted: bool) -> QueuePlace | None:
-        """Return the request's place; ``None`` for an unknown request. Raises ``TypeError`` or ``ValueError``
-        for a key that does not compare with all others."""
-        place = self._program_scheduler.queue_place(request_id, preempted)
-        if place is None:
-            return None
-        key = tuple(map(float, place.key))
-        if any(map(math.isnan, key)):
-            raise ValueError(f"the queue order policy returned the key {place.key}; expected numbers")
-        return place._replace(key=key)
 
     def may_be_admitted(self, request: Request) -> bool:
         """Whether the admission policy accepts the request, or its rejection no longer counts."""
@@ -233,12 +222,15 @@ class WaitingQueueAdapter:
 
     # -- steps --------------------------------------------------------------------
 
-    def open_step(self) -> None:
-        """Start a step before vLLM plans it. In steps in which admission is paused, close the queue."""
-        self.queue.open_step()
+    def open_step(self, now: float) -> None:
+        """Start a step before vLLM plans it: gated requests may be admitted again, unless admission is
+        paused, and long waits change keys."""
+        queue = self.queue
+        queue.admission_closed, queue.peeked = False, None
         self._steps += 1
-        if self._steps <= self._admission_paused_until:
-            self.queue.close_step()
+        queue.step_closed = self._steps <= self._admission_paused_until
+        if now >= queue.changes_s:
+            queue.promote(now)
 
     def left(self, request: Request) -> None:
         """Forget a request that has left the engine."""
@@ -278,7 +270,7 @@ class WaitingQueueAdapter:
         has answered. With asynchronous scheduling the answer comes one step later, so the pause also covers
         the next step."""
         self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
-        self.queue.close_step()
+        self.queue.step_closed = True
 
     def requeue_loading(self, connector: SojournConnector) -> None:
         """Cancel all loads before a cache reset, free their blocks, and queue unfinished requests again."""
@@ -292,17 +284,17 @@ class WaitingQueueAdapter:
 
     def only_parked_wait(self) -> bool:
         """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
-        scheduler, parked = self._scheduler, self.queue.parked_requests()
-        waiting = len(self.queue) + len(scheduler.kv_holding_waiting)
+        scheduler, parked = self._scheduler, self.queue.parked
         if not parked:
             return False
+        waiting = len(self.queue) + len(scheduler.kv_holding_waiting)
         # A count is faster than a union of sets. This runs in every step, and many requests are parked.
         deferred = sum(request not in parked for request in scheduler.deferred_waiting)
         return waiting <= len(parked) + deferred
 
     def is_parked(self, request: Request) -> bool:
         """Return whether the request waits because its program is not placed on the device."""
-        return request in self.queue.parked_requests()
+        return request in self.queue.parked
 
     def _accepts(self, request: Request) -> bool:
         """Whether the admission policy accepts the request."""
