@@ -30,6 +30,7 @@ from sojourn_server.gateway.http.gateway_route_types import (
     AnyStats,
     GatewayStats,
     MoveList,
+    PolicyStates,
     ReplicaList,
     RoutedProgramList,
 )
@@ -158,8 +159,7 @@ def _operation(
     ]  # fmt: skip
     for name, schema in parameters.get("properties", {}).items():
         own = _without_null({key: value for key, value in schema.items() if key != "description"})
-        required = "default" not in schema
-        parameter = {"name": name, "in": "query", "required": required, "schema": own}
+        parameter = {"name": name, "in": "query", "required": False, "schema": own}
         if "description" in schema:
             parameter["description"] = schema["description"]
         document["parameters"].append(parameter)
@@ -292,7 +292,7 @@ class LoadByRank(msgspec.Struct, frozen=True):
 class PolicyQuery(msgspec.Struct):
     """Query parameters of ``POST /policy``."""
 
-    on: bool
+    on: bool = True
     """False: the engine decides as stock vLLM."""
 
 
@@ -412,6 +412,7 @@ GATEWAY_OPERATIONS = {
     ("GET", "/graphs"): Operation(GatewayGraphList),
     ("GET", "/stats"): Operation(GatewayStats),
     ("GET", "/decisions"): Operation(DecisionsAnswer, ReplicaDecisionsQuery, media=DECISION_LINES),
+    ("POST", "/policy"): Operation(PolicyStates, PolicyQuery),
     ("GET", "/moves"): Operation(MoveList),
     ("GET", "/replicas"): Operation(ReplicaList),
     ("POST", "/replicas/{replica}/drain"): _REPLICA,

@@ -46,7 +46,7 @@ def busy_engine() -> VirtualEngine:
 
 
 def ask(contract: Contract, client: TestClient, url: str, status: int = 200, **more: Any) -> Any:
-    method = "POST" if "json" in more or url.endswith("/persist") else "GET"
+    method = "POST" if "json" in more or url.endswith("/persist") or "/policy" in url else "GET"
     answer = client.request(method, PREFIX + url, **more)
     assert answer.status_code == status, answer.text
     return contract.check(method, PREFIX + url, status, answer.headers["content-type"], answer.content)
@@ -112,6 +112,8 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
         ask(contract, client, f"/programs/{name}/explain")
     ask(contract, client, "/programs/nobody", 404)
     ask(contract, client, "/programs/a/persist")
+    ask(contract, client, "/policy?on=false")
+    ask(contract, client, "/policy?on=maybe", 400)
     for url in (
         "/programs",
         "/capabilities",

@@ -183,6 +183,7 @@ def test_every_route_refuses_a_missing_or_wrong_key_before_anything_else(headers
     refused = client.post("/sojourn/v1/events", content=b"x" * (MAX_BATCH_BYTES + 1), headers=headers)
     check_error(refused, 401)
     check_error(client.post("/sojourn/v1/programs/p/persist", headers=headers), 401)
+    check_error(client.post("/sojourn/v1/policy?on=false", headers=headers), 401)
     check_error(client.get(f"/sojourn/v1/programs?limit={CANARY}", headers=headers), 401)
     assert refused.headers["www-authenticate"] == "Bearer"
     assert engine.calls == []
@@ -201,6 +202,7 @@ def test_the_tests_above_know_every_route() -> None:
     assert found == expected | {
         ("GET", "/sojourn/v1/openapi.json"),
         ("POST", "/sojourn/v1/events"),
+        ("POST", "/sojourn/v1/policy"),
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
         ("GET", "/sojourn/v1/programs/{program_id:path}/explain"),
         ("POST", "/sojourn/v1/programs/{program_id:path}/persist"),

@@ -408,13 +408,14 @@ async def test_a_program_that_moves_takes_its_state_along() -> None:
         assert new.of("p")[-1] == "tool_stop"
 
 
-async def test_only_an_operator_drains() -> None:
+async def test_only_an_operator_drains_and_switches_the_policy() -> None:
     async with engines(1) as fakes, world(fakes, admin_key="root") as it:
         for word in ("drain", "stay"):
             async with it.http.post(f"{it.url}/sojourn/v1/replicas/nowhere/{word}") as answer:
                 assert answer.status == 403
-        async with it.http.post(f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/drain") as answer:
-            assert answer.status == 403
+        for path in (f"replicas/{fakes[0].name}/drain", "policy?on=false"):
+            async with it.http.post(f"{it.url}/sojourn/v1/{path}") as answer:
+                assert answer.status == 403
         root = {"Authorization": "Bearer root"}
         for word, health in (("drain", "draining"), ("stay", "up")):
             url = f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/{word}"

@@ -20,7 +20,7 @@ ROOT = {"Authorization": "Bearer root"}
 
 
 async def ask(contract: Contract, it: World, url: str, status: int = 200, **more: Any) -> Any:
-    method = "POST" if "json" in more else "GET"
+    method = "POST" if "json" in more or "/policy" in url else "GET"
     async with it.http.request(method, it.url + PREFIX + url, headers=ROOT, **more) as answer:
         body = await answer.read()
         assert answer.status == status, body
@@ -67,6 +67,11 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
                 "/replicas",
             ):
                 await ask(contract, it, url)
+            switched = await ask(contract, it, "/policy?on=false")
+            off = {"policy": "off", "started_with": "fixed-ttl"}
+            assert switched == {"engines": {fake.url: off}, "stock": [], "silent": []}
+            assert virtual.program_scheduler.preset.name == "off"
+            await ask(contract, it, "/policy?on=maybe", 400)
             lines = await ask(contract, it, "/decisions?format=ndjson")
             assert json.loads(lines.splitlines()[0])["seq"] == 0
             await ask(contract, it, f"/replicas/{fake.name}/drain", json={})

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 OLDEST_PYTHON = (3, 10)
 COMMANDS = (
     "serve", "gateway", "demo", "replay", "simulate", "plan-pd", "parity", "profile", "trace",
-    "doctor", "run", "hook", "top", "explain",
+    "doctor", "run", "hook", "top", "explain", "policy",
 )  # fmt: skip
 COMMAND_LINE_PACKAGES = ("httpx", "rich", "typer")
-LIGHT_COMMANDS = ("top", "explain", "doctor")
+LIGHT_COMMANDS = ("top", "explain", "doctor", "policy")
 """Commands for which the extra ``top`` is enough."""
 EXTRAS = {
     **dict.fromkeys(COMMAND_LINE_PACKAGES, "server"),

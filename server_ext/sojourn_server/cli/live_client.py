@@ -65,7 +65,7 @@ class LiveClient:
     def frame(self) -> LiveFrame:
         """Return the current live frame: the state of the programs, as ``sojourn top`` shows it."""
         try:
-            return _frames.decode(self.get(f"{API}/stream", once=1).content)
+            return _frames.decode(self._answer(f"{API}/stream", once=1).content)
         except msgspec.DecodeError as error:
             raise self._not_a("a live frame", error) from None
 
@@ -79,7 +79,7 @@ class LiveClient:
         ``None``."""
         more = {"turn": turn} if turn is not None else {}
         try:
-            answer = self.get(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
+            answer = self._answer(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
             return _explanations.decode(answer.content)
         except msgspec.DecodeError as error:
             raise self._not_a("an explanation", error) from None
@@ -102,10 +102,14 @@ class LiveClient:
         ``more``: further query parameters."""
         return self._json(f"{API}/decisions", since=since, limit=limit, **more)
 
-    def get(self, path: str, **parameters: Any) -> httpx.Response:
-        """Return the response to a GET request. Raises ``AnswerError`` for any status but 200."""
+    def post(self, path: str, **parameters: Any) -> dict[str, Any]:
+        """Return the JSON object that answers a POST request."""
+        return self._json(path, "POST", **parameters)
+
+    def _answer(self, path: str, method: str = "GET", **parameters: Any) -> httpx.Response:
+        """Return the response to a request. Raises ``AnswerError`` for any status but 200."""
         try:
-            answer = self._client.get(path, params=parameters)
+            answer = self._client.request(method, path, params=parameters)
         except httpx.HTTPError as error:
             message, next_step = connection_advice(error, self.url)
             raise CliError(message, f"{next_step}; or name another server with --url") from None
@@ -128,9 +132,9 @@ class LiveClient:
             "use the same release of sojourn here and on the server",
         )
 
-    def _json(self, path: str, **parameters: Any) -> dict[str, Any]:
+    def _json(self, path: str, method: str = "GET", **parameters: Any) -> dict[str, Any]:
         try:
-            document = self.get(path, **parameters).json()
+            document = self._answer(path, method, **parameters).json()
         except ValueError:
             document = None
         if not isinstance(document, dict):

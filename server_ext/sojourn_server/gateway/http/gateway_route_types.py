@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...api.openapi import either
-from ...core.engine_answers import EngineStats, StockStats
+from ...core.engine_answers import EngineStats, PolicyState, StockStats
 from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .gateway_metrics import ProgramMove
 
@@ -37,6 +37,17 @@ class GatewayStats(msgspec.Struct, frozen=True, kw_only=True):
     replicas: Sequence[AnyReplicaStatus]
     engines: dict[str, AnyStats]
     """Statistics by the engine's URL."""
+    stock: list[str]
+    """URLs of engines that run without sojourn."""
+    silent: list[str]
+    """URLs of engines that did not answer."""
+
+
+class PolicyStates(msgspec.Struct, frozen=True, kw_only=True):
+    """The policies of all engines after a switch."""
+
+    engines: dict[str, PolicyState]
+    """Policy by the engine's URL."""
     stock: list[str]
     """URLs of engines that run without sojourn."""
     silent: list[str]

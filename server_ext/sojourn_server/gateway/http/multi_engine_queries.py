@@ -90,12 +90,17 @@ class EngineQueries:
         )
 
     async def every(
-        self, path: str, authorization: str | None, others_s: float | None = None
+        self,
+        path: str,
+        authorization: str | None,
+        others_s: float | None = None,
+        *,
+        body: bytes | None = None,
     ) -> EngineReplies:
-        """Send a GET to all engines. ``others_s``: seconds to wait for the others after the first success;
-        ``None``: for all."""
+        """Query all engines. ``others_s``: seconds to wait for the others after the first success; ``None``:
+        for all. ``body``: that of a POST."""
         asked = {
-            engine.url: asyncio.ensure_future(self.one(engine.replica_id, path, authorization))
+            engine.url: asyncio.ensure_future(self.one(engine.replica_id, path, authorization, body=body))
             for engine in self.replicas.engines()
         }
         try:

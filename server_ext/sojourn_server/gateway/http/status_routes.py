@@ -19,6 +19,7 @@ from ...api import response_merging
 from ...api.api_errors import ApiError
 from ...api.live_stream import MAX_DELTA_S, Audience, LiveHub
 from ...api.openapi import PREFIX
+from ...core.engine_answers import PolicyState
 from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
 from ...routing.routing_events import PairRole, ReplicaDrainCancelled, ReplicaDrainStarted
@@ -27,7 +28,14 @@ from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
 from .engine_client import REPLICA, EngineReply
 from .gateway_metrics import GatewayMetrics
-from .gateway_route_types import MAX_LISTED_PROGRAMS, GatewayStats, MoveList, ReplicaList, RoutedProgramList
+from .gateway_route_types import (
+    MAX_LISTED_PROGRAMS,
+    GatewayStats,
+    MoveList,
+    PolicyStates,
+    ReplicaList,
+    RoutedProgramList,
+)
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
 from .replica_addresses import ReplicaAddress
@@ -61,6 +69,7 @@ class StatusRoutes:
             Route(f"{PREFIX}/graphs", guard(self._graphs)),
             Route(f"{PREFIX}/graphs/{{graph_hash}}", guard(self._graph)),
             Route(f"{PREFIX}/stats", guard(self._stats)),
+            Route(f"{PREFIX}/policy", guard(self._switch_policy), methods=["POST"]),
             Route(f"{PREFIX}/stream", guard(self._stream)),
             Route(f"{PREFIX}/decisions", guard(self._decisions)),
             Route(f"{PREFIX}/moves", guard(self._moves)),
@@ -196,6 +205,17 @@ class StatusRoutes:
             raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
         return Response(found.body, media_type=found.media_type)
 
+    async def _switch_policy(self, request: Request) -> Response:
+        """Switch the policy of all engines off or on. Needs the admin key."""
+        self._only_operators(request)
+        if (on := request.query_params.get("on", "true")) not in ("true", "false"):
+            raise ApiError(400, f"on is {on!r}; expected true or false", f"POST {PREFIX}/policy?on=false")
+        path = f"{PREFIX}/policy?on={on}"
+        found = await self.queries.every(path, engine_authorization(request), body=b"")
+        found.check_key()
+        states = msgspec.convert(found.documents, dict[str, PolicyState])
+        return json_response(PolicyStates(engines=states, stock=found.stock, silent=found.silent))
+
     async def _stats(self, request: Request) -> Response:
         """Return the status of all replicas and the statistics of their engines."""
         self.access.only_admin(request)
@@ -250,10 +270,7 @@ class StatusRoutes:
     async def _drain(self, request: Request) -> Response:
         """Start the drain of a replica, or cancel it if the path ends with ``stay``. Answer with the
         replica's status; null if it is absent."""
-        if self.access.admin is None:
-            raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
-        if request.state.tenant is not None:
-            raise ApiError(403, "only operators drain replicas", "send the gateway's admin key")
+        self._only_operators(request)
         replica_id = request.path_params["replica"]
         if is_start := request.scope["path"].endswith("/drain"):
             self._replica(replica_id)
@@ -265,6 +282,12 @@ class StatusRoutes:
             raise ApiError(502, what, "send it again when they answer")
         states = self.routing_backend.replicas()
         return json_response(next((state for state in states if state.replica == replica_id), None))
+
+    def _only_operators(self, request: Request) -> None:
+        if self.access.admin is None:
+            raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
+        if request.state.tenant is not None:
+            raise ApiError(403, "this is for operators", "send the gateway's admin key")
 
     def _replica(self, name: str | None) -> ReplicaAddress:
         replicas = self.queries.replicas
