@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sojourn_server.kv_offload.block_file import HEADER_BYTES, KvIdentity
+from kv_blocks import BLOCK_BYTES, identity, payload
+from sojourn_server.kv_offload.block_file import HEADER_BYTES
 from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
 from sojourn_server.kv_offload.file_system import FileEntry, FileSystem
 
-BLOCK_BYTES = 96
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
-
-
-def identity(**changed: Any) -> KvIdentity:
-    fields: dict[str, Any] = {
-        "model": "tiny@1",
-        "kv_dtype": "float32",
-        "block_tokens": 64,
-        "block_bytes": BLOCK_BYTES,
-        "layers": 3,
-        "hash_scheme": "sha256/seed=0/16",
-        "vllm_version": "0.32.0",
-    }
-    return KvIdentity(**{**fields, **changed})
-
-
-def key(number: int, size: int = 32) -> bytes:
-    return hashlib.blake2b(str(number).encode(), digest_size=size).digest()
-
-
-def payload(key: bytes, size: int = BLOCK_BYTES) -> bytes:
-    """Content of a block, which differs for every key, so that a mix-up shows."""
-    return hashlib.shake_128(key).digest(size)
 
 
 class FaultyFiles(FileSystem):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from fake_cuda import FakeCuda
-from faulty_file_system import identity
+from kv_blocks import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend

@@ -133,6 +133,24 @@ class RandomClients:
             del self.waiting[request_id]
             self.planner.abandon(request_id)
 
+    def ask_again(self) -> None:
+        if self.waiting:
+            request_id = self.draw.choice(sorted(self.waiting))
+            self._serve([(request_id, self.waiting[request_id], CHAIN_BLOCKS)])
+
+    def store_ahead(self) -> None:
+        blocks = [(key, self.cached[key]) for key in self._chain() if key in self.cached]
+        self.planner.store(blocks, self.draw.choice([0, 1, 2]))
+
+    def fetch_ahead(self) -> None:
+        self.planner.fetch(self._chain())
+
+    def relabel(self) -> None:
+        self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
+
+    def step(self) -> None:
+        self._step({})
+
     def _chain(self) -> list[bytes]:
         chain = self.draw.randrange(CHAINS)
         return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]

@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, identity, key, payload
+from faulty_file_system import FILE_BYTES, FaultyFiles
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
     BlockCorrupt,

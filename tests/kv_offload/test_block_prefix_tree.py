@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from faulty_file_system import key
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_blocks import key
 from sojourn_server.kv_offload.shared_store import BlockPrefixTree
 
 KEYS = [key(number) for number in range(12)]

@@ -8,17 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_file_system import (
-    BLOCK_BYTES,
-    FILE_BYTES,
-    WRITES,
-    FailAt,
-    FaultyFiles,
-    broken,
-    identity,
-    key,
-    payload,
-)
+from faulty_file_system import FILE_BYTES, WRITES, FailAt, FaultyFiles, broken
+from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.shared_store import SharedStore, blocks_per_full

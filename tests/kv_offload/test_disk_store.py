@@ -7,18 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty_file_system import (
-    BLOCK_BYTES,
-    FILE_BYTES,
-    FaultyFiles,
-    files_below,
-    get,
-    identity,
-    key,
-    open_store,
-    payload,
-    put,
-)
+from faulty_file_system import FILE_BYTES, FaultyFiles, files_below, get, open_store, put
+from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.store_folder import MANIFEST, IncompatibleStore

@@ -16,18 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_file_system import (
-    FILE_BYTES,
-    FaultyFiles,
-    broken,
-    files_below,
-    get,
-    identity,
-    key,
-    open_store,
-    payload,
-    put,
-)
+from faulty_file_system import FILE_BYTES, FaultyFiles, broken, files_below, get, open_store, put
+from kv_blocks import identity, key, payload
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
 from sojourn_server.kv_offload.store_folder import StoreInUse
 
@@ -120,8 +110,9 @@ def _work(store: DiskStore) -> None:
 
 PRELUDE = f"""
 import os, random, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from faulty_file_system import FaultyFiles, identity, key, payload
+sys.path[:0] = {sys.path!r}
+from faulty_file_system import FaultyFiles
+from kv_blocks import identity, key, payload
 from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
 root, blocks = sys.argv[1], 40
 size = 1 << 16

@@ -16,21 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from faulty_file_system import (
-    BLOCK_BYTES,
-    FILE_BYTES,
-    WRITES,
-    FailAt,
-    FaultyFiles,
-    broken,
-    files_below,
-    identity,
-    key,
-    payload,
-)
+from faulty_file_system import FILE_BYTES, WRITES, FailAt, FaultyFiles, broken, files_below
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import BlockCorrupt
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
 

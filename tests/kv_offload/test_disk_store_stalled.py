@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from faulty_file_system import FILE_BYTES, FaultyFiles, broken, get, key, open_store, payload, put
+from faulty_file_system import FILE_BYTES, FaultyFiles, broken, get, open_store, put
+from kv_blocks import key, payload
 from sojourn_server.kv_offload.disk_store import PutOutcome
 from sojourn_server.kv_offload.store_folder import StoreInUse
 

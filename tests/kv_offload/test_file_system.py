@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from faulty_file_system import FILE_BYTES, identity, key, payload
+from faulty_file_system import FILE_BYTES
+from kv_blocks import identity, key, payload
 from sojourn_server.kv_offload.disk_store import DiskStore, StoreError
 from sojourn_server.kv_offload.store_folder import folder_name
 

@@ -69,12 +69,6 @@ def test_a_lower_rank_goes_first_however_lately_used() -> None:
     assert order_of_reuse(host) == [C, B, D, A]
 
 
-# -- pins
-
-
-# -- removal
-
-
 # -- what is on disk
 
 
@@ -99,6 +93,3 @@ def test_what_is_worth_more_does_not_make_way_for_what_is_worth_less() -> None:
     assert host.reuse(at_most=1) is a
     assert host.reuse(at_most=1) is None
     assert len(host) == 1
-
-
-# -- room

@@ -121,6 +121,3 @@ def test_where_there_is_no_disk_the_reason_is_told(options: dict[str, Any], reas
     assert reason in told["reason"]
     assert (told["context_tokens"], told["stored_tokens"], told["pending_tokens"]) == (332, 0, 0)
     assert engine.ask("persist", program_id="nobody") is None
-
-
-# -- what an operator sets ---------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from random_clients import (
-    CHAIN_BLOCKS,
     DEVICE_BLOCKS,
     DISK_BLOCKS,
     HOST_SLOTS,
@@ -159,31 +158,11 @@ class TierLife(RandomClients):
             request_id = self.draw.choice(sorted(self.mover.loads))
             self._arrived(request_id, self.mover.finish_load(request_id))
 
-    def ask_again(self) -> None:
-        if not self.waiting:
-            return
-        request_id = self.draw.choice(sorted(self.waiting))
-        self._serve([(request_id, self.waiting[request_id], CHAIN_BLOCKS)])
-
-    def store_ahead(self) -> None:
-        keys = self._chain()
-        blocks = [(key, self.cached[key]) for key in keys if key in self.cached]
-        self.planner.store(blocks, self.draw.choice([0, 1, 2]))
-
     def a_background_copy_ends(self) -> None:
         if self.mover.stores and self.draw.random() < 0.5:
             self.mover.finish_store(self.draw.choice(sorted(self.mover.stores)))
         elif self.mover.file_jobs:
             self.mover.finish_file_job()
-
-    def step(self) -> None:
-        self._step({})
-
-    def fetch_ahead(self) -> None:
-        self.planner.fetch(self._chain())
-
-    def relabel(self) -> None:
-        self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
 
     def time_passes(self) -> None:
         self.now += self.draw.choice([0.1, 5.0, 60.0, -30.0])

@@ -16,7 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fake_cuda import FakeCuda  # noqa: E402
-from faulty_file_system import FaultyFiles, broken, key  # noqa: E402
+from faulty_file_system import FaultyFiles, broken  # noqa: E402
+from kv_blocks import key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned  # noqa: E402
 from sojourn_server.kv_offload.cpu_device_backend import CpuCopy  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, CopyResult, OffloadJobs  # noqa: E402

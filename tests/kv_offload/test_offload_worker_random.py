@@ -24,7 +24,7 @@ pytest.importorskip("torch")
 from fake_cuda import FakeCuda
 from faulty_file_system import WRITES, FaultyFiles
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
-from random_clients import CHAIN_BLOCKS, DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, Loading, RandomClients
+from random_clients import DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, Loading, RandomClients
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 
@@ -159,29 +159,11 @@ class Life(RandomClients):
 
     # -- what happens
 
-    def ask_again(self) -> None:
-        if self.waiting:
-            request_id = self.draw.choice(sorted(self.waiting))
-            self._serve([(request_id, self.waiting[request_id], CHAIN_BLOCKS)])
-
-    def store_ahead(self) -> None:
-        blocks = [(key, self.cached[key]) for key in self._chain() if key in self.cached]
-        self.planner.store(blocks, self.draw.choice([0, 1, 2]))
-
-    def step(self) -> None:
-        self._step({})
-
     def steps(self) -> None:
         """Long enough for the lanes to come to something."""
         for _ in range(5):
             time.sleep(0.001)
             self._step({})
-
-    def fetch_ahead(self) -> None:
-        self.planner.fetch(self._chain())
-
-    def relabel(self) -> None:
-        self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))
 
     def time_passes(self) -> None:
         self.engine.now += self.draw.choice([0.1, 5.0, 60.0, -30.0])

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from faulty_file_system import BLOCK_BYTES, FILE_BYTES, FaultyFiles, identity, key, payload
+from faulty_file_system import FILE_BYTES, FaultyFiles
+from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect
 from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.disk_store import BlockNotFound, DiskStore, block_path

@@ -6,14 +6,13 @@ There are no threads and no sleeps. Storage and sockets take time only if the en
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
-from sojourn_server.kv_offload.block_file import KvIdentity
+from kv_blocks import BLOCK_BYTES, LAYERS, identity, payload
 from sojourn_server.kv_transfer.load_table import ReadingPeer
 from sojourn_server.kv_transfer.transfer_actions import (
     CloseConnection,
@@ -30,41 +29,13 @@ from sojourn_server.kv_transfer.transfer_core import TransferCore
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_wire import WireMessage, decode, decode_head, encode
 
-LAYERS = 3
-LAYER_BYTES = 32
-BLOCK_BYTES = LAYERS * LAYER_BYTES
-
-
-def identity(**changed: Any) -> KvIdentity:
-    fields: dict[str, Any] = {
-        "model": "tiny@1",
-        "kv_dtype": "float32",
-        "block_tokens": 64,
-        "block_bytes": BLOCK_BYTES,
-        "layers": LAYERS,
-        "hash_scheme": "sha256/seed=0/16",
-        "vllm_version": "0.32.0",
-    }
-    return KvIdentity(**{**fields, **changed})
-
-
-def key(number: int) -> bytes:
-    return hashlib.blake2b(str(number).encode(), digest_size=32).digest()
-
-
-def keys(*numbers: int) -> list[bytes]:
-    return [key(number) for number in numbers]
-
-
-def content(key: bytes) -> bytes:
-    """Content of a block. It differs for every block and layer, so that a mix-up shows."""
-    return hashlib.shake_128(key).digest(BLOCK_BYTES)
+LAYER_BYTES = BLOCK_BYTES // LAYERS
 
 
 def layers_of(wanted: Sequence[bytes], layer: int) -> list[memoryview]:
     """One layer of the content of blocks, as an engine would compute it."""
     start = layer * LAYER_BYTES
-    return [memoryview(content(one)[start : start + LAYER_BYTES]) for one in wanted]
+    return [memoryview(payload(one)[start : start + LAYER_BYTES]) for one in wanted]
 
 
 class Engine:
@@ -152,15 +123,11 @@ class World:
         """Called before a message arrives. True kills the receiver instead."""
         self.lose: Callable[[str, str, WireMessage], bool] = lambda sender, receiver, message: False
         """Called before a message arrives. True drops the message without an error."""
-        self.deaf: set[str] = set()
-        """Engines whose sockets are full, so that messages to them are never sent completely."""
         self.engines: dict[str, Engine] = {}
         self._numbers = count(1)
         self._event_queue: list[tuple[float, int, Callable[[], None]]] = []
         self._ends: dict[tuple[str, int], tuple[str, int]] = {}
         """A connection's end → its other end."""
-        self._unsent: dict[tuple[str, int], list[int | None]] = {}
-        """Items that a full socket does not accept, by the sending end."""
         self._epochs = count(1)
         self._busy_until_s: dict[tuple[str, int], float] = {}
         """A connection's end → time at which its last data arrive at the other end."""
@@ -170,7 +137,7 @@ class World:
         return made
 
     def put(self, *wanted: bytes) -> None:
-        self.stored.update({one: content(one) for one in wanted})
+        self.stored.update({one: payload(one) for one in wanted})
 
     def kill(self, name: str) -> None:
         """Let a process die. Its connections end, and its pending actions have no effect."""
@@ -217,7 +184,7 @@ class World:
                 what, arguments = self._send, (engine, action)
             elif isinstance(action, CloseConnection):
                 at = self._busy_until_s.get((engine.name, action.conn), 0.0)
-                what, arguments = self._hang_up_when_all_is_out, (engine.name, action.conn)
+                what, arguments = self._hang_up, (engine.name, action.conn)
             elif isinstance(action, ReadBlock):
                 self.reads.append((engine.name, action.key))
                 at = engine.takes_until("storage_read", BLOCK_BYTES)
@@ -255,9 +222,6 @@ class World:
             assert decode_head(head[:12]).payload_bytes == len(payload)
             message = decode(head[12:])
             self.messages.append((engine.name, there[0], message))
-            if there[0] in self.deaf:
-                self._does_not_get_out(engine, action)
-                return
             if self.cut(engine.name, there[0], message):
                 self.kill(there[0])
             elif not self.lose(engine.name, there[0], message):
@@ -265,25 +229,6 @@ class World:
                 self._act(peer, peer.core.received, there[1], message, memoryview(payload))
         if action.item is not None:
             self._act(engine, engine.core.ctx.sent, action.item)
-
-    def _does_not_get_out(self, engine: Engine, action: SendMessage) -> None:
-        """Queue a message that the socket does not accept. The connection ends when the first such message
-        has waited for ``patience_s``, and not before."""
-        end = engine.name, action.conn
-        if end not in self._unsent:
-            patience_s = engine.core.ctx.limits.patience_s
-            at = self.now + patience_s, next(self._numbers)
-            heapq.heappush(self._event_queue, (*at, lambda: self._stalled(engine, action.conn)))
-        self._unsent.setdefault(end, []).append(action.item)
-
-    def _stalled(self, engine: Engine, conn: int) -> None:
-        if (engine.name, conn) in self._ends:
-            self._act(engine, engine.core.stalled, conn)
-            self._hang_up(engine.name, conn)
-
-    def _hang_up_when_all_is_out(self, name: str, conn: int) -> None:
-        if (name, conn) not in self._unsent:  # otherwise the connection ends after ``patience_s``
-            self._hang_up(name, conn)
 
     def _hang_up(self, name: str, conn: int) -> None:
         there = self._ends.pop((name, conn), None)
@@ -294,9 +239,6 @@ class World:
             engine = self.engines.get(end)
             if engine is not None:
                 self._act(engine, engine.core.connection_lost, number, "the connection has ended")
-                for item in self._unsent.pop((end, number), []):
-                    if item is not None:
-                        self._act(engine, engine.core.ctx.sent, item)
 
     def _read(self, engine: Engine, action: ReadBlock) -> None:
         if action.key in self.hung:

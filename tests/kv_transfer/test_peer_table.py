@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulated_transfers import Engine, World, assert_clean, keys
+from kv_blocks import keys
+from simulated_transfers import Engine, World, assert_clean
 from sojourn_server.kv_transfer.transfer_actions import CloseConnection, DialPeer, PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_wire import HelloMessage, OfferMessage, WelcomeMessage
 

@@ -17,7 +17,7 @@ from sojourn_server.kv_transfer.rank_transfers import (
     split_addresses,
 )
 from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FetchJob, PushJob, TransferJobs
-from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle
+from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle, through
 
 RANKS = 2
 STORED = 6
@@ -36,19 +36,6 @@ def pair(tmp_path: Path, stores: list[MemoryStore]) -> Iterator[tuple[ToyEngine,
     yield made[0], made[1]
     for engine in made:
         engine.close()
-
-
-def through(p: ToyEngine, d: ToyEngine, tokens: list[int], name: str, **said: Any) -> list[Any]:
-    """A request, first on P and then on D. Both answers are right."""
-    said = {"peer": d.address, "epoch": d.epoch, **said}
-    first = p.add(Request(name, tokens, to_prefill(f"t-{name}", **said)))
-    run(lambda: name in p.done, p, d)
-    second = d.add(Request(name, tokens, first.answer), max_tokens=3)
-    run(lambda: name in d.done, p, d)
-    settle(p, d)
-    assert first.request.output == expected(tokens, 1)
-    assert second.request.output == expected(tokens, 3)
-    return [first, second]
 
 
 @pytest.mark.parametrize("decode_reads", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from simulated_transfers import keys
+from kv_blocks import keys
 from sojourn_server.kv_transfer.staging_buffers import BufferPool, BufferSlot, LeaseTooLarge, SlotMemory
 
 SLOTS, LEASE_S = 6, 10.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from simulated_transfers import Engine, World, assert_clean, content, keys, two_engines
+from kv_blocks import keys, payload
+from simulated_transfers import Engine, World, assert_clean, two_engines
 from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded
 
 
@@ -24,7 +25,7 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
         world.run(1.4, until=lambda name=f"live{number}": d.over(PromptTransferEnded, name) is not None)  # type: ignore[misc]
         assert d.over(PromptTransferEnded, f"live{number}").complete
         assert p.over(PushEnded, f"live{number}").complete
-        assert d.prompt(f"live{number}") == [content(one) for one in context]
+        assert d.prompt(f"live{number}") == [payload(one) for one in context]
     assert d.core.ctx.counts["prompts_evicted"] == 1  # and no more than were in the way
     d.do(d.core.prompts.expect, "left0")
     over = d.over(PromptTransferEnded, "left0")

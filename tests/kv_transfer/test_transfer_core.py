@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulated_transfers import (
-    BLOCK_BYTES,
-    LAYERS,
-    World,
-    assert_clean,
-    content,
-    keys,
-    layers_of,
-    two_engines,
-)
+from kv_blocks import BLOCK_BYTES, LAYERS, keys, payload
+from simulated_transfers import World, assert_clean, layers_of, two_engines
 from sojourn_server.kv_transfer.transfer_actions import (
     LoadEnded,
     PromptTransferEnded,
@@ -34,7 +26,7 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
         message for sender, _, message in world.messages if isinstance(message, DataMessage) and sender == "d"
     ]
     assert [message.layer for message in said] == sorted(message.layer for message in said)
-    assert here.taken("t") == [content(one) for one in CONTEXT]
+    assert here.taken("t") == [payload(one) for one in CONTEXT]
 
     # What was read there stays there: of the whole context only the ninth block is sent.
     whole = [*CONTEXT, b"tail of t"]
@@ -44,7 +36,7 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
     assert here.over(PushEnded, "t") == PushEnded("t", True)
     assert [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)] == [[8]]
-    assert there.prompt("t") == [content(one) for one in whole]
+    assert there.prompt("t") == [payload(one) for one in whole]
     assert_clean(here, there)
 
 
@@ -57,7 +49,7 @@ def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
         world.run(0.5)
         assert there.core.ctx.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
     there.wait(PromptTransferEnded, "t")
-    assert there.prompt("t") == [content(one) for one in CONTEXT]
+    assert there.prompt("t") == [payload(one) for one in CONTEXT]
     assert here.core.ctx.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
 
@@ -73,7 +65,7 @@ def test_pushes_that_share_a_prefix_send_it_once() -> None:
     world.run(until=lambda: all(there.over(PromptTransferEnded, name) for name in tails))
     assert here.core.ctx.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
     for name, wanted in tails.items():
-        assert there.prompt(name) == [content(one) for one in wanted]
+        assert there.prompt(name) == [payload(one) for one in wanted]
     assert_clean(here, there)
 
 
@@ -87,23 +79,7 @@ def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
     assert len(world.reads) == 8
     assert engine.core.ctx.buffers.most_used == 8
     for number in range(1000):
-        assert engine.taken(str(number)) == [content(one) for one in CONTEXT]
-    assert_clean(engine)
-
-
-def test_reads_are_first_come_first_served_by_request() -> None:
-    world = World()
-    engine = world.engine("p", rates={"storage_read": 9600.0})
-    contexts = {str(number): keys(*range(10 * number, 10 * number + 5)) for number in range(6)}
-    for name, wanted in contexts.items():
-        world.put(*wanted)
-        engine.load(name, wanted)
-    world.run()
-    assert [one for _, one in world.reads] == [one for wanted in contexts.values() for one in wanted]
-    over = [event.load for event in engine.events if isinstance(event, LoadEnded)]
-    assert over == list(contexts)
-    for name in contexts:
-        engine.taken(name)
+        assert engine.taken(str(number)) == [payload(one) for one in CONTEXT]
     assert_clean(engine)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from simulated_transfers import BLOCK_BYTES, World, assert_clean, content, key, keys
+from kv_blocks import BLOCK_BYTES, key, keys, payload
+from simulated_transfers import World, assert_clean
 from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded
 from sojourn_server.kv_transfer.transfer_wire import DataMessage
 
@@ -107,7 +108,7 @@ def test_whatever_happens(
                 elif isinstance(event, PromptTransferEnded) and event.complete:
                     offered = engine.core.prompts._prompts[event.transfer].offer
                     assert offered is not None
-                    assert engine.prompt(event.transfer) == [content(one) for one in offered.keys]
+                    assert engine.prompt(event.transfer) == [payload(one) for one in offered.keys]
                 elif isinstance(event, PromptTransferEnded):
                     engine.do(engine.core.prompts.forget, event.transfer)
     alive = list(world.engines.values())

@@ -7,17 +7,8 @@ from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from simulated_transfers import (
-    LAYERS,
-    Engine,
-    World,
-    assert_clean,
-    content,
-    identity,
-    key,
-    keys,
-    two_engines,
-)
+from kv_blocks import LAYERS, identity, key, keys, payload
+from simulated_transfers import Engine, World, assert_clean, two_engines
 from sojourn_server.kv_transfer.peer_table import _FIELD_DESCRIPTIONS
 from sojourn_server.kv_transfer.transfer_actions import (
     LoadEnded,
@@ -149,7 +140,7 @@ def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_patience_and_no_mor
     prompt = there.over(PromptTransferEnded, "t")
     assert prompt is not None
     if prompt.complete:
-        assert there.prompt("t") == [content(one) for one in WHOLE]
+        assert there.prompt("t") == [payload(one) for one in WHOLE]
     # Where nothing was read there, all is computed here and pushed.
     assert prompt.complete == (kind in (ReadMessage, FailedMessage, CompleteMessage))
     pushed = here.over(PushEnded, "t")
@@ -175,9 +166,9 @@ def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
     assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
     assert here.core.ctx.counts["blocks_read_instead"] == 8
     assert here.over(LoadEnded, "next") is None, "it waits for its turn"
-    assert here.taken("t") == [content(one) for one in CONTEXT]
+    assert here.taken("t") == [payload(one) for one in CONTEXT]
     world.run(0.1)
-    assert here.taken("next") == [content(one) for one in others]
+    assert here.taken("next") == [payload(one) for one in others]
     assert_clean(here)
 
 
@@ -192,12 +183,12 @@ def test_what_lies_before_a_block_that_cannot_be_read_is_good(side: str, index: 
     world.broken[key(index)] = "its payload is damaged"
     here.load("t", CONTEXT, **({} if side == "here" else {"address": "d", "total": 9}))
     assert here.wait(LoadEnded, "t") == LoadEnded("t", index, "its payload is damaged")
-    assert here.taken("t") == [content(one) for one in CONTEXT[:index]]
+    assert here.taken("t") == [payload(one) for one in CONTEXT[:index]]
     # The rest is computed here and pushed; the peer asks for what it could not read either.
     here.push("t", "d", WHOLE)
     there.do(there.core.prompts.expect, "t")
     there.wait(PromptTransferEnded, "t")
-    assert there.prompt("t") == [content(one) for one in WHOLE]
+    assert there.prompt("t") == [payload(one) for one in WHOLE]
     assert_clean(here, there)
 
 
@@ -209,7 +200,7 @@ def test_storage_that_never_answers_costs_patience_and_its_slot_until_it_does(si
     world.hung.add(key(3))
     here.load("t", CONTEXT, **({} if side == "here" else {"address": "d", "total": 9}))
     assert here.wait(LoadEnded, "t") == LoadEnded("t", 3, "storage has not answered")
-    assert here.taken("t") == [content(one) for one in CONTEXT[:3]]
+    assert here.taken("t") == [payload(one) for one in CONTEXT[:3]]
     there.do(there.core.prompts.forget, "t")
     assert reader.core.ctx.buffers.used == 1
     for engine in {here, reader}:  # this engine has tried it too
@@ -294,7 +285,7 @@ def test_a_peer_that_has_started_anew_is_not_whom_the_router_meant() -> None:
     here.push("v", "d", CONTEXT)
     again.do(again.core.prompts.expect, "v")
     world.run(1.0)
-    assert again.prompt("v") == [content(one) for one in CONTEXT]
+    assert again.prompt("v") == [payload(one) for one in CONTEXT]
     here.do(here.core.loads.end, "u")
     assert_clean(here, again)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from simulated_transfers import LAYER_BYTES, World, assert_clean, content, keys
+from kv_blocks import keys, payload
+from simulated_transfers import LAYER_BYTES, World, assert_clean
 from sojourn_server.kv_transfer.transfer_actions import PushEnded, SendMessage
 from sojourn_server.kv_transfer.transfer_wire import AbortMessage, DataMessage, NeedMessage
 
@@ -31,7 +32,7 @@ def test_a_block_that_somebody_else_brings_is_not_taken_from_a_peer_who_was_not_
     p.give("first", CONTEXT)
     d.do(d.core.prompts.expect, "first")
     world.run(1.0)
-    assert d.prompt("first") == [content(one) for one in CONTEXT]
+    assert d.prompt("first") == [payload(one) for one in CONTEXT]
     world.run(1.0)
     assert_clean(p, q, d)
 

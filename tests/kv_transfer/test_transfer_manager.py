@@ -14,7 +14,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from simulated_transfers import LAYER_BYTES, LAYERS, content, identity, key, keys, layers_of
+from kv_blocks import LAYERS, identity, key, keys, payload
+from simulated_transfers import LAYER_BYTES, layers_of
 from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_transfer.load_table import ReadingPeer
@@ -86,7 +87,7 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
         assert push.give(layer, layers_of(WHOLE, layer))
     assert prompt.wait(PATIENCE_S) == PromptTransferEnded("t", True)
     assert push.wait(PATIENCE_S) == PushEnded("t", True)
-    assert take(prompt.blocks()) == [content(one) for one in WHOLE]
+    assert take(prompt.blocks()) == [payload(one) for one in WHOLE]
     prompt.end()
     assert_clean(here, there)
     moved = here.core.ctx.peer_send.moved_bytes
@@ -101,12 +102,12 @@ def test_blocks_are_stored_with_their_parents(tmp_path: Path) -> None:
     ):
         parent = b""
         for one in CONTEXT:
-            assert made.store(one, parent, [memoryview(content(one))])
+            assert made.store(one, parent, [memoryview(payload(one))])
             parent = one
         eventually(lambda: made.stats()["counts"].get("write_stored") == 8)
         load = made.load("again", CONTEXT)
         assert load.wait(PATIENCE_S) == LoadEnded("again", 8)
-        assert take(load.blocks()) == [content(one) for one in CONTEXT]
+        assert take(load.blocks()) == [payload(one) for one in CONTEXT]
         load.end()
         assert own.parent_of(CONTEXT[1]) == CONTEXT[0][:16]
         assert_clean(made)
@@ -161,7 +162,7 @@ DYING = textwrap.dedent(
     sys.path[:0] = {path!r}
     from sojourn_server.kv_transfer.peer_transport import SocketStream
     from transfer_manager_harness import MemoryStore, manager
-    from simulated_transfers import keys
+    from kv_blocks import keys
     store = MemoryStore()
     store.fill(*keys(*range(8)))
     write = SocketStream.write

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from simulated_transfers import identity, keys
+from kv_blocks import identity, keys
 from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
@@ -129,9 +129,3 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     assert_clean(here, there)
     assert there.close()
     assert threads_of("p") + threads_of("d") == []
-
-
-# -- what is read of a peer -------------------------------------------------------
-
-
-# -- one connection ---------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from simulated_transfers import LAYERS, identity, keys, layers_of
+from kv_blocks import LAYERS, identity, keys
+from simulated_transfers import layers_of
 from sojourn_server.kv_transfer.transfer_stats import transfer_manager_stats
 from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, manager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from simulated_transfers import identity
+from kv_blocks import identity
 from sojourn_server.kv_transfer.transfer_actions import SendMessage
 from sojourn_server.kv_transfer.transfer_core import TransferCore
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits

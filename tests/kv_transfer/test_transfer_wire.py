@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from simulated_transfers import identity, key, keys
+from kv_blocks import identity, key, keys
 from sojourn_server.kv_transfer import transfer_wire
 from sojourn_server.kv_transfer.peer_table import incompatibility_reason
 from sojourn_server.kv_transfer.transfer_link import TrafficClass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
 from sojourn_server.kv_transfer.transfer_manager import LoadHandle
-from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle
+from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle, through
 
 Make = Callable[..., ToyEngine]
 
@@ -33,19 +33,6 @@ def make(tmp_path: Path, store: MemoryStore) -> Iterator[Make]:
     yield engine
     for each in made:
         each.close()
-
-
-def through(p: ToyEngine, d: ToyEngine, tokens: list[int], name: str = "r", **said: Any) -> tuple[Any, Any]:
-    """A request's two jobs, the second with three tokens; both engines are settled."""
-    said = {"peer": d.address, **said}
-    first = p.add(Request(name, tokens, to_prefill(f"t-{name}", **said)))
-    run(lambda: name in p.done, p, d)
-    second = d.add(Request(name, tokens, first.answer), max_tokens=3)
-    run(lambda: name in d.done, p, d)
-    settle(p, d)
-    assert first.request.output == expected(tokens, 1)
-    assert second.request.output == expected(tokens, 3)
-    return first, second
 
 
 @pytest.mark.parametrize("tokens", [33, 64, 100, 400, 1000])
@@ -131,10 +118,12 @@ QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
 """Limits under which a lease ends within seconds."""
 
 
-def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:
-    """D runs one request, and another whose context is here whole waits longer than a lease."""
-    long, tokens = prompt(1, 100), prompt(2, 400)
-    running = d.add(Request("long", long), max_tokens=100_000)
+def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_all_the_same(
+    make: Make,
+) -> None:
+    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
+    tokens = prompt(2, 400)
+    running = d.add(Request("long", prompt(1, 100)), max_tokens=100_000)
     run(lambda: bool(running.request.output), d)
     first = p.add(Request("r", tokens, to_prefill("t", d.address)))
     run(lambda: "r" in p.done, p, d)
@@ -142,14 +131,6 @@ def queue(p: ToyEngine, d: ToyEngine) -> tuple[Any, list[int]]:
     end_s = time.monotonic() + 2.5 * QUEUE["lease_s"]
     run(lambda: time.monotonic() > end_s, p, d)
     assert not job.ids
-    return job, tokens
-
-
-def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_all_the_same(
-    make: Make,
-) -> None:
-    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
-    job, tokens = queue(p, d)
     d.abort("long")
     settle(p, d)
     assert job.request.output == expected(tokens, 3)

@@ -17,12 +17,12 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import transfer_manager_harness
 from fake_cuda import FakeCuda
-from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request
+from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request, to_prefill
 from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
-from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_transfer.peer_transport import SocketStream
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, rank_address
@@ -55,37 +55,11 @@ def identity(**changed: Any) -> KvIdentity:
     return KvIdentity(**{**fields, **changed})
 
 
-class MemoryStore:
-    """Full Blocks in a dictionary. Blocks in ``broken`` are stored but cannot be read."""
+class MemoryStore(transfer_manager_harness.MemoryStore):
+    """Full Blocks of this engine's KV."""
 
     def __init__(self, **changed: Any) -> None:
-        self.identity = identity(**changed)
-        self.blocks: dict[bytes, bytes] = {}
-        self.parents: dict[bytes, bytes] = {}
-        self.broken: set[bytes] = set()
-        self.reads: list[bytes] = []
-
-    def leading(self, keys: Sequence[bytes]) -> int:
-        return next((at for at, key in enumerate(keys) if key not in self.blocks), len(keys))
-
-    def get_into(self, key: bytes, buffers: Sequence[Any]) -> None:
-        self.reads.append(key)
-        if key not in self.blocks or key in self.broken:
-            raise BlockNotFound(key)
-        content, at = self.blocks[key], 0
-        for buffer in buffers:
-            view = memoryview(buffer).cast("B")
-            view[:] = content[at : at + view.nbytes]
-            at += view.nbytes
-
-    def put(self, key: bytes, buffers: Sequence[Any], *, parent: bytes = b"") -> PutOutcome:
-        if key in self.blocks:
-            return PutOutcome.ALREADY
-        self.blocks[key] = b"".join(bytes(buffer) for buffer in buffers)
-        self.parents[key] = parent
-        return PutOutcome.STORED
-
-    def close(self) -> None: ...
+        super().__init__(identity(**changed))
 
 
 def kv_of(tokens: Sequence[int], layer: int) -> np.ndarray[Any, Any]:
@@ -394,10 +368,6 @@ class ToyEngine:
         assert not self._reported, "a worker has not reported what the others have"
         assert not self.errors, self.errors
 
-    def rows(self, job: Job, layer: int, tokens: int, rank: int = 0) -> np.ndarray[Any, Any]:
-        """KV of a request's first ``tokens`` tokens in one layer, as its blocks contain it."""
-        return self.ranks[rank].layers[layer][job.ids].reshape(-1, TOKEN_BYTES)[:tokens]
-
     def _by_all(self, kind: str, names: set[str]) -> set[str]:
         """Count a worker's report of ``names``, as vLLM does. Return the names that all workers have
         reported."""
@@ -574,3 +544,17 @@ def expected(tokens: Sequence[int], count: int) -> list[int]:
     for _ in range(count):
         made.append(next_token(made))
     return made[len(tokens) :]
+
+
+def through(p: ToyEngine, d: ToyEngine, tokens: list[int], name: str = "r", **said: Any) -> tuple[Job, Job]:
+    """A request's two jobs, on P and then on D with three tokens. Both answers are right, and the engines are
+    settled."""
+    said = {"peer": d.address, "epoch": d.epoch, **said}
+    first = p.add(Request(name, tokens, to_prefill(f"t-{name}", **said)))
+    run(lambda: name in p.done, p, d)
+    second = d.add(Request(name, tokens, first.answer), max_tokens=3)
+    run(lambda: name in d.done, p, d)
+    settle(p, d)
+    assert first.request.output == expected(tokens, 1)
+    assert second.request.output == expected(tokens, 3)
+    return first, second

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from simulated_transfers import content, identity
+from kv_blocks import identity, payload
 from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
 from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
@@ -22,19 +22,15 @@ class MemoryStore:
     raise."""
 
     def __init__(self, of: KvIdentity | None = None) -> None:
-        self._identity = of or identity()
+        self.identity = of or identity()
         self.blocks: dict[bytes, bytes] = {}
         self.parents: dict[bytes, bytes] = {}
-        self.reads: list[bytes] = []
+        self.broken: set[bytes] = set()
+        """Blocks that are stored and cannot be read."""
         self.before: Callable[[str, bytes], None] = lambda what, key: None
-        self._lock = threading.Lock()
-
-    @property
-    def identity(self) -> KvIdentity:
-        return self._identity
 
     def fill(self, *keys: bytes) -> None:
-        self.blocks.update({key: content(key) for key in keys})
+        self.blocks.update({key: payload(key) for key in keys})
 
     def leading(self, keys: Sequence[bytes]) -> int:
         found = 0
@@ -43,17 +39,17 @@ class MemoryStore:
         return found
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        with self._lock:
-            self.reads.append(key)
         self.before("get", key)
-        found = self.blocks.get(key)
-        if found is None:
+        if key not in self.blocks or key in self.broken:
             raise BlockNotFound(key)
+        found = self.blocks[key]
         for view in byte_views(buffers, writable=True):
             view[:], found = found[: view.nbytes], found[view.nbytes :]
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
         self.before("put", key)
+        if key in self.blocks:
+            return PutOutcome.ALREADY
         self.blocks[key] = b"".join(bytes(view) for view in byte_views(buffers))
         self.parents[key] = parent
         return PutOutcome.STORED
