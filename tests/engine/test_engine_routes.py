@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,25 @@ def test_a_turn_that_ends_with_a_stop_string_is_no_abort(server: EngineServer) -
     assert eventually(lambda: call(server, "GET", path).json()["turns"] == 1)
     (turn,) = call(server, "GET", path).json()["ledger"]
     assert turn["outcome"] == "stopped"
+
+
+@ONE_SERVER
+def test_the_policy_is_switched_while_a_request_runs_and_its_tokens_stay(server: EngineServer) -> None:
+    # Less than a block, so that the second request finds nothing cached and computes what the first did.
+    same = {"prompt": "Say it.", "max_tokens": 1500, "temperature": 0}
+    expected = ask_model(server, "switch-1", **same)["text"]
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask_model, server, "switch-2", **same)
+        assert eventually(lambda: call(server, "GET", "/sojourn/v1/stats").json()["requests"] == 1)
+        switched = call(server, "POST", "/sojourn/v1/policy?on=false")
+        assert not running.done()
+        assert switched.json() == {"policy": "off", "started_with": "sojourn"}
+        assert running.result()["text"] == expected
+    assert eventually(lambda: call(server, "GET", "/sojourn/v1/capabilities").json()["policy"] == "off")
+    command = ["-m", "sojourn_server.cli", "policy", "on", "--url", server.url, "--api-key", KEY]
+    assert subprocess.check_output([sys.executable, *command], text=True) == f"{server.url}: policy sojourn\n"
+    decisions = call(server, "GET", "/sojourn/v1/decisions").json()["decisions"]
+    assert [each["reason"] for each in decisions if each["kind"] == "policy"] == ["off", "on"]
 
 
 def test_the_exposition_is_within_the_catalogue(server: EngineServer) -> None:
