@@ -74,7 +74,7 @@ class Watched:
 
 
 def by_present_size(**settings: Any) -> Watched:
-    usual = {"size_by": "context", "patience_s": 120.0, "standstill_s": 2.0}
+    usual = {"patience_s": 120.0, "standstill_s": 2.0}
     return Watched(RelativeIdlenessPlacement(**{**usual, **settings}))
 
 
@@ -519,7 +519,7 @@ def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are
 
 
 def test_between_two_overdue_programs_the_gap_passes() -> None:
-    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf, exchange_reserve=1.0)
+    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf)
     engine = Engine(policy, host=50)
     for name in ("a", "b"):
         engine.a_turn(name, 9)

@@ -442,8 +442,7 @@ class PlacedLife:
         # Who came back while it was to leave is sent away first, and may find room when it is asked again.
         # Who is refused in this step does not come any more, and somebody else may be the first in line.
         moved_since = self.put_back or self.sent_away_ready or self.program_scheduler.refused
-        steady = self.policy.size_by == "context" and not moved_since
-        if steady:
+        if not moved_since:
             assert self.policy.moves(view, self.now) == ()
 
     # -- what must hold after each ---------------------------------------------------------------
@@ -526,16 +525,15 @@ OFTEN = {
 """How often each operation is drawn."""
 
 USUAL = {"patience_s": 60.0, "standstill_s": 2.0, "overdue_gap_s": 5.0}
-PAPERS = {"patience_s": math.inf, "absent_s": math.inf, "exchange_reserve": 1.0}
+PAPERS = {"patience_s": math.inf, "absent_s": math.inf}
 SETTINGS = [
-    ({"size_by": "peak", **USUAL}, 40, 0),
-    ({"size_by": "turn", **USUAL}, 30, 60),
-    ({"size_by": "context", "exchange_reserve": 0.0, **USUAL}, 30, 60),
-    ({"size_by": "context", **PAPERS, "standstill_s": 2.0, "disk_idleness": 1.0}, 20, 20),
-    ({"size_by": "context", **PAPERS, "standstill_s": math.inf}, 40, 40),
-    ({"size_by": "turn", "patience_s": 0.0, "standstill_s": 0.0, "exchange_reserve": 0.2}, 15, 15),
-    ({"size_by": "peak", "patience_s": 10.0, "standstill_s": math.inf, "k": 1}, 0, 0),
-    ({"size_by": "context", "disk_idleness": 0.2, **USUAL}, 25, 60),
+    (USUAL, 40, 0),
+    ({"k": 1, **USUAL}, 30, 60),
+    ({**PAPERS, "standstill_s": 2.0, "disk_idleness": 1.0}, 20, 20),
+    ({**PAPERS, "standstill_s": math.inf}, 40, 40),
+    ({"patience_s": 0.0, "standstill_s": 0.0}, 15, 15),
+    ({"patience_s": 10.0, "standstill_s": math.inf, "k": 1}, 0, 0),
+    ({"disk_idleness": 0.2, **USUAL}, 25, 60),
 ]
 ALWAYS = (
     "parked", "branched", "preempted", "begun again", "parked and aborted", "parked and ended",
@@ -567,7 +565,7 @@ def test_the_lives_were_lively_enough() -> None:
     """Between them everything has happened that can."""
     if sum(TOLD.values()) < 1000:
         pytest.skip("the lives were not lived in this process")
-    by_others = {MoveReason.GIVEN_UP, MoveReason.OVER, MoveReason.FUTILE}
+    by_others = {MoveReason.GIVEN_UP, MoveReason.OVER, MoveReason.FUTILE, MoveReason.EXCHANGE}
     assert {reason.value for reason in set(MoveReason) - by_others} <= set(TOLD)
     assert TOLD["refused"]
     assert TOLD["forgotten"]

@@ -96,16 +96,17 @@ def test_our_policy_moves_programs_as_the_metric_says() -> None:
     seen: set[tuple[str, str, str]] = set()
     for _ in range(4000):
         policy = RelativeIdlenessPlacement(
-            size_by=draw.choice(["context", "peak"]),
             standstill_s=draw.choice([0.5, math.inf]),
             patience_s=draw.choice([30.0, math.inf]),
             absent_s=draw.choice([60.0, math.inf]),
-            exchange_reserve=draw.choice([0.0, 0.25, 1.0]),
         )
         moves = policy.moves(drawn_view(draw), now=1000.0)
         seen |= {(move.to.value, move.when.value, move.reason.value) for move in moves}
     assert seen <= PLACEMENTS
-    by_others = {MoveReason.GIVEN_UP.value, MoveReason.OVER.value, MoveReason.FUTILE.value}
+    by_others = {
+        reason.value
+        for reason in (MoveReason.GIVEN_UP, MoveReason.OVER, MoveReason.FUTILE, MoveReason.EXCHANGE)
+    }
     assert {reason for _, _, reason in PLACEMENTS - seen} <= by_others, "all of these do happen"
 
 

@@ -34,9 +34,7 @@ from sojourn_server.programs.idleness import Idleness, IdlenessPhase
 NOW = 1000.0
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = ProgramActivity
-PAPER = RelativeIdlenessPlacement(
-    size_by="context", patience_s=math.inf, standstill_s=math.inf, absent_s=math.inf, exchange_reserve=1.0
-)
+PAPER = RelativeIdlenessPlacement(patience_s=math.inf, standstill_s=math.inf, absent_s=math.inf)
 
 
 def program(
@@ -235,36 +233,15 @@ def test_what_demotion_frees_is_filled_in_the_same_answer() -> None:
     )
 
 
-def test_size_is_the_predicted_peak_unless_the_paper_s_context_is_asked_for() -> None:
+def test_size_is_the_context_and_what_is_already_known_to_come() -> None:
     there = program("there", DEVICE, REASONING, 0.5, 10, peak_blocks=80)
     ready = program("ready", HOST, READY, 0.5, 10, peak_blocks=30)
-    peak = replace(PAPER, size_by="peak")
-    assert peak.moves(view(there, ready), NOW) == ()
-    assert moved(peak, view(there, replace(ready, peak_blocks=20))) == {"ready": DEVICE}
-    assert moved(PAPER, view(there, ready)) == {"ready": DEVICE}
-    assert moved(peak, view(there, replace(ready, peak_blocks=0))) == {"ready": DEVICE}, "nothing predicted"
-    assert peak.device_blocks(replace(there, context_blocks=90)) == 90, "a prediction it has outgrown"
+    assert moved(PAPER, view(there, ready)) == {"ready": DEVICE}, "predictions do not count"
     assert PAPER.device_blocks(replace(ready, required_blocks=17)) == 17, (
         "its answer and tool output come on top"
     )
     assert PAPER.device_blocks(replace(there, resident_blocks=25)) == 25, "branches side by side"
-    assert peak.device_blocks(newcomer("new", 0)) == 1
-
-
-def test_peaks_may_count_only_after_kv_was_lost() -> None:
-    there = program("there", DEVICE, REASONING, 0.5, 10, peak_blocks=80)
-    ready = program("ready", HOST, READY, 0.5, 10, peak_blocks=30)
-    lasting = replace(PAPER, size_by="peak", relax_s=100.0)
-    for calm_s, enters in ((math.inf, True), (0.0, False), (99.0, True), (5.0, False)):
-        seen = replace(view(there, ready), last_shortage_s=NOW - calm_s)
-        assert bool(moved(lasting, seen)) == enters, calm_s
-    assert lasting.moves(view(there, ready), NOW) != (), "nothing was ever lost"
-
-
-def test_below_the_device_a_context_counts_and_not_a_peak() -> None:
-    idle = program("idle", DEVICE, ACTING, 0.9, 20, peak_blocks=90)
-    grown = program("grown", DEVICE, REASONING, 0.1, 20, peak_blocks=20)
-    assert moved(RelativeIdlenessPlacement(), view(idle, grown, host=20)) == {"idle": HOST}
+    assert PAPER.device_blocks(newcomer("new", 0)) == 1
 
 
 # -- stickiness (M8, §4.3) -------------------------------------------------------------------
@@ -282,75 +259,6 @@ def test_without_a_violation_or_free_memory_nothing_moves() -> None:
     assert PAPER.moves(seen, NOW) == ()
     assert PAPER.moves(seen, NOW + 50.0) == ()
     assert PAPER.moves(view(), NOW) == ()
-
-
-def test_in_an_exchange_acting_programs_leave_for_ready_ones() -> None:
-    """Not in the paper: a place on the device is no more than a copy where host memory takes it."""
-    idle, other = program("idle", DEVICE, ACTING, 0.2, 50), program("other", DEVICE, REASONING, 1.0, 50)
-    exchanging = replace(PAPER, exchange_reserve=0.25)
-    for ready in (program("ready", WAITING, READY, 0.9, 50), newcomer("ready", 50)):
-        seen = view(idle, other, ready, host=80)
-        assert exchanging.moves(seen, NOW) == (
-            TierMove(ProgramId("ready"), DEVICE, MoveTiming.NOW, MoveReason.EXCHANGE),
-            TierMove(ProgramId("idle"), HOST, MoveTiming.NOW, MoveReason.EXCHANGE),
-        )
-        assert exchanging.moves(view(idle, other, ready, host=66), NOW) == (), "16 would be left"
-        assert PAPER.moves(seen, NOW) == ()
-
-
-def test_a_promoted_program_leaves_its_place_in_host_memory_to_the_demoted_one() -> None:
-    idle, ready = program("idle", DEVICE, ACTING, 0.2, 100), program("ready", HOST, READY, 0.9, 100)
-    exchanging = replace(PAPER, exchange_reserve=0.25)
-    assert len(exchanging.moves(view(idle, ready, host=140), NOW)) == 2
-    assert exchanging.moves(view(idle, ready, host=130), NOW) == (), "30 are free now, and would be then"
-
-
-def test_most_idle_first_and_no_more_than_needed_leave_in_an_exchange() -> None:
-    acting = [program(f"p{tenth}", DEVICE, ACTING, tenth / 10, 25) for tenth in range(4)]
-    seen = view(*acting, program("ready", WAITING, READY, 0.5, 50), host=1000)
-    moves = replace(PAPER, exchange_reserve=0.25).moves(seen, NOW)
-    assert [move.program_id for move in moves] == ["ready", "p3", "p2"]
-
-
-def test_small_ones_stay_where_the_large_one_that_leaves_is_enough() -> None:
-    small = [program(f"s{tenth}", DEVICE, ACTING, 0.5 + tenth / 10, 1) for tenth in range(4)]
-    large = program("large", DEVICE, ACTING, 0.1, 96)
-    seen = view(*small, large, program("ready", WAITING, READY, 0.5, 96), host=1000)
-    moves = replace(PAPER, exchange_reserve=0.25).moves(seen, NOW)
-    assert [move.program_id for move in moves] == ["ready", "large"]
-
-
-def test_in_an_exchange_only_the_most_idle_go_to_disk() -> None:
-    exchanging = replace(PAPER, exchange_reserve=0.25)
-    ready = program("ready", WAITING, READY, 0.5, 60)
-    for idleness, host, to in ((0.95, 200, DISK), (0.95, 0, DISK), (0.85, 200, HOST)):
-        acting = program("acting", DEVICE, ACTING, idleness, 60)
-        moves = exchanging.moves(view(acting, ready, host=host, disk=100), NOW)
-        assert [move.to for move in moves] == [DEVICE, to]
-    busy = program("acting", DEVICE, ACTING, 0.85, 60)
-    assert exchanging.moves(view(busy, ready, host=70, disk=100), NOW) == (), "the disk is not for it"
-
-
-def test_overflow_of_a_lower_tier_frees_memory_for_an_exchange_in_the_same_answer() -> None:
-    exchanging = replace(PAPER, exchange_reserve=0.25)
-    seen = view(
-        program("acting", DEVICE, ACTING, 0.0, 80),
-        program("large", HOST, ACTING, 0.9, 110),
-        program("ready", WAITING, READY, 0.5, 80),
-        host=108,
-    )
-    moves = {move.program_id: move.to for move in exchanging.moves(seen, NOW)}
-    assert moves == {"large": WAITING, "ready": DEVICE, "acting": HOST}
-
-
-def test_no_program_leaves_for_one_that_would_still_not_fit() -> None:
-    seen = view(
-        program("acting", DEVICE, ACTING, 0.5, 50),
-        program("reasoning", DEVICE, REASONING, 0.5, 50),
-        program("large", WAITING, READY, 0.5, 51),
-        host=1000,
-    )
-    assert replace(PAPER, exchange_reserve=0.0).moves(seen, NOW) == ()
 
 
 # -- disk (M9, §7.1) -------------------------------------------------------------------------
@@ -391,9 +299,7 @@ def test_the_idle_leave_host_memory_for_the_busier() -> None:
 # -- no starvation ---------------------------------------------------------------------------
 
 OURS = RelativeIdlenessPlacement(
-    exchange_reserve=1.0,
     absent_s=math.inf,
-    size_by="context",
     patience_s=120.0,
     standstill_s=2.0,
     overdue_gap_s=0.0,
@@ -564,8 +470,7 @@ def test_no_placement_never_moves_programs() -> None:
 
 def test_defaults_are_the_papers_where_it_has_them() -> None:
     policy = RelativeIdlenessPlacement()
-    assert (policy.k, policy.tick_s, policy.size_by) == (5, 5.0, "peak")
-    assert policy.exchange_reserve == 1
+    assert (policy.k, policy.tick_s) == (5, 5.0)
     assert policy == RelativeIdlenessPlacement()
     assert hash(policy) == hash(RelativeIdlenessPlacement())
 
@@ -578,12 +483,10 @@ def test_defaults_are_the_papers_where_it_has_them() -> None:
         ({"tick_s": 0.0}, "tick_s is 0.0; expected"),
         ({"tick_s": math.inf}, "tick_s is inf; expected"),
         ({"idle_tick_s": 0.0}, "idle_tick_s is 0.0; expected"),
-        ({"size_by": "most"}, "size_by is 'most'; expected \"peak\""),
         ({"disk_idleness": 1.5}, "disk_idleness is 1.5; expected 0 to 1"),
         ({"patience_s": -1.0}, "patience_s is -1.0; expected"),
         ({"standstill_s": math.nan}, "standstill_s is nan; expected"),
-        ({"exchange_reserve": -0.1}, "exchange_reserve is -0.1; expected 0 to 1"),
-        ({"exchange_reserve": math.nan}, "exchange_reserve is nan; expected 0 to 1"),
+        ({"disk_idleness": math.nan}, "disk_idleness is nan; expected 0 to 1"),
     ],
 )
 def test_settings_that_make_no_sense(options: dict[str, Any], text: str) -> None:

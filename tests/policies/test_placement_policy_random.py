@@ -32,18 +32,10 @@ DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = ProgramActivity
 PATIENCE_S, STANDSTILL_S = 20.0, 2.0  # seconds that the end of each example spends one by one
 POLICIES = [
-    RelativeIdlenessPlacement(
-        patience_s=PATIENCE_S,
-        standstill_s=STANDSTILL_S,
-        size_by=size,
-        exchange_reserve=reserve,
-        overdue_gap_s=gap_s,
-    )
-    for size in ("peak", "context")
-    for reserve in (1.0, 0.25)
+    RelativeIdlenessPlacement(patience_s=PATIENCE_S, standstill_s=STANDSTILL_S, overdue_gap_s=gap_s)
     for gap_s in (0.0, 3.0)
 ]
-POLICIES += [RelativeIdlenessPlacement(size_by="context", patience_s=math.inf, standstill_s=math.inf)]
+POLICIES += [RelativeIdlenessPlacement(patience_s=math.inf, standstill_s=math.inf)]
 BY_PRICE = [
     ResidencyPricePlacement(patience_s=PATIENCE_S, order=order, reserve=reserve, overdue_gap_s=gap_s)
     for order in ("arrival", "size")
@@ -95,10 +87,6 @@ class Agent:
             returning=self.returning,
             pending=self.pending,
         )
-
-
-CHOSEN_ELSE = (MoveReason.EXCHANGE, MoveReason.ABSENT)
-"""Programs demoted for these reasons need not be the most idle ones."""
 
 
 class World(RuleBasedStateMachine):
@@ -420,8 +408,7 @@ class World(RuleBasedStateMachine):
             each.activity is ACTING and has_elapsed(each.last_active_s, self.policy.absent_s, self.now)
             for each in view.on_device
         )
-        sticky = self.policy.exchange_reserve == 1 and not absent
-        if room >= 0 and not over and not fits and not due and not still and sticky:
+        if room >= 0 and not over and not fits and not due and not still and not absent:
             assert all(move.reason is MoveReason.KEPT for move in answer)
 
     def demotion_is_in_order(self, view: PlacementView, answer: tuple[TierMove, ...]) -> None:
@@ -431,10 +418,10 @@ class World(RuleBasedStateMachine):
         chosen = [
             by_name[move.program_id]
             for move in answer
-            if move.program_id in by_name and move.to is not DEVICE and move.reason not in CHOSEN_ELSE
+            if move.program_id in by_name and move.to is not DEVICE and move.reason is not MoveReason.ABSENT
         ]
         names = {program.program_id for program in chosen}
-        names |= {move.program_id for move in answer if move.reason in CHOSEN_ELSE}
+        names |= {move.program_id for move in answer if move.reason is MoveReason.ABSENT}
         stays = [program for name, program in by_name.items() if name not in names]
         for gone in chosen:
             if gone.pending:

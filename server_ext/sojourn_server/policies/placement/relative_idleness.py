@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 from ...programs.idleness import WINDOW_CYCLES
-from ..forecasting import growth_reserve
 from .placement_plan import PlacementPlan, SortKey, has_elapsed, is_ready
-from .placement_policy import MAX_EXCHANGES, MoveReason, TierMove, check_times
+from .placement_policy import MoveReason, TierMove, check_times
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the promotion order.
@@ -44,15 +41,9 @@ class RelativeIdlenessPlacement:
     groups the least idle program goes first. New programs come last, the smallest first. A program that does
     not fit is skipped.
 
-    *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, by rules
-    3 to 5, or by exchange. An answer of ``moves`` is complete: after it is applied, the next answer is empty.
-    There are two exceptions. An answer has a maximum number of exchanges. And a pending program that became
-    ready and left the device comes back if it then fits.
-
-    *Exchange* is our addition. It is on if ``exchange_reserve`` is below 1. While host memory has spare
-    blocks, acting programs leave the device for ready programs, the most idle first. The acting programs move
-    to host memory, or to disk if they are idle enough. The share ``exchange_reserve`` of host memory stays
-    free for later demotions. Without this reserve, a device with high turnover recomputes most contexts.
+    *Stickiness.* Programs move only if a tier is over capacity, if a ready program fits the device, or by
+    rules 3 to 5. An answer of ``moves`` is complete: after it is applied, the next answer is empty. One
+    exception: a pending program that became ready and left the device comes back if it then fits.
 
     *No starvation.* The paper has no rule against starvation. With the rules above alone, a device full of
     acting programs would exclude ready programs while the tools run. If such a tool is a sub-agent that
@@ -89,16 +80,6 @@ class RelativeIdlenessPlacement:
     """Seconds without an event after which the policy is asked again (§5)."""
     idle_tick_s: float = 0.5
     """Replaces ``tick_s`` while nothing runs although a program waits. It bounds the delay of rule 3."""
-    size_by: str = "peak"
-    """Which size of a program counts on the device. "peak": its predicted longest context. "turn": the
-    predicted context at the end of its turn. "context": its present context, as in the paper. But contexts
-    grow, so with "context" too many programs enter and displace each other. In lower tiers, the present
-    context always counts."""
-    reserve: float = 1.0
-    """Share of the predicted growth that counts as part of a program's size on the device, 0 to 1."""
-    relax_s: float = math.inf
-    """Seconds after the last loss of KV within which the share shrinks from ``reserve`` to 0. The share is
-    also 0 before the first loss. ``inf``: the share is always ``reserve``."""
     disk_idleness: float = 0.9
     """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""
     patience_s: float = 300.0
@@ -111,36 +92,21 @@ class RelativeIdlenessPlacement:
     absent_s: float = 60.0
     """Seconds after which a program that runs a tool makes way for a ready program; ``inf``: never, as in the
     paper. Most tools take less. If a tool takes longer, the client may have crashed."""
-    exchange_reserve: float = 1.0
-    """Share of host memory that exchanges leave free; 1: no exchanges, as in the paper (§1, §4.3.1)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"k is {self.k}; expected a whole number of cycles ≥ 1")
         check_times(self, "patience_s", "overdue_gap_s", "standstill_s", "absent_s")
-        if self.size_by not in ("peak", "turn", "context"):
-            raise ValueError(f'size_by is {self.size_by!r}; expected "peak", "turn" or "context"')
-        for name in ("disk_idleness", "exchange_reserve", "reserve"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 to 1")
-        if not self.relax_s > 0:
-            raise ValueError(f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always")
+        if not 0 <= self.disk_idleness <= 1:
+            raise ValueError(f"disk_idleness is {self.disk_idleness}; expected 0 to 1")
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
-        reserve = growth_reserve(self.reserve, now - view.last_shortage_s, self.relax_s)
-        if reserve != self.reserve:
-            return replace(self, reserve=reserve, relax_s=math.inf).moves(view, now)
         return RelativeIdlenessPlan(self, view, now).decide()
 
     def device_blocks(self, program: ProgramTierView) -> int:
-        """Return the blocks that a program counts for on the device: its present size, plus the share
-        ``reserve`` of the predicted growth unless ``size_by`` is "context". At least 1."""
-        blocks = max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
-        if self.size_by == "context":
-            return blocks
-        predicted = program.peak_blocks if self.size_by == "peak" else program.turn_blocks
-        return blocks + math.ceil(self.reserve * max(0, predicted - blocks))
+        """Return the blocks that a program needs on the device now; at least 1."""
+        return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
 
 class RelativeIdlenessPlan(PlacementPlan):
@@ -148,27 +114,17 @@ class RelativeIdlenessPlan(PlacementPlan):
 
     _policy: RelativeIdlenessPlacement
 
-    def __init__(self, policy: RelativeIdlenessPlacement, view: PlacementView, now: float) -> None:
-        super().__init__(policy, view, now)
-        self._exchanges = 0
-        """Number of exchanges in this answer."""
-
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
         if self.is_settled:
             return ()
         may_fill = self._promote_overdue()
-        relieved = True
-        while relieved:
-            while may_fill and (
-                self._fill_device()
-                or self._promote_after_absence()
-                or self._promote_at_standstill()
-                or self._exchange()
-            ):
-                pass
-            # Demotions free blocks in lower tiers, so more exchanges may be possible.
-            relieved = self._demote_overflow(Tier.HOST) + self._demote_overflow(Tier.DISK) > 0
+        while may_fill and (
+            self._fill_device() or self._promote_after_absence() or self._promote_at_standstill()
+        ):
+            pass
+        self._demote_overflow(Tier.HOST, self._view.on_host)
+        self._demote_overflow(Tier.DISK, self._view.on_disk)
         return self.answer()
 
     # -- the device ---------------------------------------------------------------------------
@@ -228,72 +184,21 @@ class RelativeIdlenessPlan(PlacementPlan):
             return False
         return self._demote_until_free(self._policy.device_blocks(first), MoveReason.STANDSTILL, first)
 
-    def _exchange(self) -> bool:
-        """Exchange acting programs for ready programs while the tiers below have free blocks. Returns whether
-        any program was promoted."""
-        below = self._view.host.budget_blocks + self._view.disk.budget_blocks
-        if self._policy.exchange_reserve == 1 or not below:
-            return False
-        before = len(self._entered)
-        acting = [victim for victim in self._acting() if victim.context_blocks]
-        for program in [*islice(self._candidates(), MAX_EXCHANGES - self._exchanges)]:
-            leaving = self._exchange_demotions(program, acting)
-            if leaving is None:
-                continue
-            reason = MoveReason.EXCHANGE if leaving else MoveReason.FREE_CAPACITY
-            self._promote(program, reason)
-            self._exchanges += 1
-            for victim, to in leaving:
-                self._send(victim, to, reason)
-                acting.remove(victim)
-        return len(self._entered) > before
-
-    def _exchange_demotions(
-        self, program: ProgramTierView, acting: list[ProgramTierView]
-    ) -> list[tuple[ProgramTierView, Tier]] | None:
-        """Return the acting programs that make way for ``program``, each with its new tier; ``None``: the
-        acting programs would free too few blocks."""
-        size = self._policy.device_blocks
-        short = size(program) - self._free[Tier.DEVICE]
-        free = dict(self._free)
-        if program.tier in free:
-            free[program.tier] += program.context_blocks
-        free[Tier.HOST] -= math.ceil(self._policy.exchange_reserve * self._view.host.budget_blocks)
-        leaving: list[tuple[ProgramTierView, Tier]] = []
-        for victim in acting:
-            if short <= 0:
-                break
-            to = self._tier_below(victim, free)
-            busy = self._idleness(victim) < self._policy.disk_idleness
-            if not (to is Tier.WAITING or (to is Tier.DISK and busy)):
-                leaving.append((victim, to))
-                free[to] -= victim.context_blocks
-                short -= size(victim)
-        if short > 0:
-            return None
-        for each in reversed(leaving[:-1]):  # small victims may be unnecessary after the last, larger one
-            if short + size(each[0]) <= 0:
-                leaving.remove(each)
-                short += size(each[0])
-        return leaving
-
     def _is_empty(self) -> bool:
         return not self._staying and not self._entered
 
     # -- the tiers below ----------------------------------------------------------------------
 
-    def _demote_overflow(self, tier: Tier) -> bool:
-        """Demote programs from ``tier`` (host or disk) while the tier is over capacity. Returns whether a
-        program moved."""
-        before = len(self._moved)
-        if self._free[tier] < 0:
-            group = self._view.on_host if tier is Tier.HOST else self._view.on_disk
-            for program in sorted(self._unmoved(group), key=self._demotion_key):
-                if self._free[tier] >= 0:
-                    break
-                fits = tier is Tier.HOST and 0 < program.context_blocks <= self._free[Tier.DISK]
-                self._send(program, Tier.DISK if fits else Tier.WAITING, MoveReason.OVER_CAPACITY)
-        return len(self._moved) > before
+    def _demote_overflow(self, tier: Tier, group: Sequence[ProgramTierView]) -> None:
+        """Demote programs from ``tier`` (host or disk), which has the programs ``group``, while the tier is
+        over capacity."""
+        if self._free[tier] >= 0:
+            return
+        for program in sorted(self._unmoved(group), key=self._demotion_key):
+            if self._free[tier] >= 0:
+                break
+            fits = tier is Tier.HOST and 0 < program.context_blocks <= self._free[Tier.DISK]
+            self._send(program, Tier.DISK if fits else Tier.WAITING, MoveReason.OVER_CAPACITY)
 
     def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
         to_disk = self._idleness(program) >= self._policy.disk_idleness
