@@ -90,12 +90,7 @@ class EngineQueries:
         )
 
     async def every(
-        self,
-        path: str,
-        authorization: str | None,
-        others_s: float | None = None,
-        *,
-        body: bytes | None = None,
+        self, path: str, authorization: str | None, others_s: float | None = None, body: bytes | None = None
     ) -> EngineReplies:
         """Query all engines. ``others_s``: seconds to wait for the others after the first success; ``None``:
         for all. ``body``: that of a POST."""
