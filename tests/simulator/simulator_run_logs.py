@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
 
@@ -41,6 +41,17 @@ POLICY_BEHAVIORS = {
     "mori": PolicyBehavior(2.5, 0.12, 0.02, host=0.8, held=0.5),
     "free-io": PolicyBehavior(1.2, 0.3, 0.0, host=1.0),
 }
+
+
+def turn_log(
+    program_id: str, turn: int, *times_s: float, prompt_tokens: int, output_tokens: int, **more: Any
+) -> TurnLog:
+    """A turn. ``times_s``: submitted, entered, admitted, first token, finished; as many as have occurred."""
+    names = ("submitted_s", "entered_s", "admitted_s", "first_token_s", "finished_s")
+    more |= zip(names, times_s, strict=False)
+    return TurnLog(
+        program_id=program_id, turn=turn, prompt_tokens=prompt_tokens, output_tokens=output_tokens, **more
+    )
 
 
 def synthetic_run_log(

@@ -5,19 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from simulator_parity_workload import Clock
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
 BLOCK = 16
-
-
-class Clock:
-    """Virtual seconds."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_engine(policy: str | None, clock: Clock, **options: Any) -> SimulatedEngine:

@@ -13,15 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer.testing
-from cli_process import COLUMNS, run_sojourn
+from cli_process import COLUMNS, refused, run_sojourn
 from rich.console import Console
-from sojourn_server.cli import build_app
-from sojourn_server.cli.console import CliError
+from simulator_run_logs import turn_log
 from sojourn_server.simulator.report.program_explanation import explain_program
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
-from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog, TurnLog
+from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
@@ -36,14 +34,11 @@ def life(name: str, at: str, **more: Any) -> ProgramLog:
     for number, place in enumerate(at):
         begun = place != "."
         turns.append(
-            TurnLog(
-                program_id=name,
-                turn=number,
-                submitted_s=float(number),
-                entered_s=float(number),
-                admitted_s=float(number) if begun else None,
-                first_token_s=number + 0.5 if begun else None,
-                finished_s=number + 1.0 if begun else None,
+            turn_log(
+                name,
+                number,
+                *((float(number),) * (3 if begun else 2)),
+                *((number + 0.5, number + 1.0) if begun else ()),
                 prompt_tokens=100,
                 output_tokens=10,
                 computed_tokens=100,
@@ -129,31 +124,17 @@ def test_a_programs_life_names_its_replicas() -> None:
     assert "moved: it had been computed, but on another replica" in text
 
 
-# -- the benchmark's page ---------------------------------------------------------------------------
-
-
 # -- the command ------------------------------------------------------------------------------------
 
 
-def refused(*arguments: str) -> CliError:
-    result = typer.testing.CliRunner().invoke(build_app(), ["simulate", *arguments])
-    assert isinstance(result.exception, CliError), (result.output, result.exception)
-    return result.exception
-
-
 @needs_vllm
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
+def test_policies_that_no_cluster_has_or_that_have_one_name_are_refused_before_anything_runs() -> None:
+    for policy, message in (
         ("sagga/stock", "unknown routing 'sagga'"),
-        ("random/stok", "unknown policy 'stok'"),
         ("saga,saga/saga", "saga and saga/saga would both be called 'saga/saga'; expected one of them"),
-    ],
-)
-def test_a_policy_that_no_cluster_has_is_refused_before_anything_runs(policy: str, message: str) -> None:
-    error = refused("synthetic:continuum-bfcl", "--replicas", "2", "--policy", policy)
-    assert message in error.message
-    assert error.next_step
+    ):
+        error = refused("simulate", "synthetic:continuum-bfcl", "--replicas", "2", "--policy", policy)
+        assert message in error.message
 
 
 def turn(prompt: int) -> dict[str, Any]:

@@ -110,20 +110,3 @@ def test_the_products_defaults_are_those_of_the_simulation() -> None:
     assert (rules.short_queue_s, rules.most_tokens_s) == (usual.short_queue_s, usual.most_tokens_s)
     # 14,800 output tokens a second on a node of eight, at 21 a second for each of 88 users of a device.
     assert 8 * 88 / (model.decode_step_s + 88 * model.decode_request_s) == pytest.approx(14_800, rel=0.01)
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The runs that the script makes, in this process and with short arrivals."""
-    ran: list[Any] = []
-
-    def run_kept(specs: Sequence[Any], folder: Any, jobs: Any, work: Any) -> list[Any]:
-        ran.extend(specs)
-        return [work(spec) for spec in specs]
-
-    monkeypatch.setattr(figures, "run_kept", run_kept)
-    monkeypatch.setattr(figures, "ONLINE_S", 100_000.0)
-    monkeypatch.setattr(figures, "WARM_UP_S", 5_000.0)
-    monkeypatch.setattr(figures, "HOUR", {"until_s": 50_000.0, "warm_up_s": 1_000.0})
-    monkeypatch.setattr(figures, "RATES", {"ds-660b": (0.1, 0.2), "ds-27b": (0.1, 0.2)})
-    return ran

@@ -64,9 +64,8 @@ def test_unknown_names_suggest_the_nearest() -> None:
         load_model_shape("lama-3.1-8b")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
+BROKEN = {
+    "hardware/a100-80gb": [
         ("version = 1", "version = 7", "version is 7; expected 1"),
         ("[linear_efficiency]", "[linear_eficiency]", "'linear_eficiency'; did you mean 'linear_efficiency'"),
         ("value = 0.67", "value = 1.67", "linear_efficiency.value is 1.67; expected a number from"),
@@ -75,21 +74,7 @@ def test_unknown_names_suggest_the_nearest() -> None:
         ("value = 2.039e12", "value = -2.039e12", "memory_bandwidth_bytes_per_s.value is -2039"),
         ("version = 1", "version = ", "not TOML"),
     ],
-)
-def test_a_broken_hardware_file_says_what_and_where(tmp_path: Path, old: str, new: str, reason: str) -> None:
-    text = (SHIPPED_PROFILES / "hardware" / "a100-80gb.toml").read_text()
-    assert old in text
-    broken = tmp_path / "broken.toml"
-    broken.write_text(text.replace(old, new, 1))
-    with pytest.raises(LatencyProfileError, match=reason) as error:
-        load_hardware_profile(str(broken))
-    assert str(error.value).startswith(str(broken))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
+    "models/qwen3-30b-a3b": [
         ("layers = 48\n", "", "layers is None; expected a whole number"),
         ("layers = 48", "layers = 0", "layers is 0; expected a whole number ≥ 1"),
         ("kv_heads = 4", "kv_heads = 5", "kv_heads is 5; expected a divisor of heads, 32"),
@@ -97,14 +82,24 @@ def test_a_broken_hardware_file_says_what_and_where(tmp_path: Path, old: str, ne
         ("qk_norm = true", "qk_norm = 1", "qk_norm is 1; expected true or false"),
         ("experts = 128", "expert = 128", "unknown field 'expert'; did you mean 'experts'"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "reason"), [(name, *each) for name, cases in BROKEN.items() for each in cases]
 )
-def test_a_broken_model_file_says_what_and_where(tmp_path: Path, old: str, new: str, reason: str) -> None:
-    text = (SHIPPED_PROFILES / "models" / "qwen3-30b-a3b.toml").read_text()
+def test_a_broken_file_says_what_and_where(
+    tmp_path: Path, name: str, old: str, new: str, reason: str
+) -> None:
+    text = (SHIPPED_PROFILES / f"{name}.toml").read_text()
     assert old in text
     broken = tmp_path / "broken.toml"
     broken.write_text(text.replace(old, new, 1))
-    with pytest.raises(LatencyProfileError, match=reason):
-        load_model_shape(str(broken))
+    load = load_hardware_profile if name.startswith("hardware") else load_model_shape
+    with pytest.raises(LatencyProfileError, match=reason) as error:
+        load(str(broken))
+    assert str(error.value).startswith(str(broken))
+    assert "\n" not in str(error.value)
 
 
 def test_the_pool_is_what_memory_leaves() -> None:

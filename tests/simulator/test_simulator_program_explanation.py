@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 
+import msgspec
 import pytest
 from rich.console import Console
-from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
+from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log, turn_log
 from sojourn_server.simulator.report.program_explanation import (
     CAUSES,
     explain_program,
@@ -16,7 +17,7 @@ from sojourn_server.simulator.report.program_explanation import (
     turn_phases,
     verdict,
 )
-from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
+from sojourn_server.simulator.run_log import ProgramLog, RunLog
 
 RUNS = {name: synthetic_run_log(name, 6, virtual_s=900.0) for name in POLICY_BEHAVIORS}
 
@@ -32,43 +33,22 @@ def text_of(run: RunLog, program_id: str, width: int = 400) -> str:
 
 def life(*, ended_s: float | None = 40.0, **turn: object) -> RunLog:
     """One program in 100 s: a turn, a tool of 5 s, another turn that ``turn`` changes."""
-    second: dict[str, object] = {
-        "program_id": "p",
-        "turn": 1,
-        "submitted_s": 25.0,
-        "entered_s": 25.0,
-        "admitted_s": 30.0,
-        "first_token_s": 32.0,
-        "finished_s": 40.0,
-        "prompt_tokens": 300,
-        "output_tokens": 8,
-        "known_tokens": 208,
-        "device_tokens": 8,
-        "computed_tokens": 292,
-        "regenerated": {"evicted": 200},
-    }
-    second.update(turn)
-    first = TurnLog(
-        program_id="p",
-        turn=0,
-        submitted_s=10.0,
-        entered_s=12.0,
-        admitted_s=15.0,
-        first_token_s=16.0,
-        finished_s=20.0,
-        prompt_tokens=200,
-        output_tokens=4,
-        computed_tokens=200,
-        tool="[bold]bash",
-        gap_s=5.0,
-    )
+    first = turn_log(
+        "p", 0, 10.0, 12.0, 15.0, 16.0, 20.0,
+        prompt_tokens=200, output_tokens=4, computed_tokens=200, tool="[bold]bash", gap_s=5.0,
+    )  # fmt: skip
+    second = turn_log(
+        "p", 1, 25.0, 25.0, 30.0, 32.0, 40.0,
+        prompt_tokens=300, output_tokens=8, known_tokens=208, device_tokens=8, computed_tokens=292,
+        regenerated={"evicted": 200},
+    )  # fmt: skip
     program = ProgramLog(
         program_id="p",
         trace_id="t9",
         arrived_s=10.0,
         finished_s=ended_s,
         turns_total=2,
-        turns=[first, TurnLog(**second)],  # type: ignore[arg-type]
+        turns=[first, msgspec.structs.replace(second, **turn)],
     )
     child = ProgramLog(
         program_id="p/sub", trace_id="t10", parent="p", arrived_s=12.0, turns_total=1, finished_s=None

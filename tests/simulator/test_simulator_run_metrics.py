@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator_run_logs import synthetic_run_log
+from simulator_run_logs import synthetic_run_log, turn_log
 from sojourn_server.simulator.report.run_metrics import (
     CUT_OFF_NOTE,
     NONE_FINISHED_NOTE,
@@ -17,70 +17,30 @@ from sojourn_server.simulator.report.run_metrics import (
     summary_statistics,
 )
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
-from sojourn_server.simulator.run_log import ProgramLog, RunLog, TurnLog
+from sojourn_server.simulator.run_log import ProgramLog, RunLog
 
 
 def small_run(loop: str = "closed") -> RunLog:
     """Two programs in 100 s: one of two turns that finishes, one whose only turn is cut off in decode."""
+    turns = [
+        turn_log(
+            "a", 0, 0.0, 1.0, 2.0, 3.0, 13.0,
+            prompt_tokens=100, output_tokens=11, computed_tokens=100, gap_s=7.0,
+        ),
+        turn_log(
+            "a", 1, 20.0, 20.0, 24.0, 27.0, 30.0,
+            prompt_tokens=160, output_tokens=4, known_tokens=96, device_tokens=32, host_tokens=16,
+            computed_tokens=132, regenerated={"preempted": 20, "evicted": 48}, preemptions=1,
+        ),
+        turn_log(
+            "b", 0, 40.0, 40.0, 50.0, 60.0,
+            prompt_tokens=200, output_tokens=500, generated_tokens=85, computed_tokens=200,
+        ),
+    ]  # fmt: skip
     first = ProgramLog(
-        program_id="a",
-        trace_id="a",
-        arrived_s=0.0,
-        finished_s=30.0,
-        turns_total=2,
-        turns=[
-            TurnLog(
-                program_id="a",
-                turn=0,
-                submitted_s=0.0,
-                entered_s=1.0,
-                admitted_s=2.0,
-                first_token_s=3.0,
-                finished_s=13.0,
-                prompt_tokens=100,
-                output_tokens=11,
-                computed_tokens=100,
-                gap_s=7.0,
-            ),
-            TurnLog(
-                program_id="a",
-                turn=1,
-                submitted_s=20.0,
-                entered_s=20.0,
-                admitted_s=24.0,
-                first_token_s=27.0,
-                finished_s=30.0,
-                prompt_tokens=160,
-                output_tokens=4,
-                known_tokens=96,
-                device_tokens=32,
-                host_tokens=16,
-                computed_tokens=132,
-                regenerated={"preempted": 20, "evicted": 48},
-                preemptions=1,
-            ),
-        ],
+        program_id="a", trace_id="a", arrived_s=0.0, finished_s=30.0, turns_total=2, turns=turns[:2]
     )
-    second = ProgramLog(
-        program_id="b",
-        trace_id="b",
-        arrived_s=40.0,
-        turns_total=3,
-        turns=[
-            TurnLog(
-                program_id="b",
-                turn=0,
-                submitted_s=40.0,
-                entered_s=40.0,
-                admitted_s=50.0,
-                first_token_s=60.0,
-                prompt_tokens=200,
-                output_tokens=500,
-                generated_tokens=85,
-                computed_tokens=200,
-            )
-        ],
-    )
+    second = ProgramLog(program_id="b", trace_id="b", arrived_s=40.0, turns_total=3, turns=turns[2:])
     return RunLog(
         policy="stock",
         programs_wanted=2,
@@ -166,9 +126,7 @@ def test_a_run_in_which_none_finished_says_so(loop: str) -> None:
 
 def test_a_turn_without_blocks_counts_as_waiting_only() -> None:
     run = small_run()
-    run.programs[1].turns[0] = TurnLog(
-        program_id="b", turn=0, submitted_s=40.0, prompt_tokens=200, output_tokens=9
-    )
+    run.programs[1].turns[0] = turn_log("b", 0, 40.0, prompt_tokens=200, output_tokens=9)
     row = summarize_run(run)
     assert (row.prompt_tokens, row.turns_unfinished) == (260, 1)
     # It has waited for 60 s when the run ends: who lets somebody wait for ever must not look best.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,62 +19,48 @@ from sojourn_server.simulator.thunderagent_router import (
 )
 
 
-@dataclass
-class Program:
-    """One program as the simulation keeps it."""
-
-    name: str
-    state: str = "waiting"
-    context_tokens: int = 0
-    turns: int = 0
-
-
-@dataclass
 class Street:
-    """What is before the door and behind it."""
+    """What is before the router and behind it."""
 
-    capacity_tokens: int
-    request_router: ThunderAgentRouter = field(default_factory=ThunderAgentRouter)
-    now: float = 0.0
-    programs: dict[str, Program] = field(default_factory=dict)
-    waiting: dict[str, RoutableRequest] = field(default_factory=dict)
+    def __init__(self, capacity_tokens: int, backends: int = 1) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.request_router = ThunderAgentRouter(backends)
+        self.now = 0.0
+        self.programs: dict[str, RoutedProgramView] = {}
+        self.waiting: dict[str, RoutableRequest] = {}
 
-    def ask(self, over: Program | None = None) -> list[str]:
-        """Ask the door; returns the programs it lets in."""
-        programs = [*self.programs.values(), *([over] if over else [])]
+    def ask(self, *over: RoutedProgramView) -> dict[str, int]:
+        """Ask; returns the backend of every program that was let in."""
         view = RequestRouterView(
             waiting=tuple(self.waiting.values()),
-            programs=tuple(
-                RoutedProgramView(p.name, p.state, p.context_tokens, 0.0, p.turns, 0.0) for p in programs
-            ),
+            programs=(*self.programs.values(), *over),
             capacity_tokens=self.capacity_tokens,
         )
-        gone = []
+        gone = {}
         for request_id in self.request_router.select_requests(view, self.now):
-            request = self.waiting.pop(request_id)
-            self.programs[request.program_id].state = "reasoning"
-            gone.append(request.program_id)
+            name = self.waiting.pop(request_id).program_id
+            self.programs[name] = self.programs[name]._replace(state="reasoning")
+            gone[name] = self.request_router.replica_of(name)
         return gone
 
-    def arrive(self, name: str, tokens: int) -> list[str]:
-        program = self.programs.setdefault(name, Program(name))
-        program.state = "waiting"
-        request = RoutableRequest(f"{name}/{program.turns}", name, tokens, self.now, program.turns)
-        self.waiting[request.request_id] = request
+    def arrive(self, name: str, tokens: int) -> dict[str, int]:
+        new = RoutedProgramView(name, "waiting", 0, self.now, 0, 0.0)
+        program = self.programs[name] = self.programs.get(name, new)._replace(state="waiting")
+        request_id = f"{name}/{program.turns}"
+        self.waiting[request_id] = RoutableRequest(request_id, name, tokens, self.now, program.turns)
         return self.ask()
 
-    def finish(self, name: str, context_tokens: int) -> list[str]:
+    def finish(self, name: str, tokens: int) -> dict[str, int]:
+        """A turn is over, and a tool runs."""
         program = self.programs[name]
-        program.state, program.context_tokens = "acting", context_tokens
-        program.turns += 1
+        self.programs[name] = program._replace(state="acting", context_tokens=tokens, turns=program.turns + 1)
         return self.ask()
 
-    def end(self, name: str) -> list[str]:
-        program = self.programs.pop(name)
-        program.state = "over"
-        return self.ask(over=program)
+    def end(self, name: str) -> dict[str, int]:
+        return self.ask(self.programs.pop(name)._replace(state="over"))
 
-    def tick(self) -> list[str]:
+    def tick(self) -> dict[str, int]:
+        """The next of the router's ticks."""
         self.now += CHECK_EVERY_S
         return self.ask()
 
@@ -83,16 +68,16 @@ class Street:
 def full_street() -> Street:
     """Room for a thousand tokens; a and b hold 300 and 400, and each a buffer of 100."""
     street = Street(1000)
-    assert street.arrive("a", 300) == ["a"]
-    assert street.arrive("b", 400) == ["b"]
+    assert street.arrive("a", 300) == {"a": 0}
+    assert street.arrive("b", 400) == {"b": 0}
     return street
 
 
 def test_a_new_program_goes_on_at_once_where_it_fits_with_its_buffer() -> None:
     street = Street(1000)
-    assert street.arrive("a", 900) == ["a"]
+    assert street.arrive("a", 900) == {"a": 0}
     street = Street(1000)
-    assert street.arrive("a", 901) == []
+    assert street.arrive("a", 901) == {}
 
 
 def test_the_smallest_acting_program_is_paused_first() -> None:
@@ -100,14 +85,14 @@ def test_the_smallest_acting_program_is_paused_first() -> None:
     street.finish("a", 500)
     street.finish("b", 600)
     street.tick()  # 1100 + 200 > 1000: a goes
-    assert street.arrive("a", 510) == []
-    assert street.arrive("b", 610) == ["b"]
+    assert street.arrive("a", 510) == {}
+    assert street.arrive("b", 610) == {"b": 0}
 
 
 def test_marks_count_until_it_fits_and_no_further() -> None:
     street = Street(10_000)
     for number in range(8):
-        assert street.arrive(f"p{number}", 1000 + number) == [f"p{number}"]
+        assert street.arrive(f"p{number}", 1000 + number) == {f"p{number}": 0}
     for number in range(8):  # they come back longer: 8 * 1900 + buffers
         street.finish(f"p{number}", 1100)
         street.arrive(f"p{number}", 1900 + number)
@@ -130,20 +115,20 @@ def test_resume_prefers_those_who_come_back_then_new_ones_then_idle_ones() -> No
         street.arrive(name, tokens)
         street.finish(name, tokens)
     street.tick()  # 2100 + 300 over 2000: idle, the smaller, goes
-    assert street.arrive("new", 300) == []
-    street.programs["stays"].context_tokens = 800
-    assert street.end("stays") == []
+    assert street.arrive("new", 300) == {}
+    street.programs["stays"] = street.programs["stays"]._replace(context_tokens=800)
+    assert street.end("stays") == {}
     # 2000 - (700 + 100) = 1200: of new (300 + 100) and idle (600 + 100) both fit; new first.
-    assert street.tick() == ["new"]
-    assert street.arrive("idle", 610) == ["idle"]
+    assert street.tick() == {"new": 0}
+    assert street.arrive("idle", 610) == {"idle": 0}
 
 
 def test_who_can_never_fit_goes_on_after_half_an_hour() -> None:
     street = Street(1000)
     street.arrive("huge", 1000)
     while street.now + CHECK_EVERY_S < FORCE_RESUME_AFTER_S:
-        assert street.tick() == []
-    assert street.tick() == ["huge"]
+        assert street.tick() == {}
+    assert street.tick() == {"huge": 0}
 
 
 steps = st.lists(
@@ -154,20 +139,18 @@ steps = st.lists(
 )
 
 
-def live(street: Street, story: Sequence[tuple[str, str, int]]) -> list[list[str]]:
-    """Play a story, leaving out what is not possible; returns who was let in after each step."""
-    told = []
+def live(street: Street, story: Sequence[tuple[str, str, int]]) -> None:
+    """Play a story, leaving out what is not possible."""
     for what, name, tokens in story:
         program = street.programs.get(name)
         if what == "arrive" and (program is None or program.state == "acting"):
-            told.append(street.arrive(name, tokens))
+            street.arrive(name, tokens)
         elif what == "finish" and program is not None and program.state == "reasoning":
-            told.append(street.finish(name, tokens))
+            street.finish(name, tokens)
         elif what == "end" and program is not None and program.state == "reasoning":
-            told.append(street.end(name))
+            street.end(name)
         elif what == "tick":
-            told.append(street.tick())
-    return told
+            street.tick()
 
 
 @settings(max_examples=150, deadline=None)
@@ -196,3 +179,55 @@ def test_after_a_tick_those_let_in_fit_unless_they_still_run(story: list[tuple[s
     if over > 0:
         assert all(program.marked for program in active if program.reasoning)
         assert all(program.reasoning for program in active)
+
+
+# -- several backends
+
+
+def test_a_new_program_goes_where_it_fits_and_the_fewest_tokens_are() -> None:
+    street = Street(10_000, 3)
+    assert street.arrive("a", 5_000) == {"a": 0}
+    assert street.arrive("b", 3_000) == {"b": 1}
+    assert street.arrive("c", 4_000) == {"c": 2}
+    # The fewest tokens are on 1, and it fits there too.
+    assert street.arrive("d", 5_000) == {"d": 1}
+    # Now on 2; then 5,000 on 0 are fewer than 7,000 there.
+    assert street.arrive("e", 3_000) == {"e": 2}
+    assert street.arrive("f", 4_500) == {"f": 0}
+    # Nowhere is room for it, and then everybody new waits.
+    assert street.arrive("g", 5_000) == {}
+    assert street.arrive("h", 10) == {}
+
+
+def test_who_is_paused_may_go_on_elsewhere_and_who_is_not_stays() -> None:
+    street = Street(10_000, 2)
+    street.ask()  # its clock begins
+    assert street.arrive("a", 6_000) == {"a": 0}
+    assert street.arrive("b", 5_000) == {"b": 1}
+    assert street.arrive("c", 2_000) == {"c": 1}
+    street.finish("a", 9_800)
+    street.finish("b", 8_500)
+    street.finish("c", 2_500)
+    # On 1 two programs need 11,200: the smaller acting one is paused. On 0 all is well.
+    assert street.tick() == {}
+    assert street.arrive("b", 8_600) == {"b": 1}
+    assert street.arrive("c", 2_600) == {}
+    # a ends: 0 is empty, and c goes there.
+    street.end("a")
+    assert street.tick() == {"c": 0}
+
+
+def test_who_has_waited_for_half_an_hour_goes_on_where_it_was_or_where_few_are() -> None:
+    street = Street(10_000, 2)
+    street.ask()
+    assert street.arrive("x", 9_000) == {"x": 0}
+    assert street.arrive("y", 9_000) == {"y": 1}
+    street.finish("y", 9_950)
+    assert street.tick() == {}  # paused: it and its buffer are more than the pool
+    assert street.arrive("y", 9_960) == {}
+    assert street.arrive("new", 9_950) == {}
+    assert street.arrive("last", 9_960) == {}
+    street.end("x")
+    street.now += FORCE_RESUME_AFTER_S + CHECK_EVERY_S
+    # Nobody's room is enough for any of them. y was on 1, so that fewer are on 0, and then as many.
+    assert street.ask() == {"y": 1, "new": 0, "last": 0}

@@ -10,8 +10,10 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
-from sojourn_server.cli import main
+from sojourn_server.cli import build_app, main
+from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.console import console
+from typer.testing import CliRunner, Result
 
 COLUMNS = 250
 """Width of the console in characters, with which tables break no word."""
@@ -33,3 +35,17 @@ def run_sojourn(*arguments: str, cwd: Path | None = None) -> subprocess.Complete
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def invoke(*arguments: str) -> Result:
+    """Run ``sojourn`` up to its exception, which ``main`` would print."""
+    return CliRunner().invoke(build_app(), arguments)
+
+
+def refused(*arguments: str) -> CliError:
+    """The error of a command, which has one line and names a next step."""
+    result = invoke(*arguments)
+    assert isinstance(result.exception, CliError), (result.output, result.exception)
+    assert result.exception.next_step
+    assert "\n" not in result.exception.message + result.exception.next_step
+    return result.exception
