@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sojourn_server.launch.kv_offload_options import GIB, KvOffloadOptions, offload_transfer_config
+from sojourn_server.launch.kv_options import GIB, KvOffloadOptions, offload_transfer_config
 
 PROGRAMS, TURNS, OUTPUT_TOKENS = 8, 4, 48
 """Size of the part ``tokens``."""

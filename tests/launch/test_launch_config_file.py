@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.launch.engine_flags import EngineFlags, read_config_file
-from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.engine_flags import EngineFlags, InvalidOption, read_config_file
 from sojourn_server.launch.serve_command import (
     EngineCommand,
     LaunchEnvironment,

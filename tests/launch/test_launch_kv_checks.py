@@ -9,11 +9,17 @@ from typing import Any
 import pytest
 from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.disk_store import DiskStore
-from sojourn_server.launch.kv_checks import EngineFacts, check_host_memory, check_kv_offload, check_pair
-from sojourn_server.launch.kv_offload_options import GIB, KvOffloadOptions
-from sojourn_server.launch.launch_errors import InvalidOption
-from sojourn_server.launch.machine_memory import MachineMemory, read_memory, shares_memory_with_gpu
-from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
+from sojourn_server.launch.engine_flags import InvalidOption
+from sojourn_server.launch.kv_options import (
+    GIB,
+    EngineFacts,
+    KvOffloadOptions,
+    PrefillDecodeOptions,
+    check_host_memory,
+    check_kv_offload,
+    check_pair,
+)
+from sojourn_server.launch.launch_environment import MachineMemory, read_memory, shares_memory_with_gpu
 
 WEIGHTS = "/models/a [('w', 1, 2)]"
 IDENTITY = KvIdentity(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from sojourn_server.launch.kv_offload_options import CACHE_POLICY, KvOffloadOptions
-from sojourn_server.launch.launch_errors import InvalidOption
-from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
+from sojourn_server.launch.engine_flags import InvalidOption
+from sojourn_server.launch.kv_options import CACHE_POLICY, KvOffloadOptions, PrefillDecodeOptions
 from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
 
 GIB = 1 << 30

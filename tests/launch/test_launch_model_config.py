@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.launch_environment import emulates_bfloat16
-from sojourn_server.launch.launch_errors import InvalidOption
 from sojourn_server.launch.model_config import check_layers, read_model_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"

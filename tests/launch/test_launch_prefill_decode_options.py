@@ -6,9 +6,8 @@ import json
 
 import pytest
 from sojourn_server.kv_offload.store_folder import is_store_name
-from sojourn_server.launch.kv_offload_options import KvOffloadOptions
-from sojourn_server.launch.launch_errors import InvalidOption
-from sojourn_server.launch.prefill_decode_options import PrefillDecodeOptions
+from sojourn_server.launch.engine_flags import InvalidOption
+from sojourn_server.launch.kv_options import KvOffloadOptions, PrefillDecodeOptions
 from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
 
 GIB = 1 << 30

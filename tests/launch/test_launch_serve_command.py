@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import sojourn_server
-from sojourn_server.launch.launch_errors import InvalidOption
+from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.serve_command import (
     SCHEDULER_CLS,
     SERVER_MAIN_MODULE,
@@ -50,7 +50,7 @@ def test_stock_is_plain_vllm():
 
 def test_stock_takes_no_sojourn_options():
     with pytest.raises(InvalidOption, match="plain vLLM"):
-        build(policy="stock", max_ttl_s=3.0)
+        build(policy="stock", max_hinted_ttl_s=3.0)
 
 
 def test_a_policy_brings_scheduler_plugin_and_settings():
@@ -59,7 +59,7 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
         history_file="/h",
         profile_file="/p",
         lease_budget_fraction=0.5,
-        max_ttl_s=60.0,
+        max_hinted_ttl_s=60.0,
         session_header="X-Run",
         extra={"max_programs": 9},
     )

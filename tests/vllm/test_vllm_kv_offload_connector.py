@@ -547,7 +547,7 @@ def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
 
 
 def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
-    from sojourn_server.launch.machine_memory import MachineMemory
+    from sojourn_server.launch.launch_environment import MachineMemory
     from sojourn_server.vllm import kv_connector_settings
     from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
     from sojourn_server.vllm.plugin_settings import SettingsError

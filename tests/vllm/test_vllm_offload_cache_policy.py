@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from sojourn_server.launch.kv_offload_options import CACHE_POLICY
+from sojourn_server.launch.kv_options import CACHE_POLICY
 
 CHUNKS = 6
 

@@ -215,7 +215,7 @@ def _cpu_engine() -> str:
 
 
 def _memory_check() -> Check:
-    from sojourn_server.launch.machine_memory import read_memory
+    from sojourn_server.launch.launch_environment import read_memory
 
     memory = read_memory()
     gib = 1 << 30

@@ -16,13 +16,16 @@ from typing import Any, get_type_hints
 
 import typer
 
-from ..launch.engine_flags import EngineFlags, engine_workers, flag_name
-from ..launch.kv_checks import EngineFacts, check_kv_offload, check_pair
-from ..launch.kv_offload_options import KvOffloadOptions
+from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, flag_name
+from ..launch.kv_options import (
+    EngineFacts,
+    KvOffloadOptions,
+    PrefillDecodeOptions,
+    check_kv_offload,
+    check_pair,
+)
 from ..launch.launch_environment import detect_launch_environment
-from ..launch.launch_errors import InvalidOption
 from ..launch.model_config import check_layers, connector_refusal, read_model_config
-from ..launch.prefill_decode_options import PrefillDecodeOptions
 from ..launch.serve_command import (
     ONE_GROUP,
     OWN_CONNECTORS,
@@ -261,7 +264,7 @@ def _check_model(model_path: str, config: dict[str, Any], flags: EngineFlags, ro
 def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-    from sojourn_server.policies.retention_policies import NoRetention
+    from sojourn_server.policies.retention_policies import RetentionPolicy
     from sojourn_server.vllm.plugin_settings import (
         PluginSettings,
         SettingsError,
@@ -281,7 +284,7 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
-    if role is not None and (preset.placement.is_used or not isinstance(preset.retention, NoRetention)):
+    if role is not None and (preset.placement.is_used or type(preset.retention) is not RetentionPolicy):
         notes.append(
             f"policy {preset.name} keeps KV of finished turns in the memory of this {role} engine. The "
             "pair's store has that KV already, and the next turn may go to another engine; "

@@ -5,16 +5,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .launch_errors import InvalidOption
+from sojourn.errors import InputError
 
-_PARALLELISM_FLAGS = ("--tensor-parallel-size", "--pipeline-parallel-size")
+
+class InvalidOption(InputError):
+    """An option cannot be used. The error's text says what was expected. ``next_step`` says what to do; it is
+    empty if the text already says so."""
+
+    def __init__(self, message: str, next_step: str = "") -> None:
+        super().__init__(message)
+        self.next_step = next_step
+
+
+def refuse(wrong: Mapping[str, bool]) -> None:
+    """Raise ``InvalidOption`` with the first of the messages whose value is true."""
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise InvalidOption(message)
 
 
 def own_flag(
@@ -156,7 +170,9 @@ _SHORT_FLAGS = {
 
 def engine_workers(flags: EngineFlags) -> int:
     """Return the number of workers of one engine. A size that is no number counts as 1; vLLM rejects it."""
-    return math.prod(parallel_size(flags, flag) for flag in _PARALLELISM_FLAGS)
+    return math.prod(
+        parallel_size(flags, flag) for flag in ("--tensor-parallel-size", "--pipeline-parallel-size")
+    )
 
 
 def parallel_size(flags: EngineFlags, flag: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .launch_errors import InvalidOption
+from .engine_flags import InvalidOption
 
 _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent"})
 """Types of layers that keep a state instead of keys and values."""

@@ -11,29 +11,35 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..policies.preset_store import DEFAULT_PRESET
 from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
-from .engine_flags import EngineFlags, engine_workers, flag_name, own_flag, parallel_size
-from .kv_offload_options import (
+from .engine_flags import (
+    EngineFlags,
+    InvalidOption,
+    engine_workers,
+    flag_name,
+    own_flag,
+    parallel_size,
+    refuse,
+)
+from .kv_options import (
     AUTO,
     OFFLOAD_CONNECTOR,
+    PREFILL_DECODE_CONNECTOR,
     KvOffloadOptions,
+    PrefillDecodeOptions,
     auto_host_bytes,
+    check_block_size,
     hash_seed_environment,
     host_size_gib,
     offload_transfer_config,
-)
-from .launch_errors import InvalidOption
-from .prefill_decode_options import (
-    PREFILL_DECODE_CONNECTOR,
-    PrefillDecodeOptions,
-    check_block_size,
     prefill_decode_transfer_config,
 )
+from .launch_environment import LaunchEnvironment
 from .redaction import redacted
 
 STOCK_POLICY = "stock"
@@ -85,32 +91,9 @@ RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchEnvironment:
-    """Properties of the machine on which the engine's command depends, from ``launch_environment.py``."""
-
-    python: str
-    """Path of the Python interpreter."""
-    cpu_build: bool
-    has_vllm_cli: bool
-    """Whether the command ``vllm serve`` works. It fails in the CPU build, which lacks package metadata."""
-    plugins: tuple[str, ...] = ()
-    """Names of the installed general and platform plugins that vLLM loads by default."""
-    cpus: tuple[int, ...] = ()
-    """Ids of the CPUs that this process may use."""
-    memory_nodes: int = 1
-    """Number of NUMA nodes whose memory this process may use."""
-    shared_memory_bytes: int | None = None
-    """Free bytes of ``/dev/shm``; ``None`` if it is not there."""
-    hostname: str = "localhost"
-    available_bytes: int | None = None
-    """Memory that the engine may use; ``None`` if it is not known."""
-    unified_memory: bool = False
-    """Whether the GPU has no memory of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The options of one ``sojourn serve`` call. An option that is not given is ``None`` or empty."""
+    """The options of one ``sojourn serve`` call. An option that is not given is ``None`` or empty. Each field
+    with a flag is a plugin setting of the same name."""
 
     model: str
     model_path: str
@@ -139,7 +122,7 @@ class ServeOptions:
     lease_budget_fraction: float | None = own_flag(
         "--sojourn-lease-budget", "Share of the KV cache for leases, 0 to 1"
     )
-    max_ttl_s: float | None = own_flag("--sojourn-max-ttl-s", "Longest lease from a hint, seconds")
+    max_hinted_ttl_s: float | None = own_flag("--sojourn-max-ttl-s", "Longest lease from a hint, seconds")
     compute_quota_s: float | None = own_flag(
         "--compute-quota-s",
         "Maximum attention time per step, seconds, estimated from --sojourn-profile",
@@ -197,6 +180,8 @@ def build_command(
     flags = EngineFlags.read(options.engine_args)
     tiers, no_host = _host_by_default(options, flags, facts, environ)
     options = replace(options, tiers=tiers)
+    _check_flags(options, flags)
+    stock = options.policy == STOCK_POLICY
     env: dict[str, str] = {}
     added: list[str] = []
 
@@ -204,45 +189,18 @@ def build_command(
         if not flags.has(flag):
             added.extend([flag, *values])
 
-    if EngineFlags(flags.args).has("--model"):  # a file may name a model; vLLM prefers the first argument
-        raise InvalidOption(
-            "the model is the first argument, not --model; write: sojourn serve MODEL [flags]"
-        )
-    if options.policy != STOCK_POLICY:
-        if flags.has("--scheduler-cls"):
-            raise InvalidOption(
-                f"policy {options.policy!r} sets --scheduler-cls; "
-                "remove the flag, or serve with --policy stock"
-            )
+    if not stock:
         added += ["--scheduler-cls", SCHEDULER_CLS]
         if options.reads_hidden_states:
-            if flags.has("--worker-cls"):
-                raise InvalidOption(
-                    f"policy {options.policy!r} sets --worker-cls to read hidden states; "
-                    "remove the flag, or choose a policy that reads none"
-                )
             added += ["--worker-cls", WORKER_CLASSES["cpu" if facts.cpu_build else "cuda"]]
             _check_network(options.network_file)
-        elif options.network_file is not None:
-            raise InvalidOption(
-                f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none"
-            )
         flags, merged = flags.pop_json("--additional-config")
         merged[PLUGIN_NAME] = {
             **_tool_parser_config(options, flags),
             **_sojourn_config(options, merged.get(PLUGIN_NAME, {})),
         }
         added += ["--additional-config", json.dumps(merged)]
-    elif _sojourn_config(options, {}) != {"policy": STOCK_POLICY}:
-        raise InvalidOption("policy stock is plain vLLM and takes no --sojourn options")
     if options.tiers.any:
-        if flags.has("--kv-transfer-config"):
-            raise InvalidOption("tiers set --kv-transfer-config; give either that flag or --kv-host-gib")
-        uncached = "--no-enable-prefix-caching"
-        if flags.is_set(uncached):
-            why = _EXCLUDED_WITH_PREFILL_DECODE[uncached]
-            raise InvalidOption(f"{uncached}: {why}; leave out {uncached} or --kv-host-gib")
-        stock = options.policy == STOCK_POLICY
         config = offload_transfer_config(
             options.tiers,
             cpu_build=facts.cpu_build,
@@ -251,17 +209,9 @@ def build_command(
             auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
         )
         added += ["--kv-transfer-config", json.dumps(config)]
-        if options.tiers.disk is not None:
-            if flags.has("--enable-lora"):
-                why = _EXCLUDED_WITH_PREFILL_DECODE["--enable-lora"]
-                raise InvalidOption(
-                    f"--enable-lora: {why}, and the disk may hold KV of other weights; leave out "
-                    "--enable-lora or --kv-disk"
-                )
-            env.update(hash_seed_environment(environ))
     if options.pair.any:
-        config = _pair_config(options, flags, facts)
-        added += ["--kv-transfer-config", json.dumps(config)]
+        added += ["--kv-transfer-config", json.dumps(_pair_config(options, flags, facts))]
+    if options.pair.any or options.tiers.disk is not None:
         env.update(hash_seed_environment(environ))
     stages = parallel_size(flags, "--pipeline-parallel-size")
     # Under auto the engine does without host memory rather than change the model's groups.
@@ -270,7 +220,7 @@ def build_command(
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
         default(ONE_GROUP)
     # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
-    env["VLLM_PLUGINS"] = _plugins(options.policy != STOCK_POLICY or options.pair.any, facts, environ)
+    env["VLLM_PLUGINS"] = _plugins(not stock or options.pair.any, facts, environ)
     # This changes only the answers: they report how much of the prompt was reused.
     default("--enable-prompt-tokens-details")
 
@@ -307,6 +257,33 @@ def build_command(
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
         warnings=(*no_host, *_warnings(options, flags, facts, environ)),
     )
+
+
+def _check_flags(options: ServeOptions, flags: EngineFlags) -> None:
+    """Raise ``InvalidOption`` for a flag that conflicts with one that the options need."""
+    stock, hidden = options.policy == STOCK_POLICY, options.reads_hidden_states
+    own, tiers, uncached = f"policy {options.policy!r}", options.tiers, "--no-enable-prefix-caching"
+    without = _EXCLUDED_WITH_PREFILL_DECODE
+    refuse({
+        # A file may name a model; vLLM prefers the first argument.
+        "the model is the first argument, not --model; write: sojourn serve MODEL [flags]":
+            EngineFlags(flags.args).has("--model"),
+        f"{own} sets --scheduler-cls; remove the flag, or serve with --policy stock":
+            not stock and flags.has("--scheduler-cls"),
+        f"{own} sets --worker-cls to read hidden states; remove the flag, or choose a policy that reads none":
+            not stock and hidden and flags.has("--worker-cls"),
+        f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none":
+            not stock and not hidden and options.network_file is not None,
+        "policy stock is plain vLLM and takes no --sojourn options":
+            stock and _sojourn_config(options, {}) != {"policy": STOCK_POLICY},
+        "tiers set --kv-transfer-config; give either that flag or --kv-host-gib":
+            tiers.any and flags.has("--kv-transfer-config"),
+        f"{uncached}: {without[uncached]}; leave out {uncached} or --kv-host-gib":
+            tiers.any and flags.is_set(uncached),
+        f"--enable-lora: {without['--enable-lora']}, and the disk may hold KV of other weights; leave out "
+        "--enable-lora or --kv-disk":
+            tiers.disk is not None and flags.has("--enable-lora"),
+    })  # fmt: skip
 
 
 def _host_by_default(
@@ -385,26 +362,23 @@ def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]
 def _warnings(
     options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> tuple[str, ...]:
-    found = []
     in_rust = environ.get(RUST_FRONTEND, "0") != "0"
-    if in_rust and not facts.has_vllm_cli:
-        found.append(f"{RUST_FRONTEND} has no effect: the CPU build of vLLM runs its server in Python")
-    elif in_rust and (options.policy != STOCK_POLICY or options.pair.any):
-        found.append(
-            f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows "
-            "no coding agents, and has neither the live page nor sojourn's metrics; unset it to have them"
-        )
-    count = flags.value("--api-server-count")
-    if count not in (None, "1") and not facts.has_vllm_cli:
-        found.append(f"--api-server-count {count} has no effect: the CPU build of vLLM runs one API server")
-    ranks = flags.value("--data-parallel-size")
-    if ranks not in (None, "1") and options.policy != STOCK_POLICY and not any(map(flags.has, _ONE_RANK)):
-        found.append(
-            f"--data-parallel-size {ranks}: each rank has KV of its own, and vLLM sends a program's next "
-            "request to any of them; put `sojourn gateway --engines URL` before this server, which keeps a "
-            "program on its rank"
-        )
-    return tuple(found)
+    count, ranks = flags.value("--api-server-count"), flags.value("--data-parallel-size")
+    ours = options.policy != STOCK_POLICY
+    found = {
+        f"{RUST_FRONTEND} has no effect: the CPU build of vLLM runs its server in Python":
+            in_rust and not facts.has_vllm_cli,
+        f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows no "
+        "coding agents, and has neither the live page nor sojourn's metrics; unset it to have them":
+            in_rust and facts.has_vllm_cli and (ours or options.pair.any),
+        f"--api-server-count {count} has no effect: the CPU build of vLLM runs one API server":
+            count not in (None, "1") and not facts.has_vllm_cli,
+        f"--data-parallel-size {ranks}: each rank has KV of its own, and vLLM sends a program's next "
+        "request to any of them; put `sojourn gateway --engines URL` before this server, which keeps a "
+        "program on its rank":
+            ranks not in (None, "1") and ours and not any(map(flags.has, _ONE_RANK)),
+    }  # fmt: skip
+    return tuple(text for text, applies in found.items() if applies)
 
 
 _ONE_RANK = (
@@ -429,27 +403,16 @@ def _check_network(network_file: str | None) -> None:
 
 
 def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise InvalidOption(
-            f"--additional-config: {PLUGIN_NAME} is a {type(given).__name__}; expected an object"
-        )
-    budget, max_ttl_s = options.lease_budget_fraction, options.max_ttl_s
-    if budget is not None and not 0 <= budget <= 1:
-        raise InvalidOption(f"--sojourn-lease-budget is {budget}; expected a share of the KV cache, 0 to 1")
-    if max_ttl_s is not None and not 0 <= max_ttl_s < float("inf"):
-        raise InvalidOption(f"--sojourn-max-ttl-s is {max_ttl_s}; expected seconds ≥ 0")
-    own = {
-        "policy": options.policy,
-        "policy_file": options.policy_file,
-        "allow_policy_modules": options.allow_policy_modules,
-        "history_file": options.history_file,
-        "network_file": options.network_file,
-        "profile_file": options.profile_file,
-        "lease_budget_fraction": budget,
-        "max_hinted_ttl_s": max_ttl_s,
-        "compute_quota_s": options.compute_quota_s,
-        "session_header": options.session_header,
-    }
+    budget, max_ttl_s = options.lease_budget_fraction, options.max_hinted_ttl_s
+    refuse({
+        f"--additional-config: {PLUGIN_NAME} is a {type(given).__name__}; expected an object":
+            not isinstance(given, dict),
+        f"--sojourn-lease-budget is {budget}; expected a share of the KV cache, 0 to 1":
+            budget is not None and not 0 <= budget <= 1,
+        f"--sojourn-max-ttl-s is {max_ttl_s}; expected seconds ≥ 0":
+            max_ttl_s is not None and not 0 <= max_ttl_s < float("inf"),
+    })  # fmt: skip
+    own = {each.name: getattr(options, each.name) for each in fields(options) if each.metadata}
     return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
 
 
@@ -471,19 +434,19 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     address = listen_address(flags)
     port = None if address is None else address[1]
     config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
-    if options.tiers.any:
-        raise InvalidOption(
-            f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of "
-            "them: KV of a pair is in --kv-store"
-        )
-    if flags.has("--kv-transfer-config"):
-        raise InvalidOption("--role sets --kv-transfer-config; give one of the two")
-    for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items():
-        if any(flag_name(arg).split(".", 1)[0] == flag for arg in flags.in_effect):
-            raise InvalidOption(f"{flag}: {why}; start an engine of a pair without it")
     ranks = flags.value("--data-parallel-size")
-    if ranks not in (None, "1"):
-        raise InvalidOption(f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own")
+    names = {flag_name(arg).split(".", 1)[0] for arg in flags.in_effect}
+    refuse({
+        f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of them: "
+        "KV of a pair is in --kv-store": options.tiers.any,
+        "--role sets --kv-transfer-config; give one of the two": flags.has("--kv-transfer-config"),
+        **{
+            f"{flag}: {why}; start an engine of a pair without it": flag in names
+            for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items()
+        },
+        f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own":
+            ranks not in (None, "1"),
+    })  # fmt: skip
     check_block_size(flags.value("--block-size"))
     return config
 

@@ -53,7 +53,7 @@ from ..kv_offload.store_folder import is_store_name
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import MAX_WAITING_WRITE_BYTES, TransferLimits
-from ..launch.machine_memory import read_memory
+from ..launch.launch_environment import read_memory
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
 from .kv_identity import dtype_identity, hash_identity, layer_specs, model_identity

@@ -15,8 +15,7 @@ from sojourn.errors import InputError
 
 from ..core.engine_answers import MissingTiers
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
-from ..launch.kv_offload_options import OFFLOAD_CONNECTOR
-from ..launch.prefill_decode_options import PREFILL_DECODE_CONNECTOR
+from ..launch.kv_options import OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
 from ..policies.preset import Preset, parse_preset, preset_text

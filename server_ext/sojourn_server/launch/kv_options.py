@@ -1,0 +1,343 @@
+"""Options of KV below the device: host memory and disk, or the store of a prefill/decode pair. vLLM's
+``--kv-transfer-config`` for them, and checks before the engine starts, minutes before its own checks.
+
+Prefill and decode engines have the same connector and the same settings. Each request says what the engine
+has to do for it. An engine's role matters only to the gateway, which sends the requests.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, blocks_per_full
+from ..kv_offload.store_folder import IncompatibleStore, StoreInUse, check_stores, is_store_name
+from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from .engine_flags import EngineFlags, InvalidOption, own_flag, parallel_size, refuse
+from .launch_environment import MachineMemory, read_memory
+
+GIB = 1 << 30
+AUTO = "auto"
+"""Value of ``--kv-host-gib``: four times the device's KV, at most ``auto_host_bytes``."""
+OFFLOAD_CONNECTOR = "SojournConnector"
+PREFILL_DECODE_CONNECTOR = "PathsConnector"
+_MODULES = {
+    OFFLOAD_CONNECTOR: "sojourn_server.vllm.kv_offload_connector",
+    PREFILL_DECODE_CONNECTOR: "sojourn_server.vllm.kv_transfer_connector",
+}
+CACHE_POLICY = {
+    "eviction_policy": "ProgramCachePolicy",
+    "cache_policy_module_path": "sojourn_server.vllm.offload_cache_policy",
+}
+"""Options of vLLM's own connector that make it evict blocks from host memory in sojourn's order."""
+CUDA_LAYOUT = "BLHNC"
+"""vLLM's KV cache layout that we ask for on CUDA: blocks outermost, then layers. A block is then one run of
+bytes, so one copy moves it. With layers outermost, a block of a model with 32 layers needs 32 copies, which
+take longer, above all to start. Every CUDA attention backend that supports any layout with blocks outermost
+supports this one."""
+UNSPLIT_BLOCK_TOKENS = (None, "16", "32", "64")
+"""Values of ``--block-size`` (``None``: missing) with which vLLM never splits blocks for an attention kernel.
+It cannot split them in a layout with blocks outermost."""
+_MAX_NAME_CHARS = 64
+_NAME = f"expected letters, digits, '.', '_' and '-', at most {_MAX_NAME_CHARS}, the first a letter or digit"
+_DISK_FLAG, _STORE_FLAG = "--kv-disk", "--kv-store"
+
+
+class _Options:
+    __slots__ = ()
+
+    @property
+    def any(self) -> bool:
+        """Whether any of the options is set."""
+        return self != type(self)()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvOffloadOptions(_Options):
+    """Options of KV offload to host memory and disk. An option that is not given is ``None``."""
+
+    host_gib: str | None = own_flag(
+        "--kv-host-gib",
+        "Host memory for KV evicted from the device: GiB, 0 or auto: four times the device's KV, at most "
+        "half of the free memory",
+        shown_default="auto on CUDA, else 0",
+    )
+    disk: str | None = own_flag(
+        _DISK_FLAG, "Directory for KV evicted from host memory; made if it is missing", is_path=True
+    )
+    disk_gib: float | None = own_flag("--kv-disk-gib", "Capacity of the directory, GiB")
+    disk_name: str | None = own_flag(
+        "--kv-disk-name", "This engine's name in a directory that several engines share"
+    )
+    backend: str = own_flag(
+        "--tier-backend",
+        "Code that moves KV: sojourn, or vllm for its own connector (CUDA only)",
+        default="sojourn",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillDecodeOptions(_Options):
+    """Options of a prefill or decode engine. All need a role."""
+
+    role: str | None = own_flag(
+        "--role",
+        "Serve as the prefill or decode engine of a pair. KV goes through --kv-store, so leases are useless "
+        "here and the default policy is observe",
+    )
+    store: str | None = own_flag(
+        _STORE_FLAG, "Existing directory that all engines of the pair share", is_path=True
+    )
+    store_gib: float = own_flag("--kv-store-gib", "Capacity of this engine in the store, GiB", default=16.0)
+    store_name: str | None = own_flag(
+        "--kv-store-name",
+        "This engine's name in the store; unique, and the same after a restart",
+        shown_default="node-role-port",
+    )
+    listen: str = own_flag(
+        "--kv-listen",
+        "Address for the other engines of the pair: tcp:HOST:PORT or unix:PATH; port 0 is any free port. "
+        "Engines on other machines need a HOST of their network. There is no authentication",
+        default="tcp:127.0.0.1:0",
+    )
+    node: str | None = own_flag(
+        "--kv-node", "Machine whose storage link this engine uses", shown_default="host's name"
+    )
+    buffer_gib: float = own_flag(
+        "--kv-buffer-gib", "Host memory for KV in transfer, GiB; the longest prompt must fit", default=1.0
+    )
+
+    def named_store(self, hostname: str, port: int | None) -> str:
+        """Return the name of the engine's part of the store. The default is NODE-ROLE-PORT, or NODE-ROLE if
+        ``port`` is ``None``. NODE is the option ``node``, or else ``hostname``."""
+        if self.store_name is not None:
+            return self.store_name
+        ending = f"-{self.role}" if port is None else f"-{self.role}-{port}"
+        node = re.sub(r"[^A-Za-z0-9._-]+", "-", self.node or hostname).lstrip("._-") or "node"
+        return node[: _MAX_NAME_CHARS - len(ending)] + ending
+
+
+# --- vLLM's --kv-transfer-config ------------------------------------------------------------------
+
+
+def host_size_gib(host_gib: str | None) -> float | None:
+    """Return the size that ``--kv-host-gib`` gives, 0 included; ``None`` if the flag is missing or ``auto``.
+    Raises ``InvalidOption``."""
+    if host_gib is None or host_gib == AUTO:
+        return None
+    try:
+        gib = float(host_gib)
+    except ValueError:
+        raise InvalidOption(f"--kv-host-gib is {host_gib!r}; expected GiB, {AUTO} or 0") from None
+    if gib != 0:
+        _check_size("--kv-host-gib", gib)
+    return gib
+
+
+def auto_host_bytes(available_bytes: int, flags: EngineFlags) -> int:
+    """Return the most host memory that each engine of a command takes under ``auto``: half of the available
+    memory, divided among the data parallel ranks. Workers of one engine share its part."""
+    local = "--data-parallel-size-local"
+    ranks = parallel_size(flags, local if flags.has(local) else "--data-parallel-size")
+    return available_bytes // 2 // max(1, ranks)
+
+
+def offload_transfer_config(
+    options: KvOffloadOptions,
+    *,
+    cpu_build: bool,
+    stock: bool,
+    block_tokens: str | None = None,
+    auto_bytes: int = 0,
+) -> dict[str, Any]:
+    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption`` for options that
+    are wrong, incomplete or impossible on this engine. ``cpu_build``: whether the engine is vLLM's CPU build.
+    ``stock``: whether the policy is ``stock``. ``block_tokens``: value of ``--block-size``, if given.
+    ``auto_bytes``: result of ``auto_host_bytes``."""
+    disk, disk_gib, name, backend = options.disk, options.disk_gib, options.disk_name, options.backend
+    refuse({f"--tier-backend is {backend!r}; expected sojourn or vllm": backend not in ("sojourn", "vllm")})
+    host_gib, by_vllm = host_size_gib(options.host_gib), backend == "vllm"
+    refuse({
+        "tiers below the device need host memory, which also fills the disk: give --kv-host-gib":
+            not host_gib and options.host_gib != AUTO,
+        "--kv-disk and --kv-disk-gib go together: give the directory and its capacity":
+            (disk is None) != (disk_gib is None),
+        "--kv-disk-name names a store in a directory: give --kv-disk and --kv-disk-gib too":
+            name is not None and disk is None,
+        f"--kv-disk-name is {name!r}; {_NAME}": name is not None and not is_store_name(name),
+        "--kv-host-gib is auto; expected a size in GiB, which vLLM's own connector needs":
+            by_vllm and host_gib is None,
+        "--kv-disk is for --tier-backend sojourn; vLLM's own connector has host memory only":
+            by_vllm and disk is not None,
+        "--tier-backend vllm needs CUDA: vLLM's own connector does not serve CPU engines":
+            by_vllm and cpu_build,
+        "--tier-backend sojourn needs our scheduler: choose a policy, for example observe":
+            stock and not by_vllm,
+    })  # fmt: skip
+    extra: dict[str, Any] = {"host_bytes": AUTO, "host_bytes_max": auto_bytes}
+    if host_gib is not None:
+        extra = {"host_bytes": int(host_gib * GIB)}
+    if by_vllm:
+        # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
+        extra = {"cpu_bytes_to_use": extra["host_bytes"], "offload_prompt_only": False}
+        extra |= {} if stock else CACHE_POLICY
+        return {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    if not cpu_build and block_tokens in UNSPLIT_BLOCK_TOKENS:
+        extra["kv_layout"] = CUDA_LAYOUT
+    if disk_gib is not None:
+        _check_size("--kv-disk-gib", disk_gib)
+        extra |= {"disk": disk, "disk_bytes": int(disk_gib * GIB)}
+        extra |= {} if name is None else {"disk_name": name}
+    return _transfer_config(OFFLOAD_CONNECTOR, extra)
+
+
+def prefill_decode_transfer_config(
+    options: PrefillDecodeOptions, *, hostname: str, port: int | None
+) -> dict[str, Any]:
+    """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
+
+    ``hostname``: this machine's name. ``port``: port of the engine's HTTP server; ``None`` for a Unix socket.
+    """
+    role, node = options.role, hostname if options.node is None else options.node
+    refuse({
+        "--kv-store and related options are for an engine of a pair: add --role prefill or --role decode":
+            role is None,
+        f"--role is {role!r}; expected prefill or decode": role not in ("prefill", "decode"),
+        f"--role {role} needs --kv-store, the directory through which the pair shares KV":
+            options.store is None,
+    })  # fmt: skip
+    _check_size("--kv-store-gib", options.store_gib)
+    _check_size("--kv-buffer-gib", options.buffer_gib)
+    name = options.named_store(hostname, port)
+    refuse({f"--kv-store-name is {name!r}; {_NAME}": not is_store_name(name)})
+    try:
+        check_address(options.listen)
+    except (ValueError, UnknownTransport) as error:
+        raise InvalidOption(f"--kv-listen: {error}") from None
+    refuse({f"--kv-node is {node!r}; expected the name of the machine": not node.strip()})
+    extra = {
+        "role": role,
+        "node": node,
+        "listen": options.listen,
+        "store": options.store,
+        "store_name": name,
+        "store_bytes": int(options.store_gib * GIB),
+        "buffer_bytes": int(options.buffer_gib * GIB),
+    }
+    return _transfer_config(PREFILL_DECODE_CONNECTOR, extra)
+
+
+def _transfer_config(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "kv_connector": connector,
+        "kv_connector_module_path": _MODULES[connector],
+        "kv_role": "kv_both",  # of a pair too: a decode engine also reads for a prefill engine
+        # Compute KV that cannot be loaded. By default the request would fail.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def check_block_size(block_size: str | None) -> None:
+    """Raise ``InvalidOption`` if a Full Block (the unit of storage, 64 tokens) does not consist of whole
+    engine blocks of ``block_size`` tokens. A missing or non-numeric size passes."""
+    if block_size is None or not block_size.isdecimal():
+        return
+    try:
+        blocks_per_full(int(block_size), FULL_BLOCK_TOKENS)
+    except ValueError as error:
+        raise InvalidOption(f"--block-size is {block_size}: {error}") from None
+
+
+def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variable that makes block hashes equal in every process. An engine then finds
+    its stored blocks after a restart. The result is empty if ``environ`` sets a fixed hash seed already."""
+    return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
+
+
+def _check_size(flag: str, gib: float) -> None:
+    refuse({f"{flag} is {gib}; expected a size in GiB above 0": not 0 < gib < math.inf})
+
+
+# --- checks of this machine -----------------------------------------------------------------------
+
+
+class EngineFacts(NamedTuple):
+    """What is known of an engine before it starts; ``None`` means unknown. Only the engine knows all parts of
+    a store's identity, such as the layout of the KV, so it checks everything again."""
+
+    vllm_version: str | None
+    weights: str | None
+    """Result of ``known_weights``."""
+    workers: int = 1
+
+
+def check_kv_offload(options: KvOffloadOptions, engine: EngineFacts) -> list[str]:
+    """Return one-line notes on options that may cause trouble later. Raises ``InvalidOption`` for an option
+    that the engine will surely reject. ``options``: accepted by ``offload_transfer_config``. The check takes
+    no lock and writes nothing."""
+    host_gib = host_size_gib(options.host_gib)
+    notes = [] if host_gib is None else check_host_memory(host_gib, read_memory(), "--kv-host-gib")
+    if options.disk is not None:
+        _check_store(_DISK_FLAG, options.disk, options.disk_name, engine)
+    return notes
+
+
+def check_pair(options: PrefillDecodeOptions, name: str, engine: EngineFacts) -> list[str]:
+    """Do for a prefill or decode engine what ``check_kv_offload`` does for host memory and disk. ``name``:
+    name of the engine's part of the store."""
+    assert options.store is not None, "prefill_decode_transfer_config has let it through"
+    if not Path(options.store).exists():
+        raise InvalidOption(
+            f"{_STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
+            "mount it, or make it with mkdir",
+        )
+    _check_store(_STORE_FLAG, options.store, name, engine)
+    return check_host_memory(options.buffer_gib, read_memory(), "--kv-buffer-gib")
+
+
+def check_host_memory(host_gib: float, memory: MachineMemory, flag: str) -> list[str]:
+    """Return a note if ``host_gib`` exceeds the available memory, else an empty list. Raises
+    ``InvalidOption`` if ``host_gib`` exceeds the total memory."""
+    total, available = (f"{size / GIB:.2f} GiB" for size in (memory.total_bytes, memory.available_bytes))
+    if host_gib * GIB > memory.total_bytes:
+        raise InvalidOption(
+            f"{flag} is {host_gib:g}; expected at most the {total} of {memory.owner}",
+            "leave memory for the model, its KV cache and vLLM",
+        )
+    if host_gib * GIB > memory.available_bytes:
+        return [
+            f"{flag} is {host_gib:g}, but {available} of the {total} of {memory.owner} are available now, "
+            "also for the model and its KV cache: the system may kill the engine when host memory fills"
+        ]
+    return []
+
+
+def _check_store(flag: str, directory: str, name: str | None, engine: EngineFacts) -> None:
+    """Raise ``InvalidOption`` if the engine would reject a directory, for example because another engine uses
+    its store. ``name``: name of the engine's own store, if it has one. Errors name the ``flag``, and the
+    directory as the user wrote it."""
+    root = Path(os.path.realpath(directory))  # the path that the engine opens
+    # Several workers have a folder each.
+    folder = root if engine.workers == 1 else root / f"rank0of{engine.workers}"
+    # Two parts of a KvIdentity are known here: the release and, for most directories, the weights.
+    known = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
+    try:
+        check_stores(folder, known, engine.weights, name)
+    except (IncompatibleStore, StoreInUse) as error:
+        advice = error.advice.replace(f"{_DISK_FLAG}-name", f"{flag}-name")
+        raise InvalidOption(f"{flag} {directory} cannot be used: {error.what}", advice) from None
+    except OSError as error:
+        raise InvalidOption(
+            f"{flag} {directory} cannot be read: {error.strerror}",
+            f"give {flag} a directory that this user can write",
+        ) from None
