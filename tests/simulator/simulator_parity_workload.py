@@ -180,7 +180,7 @@ def grants(lines: list[Any]) -> dict[int, tuple[float, str]]:
     return {
         index: (action[2], action[3])
         for index, line in enumerate(lines)
-        if isinstance(line, list)
+        if isinstance(line, list) and isinstance(line[1], list)
         for action in line[2][0]
         if action[0] == "LeaseGranted"
     }

@@ -23,8 +23,13 @@ from sojourn_server.core.events_and_actions import CacheReset, OutputLengthPredi
 from sojourn_server.core.program_scheduler import ProgramScheduler
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerState
 from sojourn_server.policies.preset import load_preset, preset_text
-from sojourn_server.recording import RecordingError, RecordingFile, RecordingHeader, encode_record
-from sojourn_server.recording.recording_file import FLUSH_RECORDS
+from sojourn_server.recording.recording_file import (
+    FLUSH_RECORDS,
+    RecordingError,
+    RecordingFile,
+    RecordingHeader,
+    encode_record,
+)
 from sojourn_server.simulator.parity_replay import replay_recording
 
 
@@ -390,7 +395,7 @@ def test_a_full_disk_costs_one_warning_and_no_request():
     recording = RecordingFile("/dev/full", header(), warn=warnings.append)
     for _ in range(3 * FLUSH_RECORDS):
         recording.write((1.0, ["Tick"], [[], []]))
-    recording.close({})
+    recording.write((1.0, "end", {}), close=True)
     assert len(warnings) == 1
     assert "No space left" in warnings[0]
     engine = make_engine(Path("/dev/full"), Clock())
@@ -432,7 +437,7 @@ DAMAGES = {
     "after line 0: Not a gzipped file": lambda path, good: path.write_text("hello\n", encoding="utf-8"),
     "after line 0: Is a directory": lambda path, good: path.mkdir(),
     "after line 0: No such file": lambda path, good: None,
-    r"line 1: recording version 12, written by sojourn \S+; expected 14: run sojourn parity": edited(
+    r"line 1: recording version 12, written by sojourn \S+; expected 15: run sojourn parity": edited(
         lambda lines: lines[0].update(sojourn_recording=12)
     ),
     "line 1: Object missing required field `pool`": edited(lambda lines: lines[0].pop("pool")),

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from sojourn_server.vllm.kv_identity import model_identity
+from sojourn_server.vllm.kv_connector_settings import model_identity
 
 COMMIT = "1" * 40
 

@@ -148,7 +148,10 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def every_bucket_stands_where_its_program_stands_now(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        queue, order, predictor = adapter._queue, adapter._eviction, adapter.program_scheduler.predictor
+        queue, order, predictor = adapter._queue, adapter._scorer, adapter.program_scheduler.predictor
+        if order is None:
+            assert not queue._buckets
+            return
         buckets = [bucket for each in queue._buckets.values() for bucket in each.values()]
         moved = order._scale_changes != predictor.scale_changes + order._branches.changes
         for bucket in buckets:

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from sojourn_server.api.engine_rpc import StockEngineError
 from sojourn_server.kv_transfer.transfer_stats import StatsServer
 from sojourn_server.vllm.endpoint import VllmEngine
-from sojourn_server.vllm.pair_status_reporter import reachable_address, worker_status
+from sojourn_server.vllm.kv_transfer_connector import reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
 
 LINK = {"queued_bytes": 64, "queued_s": 0.5, "moved_bytes": 1000}

@@ -46,12 +46,6 @@ def below(on: Timed) -> Any:
     return on.engine.scheduler.sojourn._offload
 
 
-def context_of(keys: list[bytes]) -> Any:
-    from sojourn_server.vllm.preempted_contexts import KeptContext
-
-    return KeptContext(keys, len(keys), keys[-1:])
-
-
 def how(on: Timed) -> str:
     """How the newest victim comes back."""
     told = on.engine.ask("decisions", limit=5000)["decisions"]
@@ -87,18 +81,18 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     on = engine(host_blocks=host_blocks)
     first = add(on, "a", some_tokens("a", 1200), "A", steps=30)
     add(on, "b", some_tokens("b", 600), "B")
-    assert below(on).link.offload_costs(host_blocks)[0] != NO_OFFLOAD_S_PER_TOKEN
-    assert below(on).link.offload_costs(host_blocks + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).offload_costs(host_blocks)[0] != NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).offload_costs(host_blocks + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     away(on, "a")
     assert how(on) == "offload"
     room = host_blocks - len(first.block_hashes)
     assert room > 1
     # Nothing of it was copied yet; and yet it will be.
-    assert below(on).link.offload_costs(room)[0] != NO_OFFLOAD_S_PER_TOKEN
-    assert below(on).link.offload_costs(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).offload_costs(room)[0] != NO_OFFLOAD_S_PER_TOKEN
+    assert below(on).offload_costs(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
     others = [b"x%d" % number for number in range(room)]
     if way == "recompute":
-        below(on)._keep_preempted("X", context_of(others))
+        below(on)._keep_preempted("X", others, others)
     on.engine.scheduler.sojourn._demand_monitor._due_in = 0
     on.engine.scheduler.sojourn._demand_monitor.before_step(on.clock.now)
     away(on, "b")
@@ -121,7 +115,7 @@ def test_recomputing_one_request_does_not_change_others_copies(
         on.engine.abort("a")
         on.step()
     away(on, "b")
-    marked = set(below(on)._preempted.recomputed)
+    marked = set(below(on)._recomputed)
     assert marked == set(victim.block_hashes[16 : len(marked) + 16])
     assert len(marked) >= 10
 

@@ -1,36 +1,18 @@
 """Recordings of a scheduler's events and actions, so that a replay can be compared with the original.
 
-A scheduler's decisions depend only on its events and their times. ``RecordingScheduler`` is a
-``ProgramScheduler`` whose ``handle`` also writes each event with the resulting actions and decisions. Queries
-change nothing, so they are not recorded. ``simulator.parity_replay`` builds a second scheduler from the
-header, handles the same events at the same times, and compares actions and decisions.
+A scheduler's decisions depend only on its events and their times. ``RecordingScheduler.handle`` also writes
+each event with the resulting actions and decisions; queries change nothing, so they are not recorded.
+``simulator.parity_replay`` handles the events in a second scheduler, built from the header, and compares.
 
-Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). The last line is the end
-record, ``{"ended": reason, "totals": {…}}``. If it is missing, the engine was killed or the file was cut.
-Each other line is one event:
+Format: lines of JSON, gzipped. The first line is the header (``RecordingHeader``). Each other is one event:
 
     [now, [kind, field, …], [[[kind, field, …], …], [decision, …]]]
 
     now        seconds on the engine's clock
-    event      the name of the event's class, then its fields in order
-    outcome    the actions and the new entries of the decision log; or the name of the exception
+    event      the name of the event's class, then its fields in order; at the end the reason of the end
+    outcome    actions and new entries of the decision log, or the name of the exception; at the end totals
 
-Floats keep all digits, so they are read back exactly. There are ids, agent types, tenants, graph nodes, names
-and command heads of tools, token counts, and the first digits of block hashes, but no text, arguments or
-results. Of a request's block hashes only those are written that its program's last ones do not have.
+Without an end, the engine was killed or the file was cut. Floats keep all digits. There are ids, agent types,
+tenants, graph nodes, names and command heads of tools, token counts, and the first digits of block hashes
+(only those that the program's last ones do not have), but no text, arguments or results.
 """
-
-from .recording_file import (
-    EndRecord,
-    RecordingError,
-    RecordingFile,
-    RecordingHeader,
-    RecordingReader,
-    encode_record,
-)
-from .recording_scheduler import RecordingScheduler
-
-__all__ = [
-    "EndRecord", "RecordingError", "RecordingFile", "RecordingHeader", "RecordingReader",
-    "RecordingScheduler", "encode_record",
-]  # fmt: skip

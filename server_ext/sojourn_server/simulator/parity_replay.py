@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sojourn_server.core.events_and_actions import BlocksEvicted
-from sojourn_server.recording import (
-    EndRecord,
+from sojourn_server.recording.recording_file import (
     RecordingError,
     RecordingReader,
     RecordingScheduler,
@@ -107,11 +106,12 @@ def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> Par
     report = ParityReport(recording=str(path), policy=scheduler.preset.name, versions=reader.header.versions)
     for number, line, record in reader.records():
         report.records += 1
-        if isinstance(record, EndRecord):
-            kind, raised, recorded = "end", "", record.totals
-            report.ended, outcome = record.ended, encode_record(scheduler.totals())
+        recorded = record.outcome
+        if isinstance(record.event, str):
+            kind, raised = "end", ""
+            report.ended, outcome = record.event, encode_record(scheduler.totals())
         else:
-            kind, recorded = type(record.event).__name__, record.outcome
+            kind = type(record.event).__name__
             result, raised = scheduler.replay(record.event, record.now)
             outcome = encode_record(result)
             first_s = record.now if first_s is None else first_s

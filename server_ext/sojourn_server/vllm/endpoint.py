@@ -1,7 +1,7 @@
-"""Adds sojourn's routes to vLLM's API server, and adds the reason to the errors of refused requests.
+"""Adds sojourn's routes to vLLM's API server, and the reason to the errors of refused requests.
 
-``SojournEndpoint`` is a ``vllm.endpoint_plugins`` entry point. vLLM loads it only if ``VLLM_PLUGINS`` names
-``sojourn``. The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
+``SojournEndpoint`` is a ``vllm.endpoint_plugins`` entry point, which vLLM loads only if ``VLLM_PLUGINS``
+names ``sojourn``. The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from .compat import EngineClient
 
 STREAMS_END_S = 10.0
-"""Seconds after the engine's stop until the HTTP server closes its connections. In this time clients can read
-the end of their answers."""
+"""Seconds after the engine's stop in which clients can read the end of their answers."""
 
 READY_POLL_S = 0.1
 """Seconds between two checks of whether the HTTP server has started."""
@@ -65,8 +64,8 @@ class SojournEndpoint:
         self._announcer: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add sojourn's routes, the middleware that explains refusals and the one that finds a request's
-        program. Until ``init_state`` has run, the routes reject every request."""
+        """Add sojourn's routes, which reject all requests until ``init_state`` has run, and its
+        middleware."""
         events = EventIntake(self._engine)
         app.include_router(build_router(self._engine, self._keys, events))
         # vLLM adds its middleware later, so it is outside these and checks the API key first.
@@ -94,8 +93,7 @@ class SojournEndpoint:
 
 
 def server_url(args: Namespace) -> str | None:
-    """Return the URL of the server that vLLM starts with ``args``, as seen from this machine. ``None`` if the
-    server has no port or listens on a Unix socket."""
+    """Return the URL of the server that vLLM starts, as seen from this machine, if it has a port."""
     port = getattr(args, "port", None)
     if port is None or getattr(args, "uds", None):
         return None
@@ -104,7 +102,7 @@ def server_url(args: Namespace) -> str | None:
 
 
 async def _announce(url: str, state: Any) -> None:
-    """Wait until the HTTP server (``state.server``) runs, then log where it answers and what to do next."""
+    """Wait until the HTTP server runs, then log where it answers and what to do next."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(READY_POLL_S)
     run = f"sojourn run --url {url} -- python agent.py"
@@ -112,12 +110,9 @@ async def _announce(url: str, state: Any) -> None:
 
 
 def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
-    """Make ``engine_client.shutdown`` end every open request with an error.
-
-    vLLM's own shutdown stops the task that delivers outputs, but does not notify open requests. After SIGTERM
-    clients would wait for ever, and the server would wait for the clients (vLLM pull request 36964).
-    ``state.server`` is the HTTP server once it runs.
-    """
+    """Make ``engine_client.shutdown`` end every open request with an error. vLLM's own stops the task that
+    delivers outputs, but notifies no open request: after SIGTERM clients would wait for ever, and the server
+    for the clients (vLLM pull request 36964)."""
     client: Any = engine_client
     shutdown, loop = client.shutdown, asyncio.get_running_loop()
 
@@ -139,8 +134,7 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
 
 
 def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return the id that vLLM gave an HTTP request, or ``None``. The id of each engine request that the HTTP
-    request starts contains this id."""
+    """Return the id that vLLM gave an HTTP request, a part of the ids of its engine requests."""
     return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 
@@ -152,11 +146,10 @@ class VllmEngine:
         self._stock: str | None = None
 
     def connect(self, engine_client: EngineClient) -> None:
-        """Set the engine client that answers calls."""
         self._client = weakref.ref(engine_client)
 
     def engine_ids(self) -> Sequence[str]:
-        """Return the ranks of the server's engines as text, as in the label ``engine`` of vLLM's metrics."""
+        """Return the engines' ranks as text, as in the label ``engine`` of vLLM's metrics."""
         # An engine's address is its rank in two bytes, little endian.
         addresses = getattr(self._core(), "core_engines", None)
         if not addresses:
@@ -164,8 +157,8 @@ class VllmEngine:
         return [str(int.from_bytes(address, "little")) for address in addresses]
 
     async def call(self, op: str, payload: str) -> list[str]:
-        """Call an operation of every engine and return their JSON answers, in the order of ``engine_ids``.
-        Raises ``EngineError``; its subclass ``StockEngineError`` if an engine runs without sojourn."""
+        """Return the engines' JSON answers to an operation, in the order of ``engine_ids``. Raises
+        ``EngineError``; its subclass ``StockEngineError`` if an engine runs without sojourn."""
         if self._stock is not None:
             # Another call would write another traceback into the engine's log.
             raise StockEngineError(self._stock)

@@ -11,7 +11,6 @@ from .compat import running_vllm
 from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
-from .pair_status_reporter import PairStatusReporter
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -27,26 +26,12 @@ PAIR_CONNECTORS = frozenset(
         "MooncakeConnector",
     }
 )
-"""KV connectors for prefill/decode pairs: sojourn's, and vLLM's. An engine with one of them is in a
-pair, even if its ``kv_role`` is ``kv_both``."""
-
-
-def host_s_per_token(
-    scheduler: Scheduler, profile: EngineProfile | None, tokens_per_block: float
-) -> float | None:
-    """Return the seconds to load one token's KV from host memory. ``None`` if the time is unknown, without a
-    KV connector, and with ``PathsConnector``."""
-    bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
-    size = stored_block_bytes(scheduler.kv_cache_config)
-    connector = scheduler.connector
-    if connector is None or isinstance(connector, PathsConnector) or not bytes_per_s or not size:
-        return None  # a pair loads KV from its store, at another speed
-    return size / tokens_per_block / bytes_per_s
+"""KV connectors for prefill/decode pairs. An engine with one is in a pair, even if its ``kv_role`` is
+``kv_both``."""
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
-    """Return the name of the engine's KV connector; ``None`` without a connector. For a subclass of
-    ``SojournConnector``, the name is ``SojournConnector``, or ``None`` if it has no host memory."""
+    """Return the name of the engine's KV connector: of ``SojournConnector`` only with host memory."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:
         return None
@@ -56,8 +41,7 @@ def connector_name(scheduler: Scheduler) -> str | None:
 
 
 def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
-    """Return how many blocks fit (in host memory, on disk). A number is 0 if the tier is missing or sojourn
-    does not manage it."""
+    """Return how many blocks fit (in host memory, on disk) under sojourn's own connector."""
     connector = scheduler.connector
     if not isinstance(connector, SojournConnector):
         return 0, 0
@@ -67,29 +51,31 @@ def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
 
 def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVCacheGroups) -> KVPoolConfig:
     """Return the sizes and speeds of the engine's KV memory. Without a ``profile``, speeds are unknown."""
+    connector, size = scheduler.connector, stored_block_bytes(scheduler.kv_cache_config)
     host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
+    bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
+    host_s_per_token = None
+    # A pair loads KV from its store, at another speed.
+    if connector is not None and not isinstance(connector, PathsConnector) and bytes_per_s and size:
+        host_s_per_token = size / groups.tokens_per_block / bytes_per_s
     return KVPoolConfig(
         blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
         block_size=groups.hash_tokens,
         tokens_per_block=groups.tokens_per_block,
         fixed_blocks=groups.fixed_blocks,
-        block_bytes=stored_block_bytes(scheduler.kv_cache_config),
+        block_bytes=size,
         max_context_tokens=scheduler.max_model_len,
         dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
         step_tokens=scheduler.max_num_scheduled_tokens,
-        host_s_per_token=host_s_per_token(scheduler, profile, groups.tokens_per_block),
+        host_s_per_token=host_s_per_token,
         host_blocks=host_blocks,
         disk_blocks=disk_blocks,
     )
 
 
 def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
-    """Return a description of KV offload for clients: the connector, whether offload is on or why it is off,
-    and the sizes of the tiers.
-
-    For connectors other than ``SojournConnector``, at most the size of host memory is known. Returns ``None``
-    without a connector, and with ``PathsConnector``, which has no tiers.
-    """
+    """Describe KV offload for clients: the connector, whether offload is on or why it is off, and the sizes
+    of the tiers, if known. ``None`` without tiers."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, PathsConnector):
         return None
@@ -112,19 +98,9 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     return TierCapabilities(connector=name, on=True, off_because=None, host=host, disk=None)
 
 
-def pair_status_reporter(scheduler: Scheduler) -> PairStatusReporter | None:
-    """Return the status object of ``PathsConnector``; ``None`` for an engine without this connector."""
-    connector = scheduler.connector
-    return connector.pair_status if isinstance(connector, PathsConnector) else None
-
-
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:
-    """Return whether the engine belongs to a prefill/decode pair, judged by its connector.
-
-    It does with one of ``PAIR_CONNECTORS``, with a subclass of ``PathsConnector``, and if the ``kv_role`` is
-    ``kv_producer`` or ``kv_consumer``. Connectors inside vLLM's ``MultiConnector`` count too. With
-    ``SojournConnector`` it never does.
-    """
+    """Return whether the engine belongs to a prefill/decode pair, judged by the class, names and roles of its
+    connectors, also of those inside vLLM's ``MultiConnector``. With ``SojournConnector`` it never does."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):
         return False
@@ -140,7 +116,7 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
 
 
 def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[str, str]:
-    """Return the engine's properties that an engine profile records, as text: version, sizes and limits."""
+    """Return the engine's properties that an engine profile records."""
     config = scheduler.scheduler_config
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
     found = {

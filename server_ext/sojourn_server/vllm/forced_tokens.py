@@ -32,14 +32,12 @@ MAX_REPLAY_IDS = 65_536
 """Maximum number of token ids in a request's ``replay_ids``."""
 
 _vocab_size: int | None = None
-"""Size of the vocabulary. It is ``None`` until a logits processor is built in this process. The API server
-builds none, so it validates requests without the size. The engine checks the ids again, because an id beyond
-the vocabulary would crash it."""
+"""Size of the vocabulary; ``None`` until a logits processor is built in this process. The API server builds
+none, so the engine checks the ids again: one beyond the vocabulary would crash it."""
 
 
 def replay_ids(params: SamplingParams) -> list[int] | None:
-    """Return the request's forced token ids; ``None`` without any. Raises ``ValueError`` for an invalid list.
-    The server then answers with status 400."""
+    """Return the request's forced token ids, if any. ``ValueError`` is answered with status 400."""
     ids: Any = (params.extra_args or {}).get(ARGUMENT)
     if ids is None:
         return None
@@ -60,12 +58,10 @@ def replay_ids(params: SamplingParams) -> list[int] | None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Forces tokens in model runner V1. State is stored per row of vLLM's persistent batch. A step takes
-    O(rows of requests with forced tokens)."""
+    """Forces tokens in model runner V1, by rows of vLLM's persistent batch."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise ``ValueError`` for ids that cannot be forced. Runs in the API server."""
         replay_ids(sampling_params)
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
@@ -98,8 +94,7 @@ class ForcedTokens(LogitsProcessor):
                 rows[source] = displaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Force the next tokens by changing ``logits`` ([rows, vocabulary]) in place, and return it. A forced
-        row has one finite logit."""
+        """Force the next tokens: one finite logit in a row of ``logits`` ([rows, vocabulary]), in place."""
         forced = [
             (row, ids[len(output)]) for row, (ids, output) in self._rows.items() if len(output) < len(ids)
         ]
@@ -118,10 +113,7 @@ def _forcible(params: SamplingParams) -> list[int]:
         position = next(index for index, value in enumerate(ids) if value >= bound)
         logger.error(
             "%s[%d] is %d, beyond the vocabulary of %d tokens; forcing ends there",
-            ARGUMENT,
-            position,
-            ids[position],
-            bound,
-        )
+            ARGUMENT, position, ids[position], bound,
+        )  # fmt: skip
         return ids[:position]
     return ids

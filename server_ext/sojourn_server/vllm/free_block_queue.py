@@ -6,8 +6,7 @@ orders blocks by program, cached blocks of programs are in buckets, and the buck
 evicted first. A program has one bucket for the blocks of its newest turn. It has another bucket for each
 earlier turn with blocks that no later turn used (an abandoned branch, a compacted context).
 
-Cost: O(1) per block; O(log buckets) for each rescored bucket; O(buckets) once after the scale of scores has
-changed.
+Cost: O(1) per block, O(log buckets) per rescored bucket, O(buckets) after a change of the scale of scores.
 
 Blocks that only an ended program has used stay cached, but are evicted early (``_ended``). If any other
 request has used such a block, the block is part of a common prefix and counts as a block without a program.
@@ -28,7 +27,9 @@ reduces only the blocks that it could not score to vLLM's order (``NO_SCORE``).
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import wraps
 from itertools import dropwhile, islice
@@ -37,24 +38,163 @@ from typing import Any, TypeVar
 from sojourn.ids import ProgramId
 
 from ..core.block_owners import BlockOwners
+from ..core.program_scheduler import ProgramScheduler
+from ..policies.policy_views import AbandonedBranch
+from ..programs.windowed_history import BranchReuseRate
 from .compat import FreeKVCacheBlockQueue, KVCacheBlock
-from .eviction_heap import NEWEST_TURN, Bucket, BucketScorer, EvictionHeap, Score
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 BeforeReuse = Callable[[list[KVCacheBlock], BlockOwners], None]
 """Called with (blocks about to be reused, cached or not; the table, which still has their owners)."""
 OnEvicted = Callable[[list[KVCacheBlock], "Score | None"], None]
-"""Called with (evicted blocks that a program owns or an ended program has used alone, score of their bucket).
-It must remove their owners. The score is ``None`` for blocks without a scored bucket."""
+"""Called with (evicted blocks that a program owns or an ended program has used alone, score of their bucket,
+if any). It must remove their owners."""
 
 MAX_ABANDONED_BUCKETS = 16
 """Maximum number of abandoned branches of a program. If there are more, the oldest two are merged."""
 
 
+Score = tuple[float, ...]
+"""Eviction score of a bucket; the lowest is evicted first."""
+NEWEST_TURN = math.inf
+"""``Bucket.used_s`` of the blocks of a program's newest turn."""
+NO_SCORE: Score = (-math.inf,)
+"""Score of a bucket that could not be scored. Such buckets come first, by least recent use as in stock
+vLLM."""
+Standing = tuple[float, ...] | None
+"""The inputs of a bucket's score, apart from its scale; ``None`` for an unknown program."""
+
+
+class Bucket:
+    """Free cached blocks that one program last used in the same turn, in eviction order."""
+
+    __slots__ = ("blocks", "place", "program_id", "standing", "used_s")
+
+    def __init__(self, program_id: ProgramId, used_s: float = NEWEST_TURN) -> None:
+        self.program_id = program_id
+        self.used_s = used_s
+        """In seconds on the engine's clock."""
+        self.blocks: OrderedDict[int, KVCacheBlock] = OrderedDict()
+        """Block id → block. Popping the first blocks of a plain dict takes ever longer."""
+        self.standing: Standing = None
+        self.place: tuple[Score, bool, int] | None = None
+        """(Score, whether it is a newest turn, insertion number) in the heap, or ``None``. Among equal
+        scores, abandoned branches come first, then the bucket added first."""
+
+
+class EvictionScorer:
+    """Scores buckets by the preset's eviction policy, and keeps a queue's scores up to date."""
+
+    def __init__(
+        self, program_scheduler: ProgramScheduler, report_failure: Callable[[Exception, str], None]
+    ) -> None:
+        self._program_scheduler = program_scheduler
+        self._report_failure = report_failure
+        self._branches = BranchReuseRate()
+        self._scale_changes = 0
+
+    def before_step(self, queue: ProgramFreeBlockQueue) -> None:
+        """Update the scores of programs whose state has changed; all scores if their scale has changed."""
+        predictor, branches = self._program_scheduler.predictor, self._branches
+        branches.observe(queue.abandoned_reused, queue.abandoned_evicted)
+        for program_id in predictor.take_changed():
+            queue.rescore(program_id)
+        scale_changes = predictor.scale_changes + branches.changes
+        if scale_changes != self._scale_changes:
+            self._scale_changes = scale_changes
+            queue.rescale()
+
+    def after_step(self, queue: ProgramFreeBlockQueue) -> None:
+        """Mark as abandoned the free blocks of a turn whose program has a newly admitted turn."""
+        for program_id, used_s in self._program_scheduler.predictor.take_begun().items():
+            queue.mark_abandoned(program_id, used_s)
+
+    def standing(self, program_id: ProgramId, left: AbandonedBranch | None) -> Standing:
+        """Return the present standing of the abandoned branch ``left``, or else of the newest turn."""
+        return self._program_scheduler.owner_standing(program_id, left)
+
+    def score(self, standing: Standing) -> Score:
+        """Return the score of a standing. Equal standings have equal scores until the scale changes."""
+        return self._program_scheduler.owner_score(standing, self._branches.share)
+
+    def score_failed(self, error: Exception) -> None:
+        self._report_failure(error, "the eviction score failed; what it cannot score is evicted first")
+
+
+class EvictionHeap:
+    """Heap of buckets by score, lowest first. If ``rescaled``, the next read computes all scores again."""
+
+    def __init__(self, scorer: EvictionScorer) -> None:
+        self.scorer = scorer
+        self._heap: list[tuple[tuple[Score, bool, int], Bucket]] = []
+        """Entries whose place is not the bucket's present one are stale."""
+        self._live = 0
+        """Number of buckets."""
+        self._pushes = 0
+        self.rescaled = False
+        """Whether the scale of scores has changed since the last read."""
+
+    def push(self, bucket: Bucket) -> None:
+        """Insert a bucket, or score it again if it is in the heap."""
+        self._pushes += 1
+        self._live += bucket.place is None
+        is_newest = bucket.used_s == NEWEST_TURN
+        bucket.standing = None
+        try:
+            left = None if is_newest else AbandonedBranch(bucket.used_s, len(bucket.blocks))
+            bucket.standing = self.scorer.standing(bucket.program_id, left)
+        except Exception as error:
+            self.scorer.score_failed(error)
+        bucket.place = self._score(bucket), is_newest, self._pushes
+        heapq.heappush(self._heap, (bucket.place, bucket))
+        if len(self._heap) > 4 * self._live + 64:
+            self._heap = sorted(self._valid())
+
+    def forget(self, bucket: Bucket) -> None:
+        """Remove a bucket, if it is in the heap."""
+        self._live -= bucket.place is not None
+        bucket.place = None
+
+    def first(self) -> tuple[Bucket, Score] | None:
+        """Return the bucket to evict first, and its score; ``None`` without buckets."""
+        self._rescore_all()
+        while self._heap:
+            place, bucket = self._heap[0]
+            if bucket.place is place:
+                return bucket, place[0]
+            heapq.heappop(self._heap)
+        return None
+
+    def ordered(self) -> list[Bucket]:
+        """Return all buckets in eviction order."""
+        self._rescore_all()
+        return [bucket for _, bucket in sorted(self._valid())]
+
+    def _valid(self) -> Iterator[tuple[tuple[Score, bool, int], Bucket]]:
+        return (entry for entry in self._heap if entry[1].place is entry[0])
+
+    def _rescore_all(self) -> None:
+        """Compute the score of every bucket again, about 1 µs each, if the scale has changed."""
+        if self.rescaled:
+            self.rescaled = False
+            entries = []
+            for (_, is_newest, number), bucket in self._valid():
+                bucket.place = self._score(bucket), is_newest, number
+                entries.append((bucket.place, bucket))
+            heapq.heapify(entries)
+            self._heap = entries
+
+    def _score(self, bucket: Bucket) -> Score:
+        try:
+            return self.scorer.score(bucket.standing)
+        except Exception as error:
+            self.scorer.score_failed(error)
+            return NO_SCORE
+
+
 def _or_stock(stock: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
-    """Return a decorator for a method of the queue. After an error, this call and all later ones do what
-    vLLM's own method ``stock`` does; nothing without it."""
+    """Decorate a method of the queue: after an error, all calls do what vLLM's ``stock`` does, or nothing."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
@@ -74,15 +214,14 @@ def _or_stock(stock: Callable[..., Any] | None = None) -> Callable[[Method], Met
 
 
 class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
-    """Free blocks of one pool in eviction order. The constructor takes all blocks out of vLLM's queue
-    ``replaced``, which must contain all blocks of the pool.
+    """Free blocks of one pool in eviction order. The constructor takes the blocks out of vLLM's queue
+    ``replaced``, which must have all blocks of the pool.
 
     ``owners`` has the owners of cached blocks. After their owners have changed, call ``place``. Without a
-    ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before other cached
-    blocks. ``before_reuse`` gets all blocks that are about to be reused. Then ``evicted`` gets those with an
-    owner, or that only an ended program has used. At that time, they still have their hashes. If this queue
-    fails, it turns ``owners`` off, calls ``failed`` with the error and keeps vLLM's order from then on.
-    Errors of ``failed`` go to the caller.
+    ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before others.
+    ``before_reuse`` gets all blocks that are about to be reused, with their hashes and owners; then
+    ``evicted`` gets its part. If this queue fails, it turns ``owners`` off, calls ``failed`` with the error,
+    whose own errors go to the caller, and keeps vLLM's order from then on.
     """
 
     def __init__(
@@ -91,22 +230,19 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         *,
         owners: BlockOwners,
         evicted: OnEvicted,
-        scorer: BucketScorer | None = None,
+        scorer: EvictionScorer | None = None,
         failed: Callable[[Exception], None],
         before_reuse: BeforeReuse | None = None,
     ) -> None:
         super().__init__([])
         self.owners = owners
         self.abandoned_reused = 0
-        """Number of blocks of abandoned branches whose content a request used again."""
+        """Blocks of abandoned branches: whose content a request used again, and reused for other content."""
         self.abandoned_evicted = 0
-        """Number of blocks of abandoned branches that were reused for other content."""
         self.loaded_ahead_used = 0
-        """Number of blocks loaded ahead of need that a request has used."""
+        """Blocks loaded ahead of need: used by a request, and uncached or reused before that."""
         self.loaded_ahead_lost = 0
-        """Number of blocks loaded ahead of need that were uncached or reused before a request used them."""
         self.broken = False
-        """Whether an error has occurred. If so, the queue keeps vLLM's order."""
         self._evicted = evicted
         self._failed = failed
         self._before_reuse = before_reuse
@@ -119,12 +255,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     def _forget_programs(self) -> None:
         self.owners.ahead.clear()
         self._buckets: dict[ProgramId, dict[float, Bucket]] = {}
-        """Program → time of last use → bucket, oldest first; ``NEWEST_TURN`` may be at any position. Only
-        buckets with blocks."""
+        """Program → time of last use → bucket, oldest first, but for ``NEWEST_TURN``. None is empty."""
         self._shared = Bucket(ProgramId(""))
-        """Blocks with several owners. Not in the heap, since they are evicted last."""
+        """Blocks with several owners, evicted last. Not in the heap."""
         self._ended = Bucket(ProgramId(""), -math.inf)
-        """Blocks whose only program has ended, and blocks loaded ahead of need that no request has used."""
+        """Blocks whose only program has ended, and unused blocks loaded ahead of need."""
         self._bucket_of: dict[int, Bucket] = {}
         if self._heap is not None:
             self._heap = EvictionHeap(self._heap.scorer)
@@ -148,11 +283,9 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
                 self._move(block)
 
     def spare_blocks(self, most: int, keep: Container[int]) -> int:
-        """Return the number of spare blocks at the front of the eviction order, at most ``most``.
-
-        Spare blocks are uncached, or only ended programs have used them. Blocks loaded ahead of need, and
-        blocks whose id is in ``keep``, are not spare. Counting stops at the first block that is not spare.
-        Takes O(``most``)."""
+        """Return the number of spare blocks at the front of the eviction order, at most ``most``: uncached
+        ones, and those that only ended programs have used. Blocks in ``keep`` or loaded ahead of need are not
+        spare."""
         if self.broken:
             return 0
         spare = 0
@@ -166,9 +299,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_or_stock()
     def uncache(self, block_ids: Iterable[int]) -> None:
-        """Move blocks that were loaded ahead of need to the front of vLLM's list. The blocks must have
-        lost their hashes. Skip a block if a request has used it, or the pool has reused it, since it was
-        loaded."""
+        """Move blocks loaded ahead of need, which have lost their hashes and are still unused, to the
+        front."""
         for block_id in block_ids:
             if self.owners.ahead.pop(block_id, None) is not None:
                 self.loaded_ahead_lost += 1
@@ -177,8 +309,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_or_stock()
     def clear_owners(self) -> None:
-        """Empty all buckets after a reset of the cache, which removes all owners. Their blocks move to vLLM's
-        list."""
+        """Empty all buckets into vLLM's list, after a reset of the cache, which removes all owners."""
         bucketed = [block for bucket in (self._ended, *self._ordered()) for block in bucket.blocks.values()]
         self._forget_programs()
         self.num_free_blocks -= len(bucketed)
@@ -187,22 +318,20 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_or_stock()
     def rescore(self, program_id: ProgramId) -> None:
-        """Compute the scores of the program's buckets again, and move the buckets in the eviction order."""
+        """Compute the scores of the program's buckets again."""
         if self._heap is not None:
             for bucket in self._buckets.get(program_id, {}).values():
                 self._heap.push(bucket)
 
     def rescale(self) -> None:
-        """Report that the scale of scores has changed. The next read then computes all scores again."""
+        """Report that the scale of scores has changed."""
         if self._heap is not None:
             self._heap.rescaled = True
 
     @_or_stock()
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
-        """Move the free blocks of a program's previous turn to a bucket of their own, as an abandoned branch.
-        ``used_s``: time at which these blocks were last used, in seconds on the engine's clock.
-
-        Call this once the new turn has all its blocks, so that only blocks that it does not use are free."""
+        """Move the free blocks of a program's previous turn, last used at ``used_s``, to a bucket of their
+        own, once the new turn has all its blocks."""
         buckets = self._buckets.get(program_id, {})
         newest = buckets.pop(NEWEST_TURN, None)
         if newest is None or self._heap is None:
@@ -261,8 +390,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield the free blocks after ``cursor`` in eviction order. Yield all if ``cursor`` is ``None``, and
-        none if ``cursor`` is not free. The queue must not change before the iteration ends."""
+        """Yield the free blocks after ``cursor`` in eviction order; for ``None`` all. Nothing may change
+        meanwhile."""
         if not self._bucket_of:
             return super().iter_blocks_after(cursor)  # type: ignore[no-any-return]
         if cursor is None:
@@ -339,8 +468,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             common.difference_update(block.block_id for block in blocks)
 
     def _pop_from_list(self, most: int) -> list[KVCacheBlock]:
-        """Remove and return at most ``most`` blocks of vLLM's list and ``_ended``. The uncached blocks at the
-        front of the list come first, then ``_ended``, then the rest of the list."""
+        """Take at most ``most`` blocks: uncached ones at the front of vLLM's list, ``_ended``, then its
+        rest."""
         blocks: list[KVCacheBlock] = []
         if self._ended.blocks:
             head, tail = self.fake_free_list_head, self.fake_free_list_tail
@@ -399,9 +528,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
                 del self._buckets[bucket.program_id]
 
     def _fall_back(self, error: Exception) -> None:
-        """Rebuild vLLM's own queue from all free blocks, uncached ones first, and call ``failed``. At any
-        error, the free blocks are those with ``ref_cnt`` 0: vLLM raises it after taking a block, and lowers
-        it before freeing one."""
+        """Rebuild vLLM's own queue from all free blocks, uncached ones first. At any error those are the ones
+        with ``ref_cnt`` 0: vLLM raises it after taking a block, and lowers it before freeing one."""
         self.broken = True
         self.owners.turn_off()
         self._heap = None

@@ -28,17 +28,14 @@ WARN_AFTER_STEPS = 2000
 
 
 class HiddenStateRows(NamedTuple):
-    """Hidden states of the requests that were sampled in one step."""
+    """Hidden states of the requests sampled in a step: [requests, hidden size], in host memory."""
 
     request_ids: tuple[str, ...]
     states: torch.Tensor
-    """Shape [requests, hidden size], in host memory, in the model's precision. The rows are in the order of
-    ``request_ids``."""
 
 
 class HiddenStateCapture:
-    """Copies hidden states out of one model runner every few steps, by wrapping the model's
-    ``compute_logits``. After an error it copies no more, and the engine goes on."""
+    """Copies hidden states out of a model runner every few steps, until an error."""
 
     def __init__(self, runner: Any, every_steps: int = CAPTURE_EVERY_STEPS) -> None:
         self._every_steps = every_steps
@@ -112,20 +109,18 @@ class HiddenStateCapture:
 
 
 def computes_logits() -> bool:
-    """Return whether this worker is the last pipeline stage, which computes the logits."""
     return bool(get_pp_group().is_last_rank)
 
 
 class HiddenStateWorkerMixin:
-    """Mix-in that adds hidden state capture to a vLLM worker class. It must come before the worker class in
-    the list of bases."""
+    """Adds hidden state capture to a vLLM worker class, which comes behind it in the list of bases."""
 
     _sojourn_capture: HiddenStateCapture | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         try:
-            if computes_logits():
+            if computes_logits():  # the last pipeline stage
                 self._sojourn_capture = HiddenStateCapture(self.model_runner)  # type: ignore[attr-defined]
         except Exception as error:
             logger.error("sojourn: no hidden states from this runner (%s)", error, exc_info=error)
@@ -142,15 +137,13 @@ class HiddenStateWorkerMixin:
         capture = self._sojourn_capture
         if capture is None or output is None:
             return output
-        return (
-            _AsyncOutputWithRows(output, capture)
-            if isinstance(output, AsyncModelRunnerOutput)
-            else _attach_rows(output, capture)
-        )
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _AsyncOutputWithRows(output, capture)
+        return _attach_rows(output, capture)
 
 
 class _AsyncOutputWithRows(AsyncModelRunnerOutput):
-    """vLLM's asynchronous results of a step. Captured rows are added when the results are complete."""
+    """vLLM's asynchronous results of a step. Rows are added when they are complete."""
 
     def __init__(self, output: AsyncModelRunnerOutput, capture: HiddenStateCapture) -> None:
         self._output = output
@@ -160,7 +153,7 @@ class _AsyncOutputWithRows(AsyncModelRunnerOutput):
         return _attach_rows(self._output.get_output(), self._capture)
 
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
-        """Return the KV connector's output. vLLM 0.33 and later call this if ``get_output`` fails."""
+        """vLLM 0.33 and later call this if ``get_output`` fails."""
         return self._output.get_kv_connector_output()
 
 

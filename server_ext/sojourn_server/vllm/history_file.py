@@ -1,12 +1,9 @@
 """Saves learned histories (of tools, turns and workflows) in one JSON file, so that they outlive the engine.
-
-Each save replaces the file atomically.
-"""
+Each save replaces the file atomically."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -24,24 +21,17 @@ _NOT_KEPT = ("evicted_waits", "growth_tokens")
 
 logger = logging.getLogger("vllm.sojourn")
 
-_numbers = itertools.count()
-"""Numbers for unique temporary names."""
-
 
 class HistoryFile:
-    """Loads and saves the learned histories of one engine. Without ``path`` it does nothing.
-
-    ``now``: seconds on the engine's clock. ``rank``: data-parallel rank, if any. Data-parallel engines learn
-    from different requests, so each has its own file (``rank_file``). Errors of the file system are logged,
-    never raised.
-    """
+    """Loads and saves the learned histories of one engine. Without ``path`` it does nothing. ``now``: seconds
+    on the engine's clock. Data-parallel engines learn from different requests, so each ``rank`` has its own
+    file. Errors of the file system are logged, never raised."""
 
     def __init__(self, path: str | None, now: float, rank: int | None = None) -> None:
         self._path = Path(rank_file(path, rank)) if path is not None else None
         self._saved_at = now
-        self._lock = threading.Lock()
-        self._snapshots = 0
-        self._written = 0
+        self._saving = threading.Thread()
+        """The latest save in the background."""
 
     def load(self) -> Histories:
         """Return the saved histories; empty histories if there is no usable file. A file with other content
@@ -51,66 +41,51 @@ class HistoryFile:
         try:
             return Histories.restore({**Histories().snapshot(), **json.loads(self._path.read_bytes())})
         except FileNotFoundError:
-            return Histories()
+            pass
         except OSError as error:
-            logger.warning(
-                "sojourn: history %s cannot be read (%s); starting cold, and saving nothing",
-                self._path,
-                error,
-            )
+            what = "sojourn: history %s cannot be read (%s); starting cold, and saving nothing"
+            logger.warning(what, self._path, error)
             self._path = None
-            return Histories()
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            kept = self._set_aside()
-            logger.warning(
-                "sojourn: history %s cannot be used (%s); %s, starting cold", self._path, error, kept
-            )
-            return Histories()
+            what = "sojourn: history %s cannot be used (%s); %s, starting cold"
+            logger.warning(what, self._path, error, self._set_aside(self._path))
+        return Histories()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
-        """Save in the background if the last such save is ``SAVE_EVERY_S`` or longer ago. ``now``: seconds on
-        the engine's clock. The calling thread only copies the histories."""
-        if self._path is None or now - self._saved_at < SAVE_EVERY_S:
+        """Save in the background, every ``SAVE_EVERY_S``. The calling thread only copies the histories."""
+        if self._path is None or now - self._saved_at < SAVE_EVERY_S or self._saving.is_alive():
             return
         self._saved_at = now
-        self._snapshots += 1
-        threading.Thread(
-            target=self._write,
-            args=(histories.snapshot(), self._snapshots),
-            name="sojourn-history",
-            daemon=True,
-        ).start()
+        self._saving = threading.Thread(
+            target=self._write, args=(self._path, histories.snapshot()), name="sojourn-history", daemon=True
+        )
+        self._saving.start()
 
     def save(self, histories: Histories) -> None:
-        """Save now. Wait first for a background save that is running."""
+        """Save now, after a background save that is running."""
         if self._path is not None:
-            self._snapshots += 1
-            self._write(histories.snapshot(), self._snapshots)
+            if self._saving.is_alive():
+                self._saving.join()
+            self._write(self._path, histories.snapshot())
 
-    def _write(self, document: dict[str, Any], number: int) -> None:
-        assert self._path is not None
-        unique = f"{os.getpid()}-{threading.get_ident()}-{next(_numbers)}"
-        partial = self._path.with_name(f"{self._path.name}.{unique}.partial")
-        with self._lock:
-            if number <= self._written:
-                return  # a later snapshot has been written
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                kept = {name: part for name, part in document.items() if name not in _NOT_KEPT}
-                partial.write_text(json.dumps(kept), encoding="utf-8")
-                os.replace(partial, self._path)
-                self._written = number
-            except OSError as error:
-                logger.warning("sojourn: history %s not saved: %s", self._path, error)
-                with contextlib.suppress(OSError):  # the failed write has been logged
-                    partial.unlink(missing_ok=True)
-
-    def _set_aside(self) -> str:
-        """Rename the file by appending ``.unreadable``. Return a text for the log that says how this went."""
-        assert self._path is not None
-        kept = self._path.with_name(f"{self._path.name}.unreadable")
+    def _write(self, path: Path, document: dict[str, Any]) -> None:
+        partial = path.with_name(f"{path.name}.{os.getpid()}-{id(self)}.partial")
         try:
-            os.replace(self._path, kept)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = {name: part for name, part in document.items() if name not in _NOT_KEPT}
+            partial.write_text(json.dumps(kept), encoding="utf-8")
+            os.replace(partial, path)
+        except OSError as error:
+            logger.warning("sojourn: history %s not saved: %s", path, error)
+            with contextlib.suppress(OSError):  # the failed write has been logged
+                partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def _set_aside(path: Path) -> str:
+        """Rename the file by appending ``.unreadable``. Return a text for the log that says how this went."""
+        kept = path.with_name(f"{path.name}.unreadable")
+        try:
+            os.replace(path, kept)
         except OSError as error:
             return f"it could not be kept as {kept} ({error})"
         return f"kept as {kept}"

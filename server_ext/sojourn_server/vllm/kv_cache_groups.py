@@ -1,10 +1,10 @@
 """The KV cache groups of a model: sets of layers with block tables of their own.
 
-Most models have one group. Models with full attention and sliding windows have at least one group for each.
-Hybrid models have groups for layers that keep a state (Mamba, linear attention) instead of keys and values.
+Most models have one group. Models with sliding windows beside full attention have one for each, at least, and
+hybrid models have groups for layers that keep a state (Mamba, linear attention) instead of keys and values.
 The blocks of all groups have one size in bytes and come from one pool. A prefix cache hit needs blocks of
-every group. With full attention, it needs all blocks of the prefix. With a window, it needs the last blocks.
-With a state, it needs the block that has the state at the end of the prefix.
+every group: with full attention all blocks of the prefix, with a window the last ones, with a state the block
+that has the state at the prefix's end.
 
 In this file, *window blocks* are the blocks of all groups without full attention: windows, chunks and states.
 """
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv_offload.context_keys import ContextKeys, GroupLayout
 from ..kv_offload.offload_jobs import BlockKey
-from .block_pool import block_content_hash
-from .compat import FullAttentionManager, KVCacheBlock, MambaManager
+from .compat import FullAttentionManager, KVCacheBlock, MambaManager, get_block_hash
 
 if TYPE_CHECKING:
     from .compat import KVCacheConfig, KVCacheCoordinator, Request, Scheduler, SingleTypeKVCacheManager
@@ -28,11 +27,10 @@ if TYPE_CHECKING:
 
 MAX_READ_BLOCKS = 1024
 """Maximum number of block table entries that are read, from the end, to find the blocks that a request still
-holds. Earlier entries are left out. Only for groups that free blocks of running requests (windows, states).
-"""
+holds in groups that free blocks of running requests."""
 
 GROUP_BYTES = 4
-"""Length in bytes of the group's number, which vLLM appends to a block's content hash."""
+"""Length in bytes of the group's number, which vLLM appends to a content hash."""
 
 
 class UnsupportedModel(RuntimeError):
@@ -49,8 +47,7 @@ class CachedPrefix(NamedTuple):
 
 
 class KVCacheGroups:
-    """The KV cache groups of one scheduler. Raises ``UnsupportedModel`` for a model without KV cache, and for
-    a model whose groups use several block pools."""
+    """The KV cache groups of one scheduler. Raises ``UnsupportedModel`` for none or several block pools."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         manager = scheduler.kv_cache_manager
@@ -68,13 +65,11 @@ class KVCacheGroups:
                 "--policy stock."
             )
         self.is_single = len(self._managers) == 1 and isinstance(self._managers[0], FullAttentionManager)
-        """Whether the model has one group, with full attention. A request then holds the blocks of its whole
-        context, in order."""
+        """Whether the model has one group, with full attention. A request then holds its context in order."""
         self.hash_tokens = int(scheduler.hash_block_size)
-        """Number of tokens per block hash of a request."""
         config = scheduler.vllm_config
         self._sizes: list[tuple[int, int]] = []
-        """For each group, (tokens per block, maximum number of blocks of one request)."""
+        """For each group, (tokens per block, maximum blocks of one request)."""
         growing, fixed = [], 0
         for each in self._managers:
             spec = each.kv_cache_spec
@@ -86,8 +81,7 @@ class KVCacheGroups:
                 window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
                 fixed += min(most, window // each.block_size + 1) if window else most
         self.fixed_blocks = 0 if self.is_single else fixed
-        """Number of blocks that a request needs for windows and states, however long its context is; 0 for a
-        model with full attention alone."""
+        """Number of blocks that a request needs for windows and states, however long its context is."""
         self._keeps_all = [type(each) is FullAttentionManager for each in self._managers]
         """For each group, whether a request holds the blocks of its whole context."""
         self.tokens_per_block: float = (
@@ -95,8 +89,8 @@ class KVCacheGroups:
             if self.is_single or not growing
             else 1 / sum(1 / tokens for tokens in growing)
         )
-        """Average number of tokens by which a long context grows per additional block. With several
-        full-attention groups, this is less than the tokens of one block, because each group needs a block."""
+        """Average tokens by which a long context grows per additional block: fewer than a block's with
+        several full-attention groups, because each needs a block."""
         self._drops_last_block = bool(scheduler.use_eagle_block_drop)
         self._hit_tokens = int(scheduler.block_size)
         """Every prefix cache hit is a multiple of this number of tokens."""
@@ -110,26 +104,25 @@ class KVCacheGroups:
             )
             for number, (each, keeps_all) in enumerate(zip(self._managers, self._keeps_all, strict=True))
         ]
-        self.key_of: Callable[[KVCacheBlock], BlockKey] = block_content_hash if self.is_single else _group_key
-        """Returns a cached block's key for host memory and disk: with one full-attention group its content
-        hash, otherwise the content hash followed by the group's number."""
+        self.key_of: Callable[[KVCacheBlock], BlockKey] = _content_hash if self.is_single else _group_key
+        """A cached block's key below the device: its content hash, and with several groups the group's
+        number."""
         self._windows = frozenset(each.suffix for each in self._layouts if not each.keeps_all)
 
     def __len__(self) -> int:
         return len(self._managers)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the maximum number of blocks of a request with ``tokens`` tokens, in all groups."""
+        """Return the maximum number of blocks of a request with ``tokens`` tokens."""
         return sum(min(-(-tokens // size), most) for size, most in self._sizes)
 
     def blocks_of_new(self, tokens: int) -> int:
-        """Return the maximum number of blocks, in all groups, that ``tokens`` new tokens add to a running
-        request."""
+        """Return the maximum number of blocks that ``tokens`` new tokens add to a running request."""
         return sum(min(-(-tokens // size) + 1, most) for size, most in self._sizes)
 
     def blocks_of_step(self, tokens: int) -> int:
-        """Return the maximum number of new blocks, in all groups, for a step with ``tokens`` tokens of one
-        request. With several requests in the step, each further request can add one block per group."""
+        """Return the most new blocks for a step with ``tokens`` tokens; each further request may add one a
+        group."""
         return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
 
     def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
@@ -142,15 +135,15 @@ class KVCacheGroups:
                 yield [block for block in blocks[-MAX_READ_BLOCKS:] if not block.is_null]
 
     def cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
-        """Return the request's blocks that have a hash, one group after the other. If ``contiguous``, return
-        only those blocks that come before their group's first block without a hash."""
+        """Return the request's blocks that have a hash, one group after the other; if ``contiguous``, only
+        those before their group's first block without one."""
         choose = takewhile if contiguous else filter
         groups = self._manager.get_blocks(request.request_id).blocks
         return [block for group in groups for block in choose(_has_hash, group)]
 
     def reusable(self, request: Request) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Return (cached blocks from which a request can continue after a preemption, leading block hashes
-        that they cover). Call it while the request still has its blocks."""
+        """Return (cached blocks from which a preempted request can continue, block hashes that they
+        cover)."""
         if self.is_single:
             # Blocks behind a block without a hash cannot be found again.
             contiguous = self.cached_blocks(request, contiguous=True)
@@ -169,9 +162,8 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one of them. In each
-        request, the dependent blocks are those from the first token of its first block in ``block_ids`` on,
-        in every group."""
+        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one: in every group,
+        those from the first token of a request's first block in ``block_ids`` on."""
         dependent = set(block_ids)
         for request in requests:
             groups = self._manager.get_block_ids(request.request_id)
@@ -232,9 +224,8 @@ class KVCacheGroups:
         return not self.is_single and key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
-        """Return the keys, in all groups, of the blocks that a context needs for its tokens from
-        ``start_tokens`` to ``end_tokens``. The device has the tokens before. ``hashes``: the context's block
-        hashes."""
+        """Return the keys of the blocks that a context with these block ``hashes`` needs for its tokens from
+        ``start_tokens`` to ``end_tokens``. The device has the tokens before."""
         return ContextKeys(
             self._layouts,
             hashes,
@@ -249,10 +240,9 @@ class KVCacheGroups:
         return self._pool.get_cached_block(key[:-GROUP_BYTES], [group]) is not None
 
     def prompt_end_keys(self, hashes: Sequence[Any], prompt_tokens: int) -> list[BlockKey]:
-        """Return the keys of the window blocks that the next prompt needs for a prefix cache hit on this
-        prompt of ``prompt_tokens`` tokens. The keys serve two hits: one that ends at the prompt's end, and
-        one that is a step (``_hit_tokens``) shorter. The shorter hit is for a next prompt that differs in the
-        last few tokens."""
+        """Return the keys of the window blocks that the next prompt needs to hit this prompt of
+        ``prompt_tokens`` tokens at its end, or a step (``_hit_tokens``) before, if the next prompt differs in
+        the last few tokens."""
         context = self.context_keys(hashes, 0, prompt_tokens)
         ends = (context.end_tokens - self._hit_tokens, context.end_tokens)
         return list(dict.fromkeys(key for end in ends if end > 0 for key in context.window_keys(end)))
@@ -260,11 +250,10 @@ class KVCacheGroups:
     def needed_keys(
         self, hashes: Sequence[Any], start: int = 0, stop: int | None = None
     ) -> Sequence[BlockKey]:
-        """Return the keys of the blocks that a request needs to continue a context with these block hashes.
-
-        With one full-attention group, the keys are ``hashes[start:stop]``. Otherwise a key is a hash followed
-        by the group's number. The keys of window blocks come first, but only if ``stop`` reaches the end of
-        the context. Then come the keys of full-attention blocks that begin within ``hashes[start:stop]``."""
+        """Return the keys of the blocks that a request needs to continue a context with these block hashes:
+        with one full-attention group ``hashes[start:stop]``. Otherwise the keys of window blocks come first,
+        if ``stop`` reaches the end of the context, then those of full-attention blocks that begin within
+        ``hashes[start:stop]``."""
         if self.is_single:
             return hashes[start:stop] if start or stop is not None else hashes
         first, end = start * self.hash_tokens, (len(hashes) if stop is None else stop) * self.hash_tokens
@@ -281,8 +270,7 @@ class KVCacheGroups:
         ]
 
     def sample_keys(self, hashes: Sequence[Any], most: int) -> tuple[int, Sequence[BlockKey]]:
-        """Return (number of keys in ``needed_keys(hashes)``, evenly spaced sample of at most ``most`` of
-        these keys)."""
+        """Return (number of ``needed_keys(hashes)``, evenly spaced sample of at most ``most`` of them)."""
         if self.is_single:
             every = -(-len(hashes) // most) or 1
             return len(hashes), hashes[::every]
@@ -296,9 +284,8 @@ class KVCacheGroups:
             yield from (each + layout.suffix for each in hashes for layout in self._layouts)
 
     def needed_blocks(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
-        """Return those blocks of ``needed_keys(hashes)`` that the device has. With one full-attention group,
-        return only those before the first missing block. With several groups, the returned blocks may be too
-        few for a cache hit."""
+        """Return those blocks of ``needed_keys(hashes)`` that the device has; with one group, those before
+        the first missing one. With several they may be too few for a cache hit."""
         if self.is_single:
             return self.cached_prefix(hashes).blocks
         context = self.context_keys(hashes, 0, len(hashes) * self.hash_tokens)
@@ -308,14 +295,12 @@ class KVCacheGroups:
         return found
 
     def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
-        """Return how many blocks of a prefix cache hit are used by requests or pinned by leases. ``hits``:
-        for each group, the hit's blocks. Placeholders do not count."""
+        """Return how many blocks of a hit, given for each group, requests use or leases pin."""
         return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """Return whether a prefix cache hit ends with a state that another request computes in this same
-        step. If so, vLLM allocates no blocks for this hit in this step, even if blocks are free. ``hits``:
-        for each group, the hit's blocks."""
+        step. vLLM then allocates no blocks for it in this step, even if blocks are free."""
         return any(
             blocks
             and isinstance(each, MambaManager)
@@ -325,17 +310,20 @@ class KVCacheGroups:
 
 
 def stored_block_bytes(kv_cache_config: KVCacheConfig) -> int:
-    """Return the size in bytes of one block of KV on one worker, over all layers of its group; 0 if the
-    config has no tensors."""
+    """Return the size in bytes of one block of KV on one worker; 0 if the config has no tensors."""
     sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors or ()]
-    # All tensors lie in one allocation, because groups share its blocks. Each entry has the allocation's
-    # size.
+    # All tensors lie in one allocation, because groups share its blocks, and each has its size.
     return int(max(sizes, default=0) // max(1, kv_cache_config.num_blocks))
 
 
 def _first_needed(group: SingleTypeKVCacheManager, tokens: int) -> int:
     """Return the index of the first block of ``group`` that the next token after ``tokens`` tokens needs."""
     return int(group.get_num_skipped_tokens(tokens) // group.block_size)
+
+
+def _content_hash(block: KVCacheBlock) -> BlockKey:
+    key: BlockKey = get_block_hash(block.block_hash)
+    return key
 
 
 def _group_key(block: KVCacheBlock) -> BlockKey:

@@ -22,7 +22,7 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ..kv_offload.context_keys import ContextKeys
 from ..kv_offload.offload_jobs import BlockKey
@@ -53,7 +53,6 @@ logger = logging.getLogger("vllm.sojourn")
 
 JobsT = TypeVar("JobsT")
 ResultsT = TypeVar("ResultsT")
-ResultsT_co = TypeVar("ResultsT_co", covariant=True)
 
 GroupBlockIds = Sequence[list[int]]
 """A request's block ids by KV cache group. ``PathsConnector`` supports one group."""
@@ -65,28 +64,25 @@ class StepOrders(KVConnectorMetadata, Generic[JobsT]):
 
     jobs: JobsT
     rejected: dict[str, list[int]] = field(default_factory=dict)
-    """Request id → ids of blocks for which the request waits, but which no job fills. The worker reports them
-    as not filled."""
+    """Request id → ids of blocks that it waits for, but no job fills: the worker reports them as such."""
     stop: bool = False
     """Whether to close the links to peers, because the engine's weights may have changed."""
 
 
 @dataclass
 class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
-    """One worker's results of one step. A report from ``aggregate`` also has the results of other workers."""
+    """One worker's results of one step, and after ``aggregate`` those of other workers."""
 
     results: ResultsT
     others: tuple[ResultsT, ...] = ()
     off_because: str = ""
-    """Why a worker has no host memory, so that the planner must turn the connector off; empty if all have."""
+    """Why a worker has no host memory, so that the planner must turn the connector off; or empty."""
 
     @property
     def of_all(self) -> list[ResultsT]:
-        """The results of all workers in this report."""
         return [self.results, *self.others]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Return both reports as one."""
         assert isinstance(other, StepReport)
         why = self.off_because or other.off_because
         return StepReport(self.results, (*self.others, *other.of_all), why)
@@ -96,20 +92,13 @@ class MatchedTokens(NamedTuple):
     """The tokens of a request that the connector can supply, as last reported to vLLM."""
 
     computed: int = 0
-    """Number of leading tokens that the device has. The supplied tokens follow them."""
+    """Number of leading tokens that the device has, before the supplied ones."""
     is_async: bool = False
-    """Whether the tokens are loaded while other requests compute, not in the step that runs the request."""
+    """Whether they load while other requests compute, not in the step that runs the request."""
     keys: Sequence[BlockKey] = ()
     """Keys of the found blocks, if the planner needs them to load. Empty with several KV cache groups."""
     context: ContextKeys | None = None
     """The request's keys, for a model with several KV cache groups; otherwise ``None``."""
-
-
-class ConnectorWorker(Protocol[ResultsT_co]):
-    """A worker that carries out the jobs of each step."""
-
-    def take_results(self) -> ResultsT_co: ...
-    def close(self) -> None: ...
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
@@ -127,7 +116,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._failure_log = RateLimitedLog(logger)
         self._matches: dict[str, MatchedTokens] = {}
         """Request → its match, until the request's blocks are allocated or the step is planned."""
-        self._worker: ConnectorWorker[ResultsT] | None = None
+        self._worker: Any = None
+        """Carries out the jobs of each step (``take_results``, ``close``)."""
 
     # -- what each connector supplies -----------------------------------------------
 
@@ -136,21 +126,20 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
-        """Return (number of tokens that can be supplied after the first ``computed`` tokens, the match to
-        pass to ``_allocated``). The number is ``None`` while it is not known; vLLM then asks again."""
+        """Return (number of tokens that can be supplied after the first ``computed`` ones; ``None`` while it
+        is not known, and vLLM asks again, the match to pass to ``_allocated``)."""
         raise NotImplementedError
 
     def _allocated(
         self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> None:
-        """Handle the allocation of a request's blocks. The connector must load ``external_tokens`` tokens
-        into them, after the ``match.computed`` tokens on the device."""
+        """Load ``external_tokens`` tokens into new blocks, after the ``match.computed`` ones on the
+        device."""
         raise NotImplementedError
 
     def _blocks_to_fill(
         self, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
     ) -> list[int]:
-        """Return the ids of the blocks that a load of ``external_tokens`` tokens fills."""
         size = self.settings.block_tokens
         return block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
 
@@ -163,22 +152,19 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _take_results(self, results: list[ResultsT]) -> None:
-        """Handle the results that the workers sent with one step."""
         raise NotImplementedError
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request. Return (whether vLLM must keep the request's blocks for now, the
-        ``kv_transfer_params`` of the response)."""
+        """Return (whether vLLM must keep its blocks for now, the response's ``kv_transfer_params``)."""
         raise NotImplementedError
 
     def _disable(self, error: Exception) -> None:
-        """Make the engine continue safely after an error of sojourn's own. ``SojournConnector`` turns itself
-        off. ``PathsConnector`` cancels the transfers that requests wait for."""
+        """After an error of our own, turn the connector off, or cancel transfers that requests wait for."""
         raise NotImplementedError
 
-    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> ConnectorWorker[ResultsT] | None:
-        """Return a new worker; ``None`` if the connector needs none. ``kv_caches``: the engine's KV tensors
-        by layer, in forward pass order. Raises ``UnsupportedKvCaches``."""
+    def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> Any:
+        """Return a new worker, if the connector needs one. ``kv_caches``: the engine's KV tensors by layer,
+        in forward pass order. Raises ``UnsupportedKvCaches``."""
         raise NotImplementedError
 
     def _begin_step(self, orders: StepOrders[JobsT]) -> None:
@@ -189,8 +175,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return (number of tokens that the connector can supply after the tokens on the device, whether they
-        load asynchronously). The number is ``None`` while it is not known; vLLM then asks again."""
         self._matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
@@ -207,8 +191,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Handle the allocation of a request's blocks, into which the connector must load
-        ``num_external_tokens`` tokens."""
         block_ids = blocks.get_block_ids()
         match = self._matches.pop(request.request_id, MatchedTokens())
         try:
@@ -223,28 +205,22 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self.handle_failure(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
-        """Return the jobs of the step just planned."""
         self._matches.clear()
         return self._plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the workers' results of earlier jobs."""
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
             self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Handle the end of a request. Return (whether vLLM must keep the request's blocks for now, the
-        ``kv_transfer_params`` of the response)."""
         self._matches.pop(request.request_id, None)
-        kept: tuple[bool, dict[str, Any] | None] | None = self._attempt(self._finished, request, block_ids)
-        return kept or (False, None)
+        return self._attempt(self._finished, request, block_ids) or (False, None)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Call ``request_finished`` with the blocks of the first KV cache group. Only ``PathsConnector``
-        reads these blocks, and it supports only models with one group."""
+        """Only ``PathsConnector``, which has one group, reads the blocks."""
         return self.request_finished(request, block_ids[0])
 
     def handle_failure(self, error: Exception) -> None:
@@ -263,7 +239,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._disable(error)
 
     def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """Run ``call`` and return its result. If it raises, call ``handle_failure`` and return ``None``."""
         try:
             return call(*arguments)
         except Exception as error:
@@ -273,12 +248,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     # -- worker side ------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Start the worker with the engine's KV tensors, by layer. Raises ``UnsupportedKvCaches``."""
         self._worker = self._open_worker(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Give the worker its orders for the step. vLLM calls this hook in every step, before the forward
-        pass writes anything."""
+        """Give the worker its orders. vLLM calls this in every step, before anything is written."""
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 
@@ -286,23 +259,21 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Do nothing, because ``handle_preemptions`` has given the worker its orders, loads included."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing. vLLM calls this when the forward pass reaches a layer."""
+        """Do nothing, as in the next two."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing. vLLM calls this after the forward pass has computed a layer."""
+        pass
 
     def wait_for_save(self) -> None:
-        """Do nothing. vLLM calls this after the forward pass, or after a step without one."""
+        pass
 
     def build_connector_worker_meta(self) -> StepReport[ResultsT] | None:
-        """Return the worker's results since the last call; ``None`` if there are none."""
         results = self._worker.take_results() if self._worker is not None else None
         return StepReport(results) if results else None
 
     def shutdown(self) -> None:
-        """Close the worker."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()

@@ -1,47 +1,19 @@
 """Settings of both KV connectors: ``kv_connector_extra_config``, checked against the engine.
 
 Bytes are those of all workers of the engine together. An option without a default is required.
-
-``SojournConnector``, for host memory and disk:
-
-option               meaning
-host_bytes           host memory for blocks; "auto": four times the device's KV, at most host_bytes_max. An
-                     engine that supports no host memory then starts without it
-host_bytes_max       only and always with "auto"
-disk, disk_bytes     directory of the blocks on disk, and its budget in bytes; both or none. Default: no disk
-disk_name            name of this engine's store in ``disk``. If given, stores with other names are read too
-max_stage_wait_s     maximum seconds that a request waits for the disk; default: 10
-kv_layout            vLLM's KV cache layout to prefer on the device, such as "BLHNC"; default: vLLM's choice
-
-``PathsConnector``, for a shared store and other engines. It stores and transfers Full Blocks. A Full Block is
-one or more engine blocks:
-
-option               meaning
-listen               address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers
-                     listen at the next ports, or at unix:PATH.rank1 and so on
-store                directory that all engines of the fleet share
-store_name           name of this engine's store
-store_bytes          budget of this engine's store
-buffer_bytes         host memory for blocks being transferred
-block_tokens         tokens of a Full Block; default: 64
-save                 false: store nothing; default: true
-read_width           maximum number of concurrent reads from the store; default: 1
-patience_s           seconds without progress after which a transfer fails; default: 1.5
-lease_s              seconds after which a peer's lease on buffers expires if not renewed; default: 30
-waiting_write_bytes  memory for copies of blocks that wait to be stored; default: 256 MiB
-role                 "prefill" or "decode": the engine's part in a gateway's pairs; default: none
-node                 machine whose storage link this engine uses; default: the host's name
-keep_on_reset        true: a reset of vLLM's prefix cache alone, as before a measurement, does not turn the
-                     connector off; a reset that includes connectors (reset_external) does. Default: false
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -54,15 +26,15 @@ from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import MAX_WAITING_WRITE_BYTES, TransferLimits
 from ..launch.launch_environment import read_memory
+from ..launch.weights_fingerprint import UnknownWeights, processor_digest, weights_fingerprint
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
-from .kv_identity import dtype_identity, hash_identity, layer_specs, model_identity
 from .plugin_settings import Seconds, SettingsError, data_parallel_rank, read_settings
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from .compat import KVCacheConfig, KVCacheSpec, VllmConfig
+    from .compat import KVCacheConfig, KVCacheSpec, ModelConfig, VllmConfig
 
 NO_CONTEXTS = "no layer of this model has full attention, and a request frees blocks behind its window"
 AUTO_DEVICES = 4
@@ -74,62 +46,74 @@ _NO_KV = KvIdentity(
     model="", kv_dtype="", block_tokens=1, block_bytes=1, layers=1, hash_scheme="", vllm_version=""
 )
 
+_MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
+"""Multi-modal options that change the KV of an image, video or sound, but not vLLM's hash of it."""
+_SPEED_OPTIONS = {
+    "enable_multithread_load", "num_threads", "enable_weights_track", "distributed", "concurrency",
+    "memory_limit",
+}  # fmt: skip
+"""Options of vLLM's loaders that do not change the weights."""
+
 AtLeast1 = Annotated[int, Meta(ge=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOffloadOptions:
-    """The options of ``SojournConnector``."""
+    """The options of ``SojournConnector``, for host memory and disk."""
 
     host_bytes: AtLeast1 | Literal["auto"]
-    host_bytes_max: int = 0
-    disk: NotEmpty | None = None
+    """Host memory for blocks; "auto": four times the device's KV, at most ``host_bytes_max``, and none on an
+    engine that supports none."""
+    host_bytes_max: int = 0  # only and always with "auto"
+    disk: NotEmpty | None = None  # directory of the blocks on disk; given with its budget, or neither is
     disk_bytes: int = 0
-    disk_name: str | None = None
-    max_stage_wait_s: Seconds = MAX_STAGE_WAIT_S
-    kv_layout: NotEmpty | None = None
+    disk_name: str | None = None  # of this engine's store in ``disk``; if given, others are read too
+    max_stage_wait_s: Seconds = MAX_STAGE_WAIT_S  # maximum time that a request waits for the disk
+    kv_layout: NotEmpty | None = None  # vLLM's KV cache layout to prefer on the device, such as "BLHNC"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferOptions:
-    """The options of ``PathsConnector``."""
+    """The options of ``PathsConnector``, for a shared store and other engines. It stores and transfers Full
+    Blocks. A Full Block is one or more engine blocks."""
 
     listen: NotEmpty
-    store: NotEmpty
-    store_name: str
+    """Address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers listen at the
+    next ports, or at unix:PATH.rank1 and so on."""
+    store: NotEmpty  # directory that all engines of the fleet share
+    store_name: str  # name of this engine's store, and its budget
     store_bytes: AtLeast1
-    buffer_bytes: AtLeast1
-    block_tokens: AtLeast1 = FULL_BLOCK_TOKENS
-    save: bool = True
-    read_width: AtLeast1 = 1
-    patience_s: float = 1.5
-    lease_s: float = 30.0
-    waiting_write_bytes: AtLeast1 = MAX_WAITING_WRITE_BYTES
-    role: Literal["prefill", "decode"] | None = None
-    node: NotEmpty = field(default_factory=socket.gethostname)
+    buffer_bytes: AtLeast1  # host memory for blocks being transferred
+    block_tokens: AtLeast1 = FULL_BLOCK_TOKENS  # tokens of a Full Block
+    save: bool = True  # false: store nothing
+    read_width: AtLeast1 = 1  # maximum number of concurrent reads from the store
+    patience_s: float = 1.5  # time without progress after which a transfer fails
+    lease_s: float = 30.0  # time after which a peer's lease on buffers expires if not renewed
+    waiting_write_bytes: AtLeast1 = MAX_WAITING_WRITE_BYTES  # for copies of blocks that wait to be stored
+    role: Literal["prefill", "decode"] | None = None  # the engine's part in a gateway's pairs
+    node: NotEmpty = field(default_factory=socket.gethostname)  # machine whose storage link it uses
     keep_on_reset: bool = False
+    """True: a reset of vLLM's prefix cache alone, as before a measurement, does not turn the connector off;
+    one that includes connectors (reset_external) does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConnectorSettings:
-    """Settings that both connectors have. They describe the engine's KV."""
+    """What both connectors know of the engine's KV."""
 
     blocks: int
     """Number of blocks on the device, including vLLM's null block."""
     block_tokens: int
-    """Number of tokens per engine block."""
     identity: KvIdentity
-    """Identity of the KV in this worker's stored blocks. A stored block is an engine block for
-    ``SojournConnector``, and a Full Block for ``PathsConnector``."""
+    """Identity of this worker's stored blocks: engine blocks for ``SojournConnector``, else Full Blocks."""
     ranks: int
     """Number of workers. Each has its part of every block."""
     block_bytes: int
     """Bytes of one stored block, all layers and all workers."""
 
     def with_layout(self, layout: str) -> Self:
-        """Return a copy of these settings in which the identity's data type also names ``layout``.
-        ``layout``: text for the order of bytes in a block; an empty text adds nothing."""
+        """Return a copy whose identity also names ``layout``, the order of bytes in a block, if not empty."""
         dtype = f"{self.identity.kv_dtype}/{layout}" if layout else self.identity.kv_dtype
         return replace(self, identity=replace(self.identity, kv_dtype=dtype))
 
@@ -140,17 +124,15 @@ class KVOffloadSettings(KVConnectorSettings):
 
     options: KVOffloadOptions
     host_slots: int
-    """Number of blocks that fit in host memory. Each worker has a slot for its part of each block."""
+    """Number of blocks that fit in host memory, over all workers."""
     host_because: str
     """Under ``auto``: why host memory has this size, or why there is none. Otherwise empty."""
     disk_name: str | None
-    """Name of this engine's store. If it is ``None``, the store has no name, and the engine does not read
-    the stores of other engines."""
+    """Name of this engine's store. Without one, the stores of other engines are not read."""
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVOffloadSettings:
-        """Return the engine's settings. Raises ``SettingsError`` for a wrong setting or an unsupported
-        engine."""
+        """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = read_settings(given, KVOffloadOptions, "connector setting")
         try:
@@ -170,12 +152,10 @@ class KVOffloadSettings(KVConnectorSettings):
         on_disk = options.disk is not None
         for refusal in _refusals(vllm_config, kv_cache_config, transfers=False, on_disk=on_disk):
             raise SettingsError(refusal)
-        identity = _identity(vllm_config, kv_cache_config, 1, sure=on_disk)
-        block_bytes = _all_ranks_block_bytes(vllm_config, identity)
-        if options.host_bytes == "auto":
+        kv = _describe_kv(vllm_config, kv_cache_config, sure=on_disk)
+        host_bytes, because, block_bytes = options.host_bytes, "", kv["block_bytes"]
+        if host_bytes == "auto":
             host_bytes, because = _auto_host_bytes(options, kv_cache_config, block_bytes)
-        else:
-            host_bytes, because = options.host_bytes, ""
         _check_bytes("host_bytes (--kv-host-gib)", host_bytes, block_bytes, kv_cache_config)
         if on_disk:
             _check_bytes("disk_bytes (--kv-disk-gib)", options.disk_bytes, block_bytes)
@@ -183,21 +163,12 @@ class KVOffloadSettings(KVConnectorSettings):
         if rank is not None and (on_disk or name is not None):
             # All ranks get the same name from the user, or none, but each rank needs a store of its own.
             name = f"{name or 'rank'}.{rank}"
-        if name is not None and not on_disk:
-            raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk too")
         if name is not None:
+            if not on_disk:
+                raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk too")
             _check_store_name("disk_name (--kv-disk-name)", name)
-        return cls(
-            blocks=kv_cache_config.num_blocks,
-            block_tokens=identity.block_tokens,
-            identity=identity,
-            ranks=identity.tp_size,
-            block_bytes=block_bytes,
-            options=options,
-            host_slots=host_bytes // block_bytes,
-            host_because=because,
-            disk_name=name,
-        )
+        slots = host_bytes // block_bytes
+        return cls(**kv, options=options, host_slots=slots, host_because=because, disk_name=name)
 
     @property
     def disk_blocks(self) -> int:
@@ -207,7 +178,6 @@ class KVOffloadSettings(KVConnectorSettings):
         return self.options.disk_bytes // (self.block_bytes + self.ranks * HEADER_BYTES)
 
     def limits(self) -> TierLimits:
-        """Return the planner's limits."""
         return TierLimits(
             host_slots=self.host_slots,
             disk_blocks=self.disk_blocks,
@@ -216,12 +186,10 @@ class KVOffloadSettings(KVConnectorSettings):
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open and return (this worker's store on disk, the stores of other engines beside it).
-
-        Without ``disk`` both are ``None``. Without ``disk_name`` the second is ``None``. ``block_bytes`` and
-        ``layers``: size and number of layers of this worker's part of a block. Raises ``OffloadError`` if the
-        store is in use or has KV of another identity.
-        """
+        """Open and return (this worker's store on disk, the stores of other engines beside it): ``None``
+        without ``disk``, and the second without ``disk_name``. ``block_bytes`` and ``layers`` are those of
+        this worker's part of a block. Raises ``OffloadError`` if the store is in use or has KV of another
+        identity."""
         folder, budget_bytes = self.options.disk, self.options.disk_bytes
         if folder is None:
             return None, None
@@ -241,19 +209,16 @@ class KVTransferSettings(KVConnectorSettings):
     concurrent_steps: int
     """Maximum number of planned steps whose results are not known yet."""
     shape: str
-    """How the model is split over the workers, as text for operators and for comparison with the peer."""
+    """How the model is split over the workers, for operators and for comparison with the peer."""
     listen: str
-    """Address at which this worker listens."""
     per_full: int
-    """Number of engine blocks per Full Block."""
     limits: TransferLimits
     longest_blocks: int
     """Number of Full Blocks of the longest prompt that the engine accepts."""
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVTransferSettings:
-        """Return the engine's settings. Raises ``SettingsError`` for a wrong setting or an unsupported
-        engine."""
+        """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = read_settings(given, KVTransferOptions, "connector setting")
         for refusal in _refusals(vllm_config, kv_cache_config, transfers=True):
@@ -261,11 +226,12 @@ class KVTransferSettings(KVConnectorSettings):
         _check_store_name("store_name", options.store_name)
         parallel = vllm_config.parallel_config
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         try:
-            per_full = blocks_per_full(block_tokens, options.block_tokens)
-            identity = _identity(vllm_config, kv_cache_config, per_full)
-            block_bytes, ranks = _all_ranks_block_bytes(vllm_config, identity), identity.tp_size
+            per_full = blocks_per_full(
+                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, options.block_tokens
+            )
+            kv = _describe_kv(vllm_config, kv_cache_config, per_full)
+            block_bytes, ranks, identity = kv["block_bytes"], kv["ranks"], kv["identity"]
             _check_bytes("store_bytes (--kv-store-gib)", options.store_bytes, block_bytes)
             _check_bytes("buffer_bytes (--kv-buffer-gib)", options.buffer_bytes, block_bytes, kv_cache_config)
             limits = TransferLimits(
@@ -284,11 +250,7 @@ class KVTransferSettings(KVConnectorSettings):
         except (ValueError, UnknownTransport) as error:
             raise SettingsError(f"listen: {error}") from error
         return cls(
-            blocks=kv_cache_config.num_blocks,
-            block_tokens=block_tokens,
-            identity=identity,
-            ranks=ranks,
-            block_bytes=block_bytes,
+            **kv,
             options=options,
             concurrent_steps=stages + bool(vllm_config.scheduler_config.async_scheduling),
             shape=f"tensor parallel {tensor}, pipeline parallel {stages}",
@@ -305,8 +267,7 @@ class KVTransferSettings(KVConnectorSettings):
         return self.longest_blocks * self.block_bytes if short else 0
 
     def open_store(self) -> SharedStore:
-        """Open and return this worker's store. Raises ``OffloadError`` if it is in use or has KV of another
-        identity."""
+        """Raises ``OffloadError`` if the store is in use or has KV of another identity."""
         folder, budget_bytes = self.options.store, self.options.store_bytes
         if self.ranks > 1:
             folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
@@ -315,9 +276,8 @@ class KVTransferSettings(KVConnectorSettings):
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
-    """Return whether some layers of the model have full attention. Only their groups keep the blocks of a
-    request's whole context. Other groups free blocks of a running request, and vLLM puts a placeholder in
-    their place."""
+    """Return whether some layers have full attention. Only their groups keep the blocks of a whole context:
+    others free blocks of a running request, and vLLM puts a placeholder in their place."""
     from .compat import FullAttentionSpec
 
     return any(
@@ -328,38 +288,22 @@ def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def rank_folder(folder: str, identity: KvIdentity) -> str:
-    """Return the subdirectory of ``folder`` for one worker's stores. Call it only if the engine has several
-    workers."""
+    """Return the subdirectory of ``folder`` for one worker's stores, if the engine has several workers."""
     return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
 
 
-def _all_ranks_block_bytes(vllm_config: VllmConfig, identity: KvIdentity) -> int:
-    """Return the size in bytes of one block over all workers. Every worker returns the same number.
-
-    Tensor-parallel workers have equal parts. Pipeline stages differ, and each knows only its own number of
-    layers. So the model's number of layers is used.
-    """
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size == 1:
-        return int(identity.block_bytes * parallel.world_size)
-    layers = int(vllm_config.model_config.get_total_num_hidden_layers())
-    return identity.block_bytes // identity.layers * layers * int(parallel.tensor_parallel_size)
-
-
-def _identity(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int, *, sure: bool = True
-) -> KvIdentity:
-    """Return the identity of this worker's stored blocks, of ``per_full`` engine blocks each. With ``sure``,
-    raises ``SettingsError`` if other weights could have the same identity."""
-    groups = kv_cache_config.kv_cache_groups
-    spec, layers = groups[0].kv_cache_spec, len(groups[0].layer_names)
+def _describe_kv(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, per_full: int = 1, *, sure: bool = True
+) -> dict[str, Any]:
+    """Return the fields of ``KVConnectorSettings``, for stored blocks of ``per_full`` engine blocks. With
+    ``sure``, raises ``SettingsError`` if other weights could have the same identity."""
+    groups, parallel = kv_cache_config.kv_cache_groups, vllm_config.parallel_config
+    spec, layers, ranks = groups[0].kv_cache_spec, len(groups[0].layer_names), parallel.world_size
     # The simulator has no tensors, but its specs have their sizes.
     engine_bytes = stored_block_bytes(kv_cache_config) or max(
         each.kv_cache_spec.page_size_bytes * len(each.layer_names) for each in groups
     )
-    parallel = vllm_config.parallel_config
-    ranks = parallel.world_size
-    return KvIdentity(
+    identity = KvIdentity(
         model=model_identity(vllm_config, sure=sure),
         kv_dtype=dtype_identity(vllm_config, spec),
         block_tokens=spec.block_size * per_full,
@@ -370,13 +314,24 @@ def _identity(
         tp_rank=parallel.rank % ranks,
         tp_size=ranks,
     )
+    block_bytes = identity.block_bytes * ranks
+    if parallel.pipeline_parallel_size > 1:
+        # Stages differ, and each knows only its own number of layers. Every worker must get the same size.
+        layers_of_all = int(vllm_config.model_config.get_total_num_hidden_layers())
+        block_bytes = identity.block_bytes // layers * layers_of_all * parallel.tensor_parallel_size
+    return {
+        "blocks": kv_cache_config.num_blocks,
+        "block_tokens": spec.block_size,
+        "identity": identity,
+        "ranks": ranks,
+        "block_bytes": int(block_bytes),
+    }
 
 
 def _auto_host_bytes(
     options: KVOffloadOptions, kv_cache_config: KVCacheConfig, block_bytes: int
 ) -> tuple[int, str]:
-    """Return (size of host memory under ``auto``, text that says why). Raises ``SettingsError`` where only a
-    size given by hand gives host memory."""
+    """Return (size of host memory under ``auto``, why). Raises ``SettingsError`` where it must be given."""
     from .compat import current_platform
 
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
@@ -394,18 +349,19 @@ def _auto_host_bytes(
 def _check_bytes(
     name: str, given_bytes: int, block_bytes: int, kv_cache_config: KVCacheConfig | None = None
 ) -> None:
-    """Raise ``SettingsError`` if a size has no room for one block, or is host memory (``kv_cache_config`` is
-    given) and exceeds the machine's memory. In the simulator, which has no tensors, memory is no limit."""
+    """Raise ``SettingsError`` if a size has no room for one block, or exceeds the machine's memory: with
+    ``kv_cache_config``, unless that has no tensors (the simulator)."""
     if given_bytes < block_bytes:
         raise SettingsError(
             f"{name} is {given_bytes}; expected at least one block of this model, {block_bytes}"
         )
-    if kv_cache_config is not None and kv_cache_config.kv_cache_tensors:
-        memory = read_memory()
-        if given_bytes > memory.total_bytes:
-            raise SettingsError(
-                f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
-            )
+    if kv_cache_config is None or not kv_cache_config.kv_cache_tensors:
+        return
+    memory = read_memory()
+    if given_bytes > memory.total_bytes:
+        raise SettingsError(
+            f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
+        )
 
 
 def _check_store_name(setting: str, name: str) -> None:
@@ -419,8 +375,8 @@ def _check_store_name(setting: str, name: str) -> None:
 def _refusals(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, transfers: bool, on_disk: bool = False
 ) -> Iterator[str]:
-    """Yield why sojourn's connectors do not support an engine's model or settings: what was found, what is
-    supported and what to change. ``transfers``: for ``PathsConnector``."""
+    """Yield why an engine's model or settings are not supported: what was found, what is supported and what
+    to change. ``transfers``: for ``PathsConnector``."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         yield (
@@ -486,8 +442,7 @@ def _refusals(
 
 
 def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return why a layer is not known to keep the KV of all tokens: the part that it keeps, or the name of
-    its kind if that is not plain full or latent attention. Empty if it keeps all."""
+    """Return what a layer keeps of its KV, or its kind if not plain full or latent attention; empty: all."""
     from .compat import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
@@ -497,3 +452,131 @@ def _partial_retention(spec: KVCacheSpec) -> str:
     if spec.attention_chunk_size is not None:
         return f"a chunk of {spec.attention_chunk_size} tokens"
     return ""
+
+
+# -- strings that identify an engine's KV, which stores and peers compare before they share blocks
+
+
+def model_identity(vllm_config: VllmConfig, *, sure: bool = True) -> str:
+    """Return a text that identifies the model: weights, shape, load format, the seed of dummy weights, and a
+    hash of other settings that change the KV. ``sure``, for KV that is shared or outlives the engine: raise
+    ``SettingsError`` if other weights could have the same text."""
+    model = vllm_config.model_config
+    shape = hashlib.sha256(model.hf_config.to_json_string().encode()).hexdigest()[:16]
+    load = vllm_config.load_config.load_format
+    how = f"{model.quantization} {f'{load} seed={model.seed}' if load == 'dummy' else load}"
+    try:
+        weights = _weights_identity(vllm_config)
+    except UnknownWeights as error:
+        if sure and load != "dummy":
+            raise SettingsError(
+                f"KV that is shared or outlives the engine needs known weights: {error}"
+            ) from None
+        weights = f"{model.model}@{model.revision}"
+    return f"{weights} {model.dtype} {shape} {how}{_settings_digest(vllm_config)}"
+
+
+def _settings_digest(vllm_config: VllmConfig) -> str:
+    """Return a space and a hash of the settings that change the KV of the same weights, if any. Only a hash,
+    because the options of a loader may contain passwords."""
+    model = vllm_config.model_config
+    loader: Any = getattr(vllm_config.load_config, "model_loader_extra_config", None) or {}
+    if isinstance(loader, dict):
+        loader = {name: value for name, value in loader.items() if name not in _SPEED_OPTIONS}
+    settings = {
+        "length": _length_settings(model),
+        "quantization_config": getattr(model, "quantization_config", None),
+        "loader": loader,
+        "media": _media_settings(model),
+    }
+    changed = {name: value for name, value in settings.items() if value}
+    if not changed:
+        return ""
+    text = json.dumps(changed, sort_keys=True, default=repr)
+    return f" {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _length_settings(model: ModelConfig) -> list[Any]:
+    """Return the settings through which the KV depends on ``--max-model-len``: LongRoPE rotates all keys by
+    it, and vLLM scales the attention of Llama 4 by it."""
+    if not re.search(r'"(longrope|su|llama4\w*)"', model.hf_config.to_json_string()):
+        return []
+    length = model.max_model_len
+    if getattr(model, "original_max_model_len", None) == -1:
+        # ``--max-model-len auto``: vLLM builds the model with the length that it derives from the model's
+        # configuration, and lowers ``max_model_len`` afterwards to what fits in memory.
+        length = model.get_and_verify_max_len(-1)
+    given = getattr(model, "override_generation_config", None) or {}
+    return [length, given.get("attn_temperature_tuning")]
+
+
+def _media_settings(model: ModelConfig) -> dict[str, Any]:
+    """Return the given ``_MEDIA_OPTIONS`` and the processor's digest; empty for a text-only model."""
+    media = getattr(model, "multimodal_config", None)
+    if media is None:
+        return {}
+    found = {name: getattr(media, name, None) for name in _MEDIA_OPTIONS}
+    if found["video_pruning_rate"]:
+        found["video_pruning_method"] = getattr(media, "video_pruning_method", None)
+    found["processor"] = processor_digest(model.model)
+    return {name: value for name, value in found.items() if value}
+
+
+def _weights_identity(vllm_config: VllmConfig) -> str:
+    """Return the fingerprint of the loaded weights. Raises ``UnknownWeights``."""
+    import psutil  # type: ignore[import-untyped]
+    from huggingface_hub import constants
+
+    from .compat import envs
+
+    model, folder = vllm_config.model_config, vllm_config.load_config.download_dir
+    if model.model_weights:
+        raise UnknownWeights(
+            f"the weights at {model.model_weights} may change; expected the path of a copy on a disk"
+        )
+    # Another process may have downloaded other weights after this process read its own.
+    cache = None if envs.VLLM_USE_MODELSCOPE else Path(folder or constants.HF_HUB_CACHE)
+    since_s = psutil.Process().create_time()
+    return weights_fingerprint(model.model, model.revision, cache=cache, since_s=since_s)
+
+
+def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
+    """Return the KV cache's data type, and on a CPU the name of the packing, as in ``torch.bfloat16/amx``.
+    vLLM's CPU attention packs a block for the processor's instructions, so the same bytes are different KV on
+    another kind of processor. Raises ``SettingsError`` if the processor does not support the KV cache."""
+    cache = vllm_config.cache_config
+    dtype = str(cache.cache_dtype if cache.cache_dtype != "auto" else vllm_config.model_config.dtype)
+    packings = sorted({_cpu_packing(vllm_config, each) for each in layer_specs(spec)} - {None, ""})  # type: ignore[type-var]
+    return "/".join([dtype, *map(str, packings)])
+
+
+def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    """Return the specs of a group's layers if they differ in size, otherwise the group's own spec."""
+    return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
+
+
+def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
+    """Return the packing that vLLM chooses on a CPU."""
+    from .compat import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    from .compat import cpu_attention_isa
+
+    try:
+        return str(
+            cpu_attention_isa(
+                vllm_config.model_config.dtype,
+                spec.block_size,
+                getattr(spec, "head_size", None),
+                vllm_config.cache_config.cache_dtype,
+            )
+        )
+    except NotImplementedError as error:  # the attention layers raise it too
+        raise SettingsError(f"this processor does not support the KV cache: {error}") from error
+
+
+def hash_identity(vllm_config: VllmConfig, block_tokens: int) -> str:
+    """Return a text with all settings that block hashes depend on."""
+    algorithm, seed = vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
+    return f"{algorithm}/seed={seed}/{block_tokens}"

@@ -7,6 +7,7 @@ vLLM's own scheduler the connector saves and finds no blocks.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,8 +43,7 @@ _FIELDS_OF_UNLIKE_LAYERS = (
 
 
 class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
-    """KV connector that saves one engine's KV blocks to host memory and disk, and loads them back. Most
-    attributes exist only on the planner side."""
+    """Saves one engine's KV blocks and loads them back. Most attributes exist only on the planner side."""
 
     settings: KVOffloadSettings
     _worker: OffloadWorker | None
@@ -67,7 +67,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Ids of device blocks of running loads that at least one worker could not fill."""
             self.traffic = OffloadStats()
             self.off = False
-            """Whether the connector is off, so that it saves and finds no more blocks."""
             self.off_because: str | None = None
             if not self.settings.host_slots:
                 self.turn_off(self.settings.host_because, logging.WARNING)
@@ -87,22 +86,16 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             """Name of a load ahead of need → the callback for its end."""
             self._ahead_number = 0
             self.is_paused: Callable[[], bool] = lambda: False
-            """Returns whether vLLM's scheduler is paused."""
             self._pause_waits_since_s: float | None = None
-            """Time on ``clock`` since which a pause waits for jobs and copies; ``None`` if none waits."""
-            self._pause_gave_up = False
-            """Whether this pause has waited for ``PAUSE_WAIT_S``."""
+            """Time on ``clock`` since which a pause waits for jobs and copies; -inf if it has given up."""
             self.groups: KVCacheGroups | None = None
-            """The scheduler's KV cache groups. Under vLLM's own scheduler it is ``None``, and the connector
-            finds no blocks of a model with several groups."""
+            """The scheduler's KV cache groups; ``None`` under vLLM's own."""
             self.windows_missed: Callable[[Sequence[BlockKey]], None] | None = None
-            """Called when a look-up finds a shorter prefix than full attention alone would, because blocks
-            of sliding windows are missing. The argument has the keys of the window blocks that the longer
-            prefix needs. Only with several groups."""
+            """Only with several groups: called with the keys of the window blocks that a longer prefix needs,
+            if a look-up found a shorter one than full attention alone would."""
             self._has_groups = len(kv_cache_config.kv_cache_groups) > 1
             self._group_loads: dict[str, list[int]] = {}
-            """Request → ids of the device blocks that its load fills, until the load has been reported as
-            ended. Only with several groups."""
+            """With several groups: request → ids of the device blocks that its unreported load fills."""
 
     # -- planner side -------------------------------------------------------------
 
@@ -114,8 +107,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         *,
         strict: bool,
     ) -> None:
-        """Take what only sojourn's scheduler has: its groups of KV caches, its clock, and whether it pauses.
-        ``strict``: raise errors of our own instead of logging them."""
+        """Take what only sojourn's scheduler has. ``strict``: raise errors of our own."""
         self.groups, self.clock, self.is_paused, self.strict = groups, clock, is_paused, strict
 
     def _is_off(self) -> bool:
@@ -136,7 +128,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return found * self._block_size, MatchedTokens(computed, is_async=found > 0, keys=keys[:found])
 
     def _match_groups(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
-        """``_match`` for a model with several KV cache groups."""
         if self.groups is None:
             return 0, None
         context = self.groups.context_keys(request.block_hashes, computed, request.num_tokens - 1)
@@ -150,8 +141,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return found, MatchedTokens(computed, is_async=found > 0, context=context)
 
     def _report_missed_windows(self, request: Request, tokens: int) -> None:
-        """Call ``windows_missed`` if the request's look-up found only ``tokens`` tokens because blocks of
-        sliding windows are missing."""
+        """Call ``windows_missed`` if window blocks are missing behind the ``tokens`` that a look-up found."""
         groups, host = self.groups, self.planner.host
         assert groups is not None
         rest = groups.context_keys(request.block_hashes, tokens, request.num_tokens - 1)
@@ -190,7 +180,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[OffloadJobs]:
         ordered, self._ordered = self._ordered, {}
         if self._pause_waits_since_s is not None and not self.is_paused():
-            self._end_pause_wait()
+            self._pause_waits_since_s = None
         try:
             jobs = self.planner.take_jobs(spill=not self.off)
         except Exception as error:
@@ -205,8 +195,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the workers' results of earlier jobs. Handle ended loads first, because vLLM may load the
-        same request again in the next step. Remove loads ahead of need from ``connector_output``."""
+        """Handle ended loads first, because vLLM may load the same request again in the next step."""
         if connector_output.invalid_block_ids:  # vLLM may repeat block ids of loads that have ended
             self._load_errors |= connector_output.invalid_block_ids & self.planner.loads.blocks()
         for request_id in connector_output.finished_recving or ():
@@ -230,18 +219,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self._ahead.pop(request_id)(request_id, arrived)
 
     def _loading_blocks(self) -> set[int]:
-        """Return the ids of the device blocks of all loads that have not been reported as ended. With several
-        groups, rejected loads are included."""
+        """Return the device blocks of unreported loads; with several groups, of rejected ones too."""
         if self._has_groups:
             return {block_id for block_ids in self._group_loads.values() for block_id in block_ids}
         return self.planner.loads.blocks()
 
     def take_failed_requests(self, output: KVConnectorOutput) -> set[str]:
-        """Remove failed loads from ``output`` before vLLM sees it, and return the ids of their requests. The
-        caller must queue these requests again.
-
-        For models with one KV cache group, this does nothing and returns an empty set. With several groups
-        vLLM cannot handle failed blocks itself."""
+        """Remove failed loads from ``output`` and return the ids of their requests, which the caller must
+        queue again. Only with several KV cache groups, where vLLM cannot handle failed blocks itself."""
         failed: set[str] = set()
         if self._has_groups:
             if output.invalid_block_ids:
@@ -256,13 +241,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return failed
 
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: list[int], ended: LoadEnded) -> str:
-        """Order a load of ``keys`` into the device blocks ``block_ids``, before any request needs them.
-        Return the load's name.
-
-        ``planner.loadable`` must have found all ``keys`` loadable in this step. When the load ends, ``ended``
-        is called with the load's name and the number of leading blocks that arrived. After
-        ``cancel_load_ahead`` it is not called. The caller must hold the blocks until one of these two calls.
-        """
+        """Order a load of ``keys``, which ``planner.loadable`` found in this step, into the device blocks
+        ``block_ids`` before any request needs them. Return its name. The caller holds the blocks until
+        ``ended`` is called with the name and the number of leading blocks that arrived, or it calls
+        ``cancel_load_ahead``."""
         self._ahead_number += 1
         name = f"{_AHEAD}{self._ahead_number}"
         self.planner.load_ahead(name, keys, block_ids)
@@ -272,8 +254,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return name
 
     def cancel_load(self, request_id: str) -> None:
-        """Cancel the load of a request that gives up its blocks. The caller may free the blocks at once: the
-        worker ends its writes to them before the next step computes."""
+        """Cancel the load of a request that gives up its blocks. They may be freed at once: the worker ends
+        its writes to them before the next step computes."""
         unanswered = request_id in self._waiting
         self._waiting.discard(request_id)
         self._ahead.pop(request_id, None)
@@ -319,11 +301,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must run a step even without requests.
-
-        It must while jobs are planned or a load ahead of need exists. In a pause of the engine, it must also
-        while copies from and to the device run. Once there is no work, vLLM may unmap the device's KV
-        (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``; then the result is false.
+        """Return whether vLLM must run a step even without requests: while jobs are planned, a load ahead of
+        need exists, or, in a pause, copies from and to the device run. After it vLLM may unmap the device's
+        KV (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``.
 
         If the connector is off, only loads ahead of need count, because results of other jobs may have been
         lost. An engine in its caller's process runs no steps in a pause; there, ``reset_cache`` waits
@@ -334,24 +314,21 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             copies = paused and (planner.storing_blocks or len(planner.loads))
             pending = pending or bool(copies) or planner.has_jobs
         if not (paused and pending):
-            self._end_pause_wait()
+            self._pause_waits_since_s = None
             return pending
         now = self.clock()
         if self._pause_waits_since_s is None:
             self._pause_waits_since_s = now
         if now - self._pause_waits_since_s < PAUSE_WAIT_S:
             return True
-        if not self._pause_gave_up:
-            self._pause_gave_up = True
+        if self._pause_waits_since_s > -math.inf:
+            self._pause_waits_since_s = -math.inf
             _warn_of_copies()
         return False
 
-    def _end_pause_wait(self) -> None:
-        self._pause_waits_since_s, self._pause_gave_up = None, False
-
     def reset_cache(self) -> bool:
-        """Forget all KV computed so far, and stop using the disk until the engine restarts. If the engine is
-        paused, wait for running copies. Return true."""
+        """Forget all KV so far, and stop using the disk until a restart. In a pause, wait for running
+        copies."""
         if self.settings.options.disk is not None and not self.planner.disk.closed:
             logger.warning(
                 "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
@@ -364,12 +341,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return True
 
     def turn_off(self, why: str, level: int = logging.ERROR) -> None:
-        """Turn the connector off, so that it saves and finds no more blocks.
-
-        Call it when evictions are no longer reported, or the reports may be wrong. A waiting request still
-        loads the blocks found for it earlier, because they are correct. ``why``: reason, for the log and
-        ``off_because``.
-        """
+        """Save and find no more blocks, because evictions are not reported, or wrongly. A waiting request
+        still loads the blocks found for it earlier, because they are correct. ``why``: for the log and
+        ``off_because``."""
         if not self.off:
             self.off, self.off_because = True, why
             logger.log(level, "sojourn: tiers below the device are off: %s", why)
@@ -381,13 +355,9 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the setting ``kv_layout``; ``None`` (vLLM's choice) if it is not given. vLLM calls this
-        before it makes the connector. Raises ``SettingsError``.
-
-        The result is also ``None`` if the model's layers may differ (``_layers_may_differ``), and on ROCm.
-        There a kernel needs layers outermost without declaring it. If an attention backend does not support
-        the layout, vLLM warns and uses another one.
-        """
+        """Return the setting ``kv_layout``, before vLLM makes the connector; ``None`` for vLLM's choice, if
+        the model's layers may differ, and on ROCm, where a kernel needs layers outermost without declaring
+        it. If an attention backend does not support the layout, vLLM warns and uses another one."""
         from .compat import current_platform
 
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -396,14 +366,11 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return read_settings(given, KVOffloadOptions, "connector setting").kv_layout
 
     def build_connector_worker_meta(self) -> StepReport[OffloadResults] | None:
-        """Return the worker's results since the last call; ``None`` if there are none. Without host memory,
-        the first call returns why."""
+        """Return the worker's results, or once why there is no host memory."""
         refusal, self._refusal = self._refusal, ""
-        return (
-            StepReport(OffloadResults(), off_because=refusal)
-            if refusal
-            else super().build_connector_worker_meta()
-        )
+        if refusal:
+            return StepReport(OffloadResults(), off_because=refusal)
+        return super().build_connector_worker_meta()
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker | None:
         from ..kv_offload.kv_pages import UnsupportedKvCaches, device_layout
@@ -453,8 +420,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._not_filled.update(block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (``None``, ids of requests whose loads have ended). vLLM then calls
-        ``get_block_ids_with_load_errors`` for the blocks that were not filled."""
         answered, self._answered = self._answered, set()
         if self._worker is not None:
             loaded, not_filled = self._worker.take_loaded()
@@ -463,17 +428,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return None, answered or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the ids of blocks that were not filled for requests that ``get_finished`` just returned."""
         not_filled, self._not_filled = self._not_filled, set()
         return not_filled
 
 
 def _layers_may_differ(vllm_config: VllmConfig) -> bool:
-    """Return whether layers, including those of a draft model, may have KV of different sizes per block.
-
-    In a layout with blocks outermost, vLLM would put such layers into one group, which this connector cannot
-    use. With layers outermost, vLLM gives all layers pages of one size.
-    """
+    """Return whether layers, including those of a draft model, may have KV of different sizes per block. With
+    blocks outermost, vLLM would put such layers into one group, which this connector cannot use; with layers
+    outermost, all layers get pages of one size."""
     text = vllm_config.model_config.hf_text_config
     kinds = getattr(text, "layer_types", None) or ()
     return (
@@ -484,8 +446,7 @@ def _layers_may_differ(vllm_config: VllmConfig) -> bool:
 
 
 def _wait_for_local_copies() -> None:
-    """Wait until the worker's copies from and to the device have ended, for at most ``PAUSE_WAIT_S``. Call
-    this before vLLM may unmap the device's KV. Does nothing if the worker is in another process."""
+    """Wait until the copies of a worker in this process have ended, before vLLM may unmap the device's KV."""
     from .compat import get_kv_transfer_group, has_kv_transfer_group
 
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
@@ -503,12 +464,9 @@ def _warn_of_copies() -> None:
 
 
 def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: int) -> DeviceBackend:
-    """Return a backend that copies blocks between the device of ``kv_caches`` (KV tensors by layer) and host
-    memory of ``slots`` blocks. ``blocks``: number of blocks on the device.
-
-    Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
-    CUDA cannot pin the host memory.
-    """
+    """Return a backend that copies blocks between the device's ``blocks`` in ``kv_caches`` (KV tensors by
+    layer) and host memory of ``slots`` blocks. Raises ``UnsupportedKvCaches`` for another kind of device or
+    an unknown layout, and ``RuntimeError`` if CUDA cannot pin the host memory."""
     from ..kv_offload.cpu_device_backend import CpuDeviceBackend
     from ..kv_offload.cuda_device_backend import CudaDeviceBackend, TorchCuda
     from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, merge_neighbours, page_views
@@ -529,8 +487,8 @@ def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: 
 
 
 def copy_wait_s(output: KVConnectorOutput) -> float:
-    """Return the seconds that a step's forward pass waited for copies: the maximum over the workers; 0.0
-    without ``SojournConnector``."""
+    """Return the seconds that a step waited for copies under ``SojournConnector``: the most of all
+    workers."""
     report = output.kv_connector_worker_meta
     results = report.of_all if isinstance(report, StepReport) else []
     return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)

@@ -2,15 +2,13 @@
 
 Sources: SAGA §4.3 (mechanism S5) and Tetris §2.3 (mechanism T4).
 
-vLLM's connector interface loads only into blocks of a waiting request. ``KVPrefetcher`` allocates blocks
-from the block pool itself, as a request would. It holds them while the connector copies, then sets their
-content hashes and frees them. From then on they are ordinary cached blocks, which any prompt with this
-prefix finds.
+vLLM's connector interface loads only into blocks of a waiting request. ``KVPrefetcher`` allocates blocks from
+the pool itself, as a request would, holds them while the connector copies, then sets their content hashes and
+frees them. From then on they are ordinary cached blocks, which any prompt with this prefix finds.
 
-A load takes only spare blocks, which are uncached blocks and blocks that only ended programs have used.
-Loaded blocks that no request has used are evicted as early as blocks of ended programs, so no other cached
-block is evicted for them. A false hint therefore costs only spare memory and idle time of the link. If an
-allocation fails while loads hold blocks, the loads are cancelled first.
+A load takes only spare blocks: uncached ones, and those that only ended programs have used. Loaded blocks
+that no request has used are evicted as early as blocks of ended programs. So a false hint costs only spare
+memory and idle time of the link. If an allocation fails while loads hold blocks, they are cancelled first.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
     from .compat import BlockPool
 
 MAX_DEVICE_SHARE = 0.125
-"""Maximum share of the device's blocks for loads. It covers blocks that running loads hold, and loaded blocks
-that no request has used yet."""
+"""Maximum share of the device's blocks for running loads and for loaded blocks that no request has used
+yet."""
 
 
 class _Load(NamedTuple):
@@ -39,12 +37,11 @@ class _Load(NamedTuple):
 
     program_id: ProgramId
     keys: Sequence[BlockKey]
-    """Block hashes of the prefix, from its beginning to the last block loaded; empty if the loaded blocks
-    must not be cached."""
+    """Block hashes of the prefix up to the last block loaded; empty if these must not be cached."""
     blocks: list[KVCacheBlock]
-    """The blocks being filled, one for each of the last ``len(blocks)`` keys."""
+    """The blocks being filled, for the last ``len(blocks)`` keys."""
     expires_s: float
-    """Time on the engine's clock at which the loaded blocks are uncached if no request has used them."""
+    """Time on the engine's clock at which the blocks are uncached if no request has used them."""
 
 
 class _BlockHashes(NamedTuple):
@@ -54,7 +51,7 @@ class _BlockHashes(NamedTuple):
 
 
 class KVPrefetcher:
-    """Runs the loads ahead of need of one engine, and uncaches loaded blocks that no request uses in time. It
+    """Runs one engine's loads ahead of need, and uncaches loaded blocks that no request uses in time. It
     loads nothing without a ``connector``, with several KV cache groups, or with vLLM's KV cache events."""
 
     def __init__(
@@ -74,11 +71,11 @@ class KVPrefetcher:
         self._loads: dict[str, _Load] = {}
         """Name of a load that has not ended → the load."""
         self._filled: dict[ProgramId, tuple[float, list[int]]] = {}
-        """Program → (expiry on the engine's clock, ids of the blocks filled for it), last filled last."""
+        """Program → (expiry, ids of the blocks filled for it), last filled last."""
 
     def budget(self, program_id: ProgramId) -> int:
-        """Return the maximum number of blocks that one ``load`` for the program may load now. It is 0 while
-        another load for the program runs. The device must also have that many spare blocks."""
+        """Return how many blocks one ``load`` for the program may load now, if the device has as many spare
+        ones. It is 0 while another load for the program runs."""
         connector = self._connector
         if connector is None or connector.off:
             return 0
@@ -89,17 +86,14 @@ class KVPrefetcher:
 
     def spare(self, prefix: Sequence[KVCacheBlock], most: int) -> int:
         """Return the number of spare blocks on the device, at most ``most``. ``prefix``: cached blocks of the
-        context before the blocks to load. They must stay cached, so they do not count as spare."""
+        context before the blocks to load, which must stay cached."""
         return self._queue.spare_blocks(most, {block.block_id for block in prefix})
 
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
-        """Begin to load the blocks of the last ``count`` of ``keys`` from host memory.
-
-        ``keys`` are the block hashes of a context from its start. The device must have the blocks of all
-        earlier ``keys``. ``count`` must be at least 1, and at most what ``budget`` and ``spare`` return. If
-        host memory has lost one of the ``count`` blocks, only the blocks before it are loaded. At
-        ``expires_s``, in seconds on the engine's clock, loaded blocks that no request has used are uncached.
-        """
+        """Begin to load the blocks of the last ``count`` of ``keys`` from host memory, or those before the
+        first that it has lost. ``keys`` are the block hashes of a context from its start, of whose earlier
+        blocks the device has all. ``count``: at least 1, and at most what ``budget`` and ``spare`` return.
+        ``expires_s``: as in ``_Load``."""
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:
@@ -115,22 +109,19 @@ class KVPrefetcher:
             self._pool.free_blocks(blocks)
 
     def expire(self, now: float) -> None:
-        """Uncache filled blocks that no request has used by their expiry. ``now``: seconds on the engine's
-        clock. If the connector is off, also cancel all loads."""
+        """Uncache filled blocks that have expired unused. If the connector is off, cancel all loads."""
         if self._connector is not None and self._connector.off:
             self.cancel_all()
         while self._filled and next(iter(self._filled.values()))[0] <= now:
             self._drop(next(iter(self._filled)))
 
     def uncache_unused(self, program_id: ProgramId) -> None:
-        """Uncache those blocks filled for a program that no request has used. Forget the filled blocks that
-        requests have used. Call it when one of the program's requests is admitted."""
+        """Forget the blocks filled for a program of which a request is admitted. Uncache unused ones."""
         if program_id in self._filled:
             self._drop(program_id)
 
     def program_ended(self, program_id: ProgramId) -> None:
-        """Uncache the unused blocks that were filled for a program. A running load for the program ends as
-        usual, but its blocks are not cached."""
+        """Uncache the unused blocks filled for a program. Those of a running load are not cached."""
         self.uncache_unused(program_id)
         for name, load in self._loads.items():
             if load.program_id == program_id:
@@ -146,7 +137,7 @@ class KVPrefetcher:
         return bool(loads)
 
     def reset(self) -> None:
-        """Forget all filled blocks after a reset of the cache. All loads must have been cancelled before."""
+        """Forget all filled blocks after a reset of the cache, which all loads were cancelled for."""
         self._filled.clear()
 
     def _ended(self, name: str, arrived: int) -> None:
@@ -157,8 +148,8 @@ class KVPrefetcher:
             self._pool.free_blocks(reversed(load.blocks))
 
     def _cache(self, load: _Load, arrived: int) -> None:
-        """Cache the first ``arrived`` blocks of a load. Stop at the first block that the prefix cache already
-        has. Cache none if the device has lost the blocks before the load, or if the load has no keys."""
+        """Cache the first ``arrived`` blocks of a load, up to the first that the prefix cache already has;
+        none without keys, or if the device has lost the blocks before."""
         blocks, keys = load.blocks, load.keys
         first = len(keys) - len(blocks)
         find = self._pool.get_cached_block

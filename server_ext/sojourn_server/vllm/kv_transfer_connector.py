@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..kv_transfer.rank_transfers import jobs_of_rank
+from ..kv_transfer import transfer_stats
+from ..kv_transfer.rank_transfers import combined_status, jobs_of_rank
 from ..kv_transfer.transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..kv_transfer.transfer_request import ScheduledRequest
 from .compat import KVConnectorRole, KVConnectorStats
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
-from .pair_status_reporter import PairStatusReporter, reachable_address
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
     import torch
 
+    from ..core.engine_service import StockEngineService
     from ..kv_offload.cpu_device_backend import KvBlockArrays
     from ..kv_offload.cuda_block_arrays import CudaBlockArrays
     from ..kv_offload.shared_store import SharedStore
     from ..kv_transfer.transfer_manager import TransferManager
-    from ..kv_transfer.transfer_stats import StatsServer
     from ..kv_transfer.transfer_worker import TransferWorker
     from .compat import BlockPool, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
@@ -41,6 +44,12 @@ GIB = 1 << 30
 
 CLOSE_S = 10.0
 """Maximum seconds that ``shutdown`` waits if the transfer manager is being closed already."""
+
+NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "stats_address")
+"""Keys of the worker's status that are not statistics."""
+
+WILDCARDS = ("0.0.0.0", "[::]", "::")
+"""Hosts at which an engine can listen but which peers cannot dial."""
 
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Final statuses of requests that completed their output."""
@@ -57,13 +66,11 @@ class KVTransferStats(KVConnectorStats):
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add the sums in ``other`` to this object, and return this object."""
         for name, seconds in other.data.items():
             self.data[name] = self.data.get(name, 0.0) + seconds
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the sums, rounded to 0.1 ms, for a line of vLLM's log."""
         return {name: round(seconds, 4) for name, seconds in self.data.items()}
 
     def is_empty(self) -> bool:
@@ -87,7 +94,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._kv: CudaBlockArrays | None = None
         """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
         self._closing: threading.Thread | None = None
-        self._stats_server: StatsServer | None = None
+        self._stats_server: transfer_stats.StatsServer | None = None
         """Worker side: the server of ``status``; ``None`` until another process needs it."""
         self._off = False
         """Planner side: whether the connector is off, because the cache was reset."""
@@ -112,8 +119,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return true: layers are loaded and sent one by one, and a full CUDA graph cannot wait for a
-        layer."""
+        """Return true: a full CUDA graph cannot wait for a layer's KV."""
         return True
 
     # -- planner side -------------------------------------------------------------
@@ -121,17 +127,16 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def bind_scheduler(
         self, clock: Callable[[], float], next_requests: Callable[[int], Iterable[Request]]
     ) -> None:
-        """Take the clock and the queue of sojourn's scheduler. Its queue is not in order of arrival."""
+        """Take the clock and the queue of sojourn's scheduler, which is not in order of arrival."""
         self.clock, self.next_requests = clock, next_requests
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Keep vLLM's block pool to detect its resets. vLLM does not report a reset of the pool alone to
-        connectors."""
+        """Keep vLLM's block pool to detect its resets, which vLLM does not report to connectors."""
         if not self.settings.options.keep_on_reset:
             self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
     def on_new_request(self, request: Request) -> None:
-        """Handle a request that has joined the queue. Invalid ``kv_transfer_params`` are logged."""
+        """Handle a request that has joined the queue."""
         if self._is_off():
             return
         self._requests[request.request_id] = request
@@ -178,7 +183,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self.planner.order_wants(request.request_id for request in queue)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Handle the results of earlier jobs."""
         for request_id in connector_output.finished_recving or ():
             self._attempt(self.planner.filled, request_id)
         super().update_connector_output(connector_output)
@@ -193,15 +197,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self.planner.finished(request.request_id, completed, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        """Return whether jobs wait for a step. If so, vLLM runs a step even without requests."""
+        """Return whether jobs wait for a step, which vLLM then runs even without requests."""
         return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
 
     def reset_cache(self) -> bool:
-        """Turn the connector off until the engine restarts: a reset may mean new weights. Return true.
-
-        From now on this engine neither shares its KV nor uses shared KV. The store is kept, because other
-        engines use it too.
-        """
+        """Turn the connector off: the weights may be new. The store is kept, because other engines use it."""
         self._turn_off()
         return True
 
@@ -212,11 +212,9 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return self._off
 
     def _turn_off(self) -> None:
-        """Turn the connector off until the engine restarts.
-
-        Steps that are planned already keep their jobs. This is safe, because the worker carries these steps
-        out before it loads new weights. Their jobs transfer KV of the old weights under the old keys.
-        """
+        """Turn the connector off until the engine restarts. Steps that are planned keep their jobs: the
+        worker carries them out before it loads new weights, so they transfer KV of the old weights under the
+        old keys."""
         if self._off:
             return
         self._off = self.pair_status.has_left_pair = True
@@ -229,8 +227,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Return a step's orders while the connector is off. Their jobs only release resources, and fill
-        blocks that vLLM already expects. The first orders also make the worker close its links to peers."""
+        """Return a step's orders while the connector is off: jobs that release resources and fill blocks that
+        vLLM expects, and once the order to close the links to peers."""
         jobs = self.planner.take_jobs()
         jobs.wants, jobs.fetches, jobs.expects = [], [], []
         jobs.pushes, jobs.saves = [], []
@@ -304,74 +302,60 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._worker.begin_step(jobs_of_rank(orders.jobs, settings.identity.tp_rank, settings.ranks))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait until a layer's KV is loaded. vLLM calls this when the forward pass reaches the layer."""
+        """Wait until a layer's KV is loaded, before the forward pass computes it."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Send a computed layer to the peers that wait for it. vLLM calls this after each layer."""
+        """Send a computed layer to the peers that wait for it."""
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Wait until the KV that this step pushes and saves is copied. Then start the step's fill jobs. vLLM
-        calls this after the forward pass, and in steps without one. After this call, vLLM may reuse the
-        step's blocks."""
+        """After the forward pass, wait until the KV that the step pushes and saves is copied, since vLLM may
+        reuse its blocks then. Then start its fill jobs."""
         if self._worker is not None:
             self._worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (ids of ended requests whose blocks vLLM may free now, ids of requests whose load has
-        ended)."""
+        """Return (ended requests whose blocks vLLM may free now, requests whose load has ended)."""
         if self._worker is None:
             return None, None
         return self._worker.take_sent(), self._worker.take_received()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the ids of blocks that were not filled since the last call."""
         return self._worker.take_not_filled() if self._worker is not None else set()
 
     def get_kv_connector_stats(self) -> KVTransferStats | None:
-        """Return the seconds that steps since the last call spent in KV transfers, for vLLM's log; ``None``
-        if there was no such step."""
+        """Return the seconds that steps since the last call spent in KV transfers, for vLLM's log."""
         times = self._worker.take_times() if self._worker is not None else None
         return KVTransferStats(data=asdict(times)) if times else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTransferStats:
-        """Return statistics made from the ``data`` that another process has sent."""
         return KVTransferStats(data=data or {})
 
     def status(self) -> dict[str, Any] | None:
-        """Return the status of the worker's transfer manager; ``None`` before it starts, and once it closes
-        after a reset of the cache."""
-        from ..kv_transfer.transfer_stats import transfer_manager_stats
-
+        """Return the status of the worker's transfer manager; ``None`` while there is none."""
         traffic, worker = self._traffic, self._worker
         if traffic is None or worker is None or self._closing is not None:
             return None
-        document = transfer_manager_stats(traffic, worker.counts)
+        document = transfer_stats.transfer_manager_stats(traffic, worker.counts)
         return {**document, "addresses": [reachable_address(address) for address in document["addresses"]]}
 
     def stats_address(self) -> str | None:
-        """Return the address at which other processes of this machine get ``status``; ``None`` if no socket
-        could be opened. The first call starts the server."""
-        from ..kv_transfer.transfer_stats import StatsServer
-
+        """Return the address of ``status`` for other processes, if a socket opens. Starts the server."""
         if self._stats_server is None:
             try:
-                self._stats_server = StatsServer(self.status)
+                self._stats_server = transfer_stats.StatsServer(self.status)
             except OSError as error:
-                logger.warning(
-                    "sojourn: no socket could be opened for the status of KV transfers", exc_info=error
-                )
+                logger.warning("sojourn: no socket for the status of KV transfers", exc_info=error)
                 return None
         return self._stats_server.address
 
     def shutdown(self) -> None:
-        """Close the worker, the transfer manager, the store and the status server."""
         if self._stats_server is not None:
             self._stats_server.close()
         super().shutdown()
@@ -385,16 +369,109 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._store.close()
 
 
+class PairStatusReporter:
+    """Reports the status of an engine in a pair to the ``EngineService``. Implements ``KVTransferStatus``.
+
+    The transfer manager runs in the worker's process, but the engine core's process answers the API server.
+    When a client asks for the status, the engine core asks the workers, between two steps: first through
+    vLLM, later, if they are other processes, at sockets of theirs (``transfer_stats``). The status does not
+    come with each step's results, because an engine that only reads blocks for peers runs no steps.
+    """
+
+    def __init__(self, settings: KVTransferSettings, requests: Counter[str]) -> None:
+        """``requests``: the planner's counts by name. The planner keeps them up to date."""
+        self._settings = settings
+        self._requests = requests
+        self._status: dict[str, Any] | None = None
+        self._stats_addresses: list[str] = []
+        """Addresses of the workers' stats servers, by rank; empty until all are known."""
+        self._failed = False
+        self.has_left_pair = False
+        """Whether the engine has left the pair after a reset of its cache. Set by the connector."""
+        self.stock_service: StockEngineService | None = None
+        """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
+
+    def refresh_status(self, executor: Any) -> None:
+        """Ask the workers for their status and keep it. Without an answer, the last status stays."""
+        if self._stats_addresses:
+            try:
+                documents = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
+                self._status = combined_status(documents)
+                return
+            except transfer_stats.StatsUnavailable:
+                self._stats_addresses = []
+        try:
+            workers = executor.collective_rpc(worker_status, args=(os.getpid(),))
+        except Exception as error:
+            if not self._failed:
+                logger.warning("sojourn: the worker does not report its KV transfers", exc_info=error)
+            self._failed = True
+        else:
+            self._status, self._failed = combined_status(workers), False
+            addresses = [worker and worker.get("stats_address") for worker in workers]
+            self._stats_addresses = addresses if all(addresses) else []
+
+    def capabilities(self) -> dict[str, Any] | None:
+        """Return what a gateway needs to pair this engine. ``None`` if the workers have not reported yet, the
+        engine has no role, or it has left the pair."""
+        settings, status = self._settings, self._status
+        if status is None or settings.options.role is None or self.has_left_pair:
+            return None
+        return {
+            "role": settings.options.role,
+            "peer": status["peer"],
+            "node": settings.options.node,
+            "epoch": status["epoch"],
+            "block_s": status["block_s"],
+            "kv": status["kv"],
+            "block_bytes": settings.block_bytes,
+            "block_tokens": settings.identity.block_tokens,
+            "shape": settings.shape,
+        }
+
+    def stats(self) -> dict[str, Any] | None:
+        """Return the workers' combined statistics and the request counts, once they have reported."""
+        if self._status is None:
+            return None
+        numbers = {name: status for name, status in self._status.items() if name not in NON_NUMERIC_KEYS}
+        return {**numbers, "requests": dict(sorted(self._requests.items()))}
+
+
+def worker_status(worker: Any, requesting_process: int) -> dict[str, Any] | None:
+    """Return the worker's status; ``None`` without transfers. vLLM runs this in the worker's process. If that
+    is not the engine core's (``requesting_process``), the status has the address for the next question."""
+    from .compat import get_kv_transfer_group, has_kv_transfer_group
+
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    if not isinstance(connector, PathsConnector):
+        return None
+    status = connector.status()
+    if status is None or requesting_process == os.getpid():
+        return status
+    return {**status, "stats_address": connector.stats_address()}
+
+
+def reachable_address(address: str) -> str:
+    """Return ``tcp:HOST:PORT`` or ``unix:PATH`` with this machine's address in place of a wildcard host."""
+    scheme, _, rest = address.partition(":")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or host not in WILDCARDS:
+        return address
+    from .compat import get_ip
+
+    found = get_ip()  # VLLM_HOST_IP, where that is set
+    if found in WILDCARDS:  # no network
+        found = socket.gethostname()
+    return f"tcp:[{found}]:{port}" if ":" in found else f"tcp:{found}:{port}"
+
+
 def open_kv_blocks(
     kv_caches: dict[str, torch.Tensor], blocks: int, per_full: int
 ) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
-    """Return (object that copies blocks of the KV tensors layer by layer, text that identifies the order of
-    bytes in a block). The text is empty on a CPU. ``kv_caches``: KV tensors by layer. ``blocks``: number of
-    blocks on the device. ``per_full``: number of engine blocks per Full Block.
-
-    Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and ``RuntimeError`` if
-    CUDA cannot pin host memory.
-    """
+    """Return (object that copies blocks of ``kv_caches``, the KV tensors by layer, text for the order of
+    bytes in a block, empty on a CPU). ``blocks``: number of blocks on the device. ``per_full``: engine blocks
+    per Full Block. Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and
+    ``RuntimeError`` if CUDA cannot pin host memory."""
     from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
     from ..kv_offload.cuda_block_arrays import CudaBlockArrays
     from ..kv_offload.cuda_device_backend import TorchCuda

@@ -1,4 +1,4 @@
-"""Passes hidden states to a background trainer, and the trainer's predictions of output lengths to the
+"""Passes hidden states to a background trainer, and its predictions of output lengths to the
 ``ProgramScheduler``."""
 
 from __future__ import annotations
@@ -23,18 +23,12 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class LengthPredictor:
-    """Predicts the output lengths of one engine's requests from hidden states.
-
-    ``network_file``: file from which the network is loaded and to which it is saved; ``None`` for no file.
-    ``rank``: data-parallel rank, if any. Raises ``WeightsError`` if the file is unusable or belongs to
-    another model."""
+    """Predicts the output lengths of one engine's requests from hidden states. ``network_file``: file from
+    which the network is loaded and to which it is saved, if any. Raises ``WeightsError`` if it is unusable or
+    belongs to another model."""
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        handle: EventHandler,
-        network_file: str | None,
-        rank: int | None = None,
+        self, scheduler: Scheduler, handle: EventHandler, network_file: str | None, rank: int | None = None
     ) -> None:
         self._requests = scheduler.requests
         self._handle = handle
@@ -47,17 +41,18 @@ class LengthPredictor:
         )
 
     def observe(self, rows: HiddenStateRows, planned: SchedulerOutput) -> None:
-        """Pass a step's hidden states to the trainer. Call it before the scheduler handles the step's tokens.
-
-        ``planned``: vLLM's plan of this step. Numbers of computed tokens are read from this plan, because
-        ``num_computed_tokens`` of a request may already include the next step.
-        """
-        computed = computed_tokens_after(planned)
+        """Pass a step's hidden states to the trainer, before the scheduler handles the step's tokens. Numbers
+        of computed tokens are read from vLLM's plan of the step, because a request's own may include the next
+        step."""
+        cached = planned.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((new.req_id, new.num_computed_tokens) for new in planned.scheduled_new_reqs)
         seen, places = [], []
         for place, request_id in enumerate(rows.request_ids):
             request = self._requests.get(request_id)
+            ended = computed.get(request_id, 0) + planned.num_scheduled_tokens.get(request_id, 0)
             # With chunked prefill only the row of the last chunk is useful.
-            if request is not None and computed.get(request_id, 0) >= request.num_tokens:
+            if request is not None and ended >= request.num_tokens:
                 seen.append((request_id, request.num_output_tokens))
                 places.append(place)
         if seen:
@@ -70,25 +65,12 @@ class LengthPredictor:
         self.trainer.ended(request.request_id, request.num_output_tokens if learned else None)
 
     def report(self, now: float) -> None:
-        """Pass the predictions made since the last call to the ``ProgramScheduler``. ``now``: seconds on the
-        engine's clock."""
+        """Pass the predictions made since the last call to the ``ProgramScheduler``."""
         for request_id, guess in self.trainer.take_predictions().items():
             request = self._requests.get(request_id)
             if request is not None:
                 most = max(1, request.max_tokens - guess.at_tokens)
                 self._handle(OutputLengthPredicted(request_id, guess.at_tokens, guess.remaining, most), now)
-
-
-def computed_tokens_after(planned: SchedulerOutput) -> dict[str, int]:
-    """Return id → number of tokens computed at the end of the step, for each request of a planned step."""
-    before = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
-    cached = planned.scheduled_cached_reqs
-    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {
-        request_id: before[request_id] + tokens
-        for request_id, tokens in planned.num_scheduled_tokens.items()
-        if request_id in before
-    }
 
 
 def captures_hidden_states(config: VllmConfig) -> bool:
@@ -105,7 +87,7 @@ def captures_hidden_states(config: VllmConfig) -> bool:
 
 
 def model_name(model: str) -> str:
-    """Return the name by which a network file identifies a model. For a local folder, it is the folder's
-    basename and a digest of the weights. Otherwise it is ``model``."""
+    """Return the model's name in a network file; of a local folder its basename and a digest of the
+    weights."""
     folder = Path(model)
     return f"{folder.resolve().name} {weights_digest(folder)}" if folder.is_dir() else model

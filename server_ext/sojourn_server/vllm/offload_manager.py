@@ -1,11 +1,13 @@
 """Moves KV blocks of one engine between device, host memory and disk.
 
 It saves blocks before the device reuses them, moves programs between tiers, and loads blocks back. Window
-blocks are the blocks of KV cache groups without full attention (``kv_cache_groups``).
+blocks are the blocks of KV cache groups without full attention (``kv_cache_groups``). They, and what is
+remembered of them, exist only with several groups.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import islice, takewhile
@@ -20,14 +22,14 @@ from ..kv_offload.context_keys import ContextEnds
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
+from ..policies.costs.reload_estimate import LinkCosts
 from ..policies.eviction_policies import HOST_EVICTION_ORDER, BlockLabel
 from ..policies.placement.placement_views import Tier
+from ..policies.preemption_policies import NO_OFFLOAD_S_PER_TOKEN
 from .compat import KVCacheBlock
 from .free_block_queue import ProgramFreeBlockQueue
-from .host_link_costs import HostLinkCosts
 from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
-from .preempted_contexts import KeptContext, PreemptedContexts
 
 STORE_AHEAD_STEPS = 2
 """Number of steps of maximum size. The blocks that the device may reuse in these steps are copied to host
@@ -39,8 +41,6 @@ STORE_AHEAD_REFILL_SHARE = 0.25
 STORE_AHEAD_HOST_SHARE = 0.125
 """Maximum share of host memory for copies in advance. With a larger share, host memory might evict copies
 before the device reuses their blocks."""
-MAX_LEAVING = 1 << 16
-"""Maximum number of programs in ``_leaving``; the oldest are forgotten."""
 MAX_LOOKED_UP = 16
 """Maximum number of blocks that one ``held_blocks`` call looks up. The engine waits for these calls, and a
 client may ask about thousands of programs."""
@@ -61,20 +61,26 @@ T = TypeVar("T")
 
 
 def _turns_off(
-    method: Callable[Concatenate[OffloadManager, P], None],
-) -> Callable[Concatenate[OffloadManager, P], None]:
-    """Wrap a method of ``OffloadManager``. An error in it turns host memory and disk off."""
+    method: Callable[Concatenate[OffloadManager, P], T],
+) -> Callable[Concatenate[OffloadManager, P], T | None]:
+    """Wrap a method of ``OffloadManager``. It returns ``None`` if host memory and disk are off. An error in
+    it turns them off: not the engine, and not the eviction order."""
 
     @wraps(method)
-    def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        self._guarded(method, self, *args, **kwargs)
+    def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+        if self._connector.off:
+            return None
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            self._connector.handle_failure(error)
+            return None
 
     return guarded
 
 
 class OffloadManager:
-    """Moves KV blocks between the device and the lower tiers (host memory and disk). After an error of
-    sojourn's own, the lower tiers are off, and the engine continues without them."""
+    """Moves KV blocks between the device and the lower tiers (host memory and disk)."""
 
     def __init__(
         self, connector: SojournConnector, program_scheduler: ProgramScheduler, groups: KVCacheGroups
@@ -84,22 +90,15 @@ class OffloadManager:
         self._groups = groups
         pool = program_scheduler.pool
         self._all_blocks = pool.blocks + pool.host_blocks
-        self._ends = ContextEnds(self._all_blocks)
-        """Keys of the window blocks from which later requests may continue. No other window blocks are saved.
-        Used only with several KV cache groups."""
-        connector.windows_missed = self._remember_missed_windows
-        self._leaving: dict[ProgramId, None] = {}
-        """Programs that have lost a block on the device since their last turn. Only with several groups."""
-        self._to_complete: list[ProgramId] = []
-        """Programs in ``_leaving`` whose remaining blocks must still be copied to host memory."""
-        self._placed = PlacedPrefixes()
-        self._preempted = PreemptedContexts()
-        self._coming: set[ProgramId] = set()
-        """Programs that ``place`` has moved to the device and that have no admitted request yet."""
+        # A request computes the window blocks that its look-up missed. Others probably share the longer
+        # prefix, for example a system prompt.
+        connector.windows_missed = lambda keys: self._ends.add(keys)
         self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
         """Whether ``place`` lowers the ranks of host copies. If so, ``save`` lowers none: it knows only the
         programs that own the block on the device, but other programs may need the copy."""
-        self.link = HostLinkCosts(connector, program_scheduler, groups, self._preempted.wanted)
+        self._tokens_per_block = (
+            connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
+        )
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
             most_taken,
@@ -112,6 +111,36 @@ class OffloadManager:
         self._under_pressure = False
         """Whether the device has ever evicted a cached block, or ``place`` has moved a program to a lower
         tier. Before that, contexts of finished turns are not copied."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ends = ContextEnds(self._all_blocks)
+        """Keys of the window blocks from which later requests may continue. No others are saved."""
+        self._leaving: set[ProgramId] = set()
+        """Programs that have lost a block on the device since their last turn."""
+        self._to_complete: list[ProgramId] = []
+        """Programs in ``_leaving`` whose remaining blocks must still be copied to host memory."""
+        self._placed = PlacedPrefixes()
+        self._coming: set[ProgramId] = set()
+        """Programs that ``place`` has moved to the device and that have no admitted request yet."""
+        self._recomputed: set[BlockKey] = set()
+        """Keys of preempted requests' blocks that are faster to recompute than to copy."""
+        self._wanted: Counter[BlockKey] = Counter()
+        """Key of a block that a preempted request will load → number of contexts in ``_kept`` with it."""
+        self._kept: dict[ProgramId, list[tuple[Sequence[BlockKey], Sequence[BlockKey]]]] = {}
+        """Program → contexts of its preempted requests, as (keys of the blocks in all groups, block
+        hashes)."""
+
+    def reset(self) -> None:
+        """Forget everything after a reset of the engine's cache."""
+        self._forget()
+        self._connector.reset_cache()
+
+    def turn_off(self, why: str) -> None:
+        """Turn host memory and disk off: no more blocks are saved or found. ``why``: reason, for the log."""
+        self._connector.turn_off(why)
+
+    # -- what the device loses ----------------------------------------------------
 
     @_turns_off
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
@@ -131,8 +160,8 @@ class OffloadManager:
                 if not is_single and self._is_behind_window(key):
                     planner.await_store(key)
                     continue
-                if key in self._preempted.recomputed and planner.host.get(key) is None:
-                    del self._preempted.recomputed[key]
+                if key in self._recomputed and planner.host.get(key) is None:
+                    self._recomputed.discard(key)
                     continue
                 rank = self._rank_of(key, block.block_id, owners, ranks)
                 saved = planner.plan_save(
@@ -145,8 +174,7 @@ class OffloadManager:
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
-        """Start to copy to host memory the blocks that the device will evict next, if such copies are due.
-        Call it before each step."""
+        """Before a step, copy to host memory the blocks that the device will evict next, if due."""
         if self._to_complete:
             self._complete_contexts()
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
@@ -158,7 +186,7 @@ class OffloadManager:
         for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
             if block.block_hash is not None:
                 key = self._groups.key_of(block)
-                if key in self._preempted.recomputed or self._is_behind_window(key):
+                if key in self._recomputed or self._is_behind_window(key):
                     continue
                 entry = planner.host.get(key)
                 if entry is None or entry.rank == spare:
@@ -170,10 +198,28 @@ class OffloadManager:
             if rank == RetentionRank.COLD:
                 planner.write_to_disk([key for key, _ in reversed(blocks)], rank)
 
+    def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
+        for block in blocks:
+            for program_id in owners.owners_of(block.block_id):
+                if block.block_hash is not None and program_id not in self._leaving:
+                    self._leaving.add(program_id)
+                    self._to_complete.append(program_id)
+
+    def _complete_contexts(self) -> None:
+        """Copy to host memory what the device still has of the contexts in ``_to_complete``. A prefix cache
+        hit needs the end of a context in every group, so the rest is useless there."""
+        programs, self._to_complete = self._to_complete, []
+        for program_id in programs:
+            rank = host_eviction_rank(self._program_scheduler.label(program_id))
+            if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
+                hashes = self._program_scheduler.context(program_id) or ()
+                self._store(self._groups.needed_blocks(hashes), rank.until_written)
+
+    # -- turns and programs -------------------------------------------------------
+
     @_turns_off
     def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """Start to copy the context of a finished turn to unused host memory, if the device is under
-        pressure. ``blocks``: the context's cached blocks."""
+        """If the device is under pressure, copy a finished turn's cached ``blocks`` to unused host memory."""
         if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
             return
         key_of = self._groups.key_of
@@ -186,32 +232,30 @@ class OffloadManager:
     def remember_turn_end(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
         """Remember the window blocks at the end of a context, from which the next request continues.
         ``blocks``: the blocks that the context needs, in all groups. ``program_id`` is ``None`` for a request
-        of no program. Does nothing with one KV cache group."""
+        of no program."""
         if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
-                self._leaving.pop(program_id, None)
+                self._leaving.discard(program_id)
             keys = map(self._groups.key_of, blocks)
             self._ends.put_turn(program_id, [key for key in keys if self._groups.is_of_window(key)])
 
     def remember_prompt_end(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
     ) -> None:
-        """Remember the window blocks at the end of a prompt. The next prompt continues from this end if a
-        chat template drops the turn's reasoning. ``program_id`` is ``None`` for a request of no program. Does
-        nothing with one KV cache group."""
+        """Remember the window blocks at the end of a prompt, as ``remember_turn_end`` does. The next prompt
+        continues from this end if a chat template drops the turn's reasoning."""
         if not self._groups.is_single and not self._connector.off:
             self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier) -> None:
-        """Carry out the placement of a program in ``tier``: set the ranks of its blocks in host memory, and
-        start the copies between the tiers."""
+        """Set the ranks of a program's blocks in host memory, and start the copies between the tiers."""
         planner = self._connector.planner
         rank = host_eviction_rank(self._program_scheduler.label(program_id))
+        before = self._placed.keys_of(program_id)
         keys = self._program_scheduler.context(program_id)
         if keys is None:  # the program has ended: use the keys of its last placement
-            keys = self._placed.keys_of(program_id)
-        before = self._placed.keys_of(program_id)
+            keys = before
         kept = self._placed.shared_prefix_length(program_id, keys)
         if kept < len(before):
             # The context has changed, for example by compaction; a shared prefix stays in use.
@@ -219,7 +263,8 @@ class OffloadManager:
             planner.set_rank(self._groups.needed_keys(before, kept), RetentionRank.WORTHLESS)
         shared = self._placed.put(program_id, keys, rank)
         if tier is Tier.DEVICE:
-            if self._only_waits(program_id):
+            # A waiting request will load the KV soon. Without one, as while a tool runs, that may take hours.
+            if self._program_scheduler.live_requests(program_id) and not self._runs(program_id):
                 # Without this rank, programs that leave the device in the same step would replace these
                 # blocks in host memory before they are read.
                 planner.set_rank(self._groups.needed_keys(keys), RetentionRank.WANTED)
@@ -242,12 +287,10 @@ class OffloadManager:
 
     @_turns_off
     def program_ended(self, program_id: ProgramId, blocks: Iterable[KVCacheBlock]) -> None:
-        """Give the host copies of ``blocks`` the rank ``WORTHLESS`` if they have the rank ``SPARE``. Copies
-        of other ranks do not change. ``blocks``: cached blocks that only this ended program has used.
-
-        If the preset places programs, ``place`` lowers the ranks of the rest of the context.
-        """
-        self._leaving.pop(program_id, None)
+        """Give the host copies of ``blocks``, which only this ended program has used, the rank ``WORTHLESS``
+        if they have the rank ``SPARE``. If the preset places programs, ``place`` lowers the ranks of the rest
+        of the context."""
+        self._leaving.discard(program_id)
         self._ends.forget(program_id)
         if not self._under_pressure:
             return
@@ -258,12 +301,9 @@ class OffloadManager:
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        """Lower the ranks of a program's blocks in host memory, if ``place`` has raised them to ``WANTED``.
-        Call it when a request of the program is admitted, or leaves without admission.
-
-        ``hashes``: block hashes of the admitted request, whose blocks the device now has; empty for a request
-        that leaves without admission.
-        """
+        """Lower the ranks of a program's blocks in host memory, if ``place`` has raised them to ``WANTED``:
+        a request of the program, with these block hashes, was admitted. ``hashes`` is empty for a request
+        that leaves without admission."""
         if program_id not in self._coming:
             return
         self._coming.discard(program_id)
@@ -277,44 +317,57 @@ class OffloadManager:
             self._groups.needed_keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED
         )
 
+    @_turns_off
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
-        """Start to read blocks of a context from disk into host memory. ``hashes``: the context's block
-        hashes. ``on_device``: number of leading hashes whose blocks the device has.
+        """Start to read blocks of a context from disk into host memory. The device has the blocks of the
+        first ``on_device`` of its block ``hashes``. Return three numbers of the blocks after these: (blocks
+        being read from disk, blocks missing in all tiers, leading blocks that host memory can load now)."""
+        planner = self._connector.planner
+        if self._groups.is_single:
+            keys = hashes[on_device:]
+            return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
+        # Models with several groups have no disk, and loads ahead of need support only one group.
+        keys = [key for key in self._groups.needed_keys(hashes, on_device) if not self._groups.is_cached(key)]
+        return 0, min(planner.missing(keys), len(hashes) - on_device), 0
 
-        Return three numbers of the blocks after these: (blocks being read from disk, blocks missing in all
-        tiers, leading blocks that can be loaded from host memory now).
-        """
-        found = self._guarded(self._fetch, hashes, on_device)
-        return found if found is not None else (0, len(hashes) - on_device, 0)
+    # -- clients' questions -------------------------------------------------------
 
     def persist(self, keys: Sequence[BlockKey]) -> dict[str, Any]:
         """Start to write a context to disk. ``keys``: its block hashes. Return the progress
         (``stored_blocks``, ``pending_blocks``, ``pending_bytes``, ``shared``), or a ``reason`` why nothing is
         written. Call it again until no blocks are pending."""
         connector = self._connector
-        if connector.off:
-            return {"reason": f"the tiers below the device are off: {connector.off_because}"}
-        if connector.settings.options.disk is None and not connector.planner.limits.disk_blocks:
-            return {"reason": "this engine has no disk below its host memory"}
-        if connector.planner.disk.closed:
-            return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
-        status = self._guarded(self._persist, keys)
+        limits = connector.planner.limits
+        if not connector.off:
+            if connector.settings.options.disk is None and not limits.disk_blocks:
+                return {"reason": "this engine has no disk below its host memory"}
+            if connector.planner.disk.closed:
+                return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
+        status = self._persist(keys)
         if status is None:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
-        block_bytes = connector.settings.block_bytes
         return {
             "stored_blocks": status.stored,
             "pending_blocks": status.pending,
-            "pending_bytes": status.pending * block_bytes,
-            "shared": connector.planner.limits.shared,
+            "pending_bytes": status.pending * connector.settings.block_bytes,
+            "shared": limits.shared,
         }
 
-    def state(self) -> dict[str, Any]:
-        """Return numbers of blocks by tier and state (``host``, ``disk``), and statistics of copies.
+    @_turns_off
+    def _persist(self, keys: Sequence[BlockKey]) -> PersistStatus:
+        planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
+        while True:  # each tier may have parts of the context
+            found = self._groups.cached_prefix(keys[at:]).blocks
+            on_device.update((self._groups.key_of(block), block.block_id) for block in found)
+            at += len(found)
+            below = planner.leading(keys[at:])
+            if not below:
+                return planner.persist(keys[:at], on_device)
+            at += below
 
-        ``moves`` has numbers of blocks by outcome. ``traffic`` has totals of copies, the number of jobs in
-        progress, and the number of host blocks that a request or a copy pins.
-        """
+    def state(self) -> dict[str, Any]:
+        """Return numbers of blocks by tier and state (``host``, ``disk``) and by outcome of a copy
+        (``moves``), and totals of copies, jobs in progress and pinned host blocks (``traffic``)."""
         planner, traffic = self._connector.planner, self._connector.traffic
         under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
@@ -333,20 +386,23 @@ class OffloadManager:
         on_disk = sum(key in disk for key in looked_up)
         return round(each * in_host), round(each * on_disk)
 
+    # -- preempted requests -------------------------------------------------------
+
     def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
         """Return the number of leading ``keys`` whose blocks are in host memory or being copied to it."""
         host = self._connector.planner.host
         return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
 
+    @_turns_off
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Start to copy to host memory blocks of a running request that will probably be preempted.
-        ``blocks`` must be cached and in context order."""
-        self._guarded(self._store, blocks, _PLAIN)
+        """Copy cached ``blocks`` of a running request that will probably be preempted, in context order."""
+        self._store(blocks, _PLAIN)
 
+    @_turns_off
     def count_copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these cached blocks are in host memory or being copied to it."""
         host, key_of = self._connector.planner.host, self._groups.key_of
-        return self._guarded(lambda: sum(host.get(key_of(block)) is not None for block in blocks)) or 0
+        return sum(host.get(key_of(block)) is not None for block in blocks)
 
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
@@ -354,68 +410,101 @@ class OffloadManager:
         """Exclude the cached blocks of a preempted request from saving, because recomputing them is faster.
         Blocks that other requests use or have used, such as a common prefix, are saved as usual.
         ``program_id``: the request's program; ``None`` for a request of no program."""
-        own = []
         for block in blocks:
             block_id = block.block_id
             used_by_others = block_id in owners.common or block_id in owners.orphans
             if block.ref_cnt <= 1 and not used_by_others and owners.of.get(block_id) == program_id:
-                own.append(self._groups.key_of(block))
-        self._preempted.add_recomputed(own)
+                self._recomputed.add(self._groups.key_of(block))
 
     def keep_preempted(
         self, program_id: ProgramId, blocks: Iterable[KVCacheBlock], hashes: Sequence[BlockKey]
     ) -> None:
         """Keep copies of a preempted request's blocks in host memory until ``release_preempted``. ``hashes``:
         the block hashes of the context from its start to the end of these blocks."""
-        keys = [self._groups.key_of(block) for block in blocks]
-        self._guarded(self._keep_preempted, program_id, KeptContext(keys, len(hashes), hashes[-1:]))
+        self._keep_preempted(program_id, [self._groups.key_of(block) for block in blocks], hashes)
+
+    @_turns_off
+    def _keep_preempted(
+        self, program_id: ProgramId, keys: Sequence[BlockKey], hashes: Sequence[BlockKey]
+    ) -> None:
+        if keys:
+            self._kept.setdefault(program_id, []).append((keys, hashes))
+            self._wanted.update(keys)
+            self._connector.planner.set_rank(keys, RetentionRank.WANTED)
 
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
         ``hashes``: its block hashes. If empty, undo ``keep_preempted`` for all requests of the program.
         ``program_id`` is ``None`` for a request of no program."""
-        recomputed = self._preempted.recomputed
-        if recomputed:
-            for key in self._groups.all_keys(hashes):
-                recomputed.pop(key, None)
-        if program_id is not None and program_id in self._preempted:
-            self._guarded(self._release_preempted, program_id, hashes)
+        if self._recomputed:
+            self._recomputed.difference_update(self._groups.all_keys(hashes))
+        if program_id is not None and program_id in self._kept:
+            self._release_kept(program_id, hashes)
 
-    def reset(self) -> None:
-        """Forget everything after a reset of the engine's cache."""
-        self._preempted.clear()
-        self._placed = PlacedPrefixes()
-        self._coming.clear()
-        self._leaving.clear()
-        self._to_complete.clear()
-        self._ends = ContextEnds(self._all_blocks)
-        self._connector.reset_cache()
+    @_turns_off
+    def _release_kept(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
+        """Release the program's contexts that are prefixes of ``hashes``; all if it is empty."""
+        rank, still = host_eviction_rank(self._program_scheduler.label(program_id)), []
+        for keys, kept in self._kept.pop(program_id):
+            # Hashes are chained, so an equal last hash means an equal prefix.
+            last = len(kept) - 1
+            if hashes and list(hashes[last : last + 1]) != list(kept[last:]):
+                still.append((keys, kept))
+                continue
+            self._wanted.subtract(keys)  # requests may share a prefix
+            unwanted = [key for key in keys if self._wanted[key] <= 0]
+            for key in unwanted:
+                del self._wanted[key]
+            self._connector.planner.set_rank(unwanted, rank, only=RetentionRank.WANTED)
+        if still:
+            self._kept[program_id] = still
 
-    def turn_off(self, why: str) -> None:
-        """Turn host memory and disk off: no more blocks are saved or found. ``why``: reason, for the log."""
-        self._connector.turn_off(why)
+    # -- measured costs of copies -------------------------------------------------
 
-    def _keep_preempted(self, program_id: ProgramId, context: KeptContext) -> None:
-        if context.keys:
-            self._preempted.keep(program_id, context)
-            self._connector.planner.set_rank(context.keys, RetentionRank.WANTED)
+    def offload_costs(self, blocks: int = 1) -> LinkCosts:
+        """Return the costs of a copy to host memory and back. If host memory has no space for ``blocks`` more
+        blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``."""
+        traffic, settings = self._connector.traffic, self._connector.settings
+        token_bytes = settings.block_bytes / self._tokens_per_block
+        now = self._connector.clock()
+        out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
+        queued = self._connector.planner.storing_blocks * settings.block_bytes
+        to_host = out_s * token_bytes if out_s is not None else None
+        return LinkCosts(
+            to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
+            back_s * token_bytes if back_s is not None else None,
+            queued * out_s if out_s is not None else 0.0,
+        )
 
-    def _release_preempted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
-        for unwanted in self._preempted.release(program_id, hashes):
-            planner.set_rank(unwanted, rank, only=RetentionRank.WANTED)
+    def load_costs(self) -> LinkCosts:
+        """Return the costs of a copy from host memory to the device."""
+        connector = self._connector
+        byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
+        if byte_s is None:
+            return LinkCosts(None, None, loads_queued_s=0.0)
+        block_s, loading = byte_s * connector.settings.block_bytes, connector.planner.loads.block_count()
+        return LinkCosts(None, block_s / self._tokens_per_block, loads_queued_s=loading * block_s)
+
+    def _room(self) -> int:
+        """Return how many more blocks of preempted requests host memory can take."""
+        host = self._connector.planner.host
+        if self._connector.off:
+            return 0
+        if not self._program_scheduler.forecaster.predicts:
+            return host.room(_PLAIN)
+        # Blocks of preempted requests, copied or yet to be copied, do not replace each other.
+        return min(host.room(RetentionRank.IDLE), host.slots - len(self._wanted))
+
+    # -- inside -------------------------------------------------------------------
 
     def _rank_of(
         self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
-        """Return the rank that a block gets in host memory.
-
-        If a preempted request will load the block, the rank is ``WANTED``. If only an ended program has used
-        the block, it is the rank of ended programs. Otherwise it is the highest rank of the block's owners,
-        or of the program for which the block was loaded ahead of need. Without owners, and for ``MANY``, it
-        is ``PLAIN``. ``ranks``: cache of the programs' ranks during one call.
-        """
-        if key in self._preempted.wanted:
+        """Return the rank that a block gets in host memory: ``WANTED`` if a preempted request will load it;
+        that of ended programs if only one of these has used it; otherwise the highest of its owners or of the
+        program for which it was loaded ahead of need; ``PLAIN`` without any, and for ``MANY``. ``ranks``:
+        cache for one call."""
+        if key in self._wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
             return self._rank(None, ranks)
@@ -438,78 +527,13 @@ class OffloadManager:
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)
 
-    def _only_waits(self, program_id: ProgramId) -> bool:
-        """Return whether the engine has requests of the program, but no admitted one. One of them will load
-        the program's KV soon. Without a request, for example while a tool runs, that may take hours."""
-        return bool(self._program_scheduler.live_requests(program_id)) and not self._runs(program_id)
-
     def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
         keyed = [(self._groups.key_of(block), block.block_id) for block in blocks]
         self._connector.planner.store(keyed, rank)
 
-    def _remember_missed_windows(self, keys: Sequence[BlockKey]) -> None:
-        """Remember window blocks, so that they are saved. A look-up missed some of them, and so found a
-        shorter prefix than the full-attention groups have. The request computes the blocks now. Other
-        requests probably share the longer prefix, for example a system prompt."""
-        self._ends.add(keys)
-
     def _is_behind_window(self, key: BlockKey) -> bool:
-        """Return whether the block is a window block from which no request is expected to continue. Such
-        blocks are not saved."""
-        return self._groups.is_of_window(key) and key not in self._ends and key not in self._preempted.wanted
-
-    def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
-        for block in blocks:
-            for program_id in owners.owners_of(block.block_id):
-                if block.block_hash is not None and program_id not in self._leaving:
-                    self._leaving[program_id] = None
-                    self._to_complete.append(program_id)
-        while len(self._leaving) > MAX_LEAVING:
-            del self._leaving[next(iter(self._leaving))]
-
-    def _complete_contexts(self) -> None:
-        """Copy to host memory what the device still has of the contexts in ``_to_complete``.
-
-        With several groups, a prefix cache hit needs the end of a context in every group. Once the device has
-        lost this end, the rest is useless there. Blocks that the device has reused are not copied here,
-        because ``save`` has saved them.
-        """
-        programs, self._to_complete = self._to_complete, []
-        ranks: dict[ProgramId | None, RetentionRank] = {}
-        for program_id in programs:
-            rank = self._rank(program_id, ranks)
-            if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
-                hashes = self._program_scheduler.context(program_id) or ()
-                self._store(self._groups.needed_blocks(hashes), rank.until_written)
-
-    def _fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
-        planner = self._connector.planner
-        if self._groups.is_single:
-            keys = hashes[on_device:]
-            return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
-        # Models with several groups have no disk, and loads ahead of need support only one group.
-        keys = [key for key in self._groups.needed_keys(hashes, on_device) if not self._groups.is_cached(key)]
-        return 0, min(planner.missing(keys), len(hashes) - on_device), 0
-
-    def _persist(self, keys: Sequence[BlockKey]) -> PersistStatus:
-        planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
-        while True:  # each tier may have parts of the context
-            found = self._groups.cached_prefix(keys[at:]).blocks
-            on_device.update((self._groups.key_of(block), block.block_id) for block in found)
-            at += len(found)
-            below = planner.leading(keys[at:])
-            if not below:
-                return planner.persist(keys[:at], on_device)
-            at += below
-
-    def _guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        if self._connector.off:
-            return None
-        try:
-            return call(*args, **kwargs)
-        except Exception as error:  # turns the tiers off, not the engine or the eviction order
-            self._connector.handle_failure(error)
-            return None
+        """Whether it is a window block from which no request is expected to continue. It is not saved."""
+        return self._groups.is_of_window(key) and key not in self._ends and key not in self._wanted
 
 
 def host_eviction_rank(label: BlockLabel) -> RetentionRank:

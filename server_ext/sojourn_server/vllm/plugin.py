@@ -1,8 +1,8 @@
 """The ``vllm.general_plugins`` entry point: adds ``EngineCore.sojourn_call``, which the API server calls.
 
-vLLM dispatches utility calls by name to ``EngineCore`` (v1/engine/core.py), so one added method is enough and
-nothing is replaced. The method calls ``sojourn_call`` of sojourn's scheduler. With vLLM's own scheduler, only
-an engine of a prefill/decode pair answers, and only some operations.
+vLLM dispatches utility calls by name to ``EngineCore``, so one added method is enough and nothing is
+replaced. With vLLM's own scheduler, only an engine of a prefill/decode pair answers, and only some
+operations.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..core.engine_service import StockEngineService
-    from .pair_status_reporter import PairStatusReporter
+    from .kv_transfer_connector import PairStatusReporter
 
 METHOD = "sojourn_call"
 """Name of the engine core's method that answers all calls: ``(operation, payload) -> str``."""
@@ -30,7 +30,7 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     reporter = getattr(getattr(self.scheduler, "connector", None), "pair_status", None)
     if reporter is not None:
         from ..core.engine_service import STOCK_OPERATIONS
-        from .pair_status_reporter import PairStatusReporter
+        from .kv_transfer_connector import PairStatusReporter
 
         if not isinstance(reporter, PairStatusReporter):  # another project's connector
             reporter = None
@@ -45,8 +45,7 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
 
 
 def _pair_engine_service(scheduler: Any, reporter: PairStatusReporter) -> StockEngineService:
-    """Return the service that answers calls for an engine of a pair with vLLM's own scheduler. The first call
-    creates the service. Later calls return the same object, because it keeps the state of metrics."""
+    """Return the service of a pair's engine with vLLM's own scheduler, which keeps the state of metrics."""
     found: StockEngineService | None = reporter.stock_service
     if found is None:
         from ..core.engine_service import StockEngineService

@@ -32,19 +32,17 @@ CONFIG_KEY = "sojourn"
 logger = logging.getLogger("vllm.sojourn")
 
 _LIMITS = SchedulerLimits()
-"""Default values of the settings that are also in ``SchedulerLimits``."""
 
 
 class SettingsError(InputError):
-    """A setting is wrong. The error's text names the setting and what was expected."""
+    """A setting is wrong."""
 
 
 _T = TypeVar("_T")
 
 
 def read_settings(given: Mapping[str, Any], kind: type[_T], what: str) -> _T:
-    """Return the dataclass ``kind`` with the values ``given``. Raises ``SettingsError``. ``what``: what the
-    error calls a value."""
+    """Return the dataclass ``kind`` with the values ``given``; an error calls each a ``what``."""
     known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
     for name in given:
         if name not in known:
@@ -67,52 +65,42 @@ Seconds = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """All settings, read once when the engine starts. ``SchedulerLimits`` explains the settings that have no
-    text here."""
+    """All settings, read when the engine starts. ``SchedulerLimits`` explains those without a text here."""
 
-    policy: str = DEFAULT_PRESET
-    """Name of a preset."""
-    policy_file: str | None = None
-    """Path of a TOML file that is used instead of a shipped preset."""
+    policy: str = DEFAULT_PRESET  # name of a preset
+    policy_file: str | None = None  # TOML file that is used instead of a shipped preset
     allow_policy_modules: str | None = None
     """Installed packages whose classes the policy file may name, separated by commas."""
-    history_file: str | None = None
-    """File of the learned histories: loaded at start, saved at the end and every few minutes."""
-    network_file: str | None = None
-    """File of the length predictor's network: loaded at start, saved while the engine runs and at its end."""
-    profile_file: str | None = None
-    """Path of an engine profile written by ``sojourn profile``."""
-    recording_file: str | None = None
-    """File in which sojourn records all events and decisions, for replay in the simulator."""
+    history_file: str | None = None  # learned histories: loaded at start, saved every few minutes
+    network_file: str | None = None  # the length predictor's network: loaded at start, saved meanwhile
+    profile_file: str | None = None  # engine profile written by ``sojourn profile``
+    recording_file: str | None = None  # record of all events and decisions, for replay in the simulator
     lease_budget_fraction: Annotated[float, Meta(ge=0, le=1)] = _LIMITS.lease_budget_fraction
     max_hinted_ttl_s: Seconds = _LIMITS.max_hinted_ttl_s
     return_grace_s: Seconds = _LIMITS.return_grace_s
     gate_timeout_s: Seconds = _LIMITS.gate_timeout_s
-    """Maximum seconds that a request waits until its program is placed on the device. After that, the request
-    is refused with an error. Only for policies that refuse requests."""
+    """Maximum seconds that a request waits until its program is placed on the device, under policies that
+    refuse requests. Then it is refused with an error."""
     hold_timeout_s: Seconds = _LIMITS.hold_timeout_s
-    """For policies that refuse no requests: maximum seconds that a request waits until its program is placed
-    on the device. After that, the request no longer waits for placement."""
+    """The same under policies that refuse none. Then the request no longer waits for placement."""
     queue_patience_s: Seconds = _LIMITS.queue_patience_s
-    """Seconds after which a waiting request gets privileges (``SchedulerLimits.queue_patience_s``)."""
     max_programs: Annotated[int, Meta(ge=1)] = _LIMITS.max_programs
     tool_call_parser: str | None = None
-    """Name of the vLLM tool parser that reads outputs first; a value of vLLM's ``--tool-call-parser``. If it
-    finds no call, sojourn's own parser reads the output."""
+    """The vLLM tool parser that reads outputs before sojourn's own: vLLM's ``--tool-call-parser``."""
     tool_parser_plugin: str | None = None
-    """Python file that registers this parser; a value of vLLM's ``--tool-parser-plugin``."""
+    """Python file that registers it; a value of vLLM's ``--tool-parser-plugin``."""
     session_header: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_!#$%&'*+.^`|~-]+\Z")] | None = None
-    """Name of a header in which clients name their program, read before those of known clients."""
+    """Header in which clients name their program, read before those of known clients."""
     compute_quota_s: Seconds = 0.0
-    """Maximum seconds of attention in a step with prompts, estimated from the profile; 0 for no limit."""
+    """Maximum seconds of attention in a step with prompts, by the profile; 0 for no limit."""
     allow_missing_tiers: bool = False
-    """Whether a preset that needs host memory may run without host memory that sojourn manages."""
+    """Whether a preset that needs host memory may run without host memory of sojourn's."""
     strict: bool = False
     """Whether errors of sojourn are raised instead of logged. For tests."""
 
     @classmethod
     def read(cls, additional_config: Any) -> PluginSettings:
-        """Return the settings in vLLM's ``additional_config``, or the defaults. Raises ``SettingsError``."""
+        """Return the settings in ``additional_config``, or the defaults. Raises ``SettingsError``."""
         raw = additional_config.get(CONFIG_KEY, {}) if isinstance(additional_config, Mapping) else {}
         if not isinstance(raw, Mapping):
             raise SettingsError(f"additional_config.{CONFIG_KEY} is {raw!r}; expected an object")
@@ -125,11 +113,11 @@ class PluginSettings:
         return settings
 
     def preset(self) -> Preset:
-        """Return the parsed preset. Raises ``PresetError`` or ``SettingsError``."""
+        """Raises ``PresetError`` or ``SettingsError``."""
         text, source = self.preset_toml()
-        own = None
-        if self.policy_file is not None:
-            own = custom_class_loader(Path(self.policy_file).parent, self.allow_policy_modules or "")
+        if self.policy_file is None:
+            return parse_preset(text, source=source)
+        own = custom_class_loader(Path(self.policy_file).parent, self.allow_policy_modules or "")
         return parse_preset(text, source=source, own=own)
 
     def preset_toml(self) -> tuple[str, str]:
@@ -145,7 +133,7 @@ class PluginSettings:
         return text, str(path)
 
     def profile(self) -> EngineProfile | None:
-        """Return the engine profile; ``None`` without ``profile_file``. Raises ``SettingsError``."""
+        """Raises ``SettingsError``."""
         if self.profile_file is None:
             return None
         try:
@@ -154,8 +142,7 @@ class PluginSettings:
             raise SettingsError(f"profile_file {self.profile_file}: {error}") from error
 
     def attention_costs(self, *, chunked: bool) -> AttentionCosts | None:
-        """Return the attention costs for the compute quota; ``None`` without a quota. ``chunked``: whether
-        the engine uses chunked prefill. Raises ``SettingsError``."""
+        """Return the costs for the compute quota, if there is one. Raises ``SettingsError``."""
         if not self.compute_quota_s:
             return None
         if not chunked:
@@ -178,14 +165,13 @@ class PluginSettings:
         return AttentionCosts.of(steps)
 
     def limits(self) -> SchedulerLimits:
-        """Return the limits of the ``ProgramScheduler``, made from the settings of the same names."""
+        """Return the settings that are limits of the ``ProgramScheduler``."""
         names = [field.name for field in fields(SchedulerLimits) if hasattr(self, field.name)]
         return SchedulerLimits(**{name: getattr(self, name) for name in names})
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
-    """Return the engine's data-parallel rank; ``None`` for no rank. The engine adds the rank to the names of
-    its files.
+    """Return the engine's data-parallel rank, if it has one, which goes into the names of its files.
 
     vLLM makes each rank of a dense model an engine of its own, with data-parallel size 1 and rank 0. Only
     ``data_parallel_index`` keeps the rank. The engine of rank 0 then looks like a single engine: ``None``.
@@ -196,16 +182,14 @@ def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
 
 
 def rank_file(path: str, rank: int | None) -> str:
-    """Return the path of one engine's own file: ``path``, with ``.rankN`` appended for data-parallel rank
-    N."""
+    """Return the path of one engine's own file, by its data-parallel rank."""
     return path if rank is None else f"{path}.rank{rank}"
 
 
 def build_program_scheduler(
     settings: PluginSettings, preset: Preset, pool: KVPoolConfig, histories: Histories, rank: int | None
 ) -> ProgramScheduler:
-    """Return the engine's ``ProgramScheduler``. ``rank``: data-parallel rank, if any. If
-    ``recording_file`` is set, the ``ProgramScheduler`` records its events and decisions."""
+    """Return the engine's ``ProgramScheduler``, which records its events if there is a ``recording_file``."""
     from ..core.program_scheduler import ProgramScheduler
 
     profile = settings.profile()
@@ -213,23 +197,22 @@ def build_program_scheduler(
     state = SchedulerState(preset, pool, limits=settings.limits(), curve=curve, histories=histories)
     if settings.recording_file is None:
         return ProgramScheduler(state)
-    from ..recording import RecordingFile, RecordingHeader, RecordingScheduler
+    from ..recording.recording_file import RecordingFile, RecordingHeader, RecordingScheduler
 
     text, source = settings.preset_toml()
     header = RecordingHeader.of(
         state, preset_toml=text, preset_source=source, curve=curve, versions={"vllm": running_vllm()}
     )
-
-    def warn(text: str) -> None:
-        logger.warning("sojourn: %s; the engine goes on", text)
-
-    recording = RecordingFile(rank_file(settings.recording_file, rank), header, warn=warn)
+    recording = RecordingFile(
+        rank_file(settings.recording_file, rank),
+        header,
+        warn=lambda text: logger.warning("sojourn: %s; the engine goes on", text),
+    )
     return RecordingScheduler(state, recording)
 
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
-    """Raise ``SettingsError`` if the preset places programs in tiers, and ``--scheduling-policy`` is
-    ``priority``."""
+    """Raise ``SettingsError`` for placement under ``--scheduling-policy priority``."""
     if preset.placement.is_used and scheduling_policy == "priority":
         raise SettingsError(
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "
@@ -238,12 +221,9 @@ def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
 
 
 def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> MissingTiers | None:
-    """Return the preset's mechanisms that are off with this ``connector``; ``None`` if none is off.
-
-    ``connector``: the name in vLLM's ``--kv-transfer-config``; ``None`` without a connector. Raises
-    ``SettingsError`` if mechanisms are off and the preset's placement needs host memory. ``allowed`` prevents
-    this error.
-    """
+    """Return the preset's mechanisms that are off with the ``connector`` of this name in vLLM's
+    ``--kv-transfer-config``, if any. Raises ``SettingsError`` if the preset's placement needs them, unless
+    ``allowed``."""
     mechanisms = preset.tier_mechanisms()
     if not mechanisms or connector == OFFLOAD_CONNECTOR:
         return None

@@ -1,11 +1,10 @@
 """Limits the prompt tokens in a step of vLLM's scheduler by a compute quota (DualPath §6.2; mechanism D7).
 
-``Scheduler.schedule`` calls ``_reserve_prefill_lookahead`` for each request, after the look-ups in prefix
-cache and connector and before it allocates blocks. The method returns how many of the request's tokens the
-step computes; 0 means "not in this step". The quota wraps this method, so it decides about exactly the
-requests that the scheduler considers. A token budget set before the step would have to predict admission,
-hits, loads and preemptions. Once the quota is used up, a scheduler with a connector still considers further
-requests, so that their loads begin.
+``Scheduler.schedule`` asks ``_reserve_prefill_lookahead`` how many of a request's tokens the step computes
+(0: not in this step), after the look-ups in prefix cache and connector and before it allocates blocks. The
+quota wraps this method, so it decides about exactly the requests that the scheduler considers. A token budget
+set before the step would have to predict admission, hits, loads and preemptions. Once the quota is used up, a
+scheduler with a connector still considers further requests, so that their loads begin.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class PrefillQuota:
-    """Keeps one scheduler's steps within a compute quota. ``guarded`` runs a call and returns ``None`` if it
-    fails. After a failure, the prompt gets as many tokens as without a quota."""
+    """Keeps one scheduler's steps within a compute quota. After a failure, prompts are computed without."""
 
     def __init__(
         self,
@@ -74,7 +72,7 @@ class PrefillQuota:
         return cls(scheduler, quota, program_scheduler, guarded)
 
     def open_step(self) -> None:
-        """Reset the quota for a new step. Call it before the scheduler plans the step."""
+        """Reset the quota before the scheduler plans a step."""
         self.step = None
 
     def preempted(self, request: Request) -> None:
@@ -83,8 +81,7 @@ class PrefillQuota:
             self.step.undo_take(request.request_id)
 
     def close_step(self, output: SchedulerOutput) -> None:
-        """Record in the metrics how much of the quota a planned step uses. Record nothing for a step without
-        prompts."""
+        """Record how much of the quota a planned step with prompts uses."""
         step = self.step
         if step is None:
             return
@@ -100,15 +97,15 @@ class PrefillQuota:
             self._recorder.count("sojourn_quota_cuts_total")
 
     def _reserve_within_quota(self, request: Request, computed: int, new: int) -> int:
-        """Return how many of the request's ``new`` tokens the step computes. ``computed`` is the number of
-        tokens before them. Replaces vLLM's ``_reserve_prefill_lookahead``."""
+        """Return how many of the ``new`` tokens after ``computed`` the step computes, in place of vLLM's
+        method."""
         running = request.status == RequestStatus.RUNNING
         if running and new <= self._decode_tokens and not request.is_prefill_chunk:
             return self._reserve(request, computed, new)
         offered = self._guarded(self._offer, request, computed, new) if new > 0 else new
         chunk = self._reserve(request, computed, new if offered is None else offered)
-        if chunk > 0:
-            self._guarded(self._take, request, computed, chunk)
+        if chunk > 0 and self.step is not None:
+            self._guarded(self.step.take, request.request_id, computed, chunk)
         return chunk
 
     def _offer(self, request: Request, computed: int, new: int) -> int:
@@ -127,13 +124,8 @@ class PrefillQuota:
             self._scheduler.waiting.step_closed = True
         return chunk
 
-    def _take(self, request: Request, computed: int, chunk: int) -> None:
-        if self.step is not None:
-            self.step.take(request.request_id, computed, chunk)
-
     def _decodes_s(self) -> float:
-        """Return the seconds of attention for all running requests that decode. Called only in steps with a
-        prompt."""
+        """Return the seconds of attention for all running requests that decode."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

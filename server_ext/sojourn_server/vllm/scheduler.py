@@ -1,8 +1,7 @@
 """vLLM's scheduler with sojourn: ``--scheduler-cls sojourn_server.vllm.scheduler.make_scheduler``.
 
-``make_scheduler`` is a factory, not a class. It adds a mix-in to the scheduler class that the engine would
-use without sojourn (``AsyncScheduler`` on CUDA, ``Scheduler`` on CPU). The mix-in calls the
-``SchedulerAdapter``. If sojourn fails in a hook, vLLM's own behaviour remains.
+``make_scheduler`` is a factory. It adds a mix-in, which calls the ``SchedulerAdapter``, to the scheduler
+class that the engine would use without sojourn. If sojourn fails in a hook, vLLM's own behaviour remains.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from .scheduler_adapter import SchedulerAdapter
 
 
 class SojournMixin:
-    """Mix-in that reports a vLLM scheduler's events to a ``SchedulerAdapter``. It must come before the
-    scheduler class in the list of bases."""
+    """Reports a scheduler's events to a ``SchedulerAdapter``. Comes before the scheduler class in the
+    bases."""
 
     sojourn: SchedulerAdapter
     sojourn_clock = staticmethod(time.monotonic)
@@ -43,9 +42,15 @@ class SojournMixin:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        self.sojourn.guarded(self.sojourn.before_step)
+        try:
+            self.sojourn.before_step()
+        except Exception as error:
+            self.sojourn.report_failure(error, "a hook failed")
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.sojourn.guarded(self.sojourn.after_step, output)
+        try:
+            self.sojourn.after_step(output)
+        except Exception as error:
+            self.sojourn.report_failure(error, "a hook failed")
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +95,7 @@ class SojournMixin:
         super().shutdown()  # type: ignore[misc]
 
     def sojourn_call(self, operation: str, payload: str) -> str:
-        """Answer a call of the API server, in JSON. Errors are raised and go back to the API server."""
+        """Answer a call of the API server, in JSON. Errors go back to it."""
         return self.sojourn.call(operation, payload)
 
 
@@ -104,8 +109,7 @@ class SojournAsyncScheduler(SojournMixin, AsyncScheduler):
 
 def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Scheduler:
     """Return the engine's scheduler with sojourn mixed in. Raises ``UnsupportedEngine`` for an untested vLLM
-    release. Raises ``UnsupportedModel`` for a model that sojourn cannot serve, such as a diffusion language
-    model. Raises ``SettingsError`` or ``PresetError`` for a wrong configuration."""
+    release, ``UnsupportedModel``, and ``SettingsError`` or ``PresetError`` for a wrong configuration."""
     check_vllm_version(running_vllm())
     if getattr(vllm_config, "diffusion_config", None) is not None:
         raise UnsupportedModel(

@@ -39,8 +39,7 @@ from ..core.events_and_actions import (
 )
 from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
-from .allocation_fallback import AllocationFallback, DemandMonitor
-from .block_pool import EvictionAdapter, PinnedBlocks, without_common_prefix
+from .allocation_fallback import AllocationFallback, DemandMonitor, PinnedBlocks
 from .compat import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -52,15 +51,13 @@ from .compat import (
     SchedulerOutput,
     get_block_hash,
 )
-from .engine_context import EngineContext
 from .engine_description import (
     connector_name,
     offload_description,
-    pair_status_reporter,
     pool_config,
     profile_description,
 )
-from .eviction_heap import Score
+from .free_block_queue import EvictionScorer, ProgramFreeBlockQueue, Score
 from .hidden_state_capture import OUTPUT_ATTRIBUTE
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
@@ -79,10 +76,10 @@ from .plugin_settings import (
 )
 from .prefill_quota import PrefillQuota
 from .tool_call_reader import ToolCallReader, turn_end
-from .waiting_queue import WaitingQueueAdapter, max_new_tokens
+from .waiting_queue import EngineContext, WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
-    from .compat import KVConnectorOutput, PrefillStats, Scheduler
+    from .compat import KVConnectorOutput, Scheduler
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -90,19 +87,8 @@ MAX_STEPS_IN_FLIGHT = 64
 """Maximum number of planned steps without results whose times are kept; older ones are forgotten."""
 
 
-def _loaded_tokens(request: Request, computed: int) -> int:
-    """Return how many of the first ``computed`` tokens of a request the KV connector loaded, whichever
-    connector it is. If a part of an asynchronous load failed, vLLM lowers ``computed``."""
-    found: PrefillStats | None = request.prefill_stats
-    if found is None:
-        return 0
-    loaded: int = min(found.num_external_cached_tokens, computed - found.num_local_cached_tokens)
-    return max(0, loaded)
-
-
 class SchedulerAdapter(EngineView):
-    """Connects one vLLM scheduler to the ``ProgramScheduler``: reports events and carries out actions. Raises
-    ``SettingsError``, ``PresetError`` or ``UnsupportedModel``."""
+    """Raises ``SettingsError``, ``PresetError`` or ``UnsupportedModel``."""
 
     def __init__(
         self, scheduler: Scheduler, settings: PluginSettings, *, clock: Callable[[], float] = time.monotonic
@@ -119,42 +105,37 @@ class SchedulerAdapter(EngineView):
         rank = data_parallel_rank(scheduler.vllm_config)
         history = HistoryFile(settings.history_file, clock(), rank=rank)
         preset = settings.preset()
-        self.missing = missing = missing_tiers(
-            preset, connector_name(scheduler), allowed=settings.allow_missing_tiers
-        )
-        if missing is not None:
+        connector, name = scheduler.connector, connector_name(scheduler)
+        self.missing = missing_tiers(preset, name, allowed=settings.allow_missing_tiers)
+        if self.missing is not None:
             # Without a connector the user expects no host memory, so this is no warning.
-            level = logging.INFO if scheduler.connector is None else logging.WARNING
-            logger.log(level, "sojourn: policy %s: %s", preset.name, missing)
-        self.program_scheduler = build_program_scheduler(
-            settings,
-            preset,
-            pool_config(scheduler, settings.profile(), groups),
-            history.load(),
-            rank,
-        )
+            level = logging.INFO if connector is None else logging.WARNING
+            logger.log(level, "sojourn: policy %s: %s", preset.name, self.missing)
+        pool = pool_config(scheduler, settings.profile(), groups)
+        self.program_scheduler = build_program_scheduler(settings, preset, pool, history.load(), rank)
         # In tests a wrong metric is an error.
         self.program_scheduler.recorder.strict = settings.strict
         self.reader = ToolCallReader(
             scheduler.vllm_config.model_config, settings.tool_call_parser, settings.tool_parser_plugin
         )
-        connector = scheduler.connector
+        own = self._connector = connector if isinstance(connector, SojournConnector) else None
+        """Connector of host memory and disk. Others may write to a load's blocks at any time."""
         self._offload: OffloadManager | None = None
         """Manager of host memory and disk; ``None`` without sojourn's connector."""
-        if isinstance(connector, SojournConnector):
-            connector.bind_scheduler(
+        if own is not None:
+            own.bind_scheduler(
                 groups,
                 clock,
                 lambda: scheduler.pause_state is not PauseState.UNPAUSED,
                 strict=settings.strict,
             )
-            self._offload = OffloadManager(connector, self.program_scheduler, groups)
+            self._offload = OffloadManager(own, self.program_scheduler, groups)
         # vLLM's MultiConnector keeps its connectors in ``_connectors``.
         for each in (connector, *getattr(connector, "_connectors", ())):
             if isinstance(each, PathsConnector):
-                each.bind_scheduler(clock, self._next_requests)
+                each.bind_scheduler(clock, lambda n: self.guarded(scheduler.waiting.next_requests, n) or ())
         self._cache_policy = find_cache_policy(connector)
-        """Sojourn's eviction order in the host memory of vLLM's own connector; ``None`` if not in use."""
+        """Sojourn's eviction order in the host memory of vLLM's own connector, if in use."""
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
@@ -164,22 +145,24 @@ class SchedulerAdapter(EngineView):
             scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
             self.report_failure,
         )  # fmt: skip
-        self._eviction = EvictionAdapter(
-            self.program_scheduler,
+        self._scorer: EvictionScorer | None = None
+        """Scores of blocks; set if the preset evicts by program."""
+        if preset.eviction.by_program:
+            self._scorer = EvictionScorer(self.program_scheduler, self.report_failure)
+        self._queue = self._pool.free_block_queue = ProgramFreeBlockQueue(
             self._pool.free_block_queue,
-            report_failure=self.report_failure,
+            owners=self.program_scheduler.owners,
             evicted=self._evicted,
+            scorer=self._scorer,
             failed=self._eviction_order_failed,
             before_reuse=self._offload.save if self._offload is not None else None,
         )
-        self._queue = self._pool.free_block_queue = self._eviction.queue
         self._pool_blocks = self._pool.num_gpu_blocks - 1
         self._pinned = PinnedBlocks(self._pool, self.program_scheduler, clock)
-        manager = scheduler.kv_cache_manager
-        manager.get_num_common_prefix_blocks = without_common_prefix(manager, self._pinned)
-        self._prefetcher = KVPrefetcher(
-            self._pool, self._queue, groups, connector if isinstance(connector, SojournConnector) else None
-        )
+        # By reference counts vLLM 0.31 finds blocks that all requests share, for cascade attention, off by
+        # default. Leases are references too, so requests could read blocks that are not theirs.
+        scheduler.kv_cache_manager.get_num_common_prefix_blocks = lambda _: [0] * len(groups)
+        self._prefetcher = KVPrefetcher(self._pool, self._queue, groups, own)
         check_scheduling(preset, scheduler.policy.value)
         self.waiting = WaitingQueueAdapter(context)
         self._demand_monitor = DemandMonitor(context, self._pinned, self._offload)
@@ -187,31 +170,29 @@ class SchedulerAdapter(EngineView):
             context, self._pinned, self._demand_monitor, self.waiting, self._prefetcher
         )
         self._length_predictor: LengthPredictor | None = None
-        """Length predictor; set if the preset reads hidden states and the workers capture them."""
+        """Set if the preset reads hidden states and the workers capture them."""
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
             self._length_predictor = LengthPredictor(scheduler, self.handle, settings.network_file, rank)
         self._history = history
         self.engine = profile_description(scheduler, groups.tokens_per_block)
-        self.paths = pair_status_reporter(scheduler) or self.paths
+        if isinstance(connector, PathsConnector):
+            self.paths = connector.pair_status
         self.service = EngineService(self.program_scheduler, self)
         self._event_budget = EventTimeBudget(clock())
         self._planned: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         """(Step without results, time when it was planned), oldest first."""
         self._step_ended_s = -math.inf
         self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
-        """The prefill quota; ``None`` if the settings have no compute quota."""
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
-            preset.name, type(scheduler).__name__, self._pool.num_gpu_blocks - 1,
-            groups.tokens_per_block,
+            preset.name, type(scheduler).__name__, self._pool_blocks, groups.tokens_per_block,
         )  # fmt: skip
 
     # -- events -----------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Pass an event to the ``ProgramScheduler`` and return the resulting actions. If the event needs an
-        answer, the last action is the answer. Actions on KV wait until ``carry_out`` carries them
-        out; other actions are carried out here. ``now``: seconds on the engine's clock."""
+        """Pass an event to the ``ProgramScheduler`` and return the resulting actions, the answer to the event
+        last. Actions on KV wait until ``carry_out``; others are carried out here."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
             if type(action) is EngineAction or type(action) is LeaseGranted:
@@ -244,10 +225,8 @@ class SchedulerAdapter(EngineView):
             ended_s = self._clock()
             self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
         hashes = request.block_hashes if identity.program_id is not None else None
-        self.handle(
-            RequestArrived(request.request_id, identity, request.num_prompt_tokens, request.priority, hashes),
-            now,
-        )
+        tokens, priority = request.num_prompt_tokens, request.priority
+        self.handle(RequestArrived(request.request_id, identity, tokens, priority, hashes), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
@@ -267,8 +246,8 @@ class SchedulerAdapter(EngineView):
                 self._prefetcher.expire(now)
             if self._pending:
                 self.carry_out(now)
-            if self._eviction.by_program:
-                self._eviction.before_step()
+            if self._scorer is not None:
+                self._scorer.before_step(self._queue)
             if self._length_predictor is not None:
                 self._length_predictor.report(now)
             if self.program_scheduler.forecaster.predictor.predicts:
@@ -302,13 +281,10 @@ class SchedulerAdapter(EngineView):
                     self._admitted(request_id, computed, now)
         if self._pending:
             self.carry_out(now)
-        if self._eviction.by_program:
-            self._eviction.after_step()
+        if self._scorer is not None:
+            self._scorer.after_step(self._queue)
         if self.quota is not None:
             self.quota.close_step(output)
-
-    def _next_requests(self, most: int) -> Sequence[Request]:
-        return self.guarded(self._scheduler.waiting.next_requests, most) or ()
 
     def before_results(self, output: SchedulerOutput, results: Any) -> None:
         """Handle the workers' ``results`` of the step ``output``, before vLLM does. Does not raise."""
@@ -334,15 +310,15 @@ class SchedulerAdapter(EngineView):
             step, planned_s = planned.popleft()
         took_s = max(0.0, now - max(planned_s, self._step_ended_s) - waited_s)
         self._step_ended_s = now
-        link = self._offload.link.load_costs() if self._offload is not None else None
+        link = self._offload.load_costs() if self._offload is not None else None
         tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
         kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
         kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         self.handle(StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
 
     def end_refused(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End each refused request that is still parked with an error, and add the error to the ``outputs``
-        of its client. A parked request waits until its program is placed on the device."""
+        """End each refused request that is still parked, that is, waits until its program is placed on the
+        device, with an error in the ``outputs`` of its client."""
         refused, self._refused = self._refused, []
         for request_id in refused:
             self.guarded(self._end_one_refused, request_id, outputs)
@@ -378,8 +354,8 @@ class SchedulerAdapter(EngineView):
                 self.handle(FirstToken(request_id), now)
 
     def finished(self, request: Request) -> None:
-        """Handle the end of a request before vLLM frees its blocks. If the request's program gets a lease,
-        pin the blocks."""
+        """Handle the end of a request before vLLM frees its blocks, and pin them if its program gets a
+        lease."""
         self.waiting.left(request)
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
@@ -431,8 +407,8 @@ class SchedulerAdapter(EngineView):
         program_id = known.program_id if known is not None else None
         cached = self._cached_blocks(request, program_id)[0] if program_id is not None else []
         reusable, hashes = self._groups.reusable(request)
-        copied = self._offload.count_copied(reusable) if self._offload is not None else 0
-        link = self._offload.link.offload_costs(len(reusable) - copied) if self._offload is not None else None
+        copied = (self._offload.count_copied(reusable) or 0) if self._offload is not None else 0
+        link = self._offload.offload_costs(len(reusable) - copied) if self._offload is not None else None
         actions = self.handle(
             RequestPreempted(
                 request.request_id,
@@ -453,52 +429,44 @@ class SchedulerAdapter(EngineView):
             self._offload.keep_preempted(program_id, reusable, hashes)
 
     def evict_unfilled(self, block_ids: set[int]) -> None:
-        """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache. Call it
-        before vLLM handles the failure.
-
-        There are blocks computed from a failed load only if a connector loads KV within a step. A request
-        with an asynchronous load is not computed before the load has ended.
-        """
+        """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache, before
+        vLLM handles the failure. Such blocks exist only if a connector loads KV within a step: a request with
+        an asynchronous load is not computed before the load has ended."""
         self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
     def before_cache_reset(self) -> None:
-        """End all leases and cancel all loads ahead of need, because vLLM clears the prefix cache only if
-        nothing holds blocks."""
+        """End leases and loads ahead of need: vLLM clears the prefix cache only if nothing holds blocks."""
         now = self._clock()
         self.handle(CacheResetStarted(), now)
         self.carry_out(now)
         self._prefetcher.cancel_all()
 
     def requeue_loading(self) -> None:
-        """Cancel all loads of requests, free their blocks, and queue the requests again. Call it before a
-        cache reset that preempts running requests."""
-        connector = self._scheduler.connector
-        if isinstance(connector, SojournConnector):  # others may write to the blocks at any time
-            self.waiting.requeue_loading(connector)
+        """Cancel all loads of requests, and queue these, before a reset that preempts running requests."""
+        if self._connector is not None:
+            self.waiting.requeue_loading(self._connector)
 
     def _drop_cancelled(self, copies: KVConnectorOutput) -> None:
         """Remove the results of cancelled loads from a step's results, before vLLM handles them. With several
         KV cache groups, also remove failed loads and queue their requests again."""
-        connector = self._scheduler.connector
-        if isinstance(connector, SojournConnector):
-            connector.drop_cancelled(copies)
-            for request_id in connector.take_failed_requests(copies):
-                request = self._scheduler.requests.get(request_id)
-                if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    # Otherwise vLLM would keep the request's blocks, and its reservation for the failed load,
-                    # until the request's turn comes. Other requests may need the blocks.
-                    self.waiting.give_up_load(request, connector)
+        if self._connector is None:
+            return
+        self._connector.drop_cancelled(copies)
+        for request_id in self._connector.take_failed_requests(copies):
+            request = self._scheduler.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                # Otherwise vLLM would keep the request's blocks, and its reservation for the failed load,
+                # until the request's turn comes. Other requests may need the blocks.
+                self.waiting.give_up_load(request, self._connector)
 
     def after_cache_reset(self) -> None:
-        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache. Do not call
-        it if vLLM refused to clear it."""
+        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache."""
         self._queue.clear_owners()
         self._prefetcher.reset()
         self._forget_contexts(device=True)
 
     def after_connector_reset(self) -> None:
-        """Forget the KV in host memory and on disk, after vLLM reset the connector but refused to clear the
-        prefix cache."""
+        """Forget the KV below the device: vLLM reset the connector, but refused to clear the prefix cache."""
         if self._offload is not None:
             self._forget_contexts(device=False)
 
@@ -514,7 +482,7 @@ class SchedulerAdapter(EngineView):
     # -- calls of the API server ------------------------------------------------
 
     def call(self, operation: str, payload: str) -> str:
-        """Answer one operation of the HTTP API, between two steps. ``payload`` and the answer are JSON."""
+        """Answer one operation of the HTTP API, in JSON, between two steps."""
         now = self._clock()
         # No tick while the engine is paused, because this time does not count as waiting. The API server
         # still asks for metrics.
@@ -555,8 +523,7 @@ class SchedulerAdapter(EngineView):
         return self._offload.persist(hashes)
 
     def shutdown(self) -> None:
-        """Save the learned histories, end the recording, and stop the length predictor, which saves its
-        network. Called when the engine stops."""
+        """Save the learned histories and the length predictor's network, and end the recording."""
         try:
             self._history.save(self.program_scheduler.histories)
         finally:
@@ -567,8 +534,7 @@ class SchedulerAdapter(EngineView):
     # -- state ------------------------------------------------------------------
 
     def guarded(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Run one hook and return its result. If it fails, count and log the error and return ``None``; if
-        the setting ``strict`` is true, raise the error instead."""
+        """Run a hook. If it fails, count and log the error and return ``None``; if ``strict``, raise it."""
         try:
             return call(*args)
         except Exception as error:
@@ -586,8 +552,7 @@ class SchedulerAdapter(EngineView):
     # -- actions on KV ----------------------------------------------------------
 
     def carry_out(self, now: float) -> None:
-        """Carry out the pending actions, and the actions that follow from them. ``now``: seconds on the
-        engine's clock."""
+        """Carry out the pending actions, and those that follow from them."""
         while self._pending:
             actions, self._pending = self._pending, []
             for action in actions:
@@ -623,14 +588,14 @@ class SchedulerAdapter(EngineView):
                 self.waiting.queue.rekey(request)
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
-        """Prefetch a program's expected prefix. Blocks on disk are read into host memory. Blocks in host
-        memory are loaded into spare blocks of the device, as many as the policy chooses."""
+        """Prefetch a program's expected prefix: read blocks from disk into host memory, and load as many as
+        the policy chooses from there into spare blocks of the device."""
         hashes = self.program_scheduler.prefetch_keys(program_id)
         prefix = self._groups.cached_prefix(hashes)
         missing = len(hashes) - prefix.hashes
         being_read, lost, loadable = 0, missing, 0
         if self._offload is not None:
-            being_read, lost, loadable = self._offload.fetch(hashes, prefix.hashes)
+            being_read, lost, loadable = self._offload.fetch(hashes, prefix.hashes) or (0, missing, 0)
             loadable = min(loadable, self._prefetcher.budget(program_id))
         most = loadable + self.program_scheduler.predictor.reserve_blocks if loadable else 0
         spare = self._prefetcher.spare(prefix.blocks, most)
@@ -658,11 +623,14 @@ class SchedulerAdapter(EngineView):
             if known.program_id is not None:
                 self._offload.admitted(known.program_id, request.block_hashes)
                 self._prefetcher.uncache_unused(known.program_id)
+        loaded, found = 0, request.prefill_stats
+        if found is not None:  # by any connector; if a part of a load failed, vLLM lowers ``computed``
+            loaded = min(found.num_external_cached_tokens, computed - found.num_local_cached_tokens)
         self.handle(
             RequestAdmitted(
                 request_id=request_id,
                 cached_tokens=computed,
-                host_tokens=_loaded_tokens(request, computed),
+                host_tokens=max(0, loaded),
                 tokens=request.num_tokens,
                 block_hashes=request.block_hashes,
                 # vLLM also admits each further part of a prompt that a client streams.
@@ -675,8 +643,8 @@ class SchedulerAdapter(EngineView):
     def _cached_blocks(
         self, request: Request, program_id: ProgramId
     ) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Return (distinct blocks that a finished or preempted request leaves in the cache, leading block
-        hashes of the context that these blocks cover). A prompt that begins with this context finds them."""
+        """Return (distinct blocks that an ended or preempted request leaves in the cache, leading block
+        hashes that they cover). A prompt that begins with this context finds them."""
         cached = self._groups.cached_blocks(request)
         # A request that ran may have no cached block itself, if the model has states alone.
         if self._groups.is_single or not (cached or request.num_computed_tokens):
@@ -689,15 +657,14 @@ class SchedulerAdapter(EngineView):
         return prefix.blocks, request.block_hashes[: prefix.hashes]
 
     def _place_freed(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Move those of a request's blocks that are free already to the place of their new owners."""
         if not self._groups.is_single:  # otherwise the request still holds all of them
             self._queue.place(block.block_id for block in blocks)
 
     def _release_preempted(
         self, request: Request, program_id: ProgramId | None, below: OffloadManager
     ) -> None:
-        """Release what ``below`` keeps for a preempted request that was admitted or has left the engine. When
-        the last request of a program has left, also release all that is kept for the program."""
+        """Release what ``below`` keeps for a preempted request that was admitted or has left the engine, and
+        after a program's last request all that is kept for the program."""
         if request.block_hashes:  # otherwise nothing was kept
             below.release_preempted(program_id, request.block_hashes)
         if program_id is None or not request.is_finished():

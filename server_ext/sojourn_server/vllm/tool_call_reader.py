@@ -1,12 +1,11 @@
 """Reads a turn's finish reason and tool calls from a finished request, inside the engine core.
 
-The scheduler has token ids only. So the end of the output is decoded, once per finished turn. Outputs of
-requests without a program are not decoded. The text also shows whether vLLM's API server aborted the request
-because of a stop string.
+The scheduler has token ids only. So the end of the output is decoded, once per finished turn of a program.
+The text also shows whether vLLM's API server aborted the request because of a stop string.
 
-The parser that the API server uses (``--tool-call-parser``) knows the model's format of tool calls, so it
-reads first. If it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent
-write commands as text and do not use the API's tool calls.
+The API server's parser (``--tool-call-parser``) knows the model's format of tool calls, so it reads first. If
+it finds no call, sojourn's own parser reads the output, because agents such as mini-swe-agent write commands
+as text and do not use the API's tool calls.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ MAX_TOKENS = 8192
 """Maximum number of tokens decoded, from the end of the output, where tool calls are."""
 
 MAX_PARSE_CPU_S = 0.25
-"""Maximum CPU seconds of vLLM's parser for one output. If it takes longer, it is not used again, because the
-engine waits for it, and a hostile output may slow down its regular expressions. The work of sojourn's own
-parser is bounded."""
+"""Maximum CPU seconds of vLLM's parser for one output, or it is not used again: the engine waits for it, and
+a hostile output may slow down its regular expressions. The work of sojourn's own parser is bounded."""
 
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
@@ -54,13 +52,12 @@ class TurnEnd(NamedTuple):
     reason: TurnFinishReason
     tool_calls: tuple[ParsedToolCall, ...] = ()
     is_guess: bool = False
-    """Whether the reason is a guess: an aborted request with stop strings counts as stopped, but its output
-    could not be read."""
+    """Whether an aborted request with stop strings counts as stopped because its output could not be read."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is whole. An output that vLLM ended for repetition or at ``max_tokens`` is whole
-        too, because vLLM would end it there again."""
+        """Whether the output is whole: one ended for repetition or at ``max_tokens`` would end there
+        again."""
         return self.reason in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
 
 
@@ -80,21 +77,20 @@ class ToolCallReader:
 
             self._tokenizer = cached_tokenizer_from_config(model_config)
         except Exception as error:
-            logger.warning(
-                "sojourn: no tokenizer in the engine core (%s); tool calls come from client events only",
-                error,
-            )
+            what = "sojourn: no tokenizer in the engine core (%s); tool calls come from client events only"
+            logger.warning(what, error)
             return
-        if parser is not None:
-            try:
-                self._parser = _vllm_parser(parser, plugin, self._tokenizer)
-            except Exception as error:
-                logger.warning(
-                    "sojourn: tool parser %s does not load in the engine core (%s); sojourn's own parser "
-                    "is used",
-                    parser,
-                    error,
-                )
+        if parser is None:
+            return
+        try:
+            from .compat import ToolParserManager
+
+            if plugin is not None:
+                ToolParserManager.import_tool_parser(plugin)
+            self._parser = ToolParserManager.get_tool_parser(parser)(self._tokenizer)
+        except Exception as error:
+            what = "sojourn: tool parser %s does not load in the engine core (%s); sojourn's own is used"
+            logger.warning(what, parser, error)
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
         """Return the tool calls at the end of an output; empty if there are none."""
@@ -104,18 +100,15 @@ class ToolCallReader:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the tokenizer has loaded. If not, ``read_stopped`` guesses."""
         return self._tokenizer is not None
 
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> tuple[ParsedToolCall, ...] | None:
-        """Return the tool calls of an output up to the end of its first stop string; ``None`` if no stop
-        string ended the output. A stop string counts only if it ends after the first ``min_tokens`` tokens.
-
-        If the tokenizer failed to load, every output that is not empty counts as stopped, without tool calls.
-        If the API server has no tokenizer either (``skip_tokenizer_init``), no output counts as stopped.
-        """
+        """Return the tool calls of an output up to the end of its first stop string that ends after the first
+        ``min_tokens`` tokens; ``None`` if no stop string ended the output. Without the tokenizer, every
+        output that is not empty counts as stopped, without tool calls; but none if the API server has no
+        tokenizer either (``skip_tokenizer_init``)."""
         if not token_ids:
             return None
         if self._tokenizer is None:
@@ -164,16 +157,14 @@ _REQUEST = SimpleNamespace(
     tools=None, tool_choice="auto", chat_template_kwargs=None, skip_special_tokens=False
 )
 """Takes the place of the chat request, with the fields that parsers read. The engine core does not know the
-request's tools. Most parsers use the tools only for the types of arguments. Parsers that look up the called
-tool in them find no call."""
+request's tools. Most parsers use them only for the types of arguments; those that look up the called tool
+find no call."""
 
 
 def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., Any] | None) -> TurnEnd:
-    """Return how ``request`` ended, and the tool calls that ``reader`` finds in its output.
-
-    ``guarded`` calls a function and returns ``None`` if it raises, so a turn also ends if its output cannot
-    be decoded. With ``guarded=None`` the output is not decoded, and there are no tool calls.
-    """
+    """Return how ``request`` ended, and the tool calls in its output. ``guarded`` calls a function and
+    returns ``None`` if it raises, so a turn also ends if its output cannot be decoded. Without it, no output
+    is decoded."""
     reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
     if guarded is None:
         return TurnEnd(reason)
@@ -186,11 +177,3 @@ def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., An
         if calls is not None:
             return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=not reader.has_tokenizer)
     return TurnEnd(reason)
-
-
-def _vllm_parser(name: str, plugin: str | None, tokenizer: Any) -> Any:
-    from .compat import ToolParserManager
-
-    if plugin is not None:
-        ToolParserManager.import_tool_parser(plugin)
-    return ToolParserManager.get_tool_parser(name)(tokenizer)

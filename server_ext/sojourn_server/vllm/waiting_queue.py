@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
+from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import AdmissionRequested, RequestLetIn, answer_of
-from ..core.program_scheduler import QueuePlace, QueueState
+from ..core.program_scheduler import ProgramScheduler, QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
-from .engine_context import EngineContext
 from .engine_description import is_one_of_a_pair
+from .kv_cache_groups import KVCacheGroups
 
 if TYPE_CHECKING:
+    from .compat import Scheduler
     from .kv_offload_connector import SojournConnector
 
 SHARED_LOOKUP_EVERY_STEPS = 16
-"""Number of steps between two look-ups of the blocks that a request waiting for admission could share."""
+"""Steps between two look-ups of the blocks that a request waiting for admission could share."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    """One engine's scheduler, the ``ProgramScheduler``, and the adapter's ways to both, for its parts."""
+
+    scheduler: Scheduler
+    program_scheduler: ProgramScheduler
+    groups: KVCacheGroups
+    clock: Callable[[], float]
+    handle: EventHandler
+    """Passes an event to the ``ProgramScheduler``, and keeps its actions on KV until ``carry_out``."""
+    carry_out: Callable[[float], None]
+    guarded: Callable[..., Any]
+    """Runs a call; returns ``None`` if it fails, after the failure was counted and logged."""
+    report_failure: Callable[[Exception, str], None]
 
 
 class _Entry(NamedTuple):
@@ -46,8 +65,7 @@ class PolicyRequestQueue(RequestQueue):
     """
 
     def __init__(self, owner: WaitingQueueAdapter, *, holds_kv: bool = False) -> None:
-        """``owner`` answers the queue's questions and does not raise. ``holds_kv``: whether this queue is for
-        requests that hold blocks. It is only sorted."""
+        """``owner`` does not raise. ``holds_kv``: its requests hold blocks, and it is only sorted."""
         self._owner = owner
         self._holds_kv = holds_kv
         # A sorted list: an insertion moves pointers only, and a scan in order finds every answer.
@@ -64,7 +82,7 @@ class PolicyRequestQueue(RequestQueue):
         self.peeked: Request | None = None
 
     def promote(self, now: float) -> None:
-        """Move each request whose long wait has changed its key to its new position."""
+        """Move each request whose long wait has changed its key."""
         for entry in tuple(self.entries):
             # A preempted request is overdue at once when another becomes so.
             if entry.place.changes_s <= now or entry.request.status == RequestStatus.PREEMPTED:
@@ -175,17 +193,16 @@ class WaitingQueueAdapter:
         self._admission_paused_until = 0
         """Number of the last step in which no request is admitted."""
         self._shared: dict[str, tuple[int, int]] = {}
-        """Id of a request that needs admission → (step of the last look-up, number of shared blocks). A block
-        of its prompt is shared if other requests use it or leases pin it."""
+        """Request that needs admission → (step of the last look-up, blocks of its prompt in use or
+        pinned)."""
         self._last_rejected: tuple[str, int] | None = None
-        """(Id of the request that the admission policy rejected last, value of ``DemandForecaster.changes``
-        at that time)."""
+        """(Request that the admission policy rejected last, ``DemandForecaster.changes`` at that time)."""
 
     # -- the queue's questions ----------------------------------------------------
 
     def place(self, request: Request) -> QueuePlace:
-        """Return the request's key and state. If sojourn fails or does not know the request, it is by
-        arrival, behind the requests whose key is known; if the request was preempted, before them."""
+        """Return the request's key and state. If sojourn fails or does not know it, it is by arrival, behind
+        those whose key is known, or before them if it was preempted."""
         by_priority = self._by_user_priority
         # With user priorities, vLLM orders preempted requests by arrival too.
         preempted = request.status == RequestStatus.PREEMPTED and not by_priority
@@ -223,8 +240,7 @@ class WaitingQueueAdapter:
     # -- steps --------------------------------------------------------------------
 
     def open_step(self, now: float) -> None:
-        """Start a step before vLLM plans it: gated requests may be admitted again, unless admission is
-        paused, and long waits change keys."""
+        """Start a step: gated requests may be admitted, unless that is paused, and long waits change keys."""
         queue = self.queue
         queue.admission_closed, queue.peeked = False, None
         self._steps += 1
@@ -237,8 +253,8 @@ class WaitingQueueAdapter:
         self._shared.pop(request.request_id, None)
 
     def loading(self) -> list[Request]:
-        """Return the waiting requests that hold blocks for a KV load, in the queue's order. The load may
-        still run or have ended. A request that vLLM has taken from the queue for the moment is left out."""
+        """Return the waiting requests that hold blocks for a KV load, which may have ended, in the queue's
+        order, without those that vLLM has taken from the queue for the moment."""
         return [
             request
             for request in self._scheduler.kv_holding_waiting
@@ -246,8 +262,8 @@ class WaitingQueueAdapter:
         ]
 
     def give_up_load(self, request: Request, connector: SojournConnector) -> None:
-        """Cancel the load of a request from ``loading()``, free its blocks and queue it again. vLLM itself
-        preempts only running requests."""
+        """Cancel a load of ``loading()``, free its blocks and queue it again, as vLLM preempts running
+        ones."""
         scheduler = self._scheduler
         connector.cancel_load(request.request_id)
         for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
@@ -264,16 +280,14 @@ class WaitingQueueAdapter:
         scheduler.waiting.add_request(request)
 
     def pause_admission(self) -> None:
-        """Admit no further request in this step, as vLLM does after a preemption.
-
-        Call this after a load was cancelled. Other requests must not get the load's blocks before the worker
-        has answered. With asynchronous scheduling the answer comes one step later, so the pause also covers
-        the next step."""
+        """Admit no further request in this step, as vLLM does after a preemption. After a load was cancelled,
+        others must not get its blocks before the worker has answered. With asynchronous scheduling the answer
+        comes one step later, so the pause also covers the next step."""
         self._admission_paused_until = self._steps + bool(self._scheduler.scheduler_config.async_scheduling)
         self.queue.step_closed = True
 
     def requeue_loading(self, connector: SojournConnector) -> None:
-        """Cancel all loads before a cache reset, free their blocks, and queue unfinished requests again."""
+        """Cancel all loads before a cache reset, and queue unfinished requests again."""
         scheduler = self._scheduler
         for request in tuple(scheduler.requests.values()):
             if request.is_finished():  # aborted; vLLM would free its blocks after the load
@@ -283,7 +297,7 @@ class WaitingQueueAdapter:
             self.give_up_load(request, connector)
 
     def only_parked_wait(self) -> bool:
-        """Return whether requests are parked and vLLM could run none of the other waiting requests now."""
+        """Whether requests are parked and vLLM could run none of the others that wait now."""
         scheduler, parked = self._scheduler, self.queue.parked
         if not parked:
             return False
@@ -327,7 +341,7 @@ class WaitingQueueAdapter:
         return False
 
     def _promised_blocks(self) -> int:
-        """Return how many blocks admitted requests still need for the uncomputed part of their prompts."""
+        """Return how many blocks admitted requests still need for their prompts."""
         promised = 0
         for request in (*self._scheduler.running, *self._admitted_loading()):
             if request.num_computed_tokens < request.num_tokens - 1:
@@ -336,13 +350,12 @@ class WaitingQueueAdapter:
         return promised
 
     def _admitted_loading(self) -> list[Request]:
-        """Return the admitted requests that wait until a connector has loaded KV into their blocks."""
+        """Return the admitted requests that wait for a connector's load."""
         in_flight = self._scheduler._inflight_prefills
         return [request for request in in_flight if request.status != RequestStatus.RUNNING]
 
     def _shared_blocks(self, request: Request) -> int:
-        """Return how many cached blocks of the request's prompt are used by other requests or pinned by
-        leases. The number may be up to ``SHARED_LOOKUP_EVERY_STEPS`` steps old."""
+        """Return how many cached blocks of its prompt others use or leases pin, as of the last look-up."""
         known = self._shared.get(request.request_id)
         if known is None or self._steps - known[0] >= SHARED_LOOKUP_EVERY_STEPS:
             hits = self._scheduler.kv_cache_manager.get_computed_blocks(request)[0].blocks
@@ -351,6 +364,6 @@ class WaitingQueueAdapter:
 
 
 def max_new_tokens(request: Request, max_model_len: int) -> int:
-    """Return the maximum number of tokens that the request may still generate, at least 1."""
+    """Return how many tokens the request may still generate, at least 1."""
     allowed = request.max_tokens - request.num_output_tokens
     return int(max(1, min(allowed, max_model_len - request.num_tokens)))
