@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 
-def history_file(path: Path, now: float = 0.0, **options: Any) -> Any:
+def history_file(path: Path, now: float = 0.0) -> Any:
     from sojourn_server.vllm.history_file import HistoryFile
 
-    return HistoryFile(str(path), now, **options)
+    return HistoryFile(str(path), now)
 
 
 def histories_of(count: int) -> Any:
@@ -40,16 +40,6 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     history_file(path).save(histories_of(3))
     assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
     assert os.listdir(path.parent) == ["h.json"]
-
-
-def test_each_rank_has_its_own_file(tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    for rank, count in ((None, 1), (0, 2), (3, 4)):
-        history_file(path, rank=rank).save(histories_of(count))
-    assert sorted(os.listdir(tmp_path)) == ["h.json", "h.json.rank0", "h.json.rank3"]
-    for rank, count in ((None, 1), (0, 2), (3, 4)):
-        loaded = history_file(path, rank=rank).load()
-        assert loaded.tools.snapshot() == histories_of(count).tools.snapshot()
 
 
 def test_ranks_of_a_dense_model_write_files_of_their_own(
@@ -183,24 +173,6 @@ def test_the_background_save_and_the_last_one_do_not_write_into_each_other(
     assert warnings_logged == []
     assert os.listdir(tmp_path) == ["h.json"]
     assert history_file(path).load().tools.snapshot() == histories_of(5).tools.snapshot()
-
-
-def test_saves_of_several_processes_and_threads_use_names_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings_logged: list[str]
-) -> None:
-    path = tmp_path / "h.json"
-    seen: list[str] = []
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(str(a)), replace(a, b)))
-    # A file each, as processes would have: of one file's snapshots an older one may rightly be left out.
-    threads = [threading.Thread(target=history_file(path).save, args=(histories_of(2),)) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(set(seen)) == 16
-    assert warnings_logged == []
-    assert os.listdir(tmp_path) == ["h.json"]
 
 
 def test_it_is_saved_every_five_minutes(tmp_path: Path) -> None:

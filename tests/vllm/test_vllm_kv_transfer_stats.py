@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 
 pytest.importorskip("vllm")
 
 from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes
-from sojourn_server.vllm.kv_transfer_connector import KVTransferStats, PathsConnector
+from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 
 
 class Worker:
@@ -38,14 +36,3 @@ def test_steps_are_summed_in_another_process() -> None:
     assert not summed.is_empty()
     summed.reset()
     assert summed.is_empty()
-
-
-def test_an_engine_without_a_worker_tells_nothing() -> None:
-    connector = object.__new__(PathsConnector)
-    connector._worker = None
-    assert connector.get_kv_connector_stats() is None
-
-
-def test_both_are_of_one_kind() -> None:
-    assert isinstance(KVTransferStats(data=asdict(TransferStepTimes(copied_s=1.0))), KVTransferStats)
-    assert KVTransferStats(data=asdict(TransferStepTimes(copied_s=1.0))).reduce()["copied_s"] == 1.0

@@ -615,26 +615,6 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
 # -- storms ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lag_steps", [0, 7])
-def test_a_storm_of_promotions_serves_everybody(make_engine: Any, clock: Any, lag_steps: int) -> None:
-    """Twelve programs of 8 blocks each, the device holds five: all come back at once, three times."""
-    engine = make_engine("mori", **{**SHAPE, "host_blocks": 200})
-    worker = Worker(engine, clock, lag_steps=lag_steps)
-    contexts = {f"P{number}": prompt(number + 1, 112) for number in range(12)}
-    requests = []
-    for turn in range(4):
-        for name, context in contexts.items():
-            context += prompt(20 + len(requests), 16)
-            requests.append(engine.add(f"{name}/{turn}", context, program_id=name, max_tokens=3))
-        worker.until_idle()
-        clock.now += 20.0
-    assert [request.num_output_tokens for request in requests] == [3] * 48
-    assert worker.counts["loaded"] > 50
-    lost = engine.ask("stats")["ledger"]["lost_tokens"]
-    assert sum(lost.values()) == 0, "host memory holds them all"
-    assert not any(entry.pins for entry in planner(engine).host)
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(

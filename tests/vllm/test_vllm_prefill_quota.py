@@ -236,18 +236,6 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     assert order == ["read", "ready", "behind"]
 
 
-def test_a_long_prompt_neither_starves_others_nor_starves(make: Callable[..., Any]) -> None:
-    engine = make(0.05, blocks=4_000, max_num_batched_tokens=16_384)
-    names = []
-    for number in range(30):
-        names.append(f"r{number}")
-        engine.add(names[-1], prompt(number, 4_000 if number % 10 == 3 else 50), arrival_s=float(number))
-    ended: list[str] = []
-    while engine.scheduler.has_unfinished_requests():
-        ended += engine.step().finished
-    assert ended == names
-
-
 # -- what may happen in the middle of a prompt -------------------------------------
 
 

@@ -68,8 +68,9 @@ class HistoryFile:
                 self._saving.join()
             self._write(self._path, histories.snapshot())
 
-    def _write(self, path: Path, document: dict[str, Any]) -> None:
-        partial = path.with_name(f"{path.name}.{os.getpid()}-{id(self)}.partial")
+    @staticmethod
+    def _write(path: Path, document: dict[str, Any]) -> None:
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = {name: part for name, part in document.items() if name not in _NOT_KEPT}

@@ -71,9 +71,7 @@ class SojournMixin:
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False, *args: Any, **kwargs: Any
     ) -> bool:
-        self.sojourn.guarded(self.sojourn.before_cache_reset)
-        if reset_running_requests:
-            self.sojourn.guarded(self.sojourn.requeue_loading)
+        self.sojourn.guarded(self.sojourn.before_cache_reset, reset_running_requests)
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         cached = pool.cached_block_hash_to_block
         try:
@@ -85,9 +83,9 @@ class SojournMixin:
             # to clear the device, and the connector's reset may fail.
             is_cleared = pool.cached_block_hash_to_block is not cached
             if is_cleared:
-                self.sojourn.guarded(self.sojourn.after_cache_reset)
+                self.sojourn.guarded(self.sojourn.after_cache_reset, True)
         if reset_connector and not is_cleared:
-            self.sojourn.guarded(self.sojourn.after_connector_reset)
+            self.sojourn.guarded(self.sojourn.after_cache_reset, False)
         return done
 
     def shutdown(self) -> None:

@@ -434,17 +434,17 @@ class SchedulerAdapter(EngineView):
         an asynchronous load is not computed before the load has ended."""
         self._pool.evict_blocks(self._groups.blocks_behind(self._scheduler.running, block_ids))
 
-    def before_cache_reset(self) -> None:
-        """End leases and loads ahead of need: vLLM clears the prefix cache only if nothing holds blocks."""
+    def before_cache_reset(self, preempts: bool) -> None:
+        """End leases and loads ahead of need: vLLM clears the prefix cache only if nothing holds blocks. If
+        it ``preempts`` running requests for it, requests that load are queued again."""
         now = self._clock()
-        self.handle(CacheResetStarted(), now)
-        self.carry_out(now)
-        self._prefetcher.cancel_all()
-
-    def requeue_loading(self) -> None:
-        """Cancel all loads of requests, and queue these, before a reset that preempts running requests."""
-        if self._connector is not None:
-            self.waiting.requeue_loading(self._connector)
+        try:
+            self.handle(CacheResetStarted(), now)
+            self.carry_out(now)
+            self._prefetcher.cancel_all()
+        finally:
+            if preempts and self._connector is not None:
+                self.waiting.requeue_loading(self._connector)
 
     def _drop_cancelled(self, copies: KVConnectorOutput) -> None:
         """Remove the results of cancelled loads from a step's results, before vLLM handles them. With several
@@ -459,18 +459,14 @@ class SchedulerAdapter(EngineView):
                 # until the request's turn comes. Other requests may need the blocks.
                 self.waiting.give_up_load(request, self._connector)
 
-    def after_cache_reset(self) -> None:
-        """Remove all owners and forget the KV in all tiers, after vLLM cleared the prefix cache."""
-        self._queue.clear_owners()
-        self._prefetcher.reset()
-        self._forget_contexts(device=True)
-
-    def after_connector_reset(self) -> None:
-        """Forget the KV below the device: vLLM reset the connector, but refused to clear the prefix cache."""
-        if self._offload is not None:
-            self._forget_contexts(device=False)
-
-    def _forget_contexts(self, *, device: bool) -> None:
+    def after_cache_reset(self, device: bool) -> None:
+        """Forget the KV in all tiers, after vLLM cleared the prefix cache on the ``device``; or that below
+        it, if vLLM reset the connector, but refused to clear the prefix cache."""
+        if device:
+            self._queue.clear_owners()
+            self._prefetcher.reset()
+        elif self._offload is None:
+            return
         now = self._clock()
         try:
             self.handle(CacheReset(device), now)
