@@ -26,7 +26,6 @@ def turn(history: ToolHistory, tool: str | None) -> FinishedTurnView:
         program_id=ProgramId("p"),
         tool=tool,
         context_tokens=1000,
-        kv_blocks=60,
         reload_s=1.0,
         mean_evicted_wait_s=0.0,
         memoryfulness=1.0,

@@ -33,8 +33,8 @@ from sojourn_server.gateway.http.tenant_keys import (
     load_tenant_keys,
 )
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
-from sojourn_server.policies.fairness_policies import FcfsSharing
-from sojourn_server.policies.routing_policies import NoStealing, SessionAffinityRouting
+from sojourn_server.policies.fairness_policies import SharePolicy
+from sojourn_server.policies.routing_policies import SessionAffinityRouting, StealingPolicy
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
 from sojourn_server.routing.pair_strategy import PairStrategy
@@ -242,7 +242,7 @@ def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
 @pytest.mark.parametrize("spare", [True, False])
 @pytest.mark.parametrize("in_pairs", [True, False])
 def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, spare: bool) -> None:
-    policies: list[Any] = [SessionAffinityRouting(), NoStealing(), FcfsSharing()]
+    policies: list[Any] = [SessionAffinityRouting(), StealingPolicy(), SharePolicy()]
     core = RoutingCore(PairStrategy() if in_pairs else AffinityStrategy(*policies), RoutingLimits())
     routing_backend = RoutingBackend(core, lambda: 100.0)
 

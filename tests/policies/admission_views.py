@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn_server.policies.policy_views import AdmissionView
+from sojourn_server.policies.policy_views import AdmissionView, GrowthStatistics
 
 
 def admission_view(need_blocks: int, **facts: Any) -> AdmissionView:
@@ -13,9 +13,6 @@ def admission_view(need_blocks: int, **facts: Any) -> AdmissionView:
         need_blocks=need_blocks,
         anything_running=True,
         earlier=(),
-        observed_turns=0,
-        mean_growth_tokens=0.0,
-        observed_programs=0,
-        mean_turns=0.0,
+        growth=GrowthStatistics(),
         **facts,
     )

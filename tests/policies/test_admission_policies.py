@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 from admission_views import admission_view
-from sojourn_server.policies.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
-from sojourn_server.policies.forecasting import MIN_PROGRAMS_SEEN, MIN_TURNS_SEEN
-from sojourn_server.policies.policy_views import ProgramGrowthView
-
-NEWCOMER = admission_view(
-    20,
-    free_blocks=100,
-    pool_blocks=1_000,
-    block_size=10,
-    max_context_tokens=100_000,
+from sojourn_server.policies.admission_policies import AdmissionPolicy, ExpectedGrowthAdmission
+from sojourn_server.policies.forecasting import (
+    MIN_PROGRAMS_SEEN,
+    MIN_TURNS_SEEN,
+    expected_growth_tokens,
 )
+from sojourn_server.policies.policy_views import GrowthStatistics, ProgramGrowthView
+
+LONGEST = 100_000
+NEWCOMER = admission_view(20, free_blocks=100, pool_blocks=1_000, block_size=10, max_context_tokens=LONGEST)
 YOUNG = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=100)
 
 
@@ -34,34 +33,27 @@ def test_an_idle_engine_admits_the_first_program() -> None:
 def test_no_context_is_expected_to_grow_beyond_its_limit_and_all_not_beyond_the_pool() -> None:
     policy = ExpectedGrowthAdmission(reserve=1.0)
     full = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=95)
-    assert policy.expected_growth_tokens(full, replace(NEWCOMER, max_context_tokens=100)) == 5
+    assert expected_growth_tokens(full, GrowthStatistics(), 100) == 5
     giants = (ProgramGrowthView(turns=0, first_prompt_tokens=50_000, context_tokens=10),) * 3
     assert policy.may_admit(replace(NEWCOMER, free_blocks=1_020, earlier=giants), 0.0)
 
 
 def test_everyone_enters_where_the_engine_decides() -> None:
-    assert NoAdmissionControl().may_admit(replace(NEWCOMER, free_blocks=0, earlier=(YOUNG,) * 9), 0.0)
+    assert AdmissionPolicy().may_admit(replace(NEWCOMER, free_blocks=0, earlier=(YOUNG,) * 9), 0.0)
 
 
 def test_priors_hold_until_growth_was_seen() -> None:
-    policy = ExpectedGrowthAdmission(reserve=1.0)
-    assert policy.expected_growth_tokens(YOUNG, NEWCOMER) == pytest.approx(10 * 30)
-    seen = replace(
-        NEWCOMER,
-        observed_turns=MIN_TURNS_SEEN,
-        mean_growth_tokens=7.0,
-        observed_programs=MIN_PROGRAMS_SEEN,
-        mean_turns=5.0,
-    )
-    assert policy.expected_growth_tokens(YOUNG, seen) == pytest.approx(4 * 7)
-    few = replace(seen, observed_turns=MIN_TURNS_SEEN - 1, observed_programs=MIN_PROGRAMS_SEEN - 1)
-    assert policy.expected_growth_tokens(YOUNG, few) == pytest.approx(10 * 30)
+    assert expected_growth_tokens(YOUNG, GrowthStatistics(), LONGEST) == pytest.approx(10 * 30)
+    seen = GrowthStatistics(MIN_TURNS_SEEN, 7.0, MIN_PROGRAMS_SEEN, 5.0)
+    assert expected_growth_tokens(YOUNG, seen, LONGEST) == pytest.approx(4 * 7)
+    few = GrowthStatistics(MIN_TURNS_SEEN - 1, 7.0, MIN_PROGRAMS_SEEN - 1, 5.0)
+    assert expected_growth_tokens(YOUNG, few, LONGEST) == pytest.approx(10 * 30)
 
 
 def test_a_program_older_than_expected_still_grows_by_a_turn() -> None:
-    old = replace(NEWCOMER, observed_turns=MIN_TURNS_SEEN, mean_growth_tokens=50.0)
+    old = GrowthStatistics(MIN_TURNS_SEEN, 50.0)
     aged = ProgramGrowthView(turns=99, first_prompt_tokens=10, context_tokens=900)
-    assert ExpectedGrowthAdmission().expected_growth_tokens(aged, old) == pytest.approx(50.0)
+    assert expected_growth_tokens(aged, old, LONGEST) == pytest.approx(50.0)
 
 
 def test_the_gate_shuts_exactly_where_the_growth_no_longer_fits() -> None:
@@ -99,9 +91,7 @@ def test_admission_is_monotonic_in_free_blocks_and_programs() -> None:
 
 
 def test_a_context_that_was_longer_before_is_expected_to_be_so_again() -> None:
-    seen = replace(NEWCOMER, observed_turns=MIN_TURNS_SEEN, mean_growth_tokens=5.0, max_context_tokens=9_000)
+    seen = GrowthStatistics(MIN_TURNS_SEEN, 5.0)
     shrunk = ProgramGrowthView(turns=99, first_prompt_tokens=10, context_tokens=300, peak_tokens=700)
-    assert ExpectedGrowthAdmission().expected_growth_tokens(shrunk, seen) == pytest.approx(400)
-    assert ExpectedGrowthAdmission().expected_growth_tokens(
-        shrunk._replace(context_tokens=700), seen
-    ) == pytest.approx(5)
+    assert expected_growth_tokens(shrunk, seen, 9_000) == pytest.approx(400)
+    assert expected_growth_tokens(shrunk._replace(context_tokens=700), seen, 9_000) == pytest.approx(5)

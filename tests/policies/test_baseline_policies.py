@@ -17,6 +17,7 @@ from sojourn_server.policies.policy_views import (
     AdmissionView,
     BlockShortage,
     FinishedTurnView,
+    GrowthStatistics,
     LeaseView,
     ProgramGrowthView,
     ReclaimRequest,
@@ -44,10 +45,7 @@ NEWCOMER = AdmissionView(
     max_context_tokens=10_000,
     anything_running=True,
     earlier=(ProgramGrowthView(3, 100, 300),),
-    observed_turns=0,
-    mean_growth_tokens=0.0,
-    observed_programs=0,
-    mean_turns=0.0,
+    growth=GrowthStatistics(),
 )
 
 
@@ -200,7 +198,6 @@ TURN = FinishedTurnView(
     program_id=ProgramId("p"),
     tool="bash",
     context_tokens=1000,
-    kv_blocks=63,
     reload_s=2.0,
     mean_evicted_wait_s=99.0,
     memoryfulness=1.0,

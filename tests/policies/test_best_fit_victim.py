@@ -15,18 +15,23 @@ from hypothesis import strategies as st
 from sojourn_server.policies import preemption_policies
 from sojourn_server.policies.admission_policies import DemandForecastAdmission
 from sojourn_server.policies.forecasting import STEP_POINTS, needed_blocks
-from sojourn_server.policies.policy_views import AdmissionView, BlockShortage, RunningRequestView
+from sojourn_server.policies.policy_views import (
+    AdmissionView,
+    BlockShortage,
+    GrowthStatistics,
+    RunningRequestView,
+)
 from sojourn_server.policies.preemption_policies import (
     HORIZON_STEPS,
     IMMUNE_TOKENS,
     MAX_CANDIDATES_COMPARED,
     MOST_PREEMPTIONS,
     BestFitVictim,
-    EngineVictim,
+    VictimPolicy,
 )
 from sojourn_server.policies.preset import load_preset
 
-NEED = BlockShortage(1, 100, 16, 0.05)
+NEED = BlockShortage(100, 16, 0.05)
 
 
 def request(name: str, position: int, **facts: object) -> RunningRequestView:
@@ -106,7 +111,6 @@ sets = st.lists(requests, min_size=1, max_size=6).map(
 )
 shortages = st.builds(
     BlockShortage,
-    st.integers(0, 5),
     st.integers(0, 400),
     st.sampled_from([4, 16, 64]),
     step_s=st.sampled_from([0.0, 0.05]),
@@ -156,7 +160,7 @@ def test_of_very_many_a_bounded_number_is_weighed_and_a_good_one_is_among_them(
         )
         for at in range(400)
     ]  # fmt: skip
-    need = BlockShortage(1, sum(view.blocks for view in running) + 40, 16, step_s=0.05)
+    need = BlockShortage(sum(view.blocks for view in running) + 40, 16, step_s=0.05)
     weighed: list[int] = []
     original = preemption_policies.needed_blocks
 
@@ -184,7 +188,7 @@ def test_a_program_that_holds_too_little_is_spared() -> None:
     ]
     # Of the first two, at 512 steps, either needs 95 or 57.5 blocks; the small one is gone by then.
     assert BestFitVictim().victim(running, NEED._replace(available_blocks=90), 0.0) == "long"
-    assert EngineVictim().victim(running, NEED, 0.0) is None, "the last, which is the small one"
+    assert VictimPolicy().victim(running, NEED, 0.0) is None, "the last, which is the small one"
 
 
 def test_of_those_that_leave_enough_the_one_that_loses_least_goes() -> None:
@@ -360,7 +364,7 @@ class Engine:
     """As vLLM: requests take blocks as needed, preempted ones go to the head of the queue, and no request is
     admitted in a step with a preemption."""
 
-    def __init__(self, lives: list[Life], room: int, policy: BestFitVictim | EngineVictim, foresee: Foresee,
+    def __init__(self, lives: list[Life], room: int, policy: BestFitVictim | VictimPolicy, foresee: Foresee,
                  random: Random, entry: DemandForecastAdmission | None = None) -> None:  # fmt: skip
         self.waiting, self.running = list(lives), list[Life]()
         self.room, self.policy, self.foresee, self.random, self.entry = room, policy, foresee, random, entry
@@ -429,7 +433,7 @@ class Engine:
 
     def victim(self) -> Life:
         views = self.views(self.running)
-        chosen = self.policy.victim(views, BlockShortage(1, self.room, SIZE, 0.05), 0.0)
+        chosen = self.policy.victim(views, BlockShortage(self.room, SIZE, 0.05), 0.0)
         if chosen is None:
             return self.running[-1]
         by_name = {life.name: life for life in self.running}
@@ -457,8 +461,8 @@ class Engine:
         return self.entry.may_admit(
             AdmissionView(
                 need_blocks=life.blocks, free_blocks=self.free, pool_blocks=self.room, block_size=SIZE,
-                max_context_tokens=10**6, anything_running=bool(self.running), earlier=(), observed_turns=0,
-                mean_growth_tokens=0.0, observed_programs=0, mean_turns=0.0, own=self.views([life])[0],
+                max_context_tokens=10**6, anything_running=bool(self.running), earlier=(),
+                growth=GrowthStatistics(), own=self.views([life])[0],
                 needed_blocks=tuple(needed_blocks(self.views(self.running), SIZE)), 
                 available_blocks=self.room,
             ),
@@ -492,7 +496,7 @@ def test_every_request_ends_and_no_single_one_pays_for_all(
     assert all(life.written == life.output for life in lives)
 
 
-def cascades(policy: BestFitVictim | EngineVictim, foresee: Foresee, gated: bool = False) -> tuple[int, int]:
+def cascades(policy: BestFitVictim | VictimPolicy, foresee: Foresee, gated: bool = False) -> tuple[int, int]:
     """Preemptions in all, and those within sixteen steps of one before."""
     total = close = 0
     for seed in range(12):
@@ -508,7 +512,7 @@ def cascades(policy: BestFitVictim | EngineVictim, foresee: Foresee, gated: bool
 
 def test_one_preemption_is_enough_more_often_than_by_chance() -> None:
     """What the paper is about (§1): a victim chosen in ignorance is followed by others."""
-    total, close = cascades(EngineVictim(), exactly)
+    total, close = cascades(VictimPolicy(), exactly)
     for foresee in (exactly, roughly):
         fitted_total, fitted_close = cascades(BestFitVictim(), foresee)
         assert fitted_total < total

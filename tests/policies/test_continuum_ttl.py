@@ -36,7 +36,7 @@ def choose(
     eta: float = 1.0,
 ) -> RetentionDecision:
     turn = FinishedTurnView(
-        program_id="p", tool=tool, history=history, context_tokens=1, kv_blocks=1,
+        program_id="p", tool=tool, history=history, context_tokens=1,
         reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta,
     )  # fmt: skip
     return rule.ttl(turn)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from sojourn_server.policies.forecasting import (
     MIN_OUTPUTS,
     QUANTILE_POINTS,
-    NoLengthPrediction,
     OutputLengthView,
     RemainingTokens,
     RemainingTokensPolicy,
@@ -58,8 +57,8 @@ def sample(draw: Callable[[Random], int], random: Random, number: int = 500) -> 
 
 
 def test_a_policy_without_prediction_answers_none() -> None:
-    assert not NoLengthPrediction().predicts
-    assert NoLengthPrediction().remaining(OutputLengthView("r", 5, 100, [10] * 99, 50, 0.1), 0.0) is None
+    assert not RemainingTokensPolicy().predicts
+    assert RemainingTokensPolicy().remaining(OutputLengthView("r", 5, 100, [10] * 99, 50, 0.1), 0.0) is None
 
 
 @pytest.mark.parametrize("policy", [SurvivalPrediction(), SurvivalPrediction(hints=False)])

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preemption_policies import (
     NO_OFFLOAD_S_PER_TOKEN,
-    AlwaysOffload,
     CheaperRecovery,
     PreemptedRequestView,
     RecoveryMethod,
+    RecoveryPolicy,
     measured_break_even_tokens,
 )
 from sojourn_server.policies.preset import load_preset
@@ -54,7 +54,7 @@ def test_it_waits_for_what_the_link_does_before() -> None:
 def test_where_there_is_nowhere_to_copying_takes_for_ever(lacking: dict[str, float | None]) -> None:
     nowhere = VICTIM._replace(**lacking)
     assert nowhere.offload_s == math.inf
-    assert AlwaysOffload().recovery(nowhere, 0.0) is RECOMPUTE
+    assert RecoveryPolicy().recovery(nowhere, 0.0) is RECOMPUTE
     assert CheaperRecovery().recovery(nowhere._replace(recompute_s=math.inf), 0.0) is RECOMPUTE
 
 
@@ -84,7 +84,7 @@ def test_copying_ahead_never_costs_and_a_busy_link_always_does(
 
 @given(victim=views)
 def test_each_policy_does_what_it_says(victim: PreemptedRequestView) -> None:
-    assert AlwaysOffload().recovery(victim, 0.0) is OFFLOAD
+    assert RecoveryPolicy().recovery(victim, 0.0) is OFFLOAD
     cheaper = OFFLOAD if victim.offload_s < victim.recompute_s else RECOMPUTE
     assert CheaperRecovery().recovery(victim, 0.0) is cheaper
 
@@ -105,7 +105,7 @@ def test_where_no_prefill_was_seen_yet_it_is_computed_again_as_by_the_untouched_
 
 def test_the_preset_of_the_paper_takes_the_cheaper_way_and_others_keep_theirs() -> None:
     assert load_preset("tetris").recovery == CheaperRecovery()
-    assert load_preset("continuum").recovery == AlwaysOffload()
+    assert load_preset("continuum").recovery == RecoveryPolicy()
 
 
 # -- by what was measured -------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.policies.admission_policies import ExpectedGrowthAdmission, NoAdmissionControl
+from sojourn_server.policies.admission_policies import AdmissionPolicy, ExpectedGrowthAdmission
 from sojourn_server.policies.lease_reclaim_policies import LatestProgramReclaim
 from sojourn_server.policies.preset import (
     POLICY_CLASSES,
@@ -12,7 +12,7 @@ from sojourn_server.policies.preset import (
     parse_preset,
     preset_names,
 )
-from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, NoRetention
+from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, RetentionPolicy
 
 BASE = 'extends = "continuum"\n'
 
@@ -54,7 +54,7 @@ def test_continuum_has_the_papers_defaults() -> None:
     ("name", "retention", "base", "differs"),
     [
         ("fixed-ttl", FixedRetention(ttl_s=10.0), "continuum", {"retention", "admission"}),
-        ("program-fcfs", NoRetention(), "continuum-paper", {"retention"}),
+        ("program-fcfs", RetentionPolicy(), "continuum-paper", {"retention"}),
         ("static-ttl", ContinuumRetention(min_samples=10**9), "continuum-paper", {"retention"}),
     ],
 )
@@ -72,7 +72,7 @@ def test_continuum_differs_from_the_paper_in_admission_and_in_whose_leases_a_wai
     assert (ours.lease_reclaim, paper.lease_reclaim) == (
         LatestProgramReclaim(), LatestProgramReclaim(spares_earlier=False)
     )  # fmt: skip
-    assert (type(ours.admission), type(paper.admission)) == (ExpectedGrowthAdmission, NoAdmissionControl)
+    assert (type(ours.admission), type(paper.admission)) == (ExpectedGrowthAdmission, AdmissionPolicy)
     for question in POLICY_CLASSES.keys() - {"admission", "lease_reclaim"}:
         assert getattr(ours, question) == getattr(paper, question)
 

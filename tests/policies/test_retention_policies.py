@@ -9,7 +9,7 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
-from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, NoRetention
+from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, RetentionPolicy
 from sojourn_server.programs.windowed_history import ToolHistory
 
 NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
@@ -27,7 +27,6 @@ def turn(**changes: Any) -> FinishedTurnView:
         "program_id": ProgramId("p"),
         "tool": "bash",
         "context_tokens": 1000,
-        "kv_blocks": 60,
         "reload_s": 20.0,
         "mean_evicted_wait_s": 0.0,
         "memoryfulness": 1.0,
@@ -66,6 +65,6 @@ def test_fixed_and_none() -> None:
     assert FixedRetention(ttl_s=7.0).keep(turn(tool=None), 0.0) == RetentionDecision(
         0.0, DecisionReason.NO_TOOL_CALL
     )
-    assert NoRetention().keep(turn(hinted_ttl_s=40.0), 0.0) == RetentionDecision(
+    assert RetentionPolicy().keep(turn(hinted_ttl_s=40.0), 0.0) == RetentionDecision(
         0.0, DecisionReason.POLICY_OFF
     )

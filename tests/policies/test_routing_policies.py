@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.fairness_policies import (
     AgentFairShare,
-    FcfsSharing,
     RunningTaskView,
+    SharePolicy,
     TenantView,
     WaitingTenantView,
 )
@@ -19,7 +19,6 @@ from sojourn_server.policies.routing_policies import (
     NO_REPLICA,
     CapacityRouting,
     LeastDelayRouting,
-    NoStealing,
     PrefixAffinityRouting,
     RandomRouting,
     ReplicaView,
@@ -28,6 +27,7 @@ from sojourn_server.policies.routing_policies import (
     RoutingView,
     SessionAffinityRouting,
     StealDecision,
+    StealingPolicy,
     StealingReplicaView,
     WorkStealing,
 )
@@ -150,7 +150,7 @@ def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:
         [thief, victim._replace(may_leave=0)],
     ):
         assert WorkStealing().steal(spoilt, 1.0) is None
-    assert NoStealing().steal([thief, victim], 1.0) is None
+    assert StealingPolicy().steal([thief, victim], 1.0) is None
 
 
 def test_victims_are_drawn_among_all_loaded_replicas() -> None:
@@ -202,7 +202,7 @@ def test_the_tenant_with_the_least_used_share_is_next_ties_by_waiting_time() -> 
     )
     older = light._replace(tenant="older", since_s=0.0)
     assert policy.order([light, older], {"light": 0.5, "older": 0.5}) == ["older", "light"]
-    assert FcfsSharing().order([light, flood], shares) == ["flood", "light"]
+    assert SharePolicy().order([light, flood], shares) == ["flood", "light"]
 
 
 def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_character() -> None:

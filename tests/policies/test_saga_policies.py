@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END
 from sojourn.ids import ProgramId
-from sojourn_server.policies.admission_policies import NoAdmissionControl
+from sojourn_server.policies.admission_policies import AdmissionPolicy
 from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
 from sojourn_server.policies.lease_reclaim_policies import EvictionOrderReclaim
 from sojourn_server.policies.policy_protocols import (
@@ -21,7 +21,6 @@ from sojourn_server.policies.policy_protocols import (
     LoadAhead,
     NextStepPrediction,
     PredictionSource,
-    PrefetchTiming,
     RetentionDecision,
 )
 from sojourn_server.policies.policy_views import (
@@ -36,7 +35,7 @@ from sojourn_server.policies.policy_views import (
 )
 from sojourn_server.policies.prefetch_policies import LikeliestSuccessorPrefetch
 from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset, read_preset
-from sojourn_server.policies.queue_order_policies import RequestFcfs
+from sojourn_server.policies.queue_order_policies import QueueOrderPolicy
 from sojourn_server.policies.retention_policies import ToolTypeRetention
 from sojourn_server.policies.workflow_prediction import (
     NO_NEXT_STEP_PREDICTION,
@@ -197,7 +196,6 @@ TURN = FinishedTurnView(
     program_id=ProgramId("p"),
     tool="bash",
     context_tokens=1000,
-    kv_blocks=60,
     reload_s=1.0,
     mean_evicted_wait_s=0.0,
     memoryfulness=1.0,
@@ -282,20 +280,15 @@ def test_programs_that_are_unknown_or_not_expected_back_get_no_lease():
 
 
 def test_it_is_there_when_the_tool_may_end():
-    view = PrefetchView("edit", 0.9, [1.0, 2.0, 3.0, 4.0], reload_s=0.5)
-    assert LikeliestSuccessorPrefetch().plan(view, 100.0) == PrefetchTiming(101.5, 102.0)
-    assert LikeliestSuccessorPrefetch().plan(view._replace(tool_durations_s=()), 100.0) == PrefetchTiming(
-        100.0, 100.0
-    )
-    assert LikeliestSuccessorPrefetch().plan(view._replace(reload_s=9.0), 100.0) == PrefetchTiming(
-        100.0, 102.0
-    )
+    view = PrefetchView(0.9, [1.0, 2.0, 3.0, 4.0], reload_s=0.5)
+    assert LikeliestSuccessorPrefetch().plan(view, 100.0) == 101.5
+    assert LikeliestSuccessorPrefetch().plan(view._replace(tool_durations_s=()), 100.0) == 100.0
+    assert LikeliestSuccessorPrefetch().plan(view._replace(reload_s=9.0), 100.0) == 100.0
     assert LikeliestSuccessorPrefetch().plan(view._replace(continuation_probability=0.4), 100.0) is None
 
 
 def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_idle():
     view = LoadAheadView(
-        missing_blocks=100,
         host_blocks=80,
         spare_blocks=90,
         reserve_blocks=20,
@@ -372,8 +365,8 @@ def test_saga_paper_differs_in_admission_order_and_preemption():
     assert (ours.eviction.size, printed.eviction) == (0.0, WorkflowAwareLruEviction())
     assert ours.workflow_prediction == replace(printed.workflow_prediction, calls_tell=True)
     assert (ours.retention, printed.retention) == (ToolTypeRetention(), ToolTypeRetention(evicts=True))
-    assert printed.admission == NoAdmissionControl()
-    assert printed.order == RequestFcfs()
+    assert printed.admission == AdmissionPolicy()
+    assert printed.order == QueueOrderPolicy()
     continuum = load_preset("continuum")
     assert all(
         getattr(ours, name) == getattr(continuum, name)

@@ -15,7 +15,7 @@ from sojourn_server.policies.forecasting import (
     STEP_POINTS,
     ExpectedDemandForecast,
     KvDemandView,
-    NoShortageForecast,
+    ShortageForecastPolicy,
     first_shortage_step,
     needed_blocks,
 )
@@ -51,9 +51,9 @@ newcomers = st.builds(
 
 
 def test_a_policy_that_does_not_look_answers_none() -> None:
-    assert not NoShortageForecast().is_used
+    assert not ShortageForecastPolicy().is_used
     demand = KvDemandView((999.0,) * len(STEP_POINTS), 1)
-    assert NoShortageForecast().steps_until_shortage(demand, 0.0) is None
+    assert ShortageForecastPolicy().steps_until_shortage(demand, 0.0) is None
 
 
 @given(needed=needs, room=st.integers(0, 200), steps=st.integers(1, 1000))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.fairness_policies import (
     BlockedRequestView,
-    NoTenantPreemption,
     PreemptibleRequestView,
+    TenantPreemptionPolicy,
     TenantStanding,
     UrgencyPreemption,
 )
@@ -51,7 +51,7 @@ def test_unsent_requests_yield_first_then_the_last_sent() -> None:
 )
 def test_no_request_yields(blocked: BlockedRequestView, others: Any, standings: Any) -> None:
     assert made(blocked, others, standings) == []
-    assert list(NoTenantPreemption().preempt_less_urgent(blocked, others, standings)) == []
+    assert list(TenantPreemptionPolicy().preempt_less_urgent(blocked, others, standings)) == []
 
 
 standings_of = st.fixed_dictionaries(

@@ -12,9 +12,9 @@ from sojourn_server.policies.cluster_preset import (
     with_waiting_order,
 )
 from sojourn_server.policies.routing_policies import (
-    ArrivalOrder,
     IdlenessOrder,
     LargestFirstOrder,
+    WaitingOrderPolicy,
     WaitingProgramView,
 )
 
@@ -35,13 +35,13 @@ def order(policy: object) -> list[int]:
 def test_returning_programs_go_first_by_idleness_then_size_and_new_ones_by_size() -> None:
     assert order(IdlenessOrder()) == [4, 2, 1, 3, 0]
     assert order(LargestFirstOrder()) == [3, 0, 4, 2, 1]
-    assert order(ArrivalOrder()) == [0, 1, 2, 3, 4]
+    assert order(WaitingOrderPolicy()) == [0, 1, 2, 3, 4]
 
 
 def test_the_flag_names_every_order_and_only_mori_has_its_own() -> None:
     assert tuple(POLICY_CLASSES["waiting_order"]) == _WAITING_ORDERS
     for name in cluster_preset_names():
         preset = load_cluster_preset(name)
-        usual = IdlenessOrder if name.startswith("mori") else ArrivalOrder
+        usual = IdlenessOrder if name.startswith("mori") else WaitingOrderPolicy
         assert isinstance(preset.waiting_order, usual)
         assert isinstance(with_waiting_order(preset, "largest-first").waiting_order, LargestFirstOrder)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sojourn_server.policies.fairness_policies import FcfsSharing
-from sojourn_server.policies.routing_policies import NoStealing, SessionAffinityRouting
+from sojourn_server.policies.fairness_policies import SharePolicy
+from sojourn_server.policies.routing_policies import SessionAffinityRouting, StealingPolicy
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
 from sojourn_server.routing.routing_core import RoutingCore
@@ -27,8 +27,8 @@ def build_core(
     """A core without replicas, which keeps programs at their home."""
     strategy = AffinityStrategy(
         routing or SessionAffinityRouting(),
-        stealing or NoStealing(),
-        sharing or FcfsSharing(),
+        stealing or StealingPolicy(),
+        sharing or SharePolicy(),
         preemption=preemption,
         order=order,
     )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from routing_builders import build_core, kv_lost, sends
-from sojourn_server.policies.fairness_policies import AgentFairShare, FcfsSharing
+from sojourn_server.policies.fairness_policies import AgentFairShare, SharePolicy
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
     IdlenessOrder,
@@ -80,7 +80,7 @@ def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: list[int]) -> Non
         number += 1
 
 
-@pytest.mark.parametrize("sharing", [FcfsSharing(), AgentFairShare()])
+@pytest.mark.parametrize("sharing", [SharePolicy(), AgentFairShare()])
 @pytest.mark.parametrize("sizes", [list(range(900, 200, -1)), [700], list(range(200, 900))])
 def test_of_ten_thousand_waiting_requests_only_eligible_ones_are_routed(sharing: Any, sizes: Any) -> None:
     routing = Counted(CapacityRouting())

@@ -11,17 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from routing_builders import kv_lost
 from sojourn_server.policies.fairness_policies import (
     AgentFairShare,
-    FcfsSharing,
-    NoTenantPreemption,
+    SharePolicy,
+    TenantPreemptionPolicy,
     UrgencyPreemption,
 )
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
-    NoStealing,
     PrefixAffinityRouting,
     RandomRouting,
     RoundRobinRouting,
     SessionAffinityRouting,
+    StealingPolicy,
     WorkStealing,
 )
 from sojourn_server.routing import routing_events
@@ -52,12 +52,12 @@ class AnyLife(RuleBasedStateMachine):
 
     @initialize(
         routing=st.sampled_from(ROUTINGS),
-        stealing=st.sampled_from((NoStealing(), WorkStealing(), WorkStealing(idle_s=0.0))),
-        sharing=st.sampled_from((AgentFairShare(), FcfsSharing(), AgentFairShare())),
+        stealing=st.sampled_from((StealingPolicy(), WorkStealing(), WorkStealing(idle_s=0.0))),
+        sharing=st.sampled_from((AgentFairShare(), SharePolicy(), AgentFairShare())),
         preemption=st.sampled_from(
             (
                 UrgencyPreemption(blocked_s=0.0),
-                NoTenantPreemption(),
+                TenantPreemptionPolicy(),
             )
         ),
         send_below=st.sampled_from((0.5, 1.0, math.inf)),

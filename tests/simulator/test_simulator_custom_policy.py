@@ -24,7 +24,6 @@ def turn(reload_s: float, wait_s: float, tool: str | None = "bash") -> FinishedT
         program_id=ProgramId("p"),
         tool=tool,
         context_tokens=1000,
-        kv_blocks=60,
         reload_s=reload_s,
         mean_evicted_wait_s=wait_s,
         memoryfulness=1.0,

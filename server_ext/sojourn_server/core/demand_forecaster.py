@@ -22,7 +22,13 @@ from ..policies.forecasting import (
     RequestGrowth,
     needed_blocks,
 )
-from ..policies.policy_views import AdmissionView, BlockShortage, ProgramGrowthView, RunningRequestView
+from ..policies.policy_views import (
+    AdmissionView,
+    BlockShortage,
+    GrowthStatistics,
+    ProgramGrowthView,
+    RunningRequestView,
+)
 from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
 from ..programs.program_status import ProgramSignal
 from ..programs.windowed_history import SlidingWindow
@@ -205,7 +211,7 @@ class DemandForecaster:
 
     def victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""
-        chosen = self._victim(event.running, event.short_blocks, event.used_blocks, now)
+        chosen = self._victim(event.running, event.used_blocks, now)
         return RequestChosen(chosen.request_id) if chosen is not None else None
 
     def demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
@@ -221,7 +227,7 @@ class DemandForecaster:
         forecast = self._state.preset.forecast
         if not forecast.is_used or forecast.steps_until_shortage(self.demand, now) is None:
             return None
-        chosen = self._victim(event.running, 0, event.used_blocks, now)
+        chosen = self._victim(event.running, event.used_blocks, now)
         if chosen is None or self.recovery(chosen.context_tokens, now) is not RecoveryMethod.OFFLOAD:
             return None
         return RequestChosen(chosen.request_id)
@@ -280,12 +286,12 @@ class DemandForecaster:
     # -- inside ---------------------------------------------------------------
 
     def _victim(
-        self, running: Sequence[RunningRequestView], short_blocks: int, used_blocks: int, now: float
+        self, running: Sequence[RunningRequestView], used_blocks: int, now: float
     ) -> RunningRequestView | None:
-        """Return the request that the policy preempts if ``short_blocks`` blocks are missing, if any."""
+        """Return the request that the policy preempts, if any."""
         views = [self.with_predictions(view, now) for view in running]
         room_blocks = self._available_blocks(views, used_blocks)
-        need = BlockShortage(short_blocks, room_blocks, self._pool.tokens_per_block, self._step_s)
+        need = BlockShortage(room_blocks, self._pool.tokens_per_block, self._step_s)
         chosen = self._state.preset.victim.victim(views, need, now)
         return next((view for view in views if view.request_id == chosen), None)
 
@@ -469,10 +475,7 @@ class AdmissionController:
             anything_running=event.anything_running,
             # If the policy forecasts, all running requests' demand replaces the earlier programs' growth.
             earlier=() if demand is not None else tuple(self._holding_before(request_state.rank)),
-            observed_turns=growth.count(),
-            mean_growth_tokens=growth.mean(),
-            observed_programs=turns.count(),
-            mean_turns=turns.mean(),
+            growth=GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean()),
             idle_s=self._state.requests.idle_s(now, event.anything_running),
             own=own,
             needed_blocks=tuple(demand.needed_blocks) if demand is not None else (),

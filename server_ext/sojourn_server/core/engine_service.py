@@ -28,7 +28,7 @@ from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
-from ..policies.retention_policies import MAX_TTL_S, NoRetention
+from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
@@ -536,7 +536,7 @@ def take_snapshot(
         **_same(state.ledger.totals, "turns prompt_tokens device_tokens host_tokens new_tokens tail_tokens"),
         **_same(state.ledger.totals, "output_tokens lost_tokens"),
         preempted_tokens=state.ledger.totals.recomputed_after_preemption_tokens,
-        grants_leases=not isinstance(state.preset.retention, NoRetention),
+        grants_leases=type(state.preset.retention) is not RetentionPolicy,
         untracked_requests=state.requests.untracked_arrivals,
     )
     return EngineSnapshot(

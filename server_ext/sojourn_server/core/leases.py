@@ -246,7 +246,6 @@ class LeaseManager:
             program_id=program.id,
             tool=tool,
             context_tokens=tokens,
-            kv_blocks=len(block_ids),
             reload_s=reload_s,
             mean_evicted_wait_s=state.histories.evicted_waits.mean(),
             memoryfulness=state.histories.turns.memoryfulness(),

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..policies.forecasting import GrowthStatistics, expected_growth_tokens
+from ..policies.forecasting import MIN_TURNS_SEEN, expected_growth_tokens
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
-from ..policies.policy_views import ProgramGrowthView
+from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from ..programs.windowed_history import estimated_durations
@@ -196,7 +196,7 @@ class PlacedProgramViews:
     @property
     def growth_observed(self) -> bool:
         """Whether enough turns were observed to predict how contexts grow."""
-        return self._growth_stats().growth_observed
+        return self._growth_stats().observed_turns >= MIN_TURNS_SEEN
 
     def _growth_stats(self) -> GrowthStatistics:
         growth, turns = self._histories.growth_tokens, self._histories.turns

@@ -266,7 +266,6 @@ class WorkflowPredictor:
         token_s = host_link.load_s_per_token
         tokens = event.missing_blocks * pool.tokens_per_block
         view = LoadAheadView(
-            missing_blocks=event.missing_blocks,
             host_blocks=event.host_blocks,
             spare_blocks=event.spare_blocks,
             reserve_blocks=self.reserve_blocks,
@@ -343,18 +342,16 @@ class WorkflowPredictor:
             return
         prefix, of_successor = self.expected_prefix(program)
         tokens = len(prefix) * self._pool.block_size if of_successor else program.context_tokens
-        plan = prefetch.plan(
+        start_s = prefetch.plan(
             PrefetchView(
-                successor=program.successor,
                 continuation_probability=program.continuation_probability,
                 tool_durations_s=self._tools.durations(program.pending_tool) or self._tools.durations(),
                 reload_s=self._copy_back_s(tokens) or 0.0,
-                of_successor=of_successor,
             ),
             now,
         )
-        if plan is not None and plan.at_s <= now + PREFETCH_HORIZON_S:
-            self._plans[program.id] = plan.at_s
+        if start_s is not None and start_s <= now + PREFETCH_HORIZON_S:
+            self._plans[program.id] = start_s
 
 
 def _steps(program: ProgramState) -> tuple[str, ...]:

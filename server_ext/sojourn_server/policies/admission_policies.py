@@ -8,13 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from .forecasting import (
-    GrowthStatistics,
-    expected_growth_tokens,
-    growth_reserve,
-    needed_blocks,
-)
-from .policy_views import AdmissionView, ProgramGrowthView
+from .forecasting import expected_growth_tokens, growth_reserve, needed_blocks
+from .policy_views import AdmissionView
 
 RELAX_S = 600.0
 """Seconds without a loss of KV after which ``ExpectedGrowthAdmission`` reserves nothing."""
@@ -25,20 +20,24 @@ LARGEST_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoAdmissionControl:
-    """Admits every program. The engine's own rule still applies: a request is admitted if its prompt fits
-    now."""
+class AdmissionPolicy:
+    """Decides whether a program that holds no KV is admitted now. The base admits every program: the engine
+    admits a request if its prompt fits now."""
 
     is_used = False
+    """Whether the policy is asked. If not, every program is admitted."""
     reserves_prompt_blocks = False
+    """Whether the free blocks are less those that running requests still need for their prompts."""
     forecasts = False
+    """Whether the scheduler adds the demand forecast to the view. If so, the scheduler asks the policy about
+    every request of a program, even if the request was preempted or the program has a lease."""
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:
         return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeProgramAdmission:
+class WholeProgramAdmission(AdmissionPolicy):
     """Admits a program if its prompt fits beside the KV of all earlier programs. Used by preset ``admit``.
 
     Admitted programs keep their KV while their tools run. So a program may have to wait until another program
@@ -51,7 +50,6 @@ class WholeProgramAdmission:
 
     is_used = True
     reserves_prompt_blocks = True
-    forecasts = False
     patience_s: float = 30.0
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:
@@ -61,7 +59,7 @@ class WholeProgramAdmission:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedGrowthAdmission:
+class ExpectedGrowthAdmission(AdmissionPolicy):
     """Admits a program if the free blocks hold its prompt and a share of the expected growth of earlier
     programs with KV.
 
@@ -80,8 +78,6 @@ class ExpectedGrowthAdmission:
     """
 
     is_used = True
-    reserves_prompt_blocks = False
-    forecasts = False
     reserve: Annotated[float, Meta(ge=0, le=1)] = 0.7
     """Share of the expected growth to reserve. Programs end at different times, so 1 is too much."""
 
@@ -89,21 +85,15 @@ class ExpectedGrowthAdmission:
         if not view.earlier or not view.anything_running:
             return True
         share = growth_reserve(self.reserve, view.since_shortage_s, RELAX_S)
-        growth = sum(self.expected_growth_tokens(program, view) for program in view.earlier) if share else 0
-        reserved_blocks = min(share * growth / view.block_size, view.pool_blocks)
+        growth_tokens = 0.0
+        for program in view.earlier if share else ():
+            growth_tokens += expected_growth_tokens(program, view.growth, view.max_context_tokens)
+        reserved_blocks = min(share * growth_tokens / view.block_size, view.pool_blocks)
         return view.free_blocks - view.need_blocks >= reserved_blocks
-
-    def expected_growth_tokens(self, program: ProgramGrowthView, view: AdmissionView) -> float:
-        """Return the tokens by which the program's context is expected to grow. At least one turn's growth is
-        expected, but no context is expected to exceed the engine's maximum length."""
-        seen = GrowthStatistics(
-            view.observed_turns, view.mean_growth_tokens, view.observed_programs, view.mean_turns
-        )
-        return expected_growth_tokens(program, seen, view.max_context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemandForecastAdmission:
+class DemandForecastAdmission(AdmissionPolicy):
     """Admits a request if the expected KV demand of this request and all running requests fits the memory.
 
     The Tetris paper compares "future KV cache demand with available memory" in order to copy KV before a
@@ -123,7 +113,6 @@ class DemandForecastAdmission:
 
     reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     is_used = True
-    reserves_prompt_blocks = False
     forecasts = True
 
     def may_admit(self, view: AdmissionView, now: float) -> bool:

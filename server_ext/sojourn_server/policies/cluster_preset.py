@@ -8,10 +8,11 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from . import fairness_policies as fairness
 from . import routing_policies
+from .fairness_policies import AgentFairShare, SharePolicy, TenantPreemptionPolicy, UrgencyPreemption
 from .preset_store import PresetError as PresetError
 from .preset_store import PresetStore
+from .routing_policies import RoutingPolicy, StealingPolicy, WaitingOrderPolicy
 
 POLICY_CLASSES: dict[str, dict[str, type]] = {
     "routing": {
@@ -23,21 +24,21 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
         "least-delay": routing_policies.LeastDelayRouting,
     },
     "stealing": {
-        "none": routing_policies.NoStealing,
+        "none": routing_policies.StealingPolicy,
         "work-stealing": routing_policies.WorkStealing,
     },
     "sharing": {
-        "in-order": fairness.FcfsSharing,
-        "agent-fair-share": fairness.AgentFairShare,
+        "in-order": SharePolicy,
+        "agent-fair-share": AgentFairShare,
     },
     "waiting_order": {
-        "arrival": routing_policies.ArrivalOrder,
+        "arrival": routing_policies.WaitingOrderPolicy,
         "idleness": routing_policies.IdlenessOrder,
         "largest-first": routing_policies.LargestFirstOrder,
     },
     "tenant_preemption": {
-        "none": fairness.NoTenantPreemption,
-        "to-urgent": fairness.UrgencyPreemption,
+        "none": TenantPreemptionPolicy,
+        "to-urgent": UrgencyPreemption,
     },
 }
 """Question (a key of a preset) → policy name → class."""
@@ -52,11 +53,11 @@ class ClusterPreset:
     """The paper and sections that the preset follows, or its purpose."""
     engine: str = "stock"
     """Name of the preset that the cluster's engines use; ``stock``: plain vLLM."""
-    routing: routing_policies.RoutingPolicy
-    stealing: routing_policies.StealingPolicy = field(default_factory=routing_policies.NoStealing)
-    sharing: fairness.SharePolicy = field(default_factory=fairness.FcfsSharing)
-    waiting_order: routing_policies.WaitingOrderPolicy = field(default_factory=routing_policies.ArrivalOrder)
-    tenant_preemption: fairness.TenantPreemptionPolicy = field(default_factory=fairness.NoTenantPreemption)
+    routing: RoutingPolicy
+    stealing: StealingPolicy = field(default_factory=StealingPolicy)
+    sharing: SharePolicy = field(default_factory=SharePolicy)
+    waiting_order: WaitingOrderPolicy = field(default_factory=WaitingOrderPolicy)
+    tenant_preemption: TenantPreemptionPolicy = field(default_factory=TenantPreemptionPolicy)
     send_below_load: Annotated[float, Meta(gt=0)] = math.inf
     """Replica load from which requests wait at the gateway; ``inf``: they wait in the engine's queue."""
     size_quantile: Annotated[float, Meta(gt=0, lt=1)] = 0.5

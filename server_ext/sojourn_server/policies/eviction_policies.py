@@ -48,20 +48,26 @@ COLD_REUSE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLruEviction:
-    """The engine's order: least recently used block first, later blocks of a prefix before earlier ones."""
+class EvictionPolicy:
+    """Orders the eviction of programs' cached blocks: ascending ``score``. The base leaves the order to the
+    engine: least recently used block first, later blocks of a prefix before earlier ones."""
 
     by_program = False
+    """Whether blocks are evicted in the order of scores."""
 
     def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
+        """Return the data from which a program's score is computed. The scheduler stores them at each event
+        of the program."""
         return (0.0,)
 
     def score(self, inputs: tuple[float, ...], scale: EvictionScoreScale) -> tuple[float, ...]:
+        """Compute the score from the stored data and the present scale. When the scale changes, all scores
+        are computed again."""
         return inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TypedLabelEviction(BlockLruEviction):
+class TypedLabelEviction(EvictionPolicy):
     """Evicts blocks by the tier in which their program is placed (MORI §4.3.2; mechanism M5).
 
     Blocks of ended programs are evicted first. Then come blocks of programs that are placed in no tier
@@ -77,7 +83,7 @@ class TypedLabelEviction(BlockLruEviction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkflowAwareLruEviction:
+class WorkflowAwareLruEviction(EvictionPolicy):
     """Orders eviction by recency, probability of reuse and size: WA-LRU (SAGA §4.1, eq. 1–4; mechanism S3).
 
         P_evict = 0.3·(now − t_last)/τ_max + 0.5·(1 − P_reuse) + size·(blocks/size_max)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
@@ -41,39 +41,27 @@ class WaitingTenantView(NamedTuple):
     """Arrival time of the tenant's first waiting request."""
 
 
-class SharePolicy(Protocol):
-    """Divides capacity among tenants, and orders their requests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharePolicy:
+    """Divides capacity among tenants, and orders their requests. The base does not divide: first come, first
+    served, over all tenants."""
 
-    epoch_s: float
+    epoch_s = math.inf
     """Seconds between two computations of the shares; ``inf``: the shares never change."""
-    divides_capacity: bool
+    divides_capacity = False
     """Whether shares are computed; false: requests are sent in order of arrival."""
 
     def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
         """Return tenant → share of capacity. The shares add up to 1. Empty if shares are not computed."""
-        ...
-
-    def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
-        """Return the names of the tenants in ``waiting``, in the order in which their requests are sent."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FcfsSharing:
-    """First come, first served, over all tenants."""
-
-    epoch_s = math.inf
-    divides_capacity = False
-
-    def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
         return {}
 
     def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
+        """Return the names of the tenants in ``waiting``, in the order in which their requests are sent."""
         return [one.tenant for one in sorted(waiting, key=lambda one: (one.since_s, one.tenant))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentFairShare:
+class AgentFairShare(SharePolicy):
     """Divides capacity by urgency: Σ remaining work ÷ time until the deadline (SAGA §6.1–6.2).
 
     The time until a deadline counts as at least ``LEAST_SLACK_S``, because the formula divides by it. Every
@@ -147,13 +135,14 @@ class PreemptibleRequestView(NamedTuple):
     """Time at which the request was sent to the replica; ``None``: the request still waits at the gateway."""
 
 
-class TenantPreemptionPolicy(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPreemptionPolicy:
     """Chooses requests that make way for a request of a more urgent tenant. A recalled request moves to
-    another replica with capacity, or waits. It is not recalled again, and never dropped."""
+    another replica with capacity, or waits. It is not recalled again, and never dropped. Under the base, no
+    request makes way."""
 
-    is_used: bool
-    """Whether the policy is used; false: no request ever makes way."""
-    blocked_s: float
+    is_used = False
+    blocked_s = math.inf
     """Seconds for which a request must be blocked before other requests may make way for it."""
 
     def preempt_less_urgent(
@@ -165,27 +154,11 @@ class TenantPreemptionPolicy(Protocol):
         """Return the ids of the requests that make way. Empty if even all allowed requests together would
         free too little. ``others``: requests of the replica that could make way. ``standings``: tenant →
         its standing, for the tenants of all these requests."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoTenantPreemption:
-    """No request makes way."""
-
-    is_used = False
-    blocked_s = math.inf
-
-    def preempt_less_urgent(
-        self,
-        blocked: BlockedRequestView,
-        others: Sequence[PreemptibleRequestView],
-        standings: Mapping[str, TenantStanding],
-    ) -> Sequence[str]:
         return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UrgencyPreemption:
+class UrgencyPreemption(TenantPreemptionPolicy):
     """Requests of less urgent tenants make way for a request that was blocked for at least ``blocked_s``
     seconds (SAGA §6.2).
 

@@ -14,11 +14,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from .policy_views import ProgramGrowthView, RunningRequestView
+from .policy_views import GrowthStatistics, ProgramGrowthView, RunningRequestView
 
 MIN_TURNS_SEEN, MIN_PROGRAMS_SEEN = 16, 8
 """The mean growth per turn replaces the prior once this many turns were observed; the mean number of turns,
@@ -43,22 +43,6 @@ def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
     return reserve * max(0.0, 1.0 - max(0.0, calm_s) / relax_s)
 
 
-class GrowthStatistics(NamedTuple):
-    """An engine's observations of the growth of its programs' contexts."""
-
-    observed_turns: int = 0
-    mean_growth_tokens: float = 0.0
-    """Mean growth of a context per turn."""
-    observed_programs: int = 0
-    mean_turns: float = 0.0
-    """Mean number of turns of finished programs."""
-
-    @property
-    def growth_observed(self) -> bool:
-        """Whether enough turns were observed to use ``mean_growth_tokens`` in place of the prior."""
-        return self.observed_turns >= MIN_TURNS_SEEN
-
-
 def expected_growth_tokens(
     program: ProgramGrowthView,
     seen: GrowthStatistics,
@@ -77,7 +61,7 @@ def expected_growth_tokens(
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else PRIOR_TURNS
     prior = PRIOR_GROWTH * program.first_prompt_tokens
-    per_turn = seen.mean_growth_tokens if seen.growth_observed else prior
+    per_turn = seen.mean_growth_tokens if seen.observed_turns >= MIN_TURNS_SEEN else prior
     if turns_ahead is not None:
         return min(turns_ahead * per_turn, room)
     back = max(0, program.peak_tokens - program.context_tokens)
@@ -164,30 +148,21 @@ class KvDemandView(NamedTuple):
     uses it."""
 
 
-class ShortageForecastPolicy(Protocol):
-    """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act.
-
-    After a prediction, the engine copies a likely victim's KV to host memory in advance, but preempts
-    nothing. ``is_used``: whether the policy is asked. If not, no KV is copied in advance.
-    """
-
-    is_used: bool
-
-    def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoShortageForecast:
-    """No forecast: a shortage is handled when it occurs."""
+class ShortageForecastPolicy:
+    """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act. After
+    a prediction, the engine copies a likely victim's KV to host memory in advance, but preempts nothing. The
+    base predicts nothing: a shortage is handled when it occurs."""
 
     is_used = False
+    """Whether the policy is asked. If not, no KV is copied in advance."""
 
     def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedDemandForecast:
+class ExpectedDemandForecast(ShortageForecastPolicy):
     """Predicts the number of engine steps until expected demand exceeds the available blocks.
 
     Looks ``steps`` steps ahead.
@@ -240,36 +215,25 @@ class OutputLengthView(NamedTuple):
     few samples."""
 
 
-class RemainingTokensPolicy(Protocol):
-    """Predicts how many tokens a request will still generate; ``None``: unknown.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemainingTokensPolicy:
+    """Predicts how many tokens a request will still generate; ``None``, as the base answers: unknown."""
 
-    ``predicts``: whether the policy is used. If not, the policy is never asked, and output lengths are not
-    recorded. ``reads_hidden_states``: whether the policy reads predictions made from the model's hidden
-    states (``OutputLengthView.network_prediction``). If so, the engine must expose its hidden states.
-    """
+    predicts = False
+    """Whether the policy is used. If not, it is never asked, and output lengths are not recorded."""
+    reads_hidden_states = False
+    """Whether the policy reads predictions made from the model's hidden states
+    (``OutputLengthView.network_prediction``). If so, the engine must expose its hidden states."""
 
-    predicts: bool
-    reads_hidden_states: bool
-
-    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None: ...
+    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
+        return None
 
 
 _QUANTILE_SHARES = tuple((point + 0.5) / QUANTILE_POINTS for point in range(QUANTILE_POINTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoLengthPrediction:
-    """Predicts nothing."""
-
-    predicts = False
-    reads_hidden_states = False
-
-    def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
-        return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SurvivalPrediction:
+class SurvivalPrediction(RemainingTokensPolicy):
     """Predicts an output's length from the earlier outputs that were longer: P(length | length > so far).
 
     Let n of ``OutputLengthView.lengths`` exceed the output's length so far. The output is equally likely to
@@ -284,7 +248,6 @@ class SurvivalPrediction:
     min_outputs: Annotated[int, Meta(ge=1)] = MIN_OUTPUTS
     hints: bool = True
     predicts = True
-    reads_hidden_states = False
 
     def remaining(self, view: OutputLengthView, now: float) -> RemainingTokens | None:
         lengths, so_far = view.lengths, view.output_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from sojourn.ids import ProgramId
 
@@ -17,6 +17,12 @@ from .policy_views import LeaseView, ReclaimRequest
 
 Leases = Sequence[LeaseView]
 Chosen = tuple[ProgramId, ...] | None
+
+
+class LeaseReclaimPolicy(Protocol):
+    """Chooses the programs whose leases end early, so that blocks become free. ``None``: no lease ends."""
+
+    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

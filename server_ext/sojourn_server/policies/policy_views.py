@@ -24,7 +24,6 @@ class FinishedTurnView:
     tool: str | None
     """History key of the tool that the output calls, e.g. ``bash:pytest``; ``None``: it calls no tool."""
     context_tokens: int
-    kv_blocks: int
     reload_s: float
     """Seconds to recompute this context if it is dropped now."""
     mean_evicted_wait_s: float
@@ -161,8 +160,6 @@ class RunningRequestView(NamedTuple):
 class BlockShortage(NamedTuple):
     """The shortage that makes a preemption necessary."""
 
-    short_blocks: int = 1
-    """Blocks missing now."""
     available_blocks: int = 0
     """Free blocks plus all blocks of the running requests; 0: unknown. A shared block counts once for each
     request that uses it."""
@@ -180,6 +177,17 @@ class ProgramGrowthView(NamedTuple):
     context_tokens: int
     peak_tokens: int = 0
     """Longest context so far; 0: the present one."""
+
+
+class GrowthStatistics(NamedTuple):
+    """An engine's observations of the growth of its programs' contexts."""
+
+    observed_turns: int = 0
+    mean_growth_tokens: float = 0.0
+    """Mean growth of a context per turn."""
+    observed_programs: int = 0
+    mean_turns: float = 0.0
+    """Mean number of turns of finished programs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,12 +208,7 @@ class AdmissionView:
     """Whether any request runs; if none does, the engine is idle unless this program is admitted."""
     earlier: tuple[ProgramGrowthView, ...]
     """Earlier-arrived programs with KV, running or leased; empty if the policy ``forecasts``."""
-    observed_turns: int
-    mean_growth_tokens: float
-    """Mean growth of a context per turn."""
-    observed_programs: int
-    mean_turns: float
-    """Mean number of turns of finished programs."""
+    growth: GrowthStatistics
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     own: RunningRequestView | None = None
@@ -290,28 +293,21 @@ class PrefetchView(NamedTuple):
     """A program whose tool runs, as input of the prefetch policy: when is the program's prefix loaded
     back?"""
 
-    successor: str | None
-    """The most likely next step; ``None``: no workflow is predicted."""
     continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
     tool_durations_s: Sequence[float]
     """Earlier durations of this tool, ascending. If this tool is new, durations of all tools."""
     reload_s: float
     """Seconds to copy the prefix back from host memory; 0: no host tier, or its speed is unknown."""
-    of_successor: bool = False
-    """Which prefix is loaded. True: the prefix learned from earlier turns at the step ``successor``. The
-    prompts of this step begin differently from the program's context. False: the program's context."""
 
 
 class LoadAheadView(NamedTuple):
     """A prefix whose prefetch is due, as input of the prefetch policy: how many of its blocks are loaded into
     spare blocks of the device?"""
 
-    missing_blocks: int
-    """Number of the prefix's blocks that the device lacks."""
     host_blocks: int
-    """Number of leading missing blocks that are in host memory and may be loaded now. The engine's budget for
-    prefetches limits this number."""
+    """Number of leading blocks that the device lacks, that are in host memory and may be loaded now. The
+    engine's budget for prefetches limits this number."""
     spare_blocks: int
     """Number of blocks that can be taken without evicting KV of a living program. The count may stop early,
     as soon as further blocks would not change the decision."""

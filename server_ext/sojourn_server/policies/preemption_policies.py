@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from .forecasting import STEP_POINTS, needed_blocks, peak_demand_blocks
 from .policy_views import BlockShortage, RunningRequestView
@@ -24,15 +24,16 @@ MOST_PREEMPTIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineVictim:
-    """Leaves the choice to the engine, which preempts the request admitted last."""
+class VictimPolicy:
+    """Chooses the running request to preempt, by its id. The base leaves the choice to the engine (``None``),
+    which preempts the request admitted last."""
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatestProgramVictim:
+class LatestProgramVictim(VictimPolicy):
     """Preempts the request whose program arrived last.
 
     The engine would preempt the request admitted last. The program of that request may have arrived early,
@@ -45,7 +46,7 @@ class LatestProgramVictim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MostAttainedServiceVictim:
+class MostAttainedServiceVictim(VictimPolicy):
     """Preempts a request whose program has had the most service (arXiv 2502.13965, Autellix, §4.2.2): the
     last admitted request of the queue with the most service (``service_level``)."""
 
@@ -58,7 +59,7 @@ class MostAttainedServiceVictim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BestFitVictim:
+class BestFitVictim(VictimPolicy):
     """Preempts one request whose removal ends the shortage: the one with the least loss (Tetris §1, §4).
 
     A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
@@ -195,22 +196,17 @@ class PreemptedRequestView(NamedTuple):
         return max(self.queued_s + out_s, self.loads_queued_s) + self.tokens * self.load_back_s_per_token
 
 
-class RecoveryPolicy(Protocol):
-    """Chooses how a victim's KV is recovered."""
-
-    def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlwaysOffload:
-    """Always offloads if host memory has space, else recomputes."""
+class RecoveryPolicy:
+    """Chooses how a victim's KV is recovered. The base always offloads if host memory has space, else
+    recomputes."""
 
     def recovery(self, victim: PreemptedRequestView, now: float) -> RecoveryMethod:
         return RecoveryMethod.OFFLOAD if victim.offload_s < math.inf else RecoveryMethod.RECOMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheaperRecovery:
+class CheaperRecovery(RecoveryPolicy):
     """Chooses the faster of recomputing and offloading. The time to copy grows linearly with the context, the
     time to recompute quadratically."""
 

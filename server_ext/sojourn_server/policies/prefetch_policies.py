@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .costs.reload_estimate import copies_back
-from .policy_protocols import NO_LOAD_AHEAD, LoadAhead, PrefetchTiming
+from .policy_protocols import NO_LOAD_AHEAD, LoadAhead
 from .policy_views import LoadAheadView, PrefetchView
 
 EARLY_SHARE = 0.25
@@ -21,20 +21,26 @@ KEEP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoPrefetch:
-    """Never prefetches."""
+class PrefetchPolicy:
+    """Decides when to load a program's prefix back before its next request, and how many blocks. Asked only
+    about programs whose next step is predicted. The base never prefetches."""
 
     is_used = False
+    """Whether the policy is asked."""
 
-    def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
+    def plan(self, view: PrefetchView, now: float) -> float | None:
+        """Return the engine time at which the prefetch starts; ``None``: no prefetch. At this time, blocks on
+        disk are read into host memory."""
         return None
 
     def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead:
+        """Return how many of the leading missing blocks to load from host memory into spare blocks of the
+        device when the prefetch starts, and for how many seconds to keep loaded blocks that are unused."""
         return NO_LOAD_AHEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LikeliestSuccessorPrefetch:
+class LikeliestSuccessorPrefetch(PrefetchPolicy):
     """Loads the prefix of a program's likeliest next step shortly before its tool may end (SAGA §4.3;
     mechanism S5).
 
@@ -50,13 +56,13 @@ class LikeliestSuccessorPrefetch:
 
     is_used = True
 
-    def plan(self, view: PrefetchView, now: float) -> PrefetchTiming | None:
+    def plan(self, view: PrefetchView, now: float) -> float | None:
         if view.continuation_probability is not None and view.continuation_probability < MIN_GOES_ON:
             return None
         by_s, durations = now, view.tool_durations_s
         if durations:
             by_s += durations[min(len(durations) - 1, int(EARLY_SHARE * len(durations)))]
-        return PrefetchTiming(max(now, by_s - view.reload_s), by_s)
+        return max(now, by_s - view.reload_s)
 
     def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead:
         block_s = view.load_s_per_block

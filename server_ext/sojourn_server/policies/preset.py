@@ -16,24 +16,22 @@ from . import (
     retention_policies,
     workflow_prediction,
 )
+from .admission_policies import AdmissionPolicy
+from .eviction_policies import EvictionPolicy
+from .forecasting import RemainingTokensPolicy, ShortageForecastPolicy
+from .lease_reclaim_policies import LeaseReclaimPolicy
 from .placement import placement_policy, relative_idleness, residency_price
-from .policy_protocols import (
-    AdmissionPolicy,
-    EndedKvHandling,
-    EvictionPolicy,
-    LeaseReclaimPolicy,
-    PrefetchPolicy,
-    QueueOrderPolicy,
-    RetentionPolicy,
-    VictimPolicy,
-    WorkflowPredictionPolicy,
-)
+from .policy_protocols import EndedKvHandling, WorkflowPredictionPolicy
+from .preemption_policies import RecoveryPolicy, VictimPolicy
+from .prefetch_policies import PrefetchPolicy
 from .preset_store import PresetError as PresetError
 from .preset_store import PresetStore
+from .queue_order_policies import QueueOrderPolicy
+from .retention_policies import RetentionPolicy
 
 POLICY_CLASSES: dict[str, dict[str, type]] = {
     "retention": {
-        "none": retention_policies.NoRetention,
+        "none": retention_policies.RetentionPolicy,
         "fixed": retention_policies.FixedRetention,
         "continuum": retention_policies.ContinuumRetention,
         "until-the-end": retention_policies.UntilProgramEndRetention,
@@ -41,13 +39,13 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
         "tool-type": retention_policies.ToolTypeRetention,
     },
     "admission": {
-        "everyone": admission_policies.NoAdmissionControl,
+        "everyone": admission_policies.AdmissionPolicy,
         "forecast-fits": admission_policies.DemandForecastAdmission,
         "room-to-grow": admission_policies.ExpectedGrowthAdmission,
         "whole-program": admission_policies.WholeProgramAdmission,
     },
     "order": {
-        "request-fcfs": queue_order_policies.RequestFcfs,
+        "request-fcfs": queue_order_policies.QueueOrderPolicy,
         "program-fcfs": queue_order_policies.ProgramFcfs,
         "programs-in-line": queue_order_policies.StrictProgramFcfs,
         "least-attained": queue_order_policies.LeastAttainedService,
@@ -60,12 +58,12 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
     },
     "victim": {
         "best-fit": preemption_policies.BestFitVictim,
-        "engine": preemption_policies.EngineVictim,
+        "engine": preemption_policies.VictimPolicy,
         "latest-program": preemption_policies.LatestProgramVictim,
         "most-attained": preemption_policies.MostAttainedServiceVictim,
     },
     "eviction": {
-        "lru": eviction_policies.BlockLruEviction,
+        "lru": eviction_policies.EvictionPolicy,
         "workflow-aware-lru": eviction_policies.WorkflowAwareLruEviction,
         "typed-labels": eviction_policies.TypedLabelEviction,
     },
@@ -79,20 +77,20 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
         "residency-price": residency_price.ResidencyPricePlacement,
     },
     "prefetch": {
-        "none": prefetch_policies.NoPrefetch,
+        "none": prefetch_policies.PrefetchPolicy,
         "likeliest-successor": prefetch_policies.LikeliestSuccessorPrefetch,
     },
     "output_length": {
-        "none": forecasting.NoLengthPrediction,
+        "none": forecasting.RemainingTokensPolicy,
         "survival": forecasting.SurvivalPrediction,
         "hidden-states": forecasting.HiddenStatePrediction,
     },
     "forecast": {
-        "none": forecasting.NoShortageForecast,
+        "none": forecasting.ShortageForecastPolicy,
         "expected-need": forecasting.ExpectedDemandForecast,
     },
     "recovery": {
-        "offload": preemption_policies.AlwaysOffload,
+        "offload": preemption_policies.RecoveryPolicy,
         "cheaper": preemption_policies.CheaperRecovery,
     },
 }
@@ -116,11 +114,11 @@ class Preset:
     workflow_prediction: WorkflowPredictionPolicy = field(
         default_factory=workflow_prediction.NoWorkflowPrediction
     )
-    prefetch: PrefetchPolicy = field(default_factory=prefetch_policies.NoPrefetch)
+    prefetch: PrefetchPolicy = field(default_factory=PrefetchPolicy)
     placement: placement_policy.PlacementPolicy = field(default_factory=_NO_PLACEMENT)
-    output_length: forecasting.RemainingTokensPolicy = field(default_factory=forecasting.NoLengthPrediction)
-    forecast: forecasting.ShortageForecastPolicy = field(default_factory=forecasting.NoShortageForecast)
-    recovery: preemption_policies.RecoveryPolicy = field(default_factory=preemption_policies.AlwaysOffload)
+    output_length: RemainingTokensPolicy = field(default_factory=RemainingTokensPolicy)
+    forecast: ShortageForecastPolicy = field(default_factory=ShortageForecastPolicy)
+    recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
     ended: EndedKvHandling = EndedKvHandling.REUSED_FIRST
 
     def tier_mechanisms(self) -> list[str]:

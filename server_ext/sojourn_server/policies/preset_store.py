@@ -177,10 +177,12 @@ def _instantiate(
 ) -> Any:
     """Create an operator's policy. A class without the methods of its protocol is not instantiated: it may be
     any class. Other attributes may be set in ``__init__``, so they are checked afterwards."""
-    methods = [name for name, value in vars(protocol).items() if name[0] != "_" and callable(value)]
+    declared = {**vars(protocol), **vars(protocol).get("__annotations__", {})}
+    public = [name for name in declared if name[0] != "_"]
+    methods = [name for name in public if callable(declared[name])]
     missing = [name for name in methods if not callable(getattr(policy_class, name, None))]
     policy = policy_class(**settings) if not missing else policy_class
-    missing += [name for name in vars(protocol).get("__annotations__", ()) if not hasattr(policy, name)]
+    missing += [name for name in public if name not in methods and not hasattr(policy, name)]
     if missing:
         raise PresetError(
             f"{place} has no {' and no '.join(missing)}; {question} needs what {protocol.__name__} in "

@@ -18,18 +18,22 @@ quanta 1, 2 … 64 and β = 8. There bounds and quanta count decoding steps, her
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFcfs:
-    """Orders requests by their own arrival, as stock vLLM does. Preempted requests come first."""
+class QueueOrderPolicy:
+    """The order of the waiting queue: requests are admitted in ascending order of ``key``. The base orders
+    requests by their own arrival, preempted requests first, as stock vLLM does."""
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
         return (not request.preempted, request.arrival)
 
     def promoted_s(self, request: WaitingRequestView) -> float:
+        """Return the engine time at which the request is promoted because it has waited long enough; ``inf``:
+        never. A promoted request has a new key. Its waiting and running times before the promotion no longer
+        count."""
         return math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramFcfs(RequestFcfs):
+class ProgramFcfs(QueueOrderPolicy):
     """Orders requests by the first arrival of their program, in three groups (Continuum §4.3; mechanism C6).
 
     Preempted requests come first, then requests of programs with a lease, then all others. A request without
@@ -42,7 +46,7 @@ class ProgramFcfs(RequestFcfs):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrictProgramFcfs(RequestFcfs):
+class StrictProgramFcfs(QueueOrderPolicy):
     """Orders requests only by the first arrival of their program.
 
     This order suits presets in which earlier programs never give blocks to later programs. In such a preset,
@@ -55,7 +59,7 @@ class StrictProgramFcfs(RequestFcfs):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastAttainedService:
+class LeastAttainedService(QueueOrderPolicy):
     """Orders requests of programs with the least service first: K queues, first come first served in each.
 
     This is Autellix's PLAS (arXiv 2502.13965, §4.2, Algorithm 1). A request starts in the queue for its

@@ -38,15 +38,21 @@ NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoRetention:
-    """Grants no leases: stock vLLM's behaviour."""
+class RetentionPolicy:
+    """Decides how long to keep the KV of a turn that has just ended. The base grants no leases.
+
+    A policy that grants the TTL of a client's hint has the class attribute ``reads_hinted_ttl = True``. Under
+    other policies such hints are answered ``unsupported``. A policy with a method ``pressed(leases,
+    used_blocks, pool_blocks, now)`` is asked before each step while there are leases: it returns the programs
+    whose leases end, each with the reason.
+    """
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:
         return RetentionDecision(0.0, DecisionReason.POLICY_OFF)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixedRetention:
+class FixedRetention(RetentionPolicy):
     """Grants the same TTL for every tool call."""
 
     ttl_s: Seconds = 10.0
@@ -67,7 +73,7 @@ class UntilProgramEndRetention(FixedRetention):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeastWasteRetention:
+class LeastWasteRetention(RetentionPolicy):
     """Keeps a context as long as keeping it wastes less than dropping it: InferCept (arXiv 2402.01869).
 
     Waste is memory times seconds. C is the number of tokens of the context, C' the number of tokens of the
@@ -103,7 +109,7 @@ class LeastWasteRetention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContinuumRetention:
+class ContinuumRetention(RetentionPolicy):
     """Continuum's cost-benefit time-to-live (Continuum §4.1–4.2, eq. 2; mechanisms C4 and C5).
 
         τ* = argmax over τ ∈ {0} ∪ recorded durations of  P(τ, f)·(T̄·η + PrefillReload(r)) − τ
@@ -171,7 +177,7 @@ def best_ttl_s(durations: Sequence[float], benefit_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolTypeRetention:
+class ToolTypeRetention(RetentionPolicy):
     """Grants a TTL from ``PERCENTILE`` of the tool's earlier durations, shortened under memory pressure (SAGA
     §4.2; mechanism S4).
 

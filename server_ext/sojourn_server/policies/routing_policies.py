@@ -389,29 +389,21 @@ class WaitingProgramView(NamedTuple):
     """Expected longest context of the program; at least the prompt."""
 
 
-class WaitingOrderPolicy(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingOrderPolicy:
     """Orders the waiting requests of a tenant that no replica has capacity for, lowest ``key`` first. A
     request's key is computed once, when the request begins to wait. From time to time, the gateway serves the
-    oldest request first under every policy, so that no request waits for ever."""
-
-    by_arrival: bool
-    """Whether the order is that of arrival."""
-
-    def key(self, request: WaitingProgramView) -> tuple[float, ...]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivalOrder:
-    """First come, first served."""
+    oldest request first under every policy, so that no request waits for ever. The base orders by arrival."""
 
     by_arrival = True
+    """Whether the order is that of arrival."""
 
     def key(self, request: WaitingProgramView) -> tuple[float, ...]:
         return (request.number,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdlenessOrder:
+class IdlenessOrder(WaitingOrderPolicy):
     """Orders requests of returning programs by idleness, the least idle first, and then requests of new
     programs. Equally idle programs, and new programs, are ordered by context length, the shortest first (MORI
     §4.3.1)."""
@@ -424,7 +416,7 @@ class IdlenessOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LargestFirstOrder:
+class LargestFirstOrder(WaitingOrderPolicy):
     """Orders requests by the program's expected longest context, the largest first, as in best-fit decreasing
     (Johnson 1974, MORI §4.3.1)."""
 
@@ -464,23 +456,15 @@ class StealDecision(NamedTuple):
     reason: str
 
 
-class StealingPolicy(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StealingPolicy:
     """Chooses a replica that steals a waiting request (the thief), and a replica that loses it (the victim).
+    Under the base, a waiting request stays with its replica.
 
     The routing core calls ``steal`` while requests wait for a particular replica: at each ``Tick`` event, and
     when a replica joins or stops being full. It repeats the call until the result is ``None``. A policy may
     have an attribute ``reasons``: all reasons of its decisions, so that metrics can start each count at 0.
     """
-
-    is_used: bool
-    """Whether the policy is used; false: no request is ever stolen."""
-
-    def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoStealing:
-    """Never steals: a waiting request stays with its replica."""
 
     is_used = False
 
@@ -489,7 +473,7 @@ class NoStealing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkStealing:
+class WorkStealing(StealingPolicy):
     """Lets an idle replica, the thief, steal from a replica with a higher load, the victim (SAGA §5.2;
     mechanism S7).
 

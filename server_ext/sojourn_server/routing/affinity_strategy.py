@@ -34,7 +34,6 @@ from heapq import nlargest
 from ..policies import routing_policies as policies
 from ..policies.fairness_policies import (
     BlockedRequestView,
-    NoTenantPreemption,
     PreemptibleRequestView,
     SharePolicy,
     TenantPreemptionPolicy,
@@ -100,8 +99,8 @@ class AffinityStrategy(RoutingStrategy):
         self._routing = routing
         self._stealing = stealing
         self._sharing = sharing
-        self._preemption = preemption or NoTenantPreemption()
-        self._order = order or policies.ArrivalOrder()
+        self._preemption = preemption or TenantPreemptionPolicy()
+        self._order = order or policies.WaitingOrderPolicy()
         self._reads_residents = bool(getattr(routing, "reads_residents", False))
         self._resident_for_s = float(getattr(routing, "resident_for_s", math.inf))
         self._prefixes: dict[str, OrderedDict[int, None]] = {}
