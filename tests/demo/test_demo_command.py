@@ -56,7 +56,7 @@ def test_the_servers_of_a_demo_require_the_users_api_key_and_every_request_has_i
     monkeypatch.setenv("VLLM_API_KEY", "s3cret")
     keys: list[str | None] = []
     with EchoEngine(api_key="s3cret") as engine:
-        monkeypatch.setattr(EngineServer, "start", lambda server: keys.append(server._api_key))
+        monkeypatch.setattr(EngineServer, "start", lambda server: keys.append(server.api_key))
         monkeypatch.setattr(EngineServer, "url", engine.url)
         answer = run("--json", str(places / "out.json"))
     assert answer.exit_code == 0, answer.output
@@ -102,7 +102,7 @@ def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
     assert document["smoke"] is True
     assert document["model"] == "tiny"
     assert (document["arms"]["stock"]["programs"], document["arms"]["stock"]["turns"]) == (4, 4 * 6)
-    (flags,) = (server._serve_args for server in started)
+    (flags,) = (server.serve_args for server in started)
     pool_blocks, longest = (
         int(flags[flags.index(name) + 1]) for name in ("--num-gpu-blocks-override", "--max-model-len")
     )

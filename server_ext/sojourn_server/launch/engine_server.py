@@ -16,8 +16,8 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -47,41 +47,31 @@ class ServerStartError(RuntimeError):
     """The server ended, did not answer in time, or cannot be used. The text may end with lines of its log."""
 
 
+@dataclass(eq=False, repr=False)
 class EngineServer:
-    """Context manager that runs ``sojourn serve MODEL``.
+    """Context manager that runs ``sojourn serve MODEL``. Entering the ``with`` block waits until the server
+    answers. It raises ``ServerStartError`` if the server ends, or after ``ready_timeout_s`` seconds."""
 
-    ``serve_args`` are flags of sojourn and vLLM, passed on unchanged. ``env`` is added to this process's
-    environment. The log goes to ``log_path``; by default to a temporary file, which ``stop`` deletes.
-    ``policy=None`` means the default of ``sojourn serve``. ``api_key`` is the key that the server will
-    require; ``None`` for no key. ``port=0`` means any free port. Entering the ``with`` block waits until the
-    server answers. It raises ``ServerStartError`` if the server ends, or after ``ready_timeout_s`` seconds.
-    """
+    model: str
+    _: KW_ONLY
+    policy: str | None = None
+    """``None``: the default of ``sojourn serve``."""
+    serve_args: Sequence[str] = ()
+    """Flags of sojourn and vLLM, passed on unchanged."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
+    log_path: Path | None = None
+    """``None``: a temporary file, which ``stop`` deletes."""
+    api_key: str | None = None
+    """The key that the server will require."""
+    ready_timeout_s: float = 300.0
+    progress: Progress | None = None
+    port: int = 0
+    """0: any free port, which is here after the start."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        policy: str | None = None,
-        serve_args: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-        log_path: Path | None = None,
-        api_key: str | None = None,
-        ready_timeout_s: float = 300.0,
-        progress: Progress | None = None,
-        port: int = 0,
-    ) -> None:
-        self.model = model
-        self.policy = policy
-        self.port = 0
-        self.log_path = log_path
-        self._wanted_port = port
-        self._serve_args = tuple(serve_args)
-        self._env = dict(env or {})
-        self._api_key = api_key
-        self._ready_timeout_s = ready_timeout_s
-        self._progress = progress
+    def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._own_log = log_path is None
+        self._own_log = self.log_path is None
         # A secret model alias identifies this server. Another server on a reused port does not have it.
         self._alias = f"sojourn-{secrets.token_hex(6)}"
 
@@ -98,14 +88,12 @@ class EngineServer:
     @property
     def headers(self) -> dict[str, str]:
         """Headers for every request to the server: the API key, if there is one."""
-        return {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def __enter__(self) -> EngineServer:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> EngineServer:
@@ -113,15 +101,15 @@ class EngineServer:
         answer, end the process and raise ``ServerStartError``."""
         if self._process is not None:
             raise RuntimeError("this server is already started")
-        self.port = self._wanted_port or _free_port()
+        self.port = self.port or _free_port()
         if self.log_path is None:
             handle, name = tempfile.mkstemp(prefix="sojourn-serve-", suffix=".log")
             os.close(handle)
             self.log_path = Path(name)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **self._env}
-        if self._api_key:
-            environment["VLLM_API_KEY"] = self._api_key  # not on the command line, where ps shows it
+        environment = {**os.environ, **self.env}
+        if self.api_key:
+            environment["VLLM_API_KEY"] = self.api_key  # not on the command line, where ps shows it
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command(),
@@ -172,14 +160,14 @@ class EngineServer:
 
     @property
     def _named_by_caller(self) -> bool:
-        return "--served-model-name" in self._serve_args
+        return "--served-model-name" in self.serve_args
 
     def _command(self) -> list[str]:
         names = [] if self._named_by_caller else ["--served-model-name", self.model, self._alias]
         policy = [] if self.policy is None else ["--policy", self.policy]
         return [
             sys.executable, "-m", "sojourn_server.cli", "serve", self.model, *policy,
-            "--host", "127.0.0.1", "--port", str(self.port), *names, *self._serve_args,
+            "--host", "127.0.0.1", "--port", str(self.port), *names, *self.serve_args,
         ]  # fmt: skip
 
     def _wait_until_ready(self) -> None:
@@ -189,9 +177,9 @@ class EngineServer:
         with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
             while True:
                 elapsed_s = time.monotonic() - start
-                if self._progress is not None and elapsed_s >= next_report:
+                if self.progress is not None and elapsed_s >= next_report:
                     next_report = elapsed_s + 1.0
-                    self._progress(elapsed_s, self._stage())
+                    self.progress(elapsed_s, self._stage())
                 code = self._process.poll()
                 if code is not None:
                     raise ServerStartError(
@@ -199,9 +187,9 @@ class EngineServer:
                     )
                 if self._answers(client):
                     return
-                if elapsed_s > self._ready_timeout_s:
+                if elapsed_s > self.ready_timeout_s:
                     raise ServerStartError(
-                        f"the server was not ready after {self._ready_timeout_s:.0f} s:\n{self.log_tail()}"
+                        f"the server was not ready after {self.ready_timeout_s:.0f} s:\n{self.log_tail()}"
                     )
                 time.sleep(_POLL_S)
 
