@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from .compat import KVCacheManager
 
 FORECAST_EVERY_STEPS = 32
-"""Minimum number of steps between two forecasts."""
 FORECAST_REQUESTS_PER_STEP = 4
 """Maximum average number of requests that are forecast per step. With many running requests, forecasts are
 less frequent."""
@@ -83,7 +82,6 @@ class PinnedBlocks:
         self._pool.free_blocks(reversed(self._pinned.pop(program_id, [])))
 
     def used_blocks(self) -> int:
-        """Return the number of blocks that requests use or programs pin."""
         return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
 
     def count_by_state(self) -> dict[str, int]:
@@ -159,7 +157,6 @@ class DemandMonitor:
         )
 
     def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        """Copy the request's full blocks to host memory."""
         if not self._groups.is_single:
             hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
             offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
@@ -262,7 +259,6 @@ class AllocationFallback:
         scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
 
     def restore_victim(self) -> None:
-        """Give the request chosen for preemption, if any, its original priority back."""
         if self.victim is not None:
             victim, priority = self.victim
             victim.priority = priority

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 TESTED_VLLM: tuple[str, ...] = ("0.31.0", "0.32.0", "0.33.0")
-"""Releases that the tests run against, oldest first."""
 TESTED_WITHOUT_ENGINE: tuple[str, ...] = ("0.33.0",)
 """Tested releases without a CPU build. The tests run only the schedulers of these releases, no engine."""
 
@@ -152,7 +151,6 @@ def is_tested(version: str) -> bool:
 
 
 def running_vllm() -> str:
-    """Imports vLLM."""
     return str(import_module("vllm").__version__)
 
 
@@ -183,7 +181,6 @@ def is_cpu_build() -> bool:
 
 
 def package_directory() -> Path | None:
-    """Return the directory of the ``vllm`` package, if it is installed."""
     try:
         spec = util.find_spec("vllm")
     except (ImportError, ValueError):

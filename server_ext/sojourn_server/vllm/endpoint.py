@@ -43,7 +43,6 @@ STREAMS_END_S = 10.0
 """Seconds after the engine's stop in which clients can read the end of their answers."""
 
 READY_POLL_S = 0.1
-"""Seconds between two checks of whether the HTTP server has started."""
 
 logger = logging.getLogger("vllm.sojourn")
 
@@ -76,7 +75,6 @@ class SojournEndpoint:
         )
 
     async def init_state(self, engine_client: EngineClient | None, state: Any, args: Namespace) -> None:
-        """Connect the routes to the engine, copy the server's API keys and start the metrics."""
         # As in vLLM's own check, the environment variable counts only without --api-key.
         self._keys.configure(key for key in (getattr(args, "api_key", None) or [envs.VLLM_API_KEY]) if key)
         if engine_client is None:

@@ -116,7 +116,6 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
 
 
 def profile_description(scheduler: Scheduler, tokens_per_block: float) -> dict[str, str]:
-    """Return the engine's properties that an engine profile records."""
     config = scheduler.scheduler_config
     devices = scheduler.vllm_config.parallel_config.tensor_parallel_size
     found = {

@@ -29,7 +29,6 @@ logger = logging.getLogger("vllm.sojourn.forced_tokens")
 
 ARGUMENT = "replay_ids"
 MAX_REPLAY_IDS = 65_536
-"""Maximum number of token ids in a request's ``replay_ids``."""
 
 _vocab_size: int | None = None
 """Size of the vocabulary; ``None`` until a logits processor is built in this process. The API server builds

@@ -130,13 +130,10 @@ class EvictionHeap:
         self._heap: list[tuple[tuple[Score, bool, int], Bucket]] = []
         """Entries whose place is not the bucket's present one are stale."""
         self._live = 0
-        """Number of buckets."""
         self._pushes = 0
         self.rescaled = False
-        """Whether the scale of scores has changed since the last read."""
 
     def push(self, bucket: Bucket) -> None:
-        """Insert a bucket, or score it again if it is in the heap."""
         self._pushes += 1
         self._live += bucket.place is None
         is_newest = bucket.used_s == NEWEST_TURN
@@ -152,12 +149,10 @@ class EvictionHeap:
             self._heap = sorted(self._valid())
 
     def forget(self, bucket: Bucket) -> None:
-        """Remove a bucket, if it is in the heap."""
         self._live -= bucket.place is not None
         bucket.place = None
 
     def first(self) -> tuple[Bucket, Score] | None:
-        """Return the bucket to evict first, and its score; ``None`` without buckets."""
         self._rescore_all()
         while self._heap:
             place, bucket = self._heap[0]
@@ -167,7 +162,6 @@ class EvictionHeap:
         return None
 
     def ordered(self) -> list[Bucket]:
-        """Return all buckets in eviction order."""
         self._rescore_all()
         return [bucket for _, bucket in sorted(self._valid())]
 
@@ -318,13 +312,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_or_stock()
     def rescore(self, program_id: ProgramId) -> None:
-        """Compute the scores of the program's buckets again."""
         if self._heap is not None:
             for bucket in self._buckets.get(program_id, {}).values():
                 self._heap.push(bucket)
 
     def rescale(self) -> None:
-        """Report that the scale of scores has changed."""
         if self._heap is not None:
             self._heap.rescaled = True
 
@@ -412,7 +404,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             yield from bucket.blocks.values()
 
     def _ordered(self) -> list[Bucket]:
-        """Return the buckets that are evicted after vLLM's list, in order."""
         return [*(self._heap.ordered() if self._heap is not None else ()), self._shared]
 
     def _bucket_for(self, block: KVCacheBlock) -> Bucket | None:
@@ -500,7 +491,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._heap.push(into)
 
     def _move(self, block: KVCacheBlock) -> None:
-        """Move a free block to where it belongs now."""
         self._take_out(block)
         # vLLM puts freed uncached blocks at the front.
         if block.block_hash is None:

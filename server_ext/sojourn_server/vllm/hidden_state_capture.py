@@ -21,10 +21,8 @@ OUTPUT_ATTRIBUTE = "sojourn_hidden_states"
 """Name of the attribute that carries the rows on vLLM's ``ModelRunnerOutput``. Pickling keeps it."""
 
 CAPTURE_EVERY_STEPS = 16
-"""Number of steps between two captures."""
 
 WARN_AFTER_STEPS = 2000
-"""Number of consecutive steps without a capture after which a warning is logged."""
 
 
 class HiddenStateRows(NamedTuple):

@@ -31,7 +31,6 @@ class HistoryFile:
         self._path = Path(rank_file(path, rank)) if path is not None else None
         self._saved_at = now
         self._saving = threading.Thread()
-        """The latest save in the background."""
 
     def load(self) -> Histories:
         """Return the saved histories; empty histories if there is no usable file. A file with other content

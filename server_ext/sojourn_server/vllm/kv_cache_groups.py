@@ -38,12 +38,9 @@ class UnsupportedModel(RuntimeError):
 
 
 class CachedPrefix(NamedTuple):
-    """The blocks on the device that a prompt with a given prefix would find in the prefix cache."""
-
     blocks: list[KVCacheBlock]
     """Distinct blocks of all groups. With one group they are in the order of the prefix."""
     hashes: int
-    """Number of the prefix's leading block hashes that these blocks cover."""
 
 
 class KVCacheGroups:
@@ -113,7 +110,6 @@ class KVCacheGroups:
         return len(self._managers)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the maximum number of blocks of a request with ``tokens`` tokens."""
         return sum(min(-(-tokens // size), most) for size, most in self._sizes)
 
     def blocks_of_new(self, tokens: int) -> int:
@@ -182,7 +178,6 @@ class KVCacheGroups:
         return dependent
 
     def cached_prefix(self, hashes: Sequence[Any]) -> CachedPrefix:
-        """Return the longest prefix of a chain of block hashes that the device's prefix cache has."""
         if self.is_single:
             found: list[KVCacheBlock] = []
             for block_hash in hashes:
@@ -220,7 +215,6 @@ class KVCacheGroups:
         return list(by_suffix.values())
 
     def is_of_window(self, key: BlockKey) -> bool:
-        """Return whether a key is that of a window block."""
         return not self.is_single and key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
@@ -295,7 +289,6 @@ class KVCacheGroups:
         return found
 
     def count_in_use(self, hits: Sequence[Sequence[KVCacheBlock]]) -> int:
-        """Return how many blocks of a hit, given for each group, requests use or leases pin."""
         return sum(1 for blocks in hits for block in blocks if block.ref_cnt > 0 and not block.is_null)
 
     def waits_for_state(self, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:

@@ -60,8 +60,6 @@ GroupBlockIds = Sequence[list[int]]
 
 @dataclass
 class StepOrders(KVConnectorMetadata, Generic[JobsT]):
-    """The planner side's orders to the workers for one step."""
-
     jobs: JobsT
     rejected: dict[str, list[int]] = field(default_factory=dict)
     """Request id → ids of blocks that it waits for, but no job fills: the worker reports them as such."""
@@ -98,7 +96,6 @@ class MatchedTokens(NamedTuple):
     keys: Sequence[BlockKey] = ()
     """Keys of the found blocks, if the planner needs them to load. Empty with several KV cache groups."""
     context: ContextKeys | None = None
-    """The request's keys, for a model with several KV cache groups; otherwise ``None``."""
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
@@ -112,7 +109,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.strict = False
-        """Whether sojourn's own errors are raised instead of logged. For tests."""
         self._failure_log = RateLimitedLog(logger)
         self._matches: dict[str, MatchedTokens] = {}
         """Request → its match, until the request's blocks are allocated or the step is planned."""
@@ -122,7 +118,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     # -- what each connector supplies -----------------------------------------------
 
     def _is_off(self) -> bool:
-        """Return whether the connector is off. If so, it looks up no request."""
         raise NotImplementedError
 
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:

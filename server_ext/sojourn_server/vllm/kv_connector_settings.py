@@ -60,8 +60,6 @@ NotEmpty = Annotated[str, Meta(min_length=1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOffloadOptions:
-    """The options of ``SojournConnector``, for host memory and disk."""
-
     host_bytes: AtLeast1 | Literal["auto"]
     """Host memory for blocks; "auto": four times the device's KV, at most ``host_bytes_max``, and none on an
     engine that supports none."""
@@ -100,15 +98,12 @@ class KVTransferOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVConnectorSettings:
-    """What both connectors know of the engine's KV."""
-
     blocks: int
     """Number of blocks on the device, including vLLM's null block."""
     block_tokens: int
     identity: KvIdentity
     """Identity of this worker's stored blocks: engine blocks for ``SojournConnector``, else Full Blocks."""
     ranks: int
-    """Number of workers. Each has its part of every block."""
     block_bytes: int
     """Bytes of one stored block, all layers and all workers."""
 
@@ -120,8 +115,6 @@ class KVConnectorSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVOffloadSettings(KVConnectorSettings):
-    """Settings of ``SojournConnector``."""
-
     options: KVOffloadOptions
     host_slots: int
     """Number of blocks that fit in host memory, over all workers."""
@@ -203,8 +196,6 @@ class KVOffloadSettings(KVConnectorSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferSettings(KVConnectorSettings):
-    """Settings of ``PathsConnector``."""
-
     options: KVTransferOptions
     concurrent_steps: int
     """Maximum number of planned steps whose results are not known yet."""
@@ -523,7 +514,6 @@ def _media_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _weights_identity(vllm_config: VllmConfig) -> str:
-    """Return the fingerprint of the loaded weights. Raises ``UnknownWeights``."""
     import psutil  # type: ignore[import-untyped]
     from huggingface_hub import constants
 
@@ -556,7 +546,6 @@ def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
 
 
 def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
-    """Return the packing that vLLM chooses on a CPU."""
     from .compat import current_platform
 
     if not current_platform.is_cpu():
@@ -577,6 +566,5 @@ def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
 
 
 def hash_identity(vllm_config: VllmConfig, block_tokens: int) -> str:
-    """Return a text with all settings that block hashes depend on."""
     algorithm, seed = vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
     return f"{algorithm}/seed={seed}/{block_tokens}"

@@ -107,7 +107,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         *,
         strict: bool,
     ) -> None:
-        """Take what only sojourn's scheduler has. ``strict``: raise errors of our own."""
         self.groups, self.clock, self.is_paused, self.strict = groups, clock, is_paused, strict
 
     def _is_off(self) -> bool:
@@ -271,7 +270,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.cancel_load(name)
 
     def drop_cancelled(self, output: KVConnectorOutput) -> None:
-        """Remove the results of cancelled loads from ``output``, because vLLM does not expect them."""
         if not self._cancelled:
             return
         # Remove the failed blocks of cancelled loads, because other requests may have these blocks now. This

@@ -33,8 +33,6 @@ yet."""
 
 
 class _Load(NamedTuple):
-    """A load that has not ended."""
-
     program_id: ProgramId
     keys: Sequence[BlockKey]
     """Block hashes of the prefix up to the last block loaded; empty if these must not be cached."""
@@ -69,7 +67,6 @@ class KVPrefetcher:
         self._connector = connector if groups.is_single and not has_events else None
         self._budget = int(MAX_DEVICE_SHARE * (pool.num_gpu_blocks - 1))
         self._loads: dict[str, _Load] = {}
-        """Name of a load that has not ended → the load."""
         self._filled: dict[ProgramId, tuple[float, list[int]]] = {}
         """Program → (expiry, ids of the blocks filled for it), last filled last."""
 

@@ -46,13 +46,11 @@ CLOSE_S = 10.0
 """Maximum seconds that ``shutdown`` waits if the transfer manager is being closed already."""
 
 NON_NUMERIC_KEYS = ("addresses", "peer", "epoch", "stats_address")
-"""Keys of the worker's status that are not statistics."""
 
 WILDCARDS = ("0.0.0.0", "[::]", "::")
 """Hosts at which an engine can listen but which peers cannot dial."""
 
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-"""Final statuses of requests that completed their output."""
 
 
 @dataclass
@@ -60,7 +58,6 @@ class KVTransferStats(KVConnectorStats):
     """Seconds that steps spent in KV transfers. vLLM logs them as "KV Transfer metrics: waited_s=…"."""
 
     data: dict[str, float] = field(default_factory=dict)
-    """The fields of ``TransferStepTimes``, by name."""
 
     def reset(self) -> None:
         self.data = {}
@@ -95,7 +92,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
         self._closing: threading.Thread | None = None
         self._stats_server: transfer_stats.StatsServer | None = None
-        """Worker side: the server of ``status``; ``None`` until another process needs it."""
         self._off = False
         """Planner side: whether the connector is off, because the cache was reset."""
         self._stop_sent = False
@@ -136,7 +132,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._pool, self._cached = gpu_block_pool, gpu_block_pool.cached_block_hash_to_block
 
     def on_new_request(self, request: Request) -> None:
-        """Handle a request that has joined the queue."""
         if self._is_off():
             return
         self._requests[request.request_id] = request
@@ -302,14 +297,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._worker.begin_step(jobs_of_rank(orders.jobs, settings.identity.tp_rank, settings.ranks))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Wait until a layer's KV is loaded, before the forward pass computes it."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Send a computed layer to the peers that wait for it."""
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
@@ -338,7 +331,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return KVTransferStats(data=data or {})
 
     def status(self) -> dict[str, Any] | None:
-        """Return the status of the worker's transfer manager; ``None`` while there is none."""
         traffic, worker = self._traffic, self._worker
         if traffic is None or worker is None or self._closing is not None:
             return None
@@ -430,7 +422,6 @@ class PairStatusReporter:
         }
 
     def stats(self) -> dict[str, Any] | None:
-        """Return the workers' combined statistics and the request counts, once they have reported."""
         if self._status is None:
             return None
         numbers = {name: status for name, status in self._status.items() if name not in NON_NUMERIC_KEYS}

@@ -65,7 +65,6 @@ class LengthPredictor:
         self.trainer.ended(request.request_id, request.num_output_tokens if learned else None)
 
     def report(self, now: float) -> None:
-        """Pass the predictions made since the last call to the ``ProgramScheduler``."""
         for request_id, guess in self.trainer.take_predictions().items():
             request = self._requests.get(request_id)
             if request is not None:

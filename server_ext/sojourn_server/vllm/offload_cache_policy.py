@@ -37,7 +37,6 @@ class ProgramCachePolicy(LRUCachePolicy):
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.strict = False
-        """Whether sojourn's own errors are raised instead of logged. For tests."""
         self.groups = 1
         """Number of the model's KV cache groups, which have chunks of their own."""
         self._off = False
@@ -164,7 +163,6 @@ class ProgramCachePolicy(LRUCachePolicy):
 
 
 def find_cache_policy(connector: Any) -> ProgramCachePolicy | None:
-    """Return the ``ProgramCachePolicy`` that vLLM's connector uses, if it does."""
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     policy = getattr(manager, "_policy", None)
     return policy if isinstance(policy, ProgramCachePolicy) else None

@@ -35,7 +35,6 @@ STORE_AHEAD_STEPS = 2
 """Number of steps of maximum size. The blocks that the device may reuse in these steps are copied to host
 memory in advance."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
-"""Maximum share of the device's blocks that is copied to host memory in advance."""
 STORE_AHEAD_REFILL_SHARE = 0.25
 """Further copies in advance are made once the device has reused this share of ``_store_ahead_blocks``."""
 STORE_AHEAD_HOST_SHARE = 0.125
@@ -132,7 +131,6 @@ class OffloadManager:
         hashes)."""
 
     def reset(self) -> None:
-        """Forget everything after a reset of the engine's cache."""
         self._forget()
         self._connector.reset_cache()
 
@@ -477,7 +475,6 @@ class OffloadManager:
         )
 
     def load_costs(self) -> LinkCosts:
-        """Return the costs of a copy from host memory to the device."""
         connector = self._connector
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
         if byte_s is None:
@@ -486,7 +483,6 @@ class OffloadManager:
         return LinkCosts(None, block_s / self._tokens_per_block, loads_queued_s=loading * block_s)
 
     def _room(self) -> int:
-        """Return how many more blocks of preempted requests host memory can take."""
         host = self._connector.planner.host
         if self._connector.off:
             return 0

@@ -121,7 +121,6 @@ class PluginSettings:
         return parse_preset(text, source=source, own=own)
 
     def preset_toml(self) -> tuple[str, str]:
-        """Return the preset's TOML text and its file name. Raises ``PresetError`` or ``SettingsError``."""
         if self.policy_file is None:
             return preset_text(self.policy), f"{self.policy}.toml"
         path = Path(self.policy_file)
@@ -165,7 +164,6 @@ class PluginSettings:
         return AttentionCosts.of(steps)
 
     def limits(self) -> SchedulerLimits:
-        """Return the settings that are limits of the ``ProgramScheduler``."""
         names = [field.name for field in fields(SchedulerLimits) if hasattr(self, field.name)]
         return SchedulerLimits(**{name: getattr(self, name) for name in names})
 
@@ -212,7 +210,6 @@ def build_program_scheduler(
 
 
 def check_scheduling(preset: Preset, scheduling_policy: str) -> None:
-    """Raise ``SettingsError`` for placement under ``--scheduling-policy priority``."""
     if preset.placement.is_used and scheduling_policy == "priority":
         raise SettingsError(
             f"--scheduling-policy is priority, but policy {preset.name} orders programs by where "

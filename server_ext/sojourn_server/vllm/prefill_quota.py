@@ -72,7 +72,6 @@ class PrefillQuota:
         return cls(scheduler, quota, program_scheduler, guarded)
 
     def open_step(self) -> None:
-        """Reset the quota before the scheduler plans a step."""
         self.step = None
 
     def preempted(self, request: Request) -> None:
@@ -125,7 +124,6 @@ class PrefillQuota:
         return chunk
 
     def _decodes_s(self) -> float:
-        """Return the seconds of attention for all running requests that decode."""
         seconds = self.quota.costs.seconds
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))

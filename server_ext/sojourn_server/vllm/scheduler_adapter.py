@@ -84,7 +84,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 MAX_STEPS_IN_FLIGHT = 64
-"""Maximum number of planned steps without results whose times are kept; older ones are forgotten."""
 
 
 class SchedulerAdapter(EngineView):
@@ -97,9 +96,7 @@ class SchedulerAdapter(EngineView):
         self._settings = settings
         self._clock = clock
         self._refused: list[str] = []
-        """Ids of requests that the ``ProgramScheduler`` refused, until ``end_refused``."""
         self.failures = 0
-        """Number of sojourn's errors that were caught instead of raised."""
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
         rank = data_parallel_rank(scheduler.vllm_config)
@@ -140,7 +137,6 @@ class SchedulerAdapter(EngineView):
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
         self._pending: list[EngineAction | LeaseGranted] = []
-        """Actions that are not carried out yet, oldest first."""
         context = EngineContext(
             scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
             self.report_failure,
@@ -396,7 +392,6 @@ class SchedulerAdapter(EngineView):
         self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="retention")
 
     def preempted(self, request: Request) -> None:
-        """Handle a preemption, before vLLM frees the request's blocks."""
         self._allocation_fallback.restore_victim()
         if self.quota is not None:
             self.quota.preempted(request)
@@ -548,7 +543,6 @@ class SchedulerAdapter(EngineView):
     # -- actions on KV ----------------------------------------------------------
 
     def carry_out(self, now: float) -> None:
-        """Carry out the pending actions, and those that follow from them."""
         while self._pending:
             actions, self._pending = self._pending, []
             for action in actions:

@@ -47,8 +47,6 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class TurnEnd(NamedTuple):
-    """How a request ended."""
-
     reason: TurnFinishReason
     tool_calls: tuple[ParsedToolCall, ...] = ()
     is_guess: bool = False
@@ -93,7 +91,6 @@ class ToolCallReader:
             logger.warning(what, parser, error)
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
-        """Return the tool calls at the end of an output; empty if there are none."""
         if self._tokenizer is None or not token_ids:
             return ()
         return self._read_text(self._decode_tail(token_ids))

@@ -82,7 +82,6 @@ class PolicyRequestQueue(RequestQueue):
         self.peeked: Request | None = None
 
     def promote(self, now: float) -> None:
-        """Move each request whose long wait has changed its key."""
         for entry in tuple(self.entries):
             # A preempted request is overdue at once when another becomes so.
             if entry.place.changes_s <= now or entry.request.status == RequestStatus.PREEMPTED:
@@ -176,8 +175,6 @@ class PolicyRequestQueue(RequestQueue):
 
 
 class WaitingQueueAdapter:
-    """Replaces vLLM's waiting queues with queues that the ``ProgramScheduler`` orders."""
-
     def __init__(self, context: EngineContext) -> None:
         self._scheduler = scheduler = context.scheduler
         self._program_scheduler = context.program_scheduler
@@ -191,7 +188,6 @@ class WaitingQueueAdapter:
         scheduler.kv_holding_waiting = PolicyRequestQueue(self, holds_kv=True)
         self._steps = 0
         self._admission_paused_until = 0
-        """Number of the last step in which no request is admitted."""
         self._shared: dict[str, tuple[int, int]] = {}
         """Request that needs admission → (step of the last look-up, blocks of its prompt in use or
         pinned)."""
@@ -249,7 +245,6 @@ class WaitingQueueAdapter:
             queue.promote(now)
 
     def left(self, request: Request) -> None:
-        """Forget a request that has left the engine."""
         self._shared.pop(request.request_id, None)
 
     def loading(self) -> list[Request]:
@@ -311,7 +306,6 @@ class WaitingQueueAdapter:
         return request in self.queue.parked
 
     def _accepts(self, request: Request) -> bool:
-        """Whether the admission policy accepts the request."""
         running = bool(self._scheduler.running or self._admitted_loading())
         policy = self._program_scheduler.preset.admission
         rejected = (request.request_id, self._program_scheduler.forecaster.changes)
@@ -364,6 +358,5 @@ class WaitingQueueAdapter:
 
 
 def max_new_tokens(request: Request, max_model_len: int) -> int:
-    """Return how many tokens the request may still generate, at least 1."""
     allowed = request.max_tokens - request.num_output_tokens
     return int(max(1, min(allowed, max_model_len - request.num_tokens)))
