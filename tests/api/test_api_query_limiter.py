@@ -7,27 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
-from api_test_engines import BATCH, HungEngine, ScriptedEngine, check_error, client_of, engine_answers
-from fastapi import FastAPI
+from api_test_engines import BATCH, HungEngine, ScriptedEngine, app_of, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
-from sojourn_server.api.api_keys import ApiKeys
-from sojourn_server.api.routes import build_router
+from waiting import wait_until_async
 
 
 def http_of(engine: Any) -> httpx.AsyncClient:
-    keys = ApiKeys()
-    keys.configure([])
-    app = FastAPI()
-    app.include_router(build_router(engine, keys))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://server/sojourn/v1")
-
-
-async def until(condition: Any) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came to that")
+    transport = httpx.ASGITransport(app=app_of(engine))
+    return httpx.AsyncClient(transport=transport, base_url="http://server/sojourn/v1")
 
 
 async def release(engine: HungEngine, requests: list[asyncio.Task[httpx.Response]]) -> list[int]:
@@ -43,7 +30,7 @@ async def test_of_each_kind_of_question_two_wait_and_the_third_is_told_to_come_b
     engine = HungEngine(program={"program_id": "p"})
     async with http_of(engine) as http:
         waiting = [asyncio.ensure_future(http.get(path.format(n))) for n in range(2)]
-        await until(lambda: len(engine.calls) == 2)
+        await wait_until_async(lambda: len(engine.calls) == 2)
         refused = await asyncio.wait_for(http.get(path.format(2)), 60)
         check_error(refused, 429)
         assert int(refused.headers["retry-after"]) > 0
@@ -53,7 +40,7 @@ async def test_of_each_kind_of_question_two_wait_and_the_third_is_told_to_come_b
             asyncio.ensure_future(http.get("stats")),
             asyncio.ensure_future(http.post("events", json=BATCH)),
         ]
-        await until(lambda: len(engine.calls) == 4)
+        await wait_until_async(lambda: len(engine.calls) == 4)
         assert await release(engine, waiting) == [200] * 4
         assert (await http.get(path.format(2))).status_code == 200
 
@@ -74,7 +61,7 @@ async def test_who_asks_what_is_being_asked_waits_for_the_same_answer() -> None:
     engine = HungEngine()
     async with http_of(engine) as http:
         waiting = [asyncio.ensure_future(http.get("stats")) for _ in range(30)]
-        await until(lambda: engine.calls)
+        await wait_until_async(lambda: engine.calls)
         await asyncio.sleep(0.02)
         assert await release(engine, waiting) == [200] * 30
     assert len(engine.calls) == 1

@@ -10,7 +10,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,17 @@ from sojourn_server.kv_transfer.transfer_actions import (
 )
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
+from sojourn_server.kv_transfer.transfer_stats import transfer_manager_stats
+from sojourn_server.kv_transfer.transfer_wire import (
+    HEAD_BYTES,
+    NeedMessage,
+    OfferMessage,
+    WelcomeMessage,
+    WireMessage,
+    decode,
+    decode_head,
+    encode,
+)
 from transfer_manager_harness import PATIENCE_S, MemoryStore, assert_clean, eventually, manager, threads_of
 
 CONTEXT = keys(*range(8))
@@ -248,3 +259,166 @@ def test_a_peer_whose_machine_vanished_is_noticed(store: MemoryStore) -> None:
         [conn] = here._conns.values()
         sock = conn.stream._writer.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+
+
+# -- Peers that stop reading, over real sockets: they are cut off, and nobody else waits for them.
+
+
+LARGE = identity(block_bytes=4 << 20, layers=2)
+"""One Layer Block of it is more than any socket here takes."""
+SOON = {"patience_s": 2.0}
+NOT_SOON = {"patience_s": 4 * PATIENCE_S, "lease_s": 8 * PATIENCE_S}
+
+
+class Stuck:
+    """A peer that greets, asks for all of the first context that is offered, and reads nothing more."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = f"unix:{path}"
+        self.socket: socket.socket | None = None
+        self.has_stopped = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._greet)
+        self._thread.start()
+
+    def _greet(self) -> None:
+        with suppress(OSError):
+            self.socket, _ = self._listener.accept()
+            self._heard()
+            self.socket.sendall(encode(WelcomeMessage(name="stuck", epoch="e")))
+            while not isinstance(offer := self._heard(), OfferMessage):
+                pass
+            self.send(NeedMessage(transfer=offer.transfer, indices=list(range(len(offer.keys)))))
+            self.has_stopped.set()
+
+    def send(self, message: WireMessage) -> None:
+        assert self.socket is not None
+        self.socket.sendall(encode(message))
+
+    def _heard(self) -> WireMessage:
+        head = decode_head(self._exactly(HEAD_BYTES))
+        return decode(self._exactly(head.message_bytes))
+
+    def _exactly(self, count: int) -> bytes:
+        assert self.socket is not None
+        found = b""
+        while len(found) < count:
+            more = self.socket.recv(count - len(found))
+            if not more:
+                raise OSError("the other end has hung up")
+            found += more
+        return found
+
+    def close(self) -> None:
+        self._listener.close()
+        if self.socket is not None:
+            self.socket.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def stuck(tmp_path: Path) -> Iterator[Stuck]:
+    made = Stuck(tmp_path / "stuck.sock")
+    yield made
+    made.close()
+
+
+def layer() -> list[memoryview]:
+    return [memoryview(bytes(LARGE.block_bytes // LARGE.layers)) for _ in CONTEXT]
+
+
+def give_all(push: object) -> None:
+    for number in range(LARGE.layers):
+        push.give(number, layer())  # type: ignore[attr-defined]
+
+
+def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck: Stuck) -> None:
+    with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
+        push = here.offer("t", stuck.address, CONTEXT)
+        give_all(push)
+        assert stuck.has_stopped.wait(PATIENCE_S)
+        assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer accepts no data")
+        eventually(lambda: not here._conns)
+        assert here.stats()["counts"]["stalls"] == 1
+        assert_clean(here)
+    assert threads_of("p") == []
+
+
+def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: Path) -> None:
+    """With so much patience that nothing is cut off while the test runs."""
+    here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
+    there = manager(MemoryStore(LARGE), "d", [f"unix:{tmp_path}/d.sock"], limits=NOT_SOON)
+    first = here.offer("t", stuck.address, CONTEXT)
+    give_all(first)
+    assert stuck.has_stopped.wait(PATIENCE_S)
+    eventually(lambda: here.core.ctx.peer_send.in_flight > 0)
+    second = here.offer("u", there.addresses[0], CONTEXT)
+    give_all(second)
+    prompt = there.expect("u")
+    assert prompt.wait(PATIENCE_S) == PromptTransferEnded("u", True)
+    assert second.wait(PATIENCE_S) == PushEnded("u", True)
+    prompt.end()
+    assert first.outcome is None, "it was not cut off: the other was served beside it"
+    assert len(here._conns) == 2
+    # An engine that closes does not wait for it either, and its memory is its own again.
+    assert here.close(PATIENCE_S)
+    assert first.outcome is not None
+    assert_clean(here, there)
+    assert there.close()
+    assert threads_of("p") + threads_of("d") == []
+
+
+# -- What a traffic manager tells of itself, after real transfers.
+
+
+FOUR = keys(*range(4))
+BLOCK_BYTES = identity().block_bytes
+
+
+def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
+    store = MemoryStore()
+    store.fill(*FOUR)
+    with manager(store, "p") as here, manager(store, "d", ["tcp:127.0.0.1:0"]) as there:
+        load = here.load("l", FOUR)
+        assert load.wait(PATIENCE_S) is not None
+        assert transfer_manager_stats(here, {})["slots_used"] == 4
+        push = here.offer("t", there.addresses[0], FOUR, epoch=there.epoch)
+        prompt = there.expect("t", epoch=there.epoch)
+        for layer in range(LAYERS):
+            push.give(layer, layers_of(FOUR, layer))
+        assert prompt.wait(PATIENCE_S) is not None
+        prompt.end()
+        load.end()
+        assert_clean(here, there)
+        mine, theirs = (
+            transfer_manager_stats(here, {"blocks_not_filled": 2}),
+            transfer_manager_stats(there, {}),
+        )
+    whole = 4 * BLOCK_BYTES
+    assert mine["links"]["storage read"]["moved_bytes"] == whole
+    assert mine["links"]["compute network"]["moved_bytes"] == theirs["received_bytes"] == whole
+    assert mine["block_s"] > 0
+    assert (mine["counts"]["blocks_read"], mine["counts"]["blocks_not_filled"]) == (4, 2)
+    assert mine["slots_used"] == theirs["slots_used"] == 0
+
+
+def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
+    """0 would say that nothing waits, and who hangs would be chosen first."""
+    store, gate = MemoryStore(), threading.Event()
+    store.fill(*FOUR)
+    store.before = lambda what, key: assert_in_time(gate)
+    patient = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
+    with manager(store, "p", limits=patient) as here:
+        load = here.load("l", FOUR)
+        link = transfer_manager_stats(here, {})["links"]["storage read"]
+        assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": None, "moved_bytes": 0}
+        gate.set()
+        assert load.wait(PATIENCE_S) is not None
+        load.end()
+
+
+def assert_in_time(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE_S)

@@ -10,11 +10,16 @@ from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FillJob, Transfe
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_request import (
     MATCH_PENDING,
+    MAX_TRANSFER_BYTES,
     NO_MATCH,
+    WHOLE_REQUEST,
     ExternalMatch,
     ScheduledRequest,
+    TransferRole,
+    context_name,
     parse_transfer_params,
     tail_key,
+    transfer_answer_params,
 )
 
 
@@ -201,3 +206,57 @@ def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> No
     request.output += [1] * (448 - request.num_tokens)
     step(planner, "r", 448)
     assert [save.place for save in planner.take_jobs().saves] == [6], "output is stored as well"
+
+
+# -- What a request may say of its transfer.
+
+
+TO_PREFILL = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+TO_DECODE = {"do_remote_prefill": True, "transfer": "t", "context": "t.1"}
+
+
+@pytest.mark.parametrize("given", [None, {}, {"do_remote_decode": False}, {"program": "a"}])
+def test_who_says_nothing_does_all_of_it(given: Any) -> None:
+    assert parse_transfer_params(given) == WHOLE_REQUEST
+
+
+def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
+    params = parse_transfer_params(
+        {**TO_PREFILL, "decode_reads": True, "epoch": "e", "remote_prefill_cached_tokens": 5}
+    )
+    assert (params.role, params.peer, params.decode_reads) == (TransferRole.PREFILL, "unix:/d", True)
+    answer = transfer_answer_params(params, "t.1", 3)
+    decode = parse_transfer_params({**answer, "remote_prefill_cached_tokens": 5})
+    assert (decode.role, decode.context, decode.stored, decode.epoch) == (TransferRole.DECODE, "t.1", 3, "e")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({**TO_PREFILL, "do_remote_decode": "yes"}, "true or false"),
+        ({**TO_PREFILL, **TO_DECODE}, "both"),
+        ({**TO_PREFILL, "transfer": ""}, "transfer"),
+        ({**TO_PREFILL, "transfer": "x" * (MAX_TRANSFER_BYTES + 1)}, "at most 200"),
+        ({**TO_PREFILL, "transfer": "\ud800"}, "transfer"),
+        ({**TO_PREFILL, "peer": 7}, "peer is 7"),
+        ({**TO_PREFILL, "decode_reads": 1}, "decode_reads is 1"),
+        ({**TO_PREFILL, "epoch": 3}, "epoch is 3"),
+        ({**TO_DECODE, "context": None}, "context is None"),
+        ({**TO_DECODE, "stored": -1}, "stored is -1"),
+        ({**TO_DECODE, "stored": "3"}, "stored is '3'"),
+    ],
+)
+def test_what_is_wrong_is_named(given: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        parse_transfer_params(given)
+
+
+def test_other_prompts_have_other_names() -> None:
+    names = {
+        context_name("t", b"\1", [1, 2], 34),
+        context_name("u", b"\1", [1, 2], 34),
+        context_name("t", b"\2", [1, 2], 34),
+        context_name("t", b"\1", [12], 34),
+        context_name("t", b"\1", [1, 2], 50),
+    }
+    assert len(names) == 5

@@ -22,7 +22,6 @@ from sojourn_server.metrics.turn_ledger import (
     common_prefix_length,
     split_tokens,
 )
-from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import ReclaimRequest
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, chain, prompt
 
@@ -348,21 +347,6 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
     assert engine.counter("sojourn_program_turns_total") == totals.turns
     grants = sum(d.numbers.get("ttl_s", 0) > 0 for d in engine.program_scheduler.decisions.since(0, 10**6)[0])
     assert engine.counter("sojourn_lease_ends_total") + len(engine.program_scheduler.state.leases) == grants
-
-
-def test_the_catalogue_and_the_code_say_the_same_words() -> None:
-    assert {outcome.value for outcome in TurnFinishReason} == metric_catalog.TURN_OUTCOMES
-    ends = {
-        DecisionReason.TTL,
-        DecisionReason.RETURN,
-        DecisionReason.END,
-        DecisionReason.SILENT,
-        DecisionReason.PRESSURE,
-        DecisionReason.RESET,
-        DecisionReason.SUPERSEDED,
-        DecisionReason.PLACED,
-    }
-    assert {reason.value for reason in ends} == metric_catalog.LEASE_ENDS
 
 
 # -- what is kept -------------------------------------------------------------------------
