@@ -96,12 +96,16 @@ def engine_answers(**changed: Any) -> dict[str, Any]:
     }
 
 
-def client_of(engine: Any, keys: Sequence[str] = ()) -> TestClient:
+def app_of(engine: Any, keys: Sequence[str] = ()) -> FastAPI:
     api_keys = ApiKeys()
     api_keys.configure(keys)
     app = FastAPI()
     app.include_router(build_router(engine, api_keys))
-    return TestClient(app, raise_server_exceptions=False)
+    return app
+
+
+def client_of(engine: Any, keys: Sequence[str] = ()) -> TestClient:
+    return TestClient(app_of(engine, keys), raise_server_exceptions=False)
 
 
 def check_error(response: Any, status: int) -> dict[str, str]:
