@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 import sojourn
-from openai import AzureOpenAI, OpenAI, _base_client
+from openai import AzureOpenAI, OpenAI
 from sojourn.testing import FakeServer, refusing_url
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -75,24 +75,6 @@ def test_azure_clients_are_tagged(online, settings):
         assert request.headers["api-key"] == "k"
     assert sojourn.stats()["request_attempts"] == len(online.requests)
     assert sojourn.stats()["requests_ended"] == 1
-
-
-# ---- patches of other people
-
-
-@pytest.fixture(autouse=True)
-def pristine():
-    """Restore the client's classes after each test."""
-    kinds = (_base_client.BaseClient, _base_client.SyncAPIClient, _base_client.AsyncAPIClient)
-    before = [(k, n, f) for k in kinds for n, f in vars(k).items() if callable(f)]
-    yield
-    sojourn.shutdown()
-    for kind, name, function in before:
-        if vars(kind)[name] is not function:
-            setattr(kind, name, function)
-
-
-# ---- sync or async
 
 
 # ---- events on a request that failed

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
 import pytest
-from sojourn.wire_events import ProgramEnd, ToolStart
+from sdk_settings import PATH as SUPPORT
+from sojourn.wire_events import Heartbeat, ProgramEnd, ToolStart
+from waiting import wait_until
 
 OPENING = """
 import os, sys, time, signal
@@ -165,3 +175,124 @@ def test_the_sender_imports_nothing_which_a_fork_could_cut_in_half(python, serve
     print(sorted(set(sys.modules) - before))
     """
     assert python(code).stdout.strip() == "[]"
+
+
+# -- Heartbeats stop when a process ends or is stopped, and the SDK handles no signal.
+
+
+QUICK = """
+import os, signal, sys, time
+for number in (signal.SIGHUP, signal.SIGTERM):
+    # Under nohup, or in the background of a shell, processes ignore some of these.
+    signal.signal(number, {handler})
+import sojourn
+from sdk_settings import resolve_with
+sojourn.config.Config.resolve = resolve_with(heartbeat_s=0.05, linger_s=0)
+sojourn.init({url!r})
+"""
+
+
+def heartbeats(server):
+    return sum(isinstance(e, Heartbeat) for e in server.events())
+
+
+def silence_follows(server):
+    """Wait for a span of eight heartbeat intervals without an event."""
+
+    def silent():
+        before = len(server.events())
+        time.sleep(0.4)
+        return len(server.events()) == before
+
+    wait_until(silent)
+
+
+@pytest.fixture
+def beating(server):
+    """Start a process with a heartbeat every 50 ms and wait for three of them."""
+    started = []
+
+    def start(body, handler="signal.SIG_DFL"):
+        code = QUICK.format(url=server.url, handler=handler) + textwrap.dedent(body)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH", ""), SUPPORT))},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "up\n"
+        wait_until(lambda: heartbeats(server) >= 3)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # a forked child too
+        process.communicate()
+
+
+OPEN = """
+p = sojourn.program("p", id="p").make().start()
+print("up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_killed_process_falls_silent_and_reports_no_end(server, beating, number):
+    process = beating(OPEN + "time.sleep(60)")
+    process.send_signal(number)
+    assert process.wait(30) == -number, "the signal does what it always did"
+    silence_follows(server)
+    assert not any(isinstance(e, ProgramEnd) for e in server.events())
+
+
+def test_the_users_signal_handler_ends_the_program(server, beating):
+    process = beating(
+        """
+        def stop(number, frame):
+            raise SystemExit(5)
+        signal.signal(signal.SIGTERM, stop)
+        with sojourn.program("p"), sojourn.tool_call("t"):
+            print("up", flush=True)
+            time.sleep(60)
+        """
+    )
+    process.terminate()
+    assert process.wait(30) == 5
+    assert [e.status for e in server.program_events() if isinstance(e, ProgramEnd)] == ["error"]
+    silence_follows(server)
+
+
+def test_a_forked_child_sends_no_heartbeats_for_its_dead_parent(server, beating):
+    process = beating(
+        """
+        p = sojourn.program("p", id="p").make().start()
+        if os.fork() == 0:
+            os.close(1)
+            with sojourn.tool_call("kid"):  # its own sender runs
+                pass
+            time.sleep(60)
+            os._exit(0)
+        print("up", flush=True)
+        time.sleep(60)
+        """
+    )
+    process.kill()
+    process.wait(30)
+    silence_follows(server)
+
+
+def test_the_sdk_handles_no_signal(python, server):
+    python(
+        f"""
+        import signal
+        before = {{n: signal.getsignal(n) for n in signal.valid_signals()}}
+        import sojourn
+        sojourn.init({server.url!r}, threads=True)
+        with sojourn.program("p"):
+            assert {{n: signal.getsignal(n) for n in signal.valid_signals()}} == before
+        """
+    )

@@ -21,6 +21,11 @@ def told(server, count):
     return events
 
 
+def context_of():
+    """What a request carries, without the events that wait."""
+    return decode_context(sojourn.request_fields()["vllm_xargs"]["agentic_context"])
+
+
 def test_a_program_starts_and_ends(online):
     with sojourn.program("fix", agent_type="coder") as p:
         assert sojourn.current_program() is p
@@ -117,6 +122,7 @@ def test_tasks_that_share_a_scope_have_programs_of_their_own(online):
                     together.set()
                 await together.wait()
                 assert sojourn.current_program() is p
+                assert sojourn.headers()["X-Session-ID"] == p.id
             assert not p.is_open
             assert [q.is_open for q in opened].count(True) == 2 - len(closed)
             closed.append(p)
@@ -152,42 +158,6 @@ def test_functions_of_every_kind_can_be_programs(online):
     assert len(set(ids)) == 3
     names = [e.name for e in told(online, 6) if isinstance(e, ProgramStart)]
     assert names == ["bare", "named", "bare"]
-
-
-def test_async_with_and_concurrent_tasks_keep_apart(online):
-    async def agent(name):
-        async with sojourn.program(name) as p:
-            await asyncio.sleep(0.001)
-            assert sojourn.current_program() is p
-            async with sojourn.tool_call("t") as call:
-                await asyncio.sleep(0.001)
-                assert call.program is p
-            return sojourn.headers()["X-Session-ID"] == p.id
-
-    async def main():
-        return await asyncio.gather(*(agent(f"a{n}") for n in range(20)))
-
-    assert all(asyncio.run(main()))
-    assert sojourn.flush(60)
-    everything = online.events()
-    assert len({e.program_id for e in everything if isinstance(e, ProgramStart)}) == 20
-
-
-def test_a_cancelled_task_ends_as_cancelled(online):
-    async def main():
-        async def agent():
-            async with sojourn.program("p"), sojourn.tool_call("t"):
-                await asyncio.sleep(60)
-
-        task = asyncio.create_task(agent())
-        await asyncio.sleep(0)  # the task runs until its sleep
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    _, _, stop, end = told(online, 4)
-    assert (stop.status, end.status) == ("cancelled", "cancelled")
 
 
 def test_a_decorated_generator_does_not_leak_into_its_consumer(online):
@@ -271,13 +241,13 @@ def test_a_process_of_one_loop_is_one_program_until_its_code_opens_one(server, m
     sojourn.init(server.url)
     with sojourn.tool_call("set-up"):
         pass
-    first, second = asked(), asked()
+    first, second = context_of(), context_of()
     assert first.program_id == second.program_id
     assert not second.sojourn.implicit
     assert second.sojourn.heartbeat
     with sojourn.program() as p:
         pass
-    assert asked().sojourn.implicit
+    assert context_of().sojourn.implicit
     sojourn.shutdown()
     kinds = [ProgramStart, ToolStart, ToolStop, ProgramEnd]
     events = {type(e): e for e in server.events() if e.program_id == first.program_id}
@@ -287,17 +257,12 @@ def test_a_process_of_one_loop_is_one_program_until_its_code_opens_one(server, m
     assert [type(e) for e in server.events() if e.program_id == p.id] == [ProgramStart, ProgramEnd]
 
 
-def asked():
-    """What a request outside ``program()`` carries, without the events that wait."""
-    return decode_context(sojourn.request_fields()["vllm_xargs"]["agentic_context"])
-
-
 @pytest.fixture
 def session(server, monkeypatch):
     """A session of a process that is one loop and has sent a request."""
     monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
     sojourn.init(server.url)
-    asked()
+    context_of()
     return runtime.session()
 
 
@@ -305,7 +270,7 @@ def test_the_processs_own_program_ends_after_its_requests(server, session):
     """SGLang and ThunderAgent end the session of a running request with its program."""
     own = session.program
     first, second = (LogicalRequest(session.counters, own) for _ in range(2))
-    assert asked().sojourn.implicit
+    assert context_of().sojourn.implicit
     first.end()
     assert own.is_open
     second.end()
@@ -376,7 +341,3 @@ def test_code_that_names_an_ended_program_is_in_it_but_promises_no_heartbeats(on
     assert (late.program_id, late.sojourn.node, late.sojourn.heartbeat) == (p.id, "s", False)
     named = decode_context(sojourn.request_parts(p)[0]["vllm_xargs"]["agentic_context"])
     assert (named.program_id, named.sojourn.heartbeat) == (p.id, False)
-
-
-def context_of():
-    return decode_context(sojourn.request_fields()["vllm_xargs"]["agentic_context"])

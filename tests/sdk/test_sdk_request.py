@@ -224,10 +224,3 @@ def test_adapters_answer_where_our_own_context_cannot(online):
         remove_resolver(broken)
     assert (context.program_id, context.sojourn.node) == ("by-framework", "model")
     assert sojourn.stats()["resolver_error"] >= 1
-
-
-def test_our_own_fault_leaves_a_bare_request(online, monkeypatch):
-    monkeypatch.setattr(Turn, "_context", lambda *a: 1 / 0)
-    with sojourn.program():
-        assert sojourn.request_parts() == ({}, {})
-    assert sojourn.stats()["inject_error"] == 1
