@@ -144,9 +144,6 @@ async def test_what_a_tool_asks_of_the_model_belongs_to_the_run(server: FakeServ
     assert seen == [program.start.program_id] * 2
 
 
-# ---- tools
-
-
 # ---- graphs
 
 

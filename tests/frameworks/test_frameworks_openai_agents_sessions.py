@@ -200,6 +200,3 @@ def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPat
     kept.clear()
     assert len(kept) == 0
     assert {each.status for each in recorded(server).values()} == {"ok"}
-
-
-# ---- ids

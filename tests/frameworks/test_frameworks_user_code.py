@@ -14,9 +14,6 @@ from langgraph.pregel import Pregel
 from recorded_programs import recorded_programs
 from sojourn.testing import FakeServer
 
-# ---- runs that callbacks of other kinds stand around
-
-
 # ---- streams whose event loop is gone
 
 
@@ -69,12 +66,3 @@ def test_a_stream_left_at_the_end_of_its_loop_says_nothing(
     assert [each.status for each in recorded_programs(server).values()] == ["cancelled"] * (
         wrapped or patched
     )
-
-
-# ---- forks while another thread holds a lock
-
-
-# ---- results of the user's own making
-
-
-# ---- threads of LangGraph's, from threads of Python's
