@@ -3,14 +3,14 @@
 ``BlockPool.free_block_queue`` is vLLM's eviction order, because the pool reuses blocks from its front. This
 queue replaces it. Blocks without a program stay in vLLM's linked list and keep vLLM's order. If the policy
 orders blocks by program, cached blocks of programs are in buckets, and the bucket with the lowest score is
-evicted first. A program has one bucket for the blocks of its newest turn. It has another bucket for each
-earlier turn with blocks that no later turn used (an abandoned branch, a compacted context).
+evicted first. A program has one bucket for the blocks of its newest turn, and one for each earlier turn with
+blocks that no later turn used (an abandoned branch, a compacted context).
 
 Cost: O(1) per block, O(log buckets) per rescored bucket, O(buckets) after a change of the scale of scores.
 
 Blocks that only an ended program has used stay cached, but are evicted early (``_ended``). If any other
-request has used such a block, the block is part of a common prefix and counts as a block without a program.
-The other request may be of another program or of no program, or may have come after the program's end.
+request has used such a block, also after the program's end, it is part of a common prefix and counts as a
+block without a program.
 
 The order of eviction is:
 

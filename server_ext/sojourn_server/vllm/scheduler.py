@@ -9,13 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from .compat import (
-    AsyncScheduler,
-    Scheduler,
-    SchedulerOutput,
-    check_vllm_version,
-    running_vllm,
-)
+from .compat import AsyncScheduler, Scheduler, SchedulerOutput, check_vllm_version, running_vllm
 from .kv_cache_groups import UnsupportedModel
 from .plugin_settings import PluginSettings
 from .scheduler_adapter import SchedulerAdapter

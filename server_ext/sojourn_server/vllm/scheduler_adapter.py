@@ -51,12 +51,7 @@ from .compat import (
     SchedulerOutput,
     get_block_hash,
 )
-from .engine_description import (
-    connector_name,
-    offload_description,
-    pool_config,
-    profile_description,
-)
+from .engine_description import connector_name, offload_description, pool_config, profile_description
 from .free_block_queue import EvictionScorer, ProgramFreeBlockQueue, Score
 from .hidden_state_capture import OUTPUT_ATTRIBUTE
 from .history_file import HistoryFile
@@ -267,17 +262,16 @@ class SchedulerAdapter(EngineView):
         if scheduler.prefill_capacity_bound and self.waiting.only_parked_wait():
             scheduler.prefill_capacity_bound = False
         self._planned.append((output, now))
-        if output.scheduled_new_reqs:
-            for new in output.scheduled_new_reqs:
-                self._admitted(new.req_id, new.num_computed_tokens, now)
-        cached = output.scheduled_cached_reqs
+        new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
+        for each in new:
+            self._admitted(each.req_id, each.num_computed_tokens, now)
         if cached.resumed_req_ids:
             for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
                 if request_id in cached.resumed_req_ids:
                     self._admitted(request_id, computed, now)
         if self._pending:
             self.carry_out(now)
-        if self._scorer is not None:
+        if self._scorer is not None and (new or cached.resumed_req_ids):
             self._scorer.after_step(self._queue)
         if self.quota is not None:
             self.quota.close_step(output)

@@ -34,10 +34,8 @@ class EngineContext:
     groups: KVCacheGroups
     clock: Callable[[], float]
     handle: EventHandler
-    """Passes an event to the ``ProgramScheduler``, and keeps its actions on KV until ``carry_out``."""
     carry_out: Callable[[float], None]
     guarded: Callable[..., Any]
-    """Runs a call; returns ``None`` if it fails, after the failure was counted and logged."""
     report_failure: Callable[[Exception, str], None]
 
 
