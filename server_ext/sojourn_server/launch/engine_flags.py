@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,10 +79,14 @@ class EngineFlags:
         """The flags of the file, then those of the command line. The last occurrence of a flag counts."""
         return (*self.from_file, *self.args)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of all flags, without keys of their values."""
+        return {flag_name(arg).split(".", 1)[0] for arg in self.in_effect}
+
     def has(self, flag: str) -> bool:
         """Return whether the flag, its ``--no-`` form, or a key of its value (``--flag.key``) is given."""
-        negated = "--no-" + flag.removeprefix("--")
-        return any(flag_name(arg).split(".", 1)[0] in (flag, negated) for arg in self.in_effect)
+        return not self.names.isdisjoint((flag, "--no-" + flag.removeprefix("--")))
 
     def is_set(self, flag: str) -> bool:
         """Return whether exactly this flag is given. Its ``--no-`` form and its keys do not count."""
@@ -89,15 +94,12 @@ class EngineFlags:
 
     def value(self, flag: str) -> str | None:
         """Return the value of the flag's last occurrence; ``None`` if the flag is missing."""
-        found = None
         args = self.in_effect
-        for index, arg in enumerate(args):
-            if flag_name(arg) == flag:
-                if "=" in arg:
-                    found = arg.split("=", 1)[1]
-                elif index + 1 < len(args):
-                    found = args[index + 1]
-        return found
+        for arg, following in reversed([*zip(args, (*args[1:], None), strict=False)]):
+            value = arg.split("=", 1)[1] if "=" in arg else following
+            if flag_name(arg) == flag and value is not None:
+                return value
+        return None
 
     def kv_connector(self) -> str | None:
         """Return the name of the KV connector that the flags select; ``None`` if they select none, or if
@@ -140,16 +142,11 @@ def flag_name(arg: str) -> str:
 
 def _without(flag: str, args: tuple[str, ...]) -> tuple[str, ...]:
     """Return ``args`` without all occurrences of ``flag`` and their values. ``flag`` takes one value."""
-    rest: list[str] = []
-    skip_value = False
-    for arg in args:
-        if skip_value:
-            skip_value = False
-        elif flag_name(arg) == flag:
-            skip_value = "=" not in arg
-        else:
-            rest.append(arg)
-    return tuple(rest)
+    return tuple(
+        arg
+        for before, arg in zip(("", *args), args, strict=False)
+        if flag_name(arg) != flag and (flag_name(before) != flag or "=" in before)
+    )
 
 
 _SHORT_FLAGS = {
@@ -195,9 +192,9 @@ def read_config_file(path: str) -> tuple[str, ...]:
     flags: list[str] = []
     for key, value in _read_document(path).items():
         if not isinstance(key, str):
-            raise InvalidOption(f"--config {path}: {_short(repr(key))} is no flag's name")
+            raise _config_error(path, f": {key!r} is no flag's name")
         if key == "config":
-            raise InvalidOption(f"--config {path}: names another config file; expected one file in all")
+            raise _config_error(path, ": names another config file; expected one file in all")
         if isinstance(value, bool):
             if value:
                 flags.append(f"--{key}")
@@ -209,9 +206,7 @@ def read_config_file(path: str) -> tuple[str, ...]:
             try:
                 flags.append(f"--{key}={json.dumps(value)}")
             except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidOption(
-                    f"--config {path}: {_short(key)} cannot be JSON: {_short(str(error))}"
-                ) from None
+                raise _config_error(path, f": {key} cannot be JSON: {error}") from None
         else:
             flags.append(f"--{key}={value}")
     return tuple(flags)
@@ -219,28 +214,26 @@ def read_config_file(path: str) -> tuple[str, ...]:
 
 def _read_document(path: str) -> dict[Any, Any]:
     if path.rsplit(".", 1)[-1] not in ("yaml", "yml"):
-        raise InvalidOption(f"--config {path}: expected a file named .yaml or .yml")
+        raise _config_error(path, ": expected a file named .yaml or .yml")
     try:
         # vLLM requires PyYAML. We do not, so a --dry-run elsewhere may lack it.
         yaml = import_module("yaml")
     except ImportError:
-        raise InvalidOption(f"--config {path}: PyYAML, which reads it, is not installed") from None
+        raise _config_error(path, ": PyYAML, which reads it, is not installed") from None
     try:
-        with Path(path).open(
-            encoding="utf-8"
-        ) as file:  # an open file, because YAML's errors would quote lines of a text, secrets included
+        # An open file, because YAML's errors would quote lines of a text, secrets included.
+        with Path(path).open(encoding="utf-8") as file:
             document = yaml.safe_load(file)
     except OSError as error:
-        raise InvalidOption(f"--config {path}: cannot read the file: {error.strerror}") from None
+        raise _config_error(path, f": cannot read the file: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # The message of a YAML error has several lines.
-        raise InvalidOption(f"--config {path} is not YAML: {_short(str(error))}") from None
+        raise _config_error(path, f" is not YAML: {error}") from None
     if not isinstance(document, dict):
         what = "is empty" if document is None else f"is a {type(document).__name__}"
-        raise InvalidOption(f"--config {path} {what}; expected flag: value, one flag a line")
+        raise _config_error(path, f" {what}; expected flag: value, one flag a line")
     return document
 
 
-def _short(text: str) -> str:
-    """Return the beginning of ``text`` in one line."""
-    return " ".join(text.split())[:300]
+def _config_error(path: str, text: str) -> InvalidOption:
+    """Return an error with the beginning of ``text`` in one line: messages of YAML errors have several."""
+    return InvalidOption(f"--config {path}" + re.sub(r"\s+", " ", text)[:300])

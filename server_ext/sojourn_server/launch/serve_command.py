@@ -21,7 +21,6 @@ from .engine_flags import (
     EngineFlags,
     InvalidOption,
     engine_workers,
-    flag_name,
     own_flag,
     parallel_size,
     refuse,
@@ -238,7 +237,7 @@ def build_command(
                 )
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
-        if not any(flag_name(arg).split(".", 1)[0] in _COMPILATION_FLAGS for arg in flags.in_effect):
+        if flags.names.isdisjoint(("--compilation-config", "--optimization-level")):
             # Compiling needs a C++ compiler and a minute.
             if stages <= 1:
                 default("--enforce-eager")
@@ -435,13 +434,12 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     port = None if address is None else address[1]
     config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
     ranks = flags.value("--data-parallel-size")
-    names = {flag_name(arg).split(".", 1)[0] for arg in flags.in_effect}
     refuse({
         f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of them: "
         "KV of a pair is in --kv-store": options.tiers.any,
         "--role sets --kv-transfer-config; give one of the two": flags.has("--kv-transfer-config"),
         **{
-            f"{flag}: {why}; start an engine of a pair without it": flag in names
+            f"{flag}: {why}; start an engine of a pair without it": flag in flags.names
             for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items()
         },
         f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own":
@@ -473,7 +471,6 @@ _MEMORY_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--devic
 """Flags that set the size of the KV cache. vLLM ignores them if an environment variable sets the size too."""
 WORKER_SHARED_MEMORY_BYTES = 256 << 20
 """Free bytes of ``/dev/shm`` with which vLLM starts a process for the worker; it checks for 240 MiB."""
-_COMPILATION_FLAGS = ("--compilation-config", "--optimization-level")
 
 
 def _cpu_environment(

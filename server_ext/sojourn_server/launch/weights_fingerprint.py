@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from pathlib import Path
 
 from .model_config import read_model_config
@@ -41,7 +42,7 @@ def weights_fingerprint(
     if path.is_file():
         return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
     if path.is_dir():
-        return _commit_of(path) or f"{path.resolve()} {_sizes_and_dates(_weight_files(path))}"
+        return _commit_of(path) or _dated(path)
     if path.is_absolute():  # a missing path; the engine reports it
         return f"{model}@{revision}"
     commit = revision if revision and _COMMIT.fullmatch(revision) else None
@@ -51,7 +52,7 @@ def weights_fingerprint(
     if snapshot is None or not snapshot.is_dir():
         return f"{model}@{commit}"
     if _commit_of(snapshot) is None:  # the snapshot has files of another origin
-        return f"{model}@{commit} {snapshot.resolve()} {_sizes_and_dates(_weight_files(snapshot))}"
+        return f"{model}@{commit} {_dated(snapshot)}"
     return f"{model}@{commit}{_suffix_label(snapshot)}"
 
 
@@ -111,24 +112,13 @@ def _suffix_label(snapshot: Path) -> str:
     return "" if kind == ".safetensors" else f" of {kind}"
 
 
-def _sizes_and_dates(files: list[Path]) -> list[tuple[str, int, int]]:
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
 def weights_digest(folder: Path) -> str:
     """Return a hash of a folder's weight files: of their names, sizes and last ``HASHED_TAIL_BYTES``.
 
     The hash does not depend on the folder's path. It tells models of the same shape apart. Raises
     ``OSError``.
     """
-    found = hashlib.sha256()
-    for file in _weight_files(folder):
-        size = file.stat().st_size
-        found.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as weights:
-            weights.seek(max(0, size - HASHED_TAIL_BYTES))
-            found.update(weights.read(HASHED_TAIL_BYTES))
-    return found.hexdigest()[:16]
+    return _digest(_weight_files(folder), HASHED_TAIL_BYTES)
 
 
 def processor_digest(model: str) -> str:
@@ -141,14 +131,24 @@ def processor_digest(model: str) -> str:
     if not folder.is_dir() or _commit_of(folder) is not None:
         return ""
     files = sorted({*folder.glob("*processor_config.json"), *folder.glob("tekken.json")})
-    if not files:
-        return ""
+    return _digest(files, sys.maxsize) if files else ""
+
+
+def _digest(files: list[Path], tail_bytes: int) -> str:
     found = hashlib.sha256()
-    for file in files:
-        content = file.read_bytes()
-        found.update(f"{file.name} {len(content)} ".encode())
-        found.update(content)
+    for path in files:
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            file.seek(max(0, size - tail_bytes))
+            found.update(file.read())
     return found.hexdigest()[:16]
+
+
+def _dated(folder: Path) -> str:
+    """Return a text with the folder's path and the sizes and dates of its weight files."""
+    stats = [(file.name, file.stat()) for file in _weight_files(folder)]
+    return f"{folder.resolve()} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"
 
 
 def _weight_files(folder: Path) -> list[Path]:
