@@ -64,8 +64,8 @@ def test_a_whole_life() -> None:
     assert engine.program("p").status is ProgramStatus.REASONING
     assert engine.admit(request) == 0
     engine.now += 1.0
-    assert engine.program_scheduler.awaiting_first_token()
-    assert engine.program_scheduler.awaiting_first_token() == {request}
+    assert engine.program_scheduler.awaiting_first_token
+    assert engine.program_scheduler.awaiting_first_token.keys() == {request}
     engine.program_scheduler.first_token(request, engine.now)
     engine.now += 1.0
     lease = engine.finish(request)
@@ -91,7 +91,7 @@ def test_a_whole_life() -> None:
     assert engine.program("p").status is ProgramStatus.ENDED
     assert engine.done[-1].kind is EngineActionKind.DROP
     assert engine.program_scheduler.state.requests.states == {}
-    assert not engine.program_scheduler.awaiting_first_token()
+    assert not engine.program_scheduler.awaiting_first_token
     assert engine.counter("sojourn_program_turns_total", outcome="stopped") == 2
     assert engine.counter("sojourn_programs_finished_total", outcome="ok") == 1
     assert engine.program_scheduler.histories.turns.count() == 1
@@ -625,7 +625,7 @@ def test_a_reset_that_only_starts_ends_leases_and_keeps_contexts() -> None:
     engine.turn("a", prompt(40, seed=1))
     scheduler = engine.program_scheduler
     scheduler.handle(CacheResetStarted(), engine.now)
-    assert not list(scheduler.leased_programs())
+    assert not list(scheduler.leased_programs)
     assert scheduler.context(ProgramId("a"))
 
 

@@ -29,7 +29,9 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
         assert all(program_id in owners.owners_of(each) for each in owned), "a program's block without it"
     assert not owners.orphans.keys() & owners.of.keys(), "an owned orphan"
     assert all(lease.program_id in programs for lease in leases), "a lease of an unknown program"
-    assert program_scheduler.awaiting_first_token() <= requests.keys(), "a first token of an unknown request"
+    assert program_scheduler.awaiting_first_token.keys() <= requests.keys(), (
+        "a first token of an unknown request"
+    )
     assert program_scheduler._admission._holding.keys() <= requests.keys(), "an unknown request holds KV"
     assert all(program_id in programs for program_id in state.release_reasons), "unknown program let go"
     for program in programs:

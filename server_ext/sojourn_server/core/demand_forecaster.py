@@ -38,6 +38,8 @@ from .events_and_actions import (
     OutputLengthPredicted,
     RequestChosen,
     RequestLetIn,
+    TurnFinished,
+    TurnFinishReason,
     VictimNeeded,
 )
 from .request_table import RequestState
@@ -146,27 +148,24 @@ class DemandForecaster:
         demand = needed_blocks([view], self._pool.tokens_per_block)
         self._needed = [whole + part for whole, part in zip(self._needed, demand, strict=True)]
 
-    def ended(self, request_state: RequestState, output_tokens: int, *, cut: bool = False) -> None:
-        """Learn from a finished output. ``cut``: whether the output ended because it reached its maximum
-        length."""
-        program = request_state.program
-        if not self.predicts or program is None or output_tokens < 1:
+    def ended(self, request_state: RequestState, event: TurnFinished) -> None:
+        """Learn from a finished output. The length of an aborted output is not learned, and the error of its
+        hint counts only above the mean of its type, so that an abort never makes hints look better."""
+        program, output_tokens, reason = request_state.program, event.output_tokens, event.outcome
+        if not self.predicts or program is None or output_tokens < 1 or reason is TurnFinishReason.ERROR:
+            return
+        if reason is TurnFinishReason.ABORTED:
+            self._judge_hint(request_state, output_tokens, only_worse=True)
             return
         self._lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
         # An output cut at its maximum length cannot refute a hint of at least that length.
-        if not cut or (request_state.hinted_tokens or 0) < output_tokens:
+        if reason is not TurnFinishReason.LENGTH or (request_state.hinted_tokens or 0) < output_tokens:
             self._judge_hint(request_state, output_tokens)
         if request_state.predicted_output_tokens is not None:
             self._recorder.observe(
                 "sojourn_output_length_ratio", output_tokens / request_state.predicted_output_tokens
             )
         self._judge_predictions(request_state, output_tokens)
-
-    def output_aborted(self, request_state: RequestState, output_tokens: int) -> None:
-        """Check the output-length hint of a request that its client aborted. The length is not learned. The
-        hint's error counts only above the mean of its type, so an abort never makes hints look better."""
-        if self.predicts and output_tokens >= 1:
-            self._judge_hint(request_state, output_tokens, only_worse=True)
 
     def store_prediction(self, event: OutputLengthPredicted, now: float) -> None:
         """Store a neural network's prediction of a request's remaining tokens. A prediction is ignored if it

@@ -73,7 +73,8 @@ class FirstToken(_Event, frozen=True):
 
 
 class RequestPreempted(_Event, frozen=True):
-    """A running request lost its blocks and waits again. The answer is ``RecoveryChosen``."""
+    """A running or loading request lost its blocks and waits again. The answer for a running one is
+    ``RecoveryChosen``."""
 
     request_id: str
     tokens: int = 0
@@ -84,13 +85,9 @@ class RequestPreempted(_Event, frozen=True):
     """Number of tokens whose KV is already in host memory."""
     link: LinkCosts | None = None
     """``None``: no host memory of ours."""
-
-
-class LoadGivenUp(_Event, frozen=True):
-    """A request lost its blocks to a running request, during or after the load of its KV and before it ran
-    any step. The request waits again. The loaded KV is still in the lower tier."""
-
-    request_id: str
+    loading: bool = False
+    """Whether the KV was being loaded, or was loaded and the request ran no step since. The loaded KV is
+    still in the lower tier."""
 
 
 class TurnFinishReason(str, Enum):
@@ -256,7 +253,7 @@ class PolicySwitched(_Event, frozen=True):
 
 
 Event = (
-    RequestArrived | RequestAdmitted | FirstToken | RequestPreempted | LoadGivenUp | TurnFinished
+    RequestArrived | RequestAdmitted | FirstToken | RequestPreempted | TurnFinished
     | ClientEventReceived | Tick | StepCompleted | AdmissionRequested | BlocksNeeded | VictimNeeded
     | DemandSampled | OutputLengthPredicted | BlocksEvicted | PrefetchStarted | CacheResetStarted | CacheReset
     | PolicySwitched

@@ -7,15 +7,11 @@ Without a report, it learns the gap as the tool's duration. Times are seconds on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
 from sojourn.ids import CallId, EmitterId, ProgramId
 from sojourn.wire_codec import EventOutcome, Outcome
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
-from ..metrics.turn_ledger import LossCause, TokenSplit, TurnRecord, common_prefix_length, split_tokens
+from ..metrics.turn_ledger import common_prefix_length
 from ..policies.policy_protocols import DecisionReason
 from ..programs.declared_graphs import GraphError
 from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
@@ -29,14 +25,10 @@ from ..programs.program_status import (
 from .events_and_actions import (
     ClientEventReceived,
     EventAnswered,
-    FirstToken,
-    RequestAdmitted,
     RequestArrived,
-    TurnFinished,
 )
 from .leases import LeaseManager
-from .request_hints import clipped, unused_event_fields
-from .request_table import RequestState
+from .request_hints import unused_event_fields
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
@@ -45,9 +37,6 @@ MAX_TOOLS_PER_PROGRAM = 256
 MAX_EMITTERS_PER_PROGRAM = 16
 CALLS_BEFORE_WARNING = 8
 """Number of tool calls of a program without any request after which a warning is given, once per program."""
-_EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
-"""Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
-
 _Answer = tuple[Outcome, str]
 """Outcome of a client's event, and the reason if it was not applied."""
 
@@ -68,8 +57,6 @@ class ProgramLifecycle:
         self._lease_manager = lease_manager
         self._workflow_predictor = workflow_predictor
         self._tier_manager = tier_manager
-        self.awaiting_first_token: dict[str, TurnRecord] = {}
-        """Records of admitted requests without an output token, by request id."""
         self._unused_fields = unused_event_fields(state.preset)
         self._handlers = {
             ProgramStart: self._program_start,
@@ -159,149 +146,6 @@ class ProgramLifecycle:
                 return []
         contexts.put_branch(program.id, list(hashes))
         return [event.request_id]
-
-    def begin_turn(
-        self, program: ProgramState, request_state: RequestState, event: RequestArrived, now: float
-    ) -> None:
-        """Add a request to its program's turn. The first request of a turn ends the gap before it."""
-        context, tool = event.identity.context, program.pending_tool
-        client_request_id = clipped(context.request_id) if context is not None else None
-        # A repeated request is no second turn. The first answer was lost, so no tool of it ran.
-        is_repeated = client_request_id is not None and client_request_id == program.client_request_id
-        if is_repeated:
-            program.gap_started_s = program.pending_tool = tool = None
-        gap_s, tool_s, tool_before = None, None, tool
-        if program.gap_started_s is not None and not program.live_requests:
-            gap_s, tool_before = max(0.0, now - program.gap_started_s), program.tool_of_gap()
-            if program.gap_tool_time is not None and not program.tools:
-                tool_s = program.gap_tool_time.seconds
-            self._learn_gap(program, gap_s, now)
-        program.tools.clear()
-        program.tools_ended_s = now
-        if gap_s is not None:
-            program.gap_started_s = program.gap_tool_time = None
-            self._workflow_predictor.came_back(program, tool, gap_s, event.prompt_tokens)
-        self._workflow_predictor.eviction_key_changed(program)
-        request_state.tool, program.pending_tool = tool, None
-        program.priority = event.priority
-        program.live_requests.add(event.request_id)
-        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
-        request_state.record = TurnRecord(
-            program.id,
-            program.turns + (not is_repeated),
-            event.request_id,
-            now,
-            tool_before=tool_before,
-            gap_s=gap_s,
-            tool_s=tool_s,
-            leased=self._leases.set_waiting(program.id, True),
-            client_request_id=client_request_id,
-        )
-
-    def _learn_gap(self, program: ProgramState, gap_s: float, now: float) -> None:
-        tool, recorder = program.pending_tool, self._state.recorder
-        if tool is not None:
-            source = "reported" if program.gap_reported else "inferred"
-            recorder.count("sojourn_tool_gap_source_total", source=source)
-            recorder.observe("sojourn_tool_gap_seconds", gap_s, tool=tool)
-            if not program.gap_reported:
-                self._state.histories.tools.observe(tool, gap_s)
-                program.gap_inferred_s = now
-
-    # -- a turn runs ------------------------------------------------------------
-
-    def admitted(
-        self,
-        record: TurnRecord,
-        program: ProgramState,
-        event: RequestAdmitted,
-        before: Sequence[Any] | None,
-        shared: int | None,
-        now: float,
-    ) -> None:
-        """Record a request's first admission, and where the KV of its prompt tokens came from.
-
-        ``before``: block hashes of the program's context after its last turn. ``shared``: how many of these
-        blocks the prompt begins with. Both are ``None`` if the hashes are unknown.
-        """
-        state = self._state
-        record.admitted_s = now
-        self.awaiting_first_token[event.request_id] = record
-        cause, evicted_block = self._lease_manager.loss_cause(program, before, event)
-        if evicted_block is not None:
-            record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
-        split = split_tokens(
-            prompt=event.tokens,
-            device=event.cached_tokens,
-            block_size=state.pool.block_size,
-            before_tokens=program.context_tokens,
-            before_full_blocks=len(before) if before is not None else 0,
-            shared_blocks=shared,
-            cause=cause,
-            dropped_hit_blocks=state.pool.dropped_hit_blocks,
-        )
-        record.tokens = replace(split, device=split.device - event.host_tokens, host=event.host_tokens)
-        reused = split.device  # on the device and in host memory
-        program.reused_tokens += reused
-        program.lost_tokens += sum(split.lost.values())
-        program.saved_s += state.reload.seconds(reused)
-        if program.turns and any(cause in _EVICTED for cause in record.tokens.lost):
-            state.histories.evicted_waits.observe(now - record.arrived_s)
-
-    def first_token(self, event: FirstToken, now: float) -> None:
-        """Record that a request has its first output token."""
-        record = self.awaiting_first_token.pop(event.request_id, None)
-        if record is not None:
-            record.first_token_s = now
-            program = self._programs.get(ProgramId(record.program_id))
-            if program is not None:
-                program.ttft_s = now - record.arrived_s
-
-    def close_record(self, record: TurnRecord, event: TurnFinished, now: float) -> None:
-        """Complete the record of a request that has left the engine, and add it to the ledger and to the
-        metrics."""
-        self.awaiting_first_token.pop(event.request_id, None)
-        record.finished_s = now
-        record.output_tokens = event.output_tokens
-        record.outcome = event.outcome.value
-        self._state.ledger.close(record)
-        count = self._state.recorder.count
-        count("sojourn_program_turns_total", outcome=record.outcome)
-        if lost := record.recomputed_after_preemption:
-            count("sojourn_lost_tokens_total", lost, cause=LossCause.PREEMPTED.value)
-        if record.tokens is not None:
-            self._count_tokens(record.tokens)
-
-    def _count_tokens(self, split: TokenSplit) -> None:
-        count = self._state.recorder.count
-        for result in ("device", "host", "new", "tail"):
-            count("sojourn_prompt_tokens_total", getattr(split, result), result=result)
-        for cause, tokens in split.lost.items():
-            count("sojourn_prompt_tokens_total", tokens, result="lost")
-            count("sojourn_lost_tokens_total", tokens, cause=cause.value)
-            if cause is not LossCause.CHANGED:
-                regretted = int(tokens // self._state.pool.tokens_per_block)
-                count("sojourn_evictions_regretted_total", regretted, tier="device")
-
-    def open_gap(self, program: ProgramState, event: TurnFinished, now: float) -> None:
-        """Start the gap after a program's turn: store the context length and the tool that now runs."""
-        context_tokens = event.prompt_tokens + event.output_tokens
-        program.prompt_tokens = event.prompt_tokens
-        # The first turn may have had several requests, and each of them counts in ``turns``.
-        if program.peak_tokens:
-            self._state.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
-        else:
-            program.first_prompt_tokens = event.prompt_tokens
-        program.context_tokens = context_tokens
-        program.peak_tokens = max(program.peak_tokens, context_tokens)
-        program.gap_started_s, program.gap_tool_time = now, None
-        program.gap_reported = program.gap_leased = False
-        # Calls whose start was reported late, and their end lost, do not run in this gap.
-        program.tools = {
-            call: tool for call, tool in program.tools.items() if tool.started_s >= program.tools_ended_s
-        }
-        # The gap lasts until the slowest of the calls has ended.
-        program.pending_tool = self._state.histories.tools.slowest([call.key for call in event.tool_calls])
 
     # -- the client reports -----------------------------------------------------
 

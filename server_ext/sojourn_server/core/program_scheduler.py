@@ -13,7 +13,7 @@ they return. The tables are in ``state``. Only ``core`` and ``recording`` may us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from enum import Enum
@@ -23,7 +23,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire_codec import Outcome
 
 from ..metrics.preemption_cascades import PreemptionCascades
-from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length
+from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length, split_tokens
 from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
@@ -36,11 +36,14 @@ from . import events_and_actions as ev
 from .demand_forecaster import AdmissionController, DemandForecaster
 from .leases import LeaseManager
 from .program_lifecycle import ProgramLifecycle
-from .request_hints import has_unused_field, unused_hint_fields
+from .request_hints import clipped, has_unused_field, unused_hint_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
+
+_EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
+"""Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
 
 
 class QueueState(Enum):
@@ -62,19 +65,6 @@ class QueuePlace(NamedTuple):
     state: QueueState
     changes_s: float = math.inf
     """Time at which a long wait may change key and state. Earlier they change only by events."""
-
-
-class KnownRequest(NamedTuple):
-    """Data about a request in the engine, for the vLLM adapter."""
-
-    program_id: ProgramId | None
-    """Id of the request's program; ``None``: the request has no program."""
-    rank: int
-    """Arrival rank of the request's program, or of the request itself if it has no program."""
-    admitted: bool
-    """Whether the request was admitted. It may have been preempted since."""
-    preempted: bool
-    """Whether the request was preempted since its last admission."""
 
 
 class ProgramScheduler:
@@ -103,8 +93,22 @@ class ProgramScheduler:
         self.forecaster = DemandForecaster(state)
         self._admission = AdmissionController(state, self.forecaster)
         self.tiers = TierManager(state)
+        # Queries that need no rule of their own.
+        self.request = state.requests.states.get
+        """Returns the state of a request in the engine, which only ``core`` changes; ``None``: unknown id."""
+        self.program = state.programs.get
+        """Returns a program, which only ``core`` changes; ``None``: unknown id."""
+        self.context = state.contexts.get
+        """Returns the hashes of the blocks of a program's context after its newest turn; ``None``: the hashes
+        were dropped."""
+        self.turns_of = state.ledger.of_program
+        """Returns the records of a program's newest turns, oldest first."""
+        self.leased_programs = state.leases.programs
+        """Programs with a lease."""
         self._lifecycle = ProgramLifecycle(state, self.lease_manager, self.predictor, self.tiers)
         self._unused_hints = unused_hint_fields(state.preset)
+        self.awaiting_first_token: dict[str, TurnRecord] = {}
+        """Records of admitted requests of programs without an output token, by request id."""
         self._cascades = PreemptionCascades()
         self._steps = 0
         """Number of completed engine steps."""
@@ -113,9 +117,8 @@ class ProgramScheduler:
         self._handlers: dict[type, Callable[[Any, float], ev.Answer | None]] = {
             ev.RequestArrived: self._arrived,
             ev.RequestAdmitted: self._admitted,
-            ev.FirstToken: self._lifecycle.first_token,
+            ev.FirstToken: self._first_token,
             ev.RequestPreempted: self._preempted,
-            ev.LoadGivenUp: self._load_given_up,
             ev.TurnFinished: self._finished,
             ev.ClientEventReceived: self._lifecycle.apply_event,
             ev.Tick: self._tick,
@@ -180,12 +183,11 @@ class ProgramScheduler:
             event.request_id, program, now, event.prompt_tokens, ranked_as=named
         )
         request_state.priority, request_state.block_hashes = event.priority, hashes
-        outcome, ttl_clipped = event.identity.outcome, False
+        outcome = event.identity.outcome
         if program is not None and context is not None:
             ttl_clipped = request_state.apply_hint(context, self.limits.max_hinted_ttl_s)
-        # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
-        if outcome is not Outcome.CLIPPED:
-            if program is not None and context is not None and has_unused_field(context, self._unused_hints):
+            # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
+            if outcome is not Outcome.CLIPPED and has_unused_field(context, self._unused_hints):
                 outcome = Outcome.UNSUPPORTED
             elif ttl_clipped:
                 outcome = Outcome.CLIPPED
@@ -193,10 +195,53 @@ class ProgramScheduler:
             self.recorder.count("sojourn_hints_total", outcome=outcome.value)
         if program is None:
             return
-        self._lifecycle.begin_turn(program, request_state, event, now)
+        self._begin_turn(program, request_state, event, now)
         self.tiers.arrived(request_state, now, event.block_hashes or ())
         if self.tiers.is_parked(request_state):
             self._programs.signal(program, ProgramSignal.GATE)
+
+    def _begin_turn(
+        self, program: ProgramState, request_state: RequestState, event: ev.RequestArrived, now: float
+    ) -> None:
+        """Add a request to its program's turn. The first request of a turn ends the gap before it."""
+        context, tool = event.identity.context, program.pending_tool
+        client_request_id = clipped(context.request_id) if context is not None else None
+        # A repeated request is no second turn. The first answer was lost, so no tool of it ran.
+        is_repeated = client_request_id is not None and client_request_id == program.client_request_id
+        if is_repeated:
+            program.gap_started_s = program.pending_tool = tool = None
+        gap_s, tool_s, tool_before = None, None, tool
+        if program.gap_started_s is not None and not program.live_requests:
+            gap_s, tool_before = max(0.0, now - program.gap_started_s), program.tool_of_gap()
+            if program.gap_tool_time is not None and not program.tools:
+                tool_s = program.gap_tool_time.seconds
+            if tool is not None:
+                source = "reported" if program.gap_reported else "inferred"
+                self.recorder.count("sojourn_tool_gap_source_total", source=source)
+                self.recorder.observe("sojourn_tool_gap_seconds", gap_s, tool=tool)
+                if not program.gap_reported:
+                    self.histories.tools.observe(tool, gap_s)
+                    program.gap_inferred_s = now
+            program.gap_started_s = program.gap_tool_time = None
+            self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
+        program.tools.clear()
+        program.tools_ended_s = now
+        self.predictor.eviction_key_changed(program)
+        request_state.tool, program.pending_tool = tool, None
+        program.priority = event.priority
+        program.live_requests.add(event.request_id)
+        self._programs.signal(program, ProgramSignal.REQUEST_ARRIVED)
+        request_state.record = TurnRecord(
+            program.id,
+            program.turns + (not is_repeated),
+            event.request_id,
+            now,
+            tool_before=tool_before,
+            gap_s=gap_s,
+            tool_s=tool_s,
+            leased=self._leases.set_waiting(program.id, True),
+            client_request_id=client_request_id,
+        )
 
     def _become_side_request(self, request_state: RequestState, now: float) -> None:
         """Take a request out of its program's turn."""
@@ -204,7 +249,7 @@ class ProgramScheduler:
         assert program is not None
         self._log_side_request(program.id, request_state.prompt_tokens, now)
         program.live_requests.discard(request_state.request_id)
-        self._lifecycle.awaiting_first_token.pop(request_state.request_id, None)
+        self.awaiting_first_token.pop(request_state.request_id, None)
         self.tiers.take_out(request_state, now)
         request_state.program = request_state.record = None
         self._outbox.append(ev.QueuePlaceChanged(request_state.request_id))
@@ -237,59 +282,86 @@ class ProgramScheduler:
         before = self.state.contexts.get(program.id)
         shared = common_prefix_length(before, event.block_hashes) if before is not None else None
         self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
-        self._lifecycle.admitted(record, program, event, before, shared, now)
+        record.admitted_s = now
+        self.awaiting_first_token[event.request_id] = record
+        self._record_reuse(record, program, event, before, shared, now)
         self.lease_manager.end(program.id, DecisionReason.RETURN, now)
         self.state.release_reasons.pop(program.id, None)
 
-    def _preempted(self, event: ev.RequestPreempted, now: float) -> ev.RecoveryChosen:
-        """Record that a running request lost its blocks; choose how it recovers its KV."""
-        request_id, tokens = event.request_id, event.tokens
-        request_state = self._requests.states.get(request_id)
-        if request_state is not None and request_state.program is not None:
-            self.owners.own(event.block_ids, request_state.program.id)
-        if event.link is not None:
-            self.state.host_link.observe(event.link)
-        recovery = self.forecaster.recovery(tokens, now, copied_tokens=event.copied_tokens)
-        self.forecaster.request_left(request_id)
-        if request_state is not None:
-            request_state.stop(now)
-            self.tiers.preempted(request_state, now)
-            request_state.preempted = True
-            request_state.preemptions += 1
-            self._admission.drop_holder(request_id)
-            if request_state.record is not None:
-                request_state.record.preemptions += 1
-        self.state.last_shortage_s = now
-        self._observe_cascade(self._cascades.preempted(self._steps))
-        cascade = {"in_cascade": self._cascades.length}
-        self._log_preemption(request_state, now, recovery.value, tokens, **cascade)
-        return ev.RecoveryChosen(recovery)
-
-    def _log_preemption(
-        self, request_state: RequestState | None, now: float, mode: str, tokens: int, **more: float
+    def _record_reuse(
+        self,
+        record: TurnRecord,
+        program: ProgramState,
+        event: ev.RequestAdmitted,
+        before: Sequence[Any] | None,
+        shared: int | None,
+        now: float,
     ) -> None:
-        """Log a preemption by which a request lost the KV of ``tokens`` tokens. An unknown request (``None``)
-        is only counted."""
-        self.recorder.count("sojourn_preemptions_total", mode=mode)
-        if request_state is not None:
-            numbers = {"tokens": tokens, "times": request_state.preemptions, **more}
-            self.decisions.add(now, "preempt", request_state.program_id, mode, **numbers)
+        """Record where the KV of an admitted request's prompt came from.
 
-    def _observe_cascade(self, length: int) -> None:
-        if length:
-            self.recorder.observe("sojourn_preemption_cascade_length", length)
-
-    def _load_given_up(self, event: ev.LoadGivenUp, now: float) -> None:
-        """Record that a request lost its blocks during or after the load of its KV, before it ran any step.
-
-        This counts as a preemption of the request, so that it is not chosen as victim every time.
+        ``before``: block hashes of the program's context after its last turn. ``shared``: how many of these
+        blocks the prompt begins with. Both are ``None`` if the hashes are unknown.
         """
+        cause, evicted_block = self.lease_manager.loss_cause(program, before, event)
+        if evicted_block is not None:
+            record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
+        split = split_tokens(
+            prompt=event.tokens,
+            device=event.cached_tokens,
+            block_size=self.pool.block_size,
+            before_tokens=program.context_tokens,
+            before_full_blocks=len(before) if before is not None else 0,
+            shared_blocks=shared,
+            cause=cause,
+            dropped_hit_blocks=self.pool.dropped_hit_blocks,
+        )
+        record.tokens = replace(split, device=split.device - event.host_tokens, host=event.host_tokens)
+        reused = split.device  # on the device and in host memory
+        program.reused_tokens += reused
+        program.lost_tokens += sum(split.lost.values())
+        program.saved_s += self.state.reload.seconds(reused)
+        if program.turns and not _EVICTED.isdisjoint(record.tokens.lost):
+            self.histories.evicted_waits.observe(now - record.arrived_s)
+
+    def _first_token(self, event: ev.FirstToken, now: float) -> None:
+        record = self.awaiting_first_token.pop(event.request_id, None)
+        if record is not None:
+            record.first_token_s = now
+            program = self._programs.get(ProgramId(record.program_id))
+            if program is not None:
+                program.ttft_s = now - record.arrived_s
+
+    def _preempted(self, event: ev.RequestPreempted, now: float) -> ev.RecoveryChosen | None:
+        """Record that a request lost its blocks; choose how a running one recovers its KV."""
         request_state = self._requests.states.get(event.request_id)
+        answer, mode, numbers = None, "load", {"tokens": event.tokens}
         self.forecaster.request_left(event.request_id)
         self._admission.drop_holder(event.request_id)
         if request_state is not None:
+            # A loading request counts too, so that it is not chosen as victim every time.
             request_state.preemptions += 1
-        self._log_preemption(request_state, now, "load", 0)
+            numbers["times"] = request_state.preemptions
+        if not event.loading:
+            if event.link is not None:
+                self.state.host_link.observe(event.link)
+            recovery = self.forecaster.recovery(event.tokens, now, copied_tokens=event.copied_tokens)
+            answer, mode = ev.RecoveryChosen(recovery), recovery.value
+            if request_state is not None:
+                if request_state.program is not None:
+                    self.owners.own(event.block_ids, request_state.program.id)
+                request_state.stop(now)
+                self.tiers.preempted(request_state, now)
+                request_state.preempted = True
+                if request_state.record is not None:
+                    request_state.record.preemptions += 1
+            self.state.last_shortage_s = now
+            if length := self._cascades.preempted(self._steps):
+                self.recorder.observe("sojourn_preemption_cascade_length", length)
+            numbers["in_cascade"] = self._cascades.length
+        self.recorder.count("sojourn_preemptions_total", mode=mode)
+        if request_state is not None:
+            self.decisions.add(now, "preempt", request_state.program_id, mode, **numbers)
+        return answer
 
     def _finished(self, event: ev.TurnFinished, now: float) -> None:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
@@ -301,12 +373,7 @@ class ProgramScheduler:
             return
         request_state.stop(now)
         failed = event.outcome in (ev.TurnFinishReason.ABORTED, ev.TurnFinishReason.ERROR)
-        if not failed:
-            self.forecaster.ended(
-                request_state, event.output_tokens, cut=event.outcome is ev.TurnFinishReason.LENGTH
-            )
-        elif event.outcome is ev.TurnFinishReason.ABORTED:
-            self.forecaster.output_aborted(request_state, event.output_tokens)
+        self.forecaster.ended(request_state, event)
         self.tiers.finished(request_state, now, failed=failed)
         program = request_state.program
         if program is None:
@@ -320,7 +387,7 @@ class ProgramScheduler:
         program.last_contact_s = now
         record, client_request_id = request_state.record, None
         if record is not None:
-            self._lifecycle.close_record(record, event, now)
+            self._close_record(record, event, now)
             client_request_id = record.client_request_id
         program.live_requests.discard(event.request_id)
         self.predictor.eviction_key_changed(program)
@@ -340,7 +407,7 @@ class ProgramScheduler:
         if failed:
             program.turn_final = False  # the program went on after a turn that was announced as the last
             return
-        self._lifecycle.open_gap(program, event, now)
+        self._open_gap(program, event, now)
         program.hinted_ttl_s = request_state.hinted_ttl_s
         self.state.contexts.put(program.id, event.block_hashes)
         self.owners.contexts[program.id] = event.block_ids
@@ -362,6 +429,50 @@ class ProgramScheduler:
         lease = self.lease_manager.grant(program, program.pending_tool, event.block_ids, now)
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)
+
+    def _close_record(self, record: TurnRecord, event: ev.TurnFinished, now: float) -> None:
+        """Complete the record of a request that has left the engine, and add it to the ledger and to the
+        metrics."""
+        self.awaiting_first_token.pop(event.request_id, None)
+        record.finished_s = now
+        record.output_tokens = event.output_tokens
+        record.outcome = event.outcome.value
+        self.state.ledger.close(record)
+        count = self.recorder.count
+        count("sojourn_program_turns_total", outcome=record.outcome)
+        if lost := record.recomputed_after_preemption:
+            count("sojourn_lost_tokens_total", lost, cause=LossCause.PREEMPTED.value)
+        split = record.tokens
+        if split is None:
+            return
+        for result in ("device", "host", "new", "tail"):
+            count("sojourn_prompt_tokens_total", getattr(split, result), result=result)
+        for cause, tokens in split.lost.items():
+            count("sojourn_prompt_tokens_total", tokens, result="lost")
+            count("sojourn_lost_tokens_total", tokens, cause=cause.value)
+            if cause is not LossCause.CHANGED:
+                regretted = int(tokens // self.pool.tokens_per_block)
+                count("sojourn_evictions_regretted_total", regretted, tier="device")
+
+    def _open_gap(self, program: ProgramState, event: ev.TurnFinished, now: float) -> None:
+        """Start the gap after a program's turn: store the context length and the tool that now runs."""
+        context_tokens = event.prompt_tokens + event.output_tokens
+        program.prompt_tokens = event.prompt_tokens
+        # The first turn may have had several requests, and each of them counts in ``turns``.
+        if program.peak_tokens:
+            self.histories.growth_tokens.observe(max(0, context_tokens - program.peak_tokens))
+        else:
+            program.first_prompt_tokens = event.prompt_tokens
+        program.context_tokens = context_tokens
+        program.peak_tokens = max(program.peak_tokens, context_tokens)
+        program.gap_started_s, program.gap_tool_time = now, None
+        program.gap_reported = program.gap_leased = False
+        # Calls whose start was reported late, and their end lost, do not run in this gap.
+        program.tools = {
+            call: tool for call, tool in program.tools.items() if tool.started_s >= program.tools_ended_s
+        }
+        # The gap lasts until the slowest of the calls has ended.
+        program.pending_tool = self.histories.tools.slowest([call.key for call in event.tool_calls])
 
     # -- shortages of blocks ----------------------------------------------------
 
@@ -439,8 +550,8 @@ class ProgramScheduler:
             self.state.host_link.observe(event.link)
         self.forecaster.record_step(event.seconds)
         self._steps += 1
-        if self._cascades.length:
-            self._observe_cascade(self._cascades.end_if_stale(self._steps))
+        if self._cascades.length and (length := self._cascades.end_if_stale(self._steps)):
+            self.recorder.observe("sojourn_preemption_cascade_length", length)
 
     def _cache_reset_started(self, event: ev.CacheResetStarted, now: float) -> None:
         self._reset_leases = self.lease_manager.end_all(DecisionReason.RESET, now)
@@ -488,45 +599,20 @@ class ProgramScheduler:
 
     # -- queries: they change nothing -------------------------------------------
 
-    def request(self, request_id: str) -> KnownRequest | None:
-        """Return data about a request in the engine; ``None`` for an unknown id."""
-        state = self._requests.states.get(request_id)
-        if state is None:
-            return None
-        return KnownRequest(state.program_id, state.rank, state.admitted, state.preempted)
-
     def live_requests(self, program_id: ProgramId) -> AbstractSet[str]:
         """Ids of the program's requests in the engine."""
         program = self._programs.get(program_id)
         return program.live_requests if program is not None else frozenset()
-
-    def context(self, program_id: ProgramId) -> Sequence[Any] | None:
-        """Hashes of the blocks of the program's context after its newest turn; ``None`` if the hashes were
-        dropped."""
-        return self.state.contexts.get(program_id)
 
     def prefetch_keys(self, program_id: ProgramId) -> Sequence[Any]:
         """Hashes of the blocks with which the program's next prompt probably begins; empty if unknown."""
         program = self._programs.get(program_id)
         return self.predictor.expected_prefix(program)[0] if program is not None else ()
 
-    def leased_programs(self) -> KeysView[ProgramId]:
-        """Programs with a lease."""
-        return self._leases.programs
-
     @property
     def leased_blocks(self) -> int:
         """Number of distinct blocks that leases hold."""
         return self._leases.held_blocks
-
-    def turns_of(self, program_id: ProgramId) -> Sequence[TurnRecord]:
-        """Records of the program's newest turns, oldest first."""
-        return self.state.ledger.of_program(program_id)
-
-    def continuation_probability(self, program_id: ProgramId) -> float | None:
-        """Probability that the program has another turn after its newest turn; ``None``: unknown."""
-        program = self._programs.get(program_id)
-        return program.continuation_probability if program is not None else None
 
     def queue_place(self, request_id: str, preempted: bool | None = None) -> QueuePlace | None:
         """Return the request's place in the waiting queue; ``None`` for an unknown request.
@@ -589,10 +675,6 @@ class ProgramScheduler:
         """Whether the engine admits a request that the policy rejects, as soon as its blocks fit: if it would
         hold back a request without a program."""
         return self.blocks_later_requests(request_id, now) and self._untracked_waits()
-
-    def awaiting_first_token(self) -> KeysView[str]:
-        """Ids of requests that belong to programs, were admitted, and have no output token yet."""
-        return self._lifecycle.awaiting_first_token.keys()
 
     # -- queries for the eviction order -------------------------------------------
 

@@ -240,7 +240,8 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -
     """Add to a finished turn's log what only sojourn's scheduler knows. This is the predicted probability of
     another turn, and the causes of ``evicted`` tokens."""
     program_id = ProgramId(log.program_id)
-    log.goes_on = program_scheduler.continuation_probability(program_id)
+    program = program_scheduler.program(program_id)
+    log.goes_on = program.continuation_probability if program is not None else None
     if log.regenerated.get("evicted"):
         records = program_scheduler.turns_of(program_id)
         if records:

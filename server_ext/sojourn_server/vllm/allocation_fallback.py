@@ -13,8 +13,8 @@ from sojourn.ids import ProgramId
 from ..core.events_and_actions import (
     BlocksNeeded,
     DemandSampled,
-    LoadGivenUp,
     RequestChosen,
+    RequestPreempted,
     VictimNeeded,
     answer_of,
 )
@@ -311,7 +311,7 @@ class AllocationFallback:
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
     ) -> KVCacheBlocks | None:
         known = self._program_scheduler.request(request.request_id)
-        leased_programs = self._program_scheduler.leased_programs()
+        leased_programs = self._program_scheduler.leased_programs
         blocks: KVCacheBlocks | None = None
         pool = self._scheduler.kv_cache_manager.block_pool
         while blocks is None and leased_programs:
@@ -391,7 +391,7 @@ class AllocationFallback:
     def _give_up_load(self, request: Request) -> None:
         self._waiting.give_up_load(request, self._scheduler.connector)
         self._waiting.pause_admission()
-        self._handle(LoadGivenUp(request.request_id), self._clock())
+        self._handle(RequestPreempted(request.request_id, loading=True), self._clock())
 
     def _break_load_deadlock(self, starved: Request) -> None:
         """If no request runs, make the last loading request other than ``starved`` give up its blocks. All

@@ -334,7 +334,7 @@ class SchedulerAdapter(EngineView):
 
     def after_results(self) -> None:
         """Report the requests that have their first token, after vLLM handled a step's results."""
-        awaiting = self.program_scheduler.awaiting_first_token()
+        awaiting = self.program_scheduler.awaiting_first_token
         if not awaiting:
             return
         now = self._clock()
