@@ -236,19 +236,17 @@ class EngineService:
         for program in sorted(state.programs, key=lambda one: one.last_contact_s, reverse=True):
             if program.status in OVER_STATUSES:
                 continue
-            own = _requests_of(state, program)
+            own = self._requests_of(program)
             if self._program_scheduler.tiers.placed(program.id) is Tier.WAITING:
                 waiting += [program.id] if own else []
                 continue
             runs = any(one.running for one in own)
             tokens = program.context_tokens if runs else self._resident_tokens(program)
             if tokens or runs:
-                idle_s, left = (
-                    round(max(0.0, now - program.last_contact_s), 3),
-                    self._steps_left(program, own),
-                )
+                idle_s, context_tokens = max(0.0, now - program.last_contact_s), program.context_tokens
+                left = self._steps_left(program, own)
                 programs.append(
-                    answers.ResidentProgram(program.id, tokens, program.context_tokens, idle_s, left)
+                    answers.ResidentProgram(program.id, tokens, context_tokens, round(idle_s, 3), left)
                 )
         return answers.EngineLoad(
             requests=len(requests),
@@ -277,8 +275,42 @@ class EngineService:
         return round(left + len(requests), 3) if left is not None else None
 
     def _explain(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
-        program = self._state.programs.get(ProgramId(arguments.program_id))
-        return None if program is None else collect_turn_facts(self._state, program, now)
+        """The program's turns, oldest first and those in progress last, and the decisions about it.
+        ``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the preset ignores hinted TTLs.
+        ``max_hinted_ttl_from``: the settings that limit this TTL."""
+        state = self._state
+        program = state.programs.get(ProgramId(arguments.program_id))
+        if program is None:
+            return None
+        live = [request.record for request in self._requests_of(program) if request.record is not None]
+        live.sort(key=lambda record: record.arrived_s)
+        records = state.ledger.of_program(program.id)
+        records += [replace(record, finished_s=now, outcome="running") for record in live]
+        bounds_s = {"--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s, "the policy's maximum": MAX_TTL_S}
+        least_s = min(bounds_s.values())
+        reads_ttl = HINTED_TTL not in unused_hint_fields(state.preset)
+        bound_by = " and ".join(name for name, bound_s in bounds_s.items() if bound_s == least_s)
+        return {
+            "program_id": program.id,
+            "turns": program.turns,
+            "ledger": [self._with_estimates(record) for record in records],
+            "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
+            "decisions_since_s": state.decisions.oldest_s,
+            "max_hinted_ttl_s": least_s if reads_ttl else None,
+            "max_hinted_ttl_from": bound_by if reads_ttl else "",
+        }
+
+    def _with_estimates(self, record: TurnRecord) -> dict[str, Any]:
+        """A turn with estimates of the seconds to compute its lost and its reused tokens."""
+        tokens, seconds = record.tokens, self._state.reload.seconds
+        known = tokens is not None and self._state.reload.known
+        reused = tokens.device + tokens.host if tokens is not None else 0
+        lost = sum(tokens.lost.values()) if tokens is not None else 0
+        return {
+            **record.as_dict(),
+            "recompute_estimate_s": round(seconds(lost), 6) if known else None,
+            "saved_estimate_s": round(seconds(reused), 6) if known else None,
+        }
 
     def _persist(self, arguments: _Arguments, now: float) -> answers.EnginePersistProgress | None:
         program = self._state.programs.get(ProgramId(arguments.program_id))
@@ -349,17 +381,45 @@ class EngineService:
         )
 
     def _snapshot(self, arguments: _Arguments, now: float) -> EngineSnapshot:
-        within_s = arguments.changed_within_s
-        started_s = time.thread_time()
-        found = take_snapshot(
-            self._program_scheduler,
-            self._view,
-            now=now,
-            since_s=None if within_s is None else now - within_s,
-            limit=arguments.limit,
+        """The engine's numbers, and a row for each of at most ``limit`` programs, latest contact first: those
+        with a request, a lease or contact within ``changed_within_s``; all if that is absent."""
+        state, limit = self._state, arguments.limit
+        within_s, started_s = arguments.changed_within_s, time.thread_time()
+        chosen = [
+            program
+            for program in state.programs
+            if within_s is None
+            or program.last_contact_s >= now - within_s
+            or program.live_requests
+            or program.id in state.leases
+        ]
+        chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
+        shown = chosen if limit is None else chosen[: max(1, limit)]
+        tiers, totals = self._view.tier_state(), state.ledger.totals
+        rows = [self._row(program) for program in shown]
+        engine = EngineRow(
+            engine="0",
+            now_s=now,
+            policy=state.preset.name,
+            block_tokens=state.pool.tokens_per_block,
+            block_bytes=state.pool.block_bytes,
+            blocks={name: count for name, count in self._view.pool_state().items() if name != "total"},
+            tiers={tier: dict(tiers[tier]) for tier in ("host", "disk") if tier in tiers},
+            programs=_by_status(state),
+            requests=len(state.requests.states),
+            running_requests=sum(request.running for request in state.requests.states.values()),
+            leases=len(state.leases),
+            forgotten=state.programs.forgotten,
+            **_same(state.reload, "mean_running prefill_share"),
+            **_same(totals, "turns prompt_tokens device_tokens host_tokens new_tokens tail_tokens"),
+            **_same(totals, "output_tokens lost_tokens"),
+            preempted_tokens=totals.recomputed_after_preemption_tokens,
+            grants_leases=type(state.preset.retention) is not RetentionPolicy,
+            untracked_requests=state.requests.untracked_arrivals,
+            spent_s=round(time.thread_time() - started_s, 6),
         )
-        spent_s = round(time.thread_time() - started_s, 6)
-        return msgspec.structs.replace(found, engine=msgspec.structs.replace(found.engine, spent_s=spent_s))
+        full = within_s is None and len(shown) == len(chosen)
+        return EngineSnapshot(engine=engine, programs=rows, total=len(state.programs), full=full)
 
     def _decisions(self, arguments: _Arguments, now: float) -> answers.DecisionPage:
         limit = arguments.limit_from(1000, MAX_DECISIONS_SHOWN)
@@ -403,6 +463,39 @@ class EngineService:
         gauges |= count_links(recorder, self._view.paths.stats())
         return recorder.drain(gauges)
 
+    def _row(self, program: ProgramState) -> ProgramRow:
+        lease, tier = self._state.leases.get(program.id), self._program_scheduler.tiers.placed(program.id)
+        host_blocks, disk_blocks = self._view.below_blocks(program.id)
+        requests = self._requests_of(program)
+        since_s = min((request.arrived_s for request in requests), default=program.last_active_s)
+        return ProgramRow(
+            **_same(program, "tenant turns context_tokens reused_tokens lost_tokens"),
+            program_id=program.id,
+            engine="0",
+            status=program.status.value,
+            name=program.name or program.agent_type,
+            parent_program_id=program.parent_id,
+            requests=len(requests),
+            tool=program.tool_now(),
+            since_s=round(since_s, 3),
+            running=any(request.running for request in requests),
+            tier=tier.value if tier is not None else None,
+            device_blocks=len(self._state.owners.blocks.get(program.id, ())),
+            lease_blocks=lease.blocks if lease is not None else 0,
+            lease_until_s=round(lease.deadline_s(), 3) if lease is not None else None,
+            lease_reason=lease.reason.value if lease is not None else None,
+            saved_s=round(program.saved_s, 3),
+            ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
+            host_blocks=host_blocks,
+            disk_blocks=disk_blocks,
+            tool_ended=program.tools_ended(),
+        )
+
+    def _requests_of(self, program: ProgramState) -> list[RequestState]:
+        """The program's requests in the engine."""
+        found = map(self._state.requests.states.get, program.live_requests)
+        return [request for request in found if request is not None]
+
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
         """The fields of a ``ProgramSummary``."""
         lease = self._state.leases.get(program.id)
@@ -431,21 +524,12 @@ class EngineService:
 
 
 _OPERATIONS: dict[str, Callable[[EngineService, _Arguments, float], Any]] = {
-    "capabilities": EngineService._capabilities,
-    "policy": EngineService._policy,
-    "programs": EngineService._programs,
-    "program": EngineService._program,
-    "load": EngineService._load,
-    "explain": EngineService._explain,
-    "persist": EngineService._persist,
-    "graphs": EngineService._graphs,
-    "graph": EngineService._graph,
-    "stats": EngineService._stats,
-    "snapshot": EngineService._snapshot,
-    "decisions": EngineService._decisions,
-    "refusal": EngineService._refusal,
-    "drain_metrics": EngineService._drain_metrics,
-}
+    name: getattr(EngineService, f"_{name}")
+    for name in (
+        "capabilities", "policy", "programs", "program", "load", "explain", "persist", "graphs", "graph",
+        "stats", "snapshot", "decisions", "refusal", "drain_metrics",
+    )
+}  # fmt: skip
 
 
 class StockEngineService:
@@ -492,141 +576,6 @@ def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, 
         "edge_count": len(known.aeg.edges),
         "bytes": known.size_bytes,
     }
-
-
-def take_snapshot(
-    program_scheduler: ProgramScheduler,
-    view: EngineView,
-    *,
-    now: float,
-    since_s: float | None,
-    limit: int | None,
-) -> EngineSnapshot:
-    """Return the engine's numbers, and a row for each of at most ``limit`` programs, latest contact first.
-
-    The programs are those with a request, a lease or contact since ``since_s``; all if ``since_s`` is
-    ``None``."""
-    state = program_scheduler.state
-    leased = state.leases.programs
-    chosen = [
-        program
-        for program in state.programs
-        if since_s is None
-        or program.last_contact_s >= since_s
-        or program.live_requests
-        or program.id in leased
-    ]
-    chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
-    shown = chosen if limit is None else chosen[: max(1, limit)]
-    tiers = view.tier_state()
-    engine = EngineRow(
-        engine="0",
-        now_s=now,
-        policy=state.preset.name,
-        block_tokens=state.pool.tokens_per_block,
-        block_bytes=state.pool.block_bytes,
-        blocks={name: count for name, count in view.pool_state().items() if name != "total"},
-        tiers={tier: dict(tiers[tier]) for tier in ("host", "disk") if tier in tiers},
-        programs=_by_status(state),
-        requests=len(state.requests.states),
-        running_requests=sum(request.running for request in state.requests.states.values()),
-        leases=len(state.leases),
-        forgotten=state.programs.forgotten,
-        **_same(state.reload, "mean_running prefill_share"),
-        **_same(state.ledger.totals, "turns prompt_tokens device_tokens host_tokens new_tokens tail_tokens"),
-        **_same(state.ledger.totals, "output_tokens lost_tokens"),
-        preempted_tokens=state.ledger.totals.recomputed_after_preemption_tokens,
-        grants_leases=type(state.preset.retention) is not RetentionPolicy,
-        untracked_requests=state.requests.untracked_arrivals,
-    )
-    return EngineSnapshot(
-        engine=engine,
-        programs=[_row(program_scheduler, view, program) for program in shown],
-        total=len(state.programs),
-        full=since_s is None and len(shown) == len(chosen),
-    )
-
-
-def _row(program_scheduler: ProgramScheduler, view: EngineView, program: ProgramState) -> ProgramRow:
-    state = program_scheduler.state
-    lease, tier = state.leases.get(program.id), program_scheduler.tiers.placed(program.id)
-    host_blocks, disk_blocks = view.below_blocks(program.id)
-    requests = _requests_of(state, program)
-    since_s = min((request.arrived_s for request in requests), default=program.last_active_s)
-    return ProgramRow(
-        **_same(program, "tenant turns context_tokens reused_tokens lost_tokens"),
-        program_id=program.id,
-        engine="0",
-        status=program.status.value,
-        name=program.name or program.agent_type,
-        parent_program_id=program.parent_id,
-        requests=len(requests),
-        tool=program.tool_now(),
-        since_s=round(since_s, 3),
-        running=any(request.running for request in requests),
-        tier=tier.value if tier is not None else None,
-        device_blocks=len(state.owners.blocks.get(program.id, ())),
-        lease_blocks=lease.blocks if lease is not None else 0,
-        lease_until_s=round(lease.deadline_s(), 3) if lease is not None else None,
-        lease_reason=lease.reason.value if lease is not None else None,
-        saved_s=round(program.saved_s, 3),
-        ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
-        host_blocks=host_blocks,
-        disk_blocks=disk_blocks,
-        tool_ended=program.tools_ended(),
-    )
-
-
-def collect_turn_facts(state: SchedulerState, program: ProgramState, now: float) -> dict[str, Any]:
-    """Return the program's turns, oldest first, and the decisions about the program. Turns in progress come
-    last. Each turn has estimates of the seconds to compute its lost and its reused tokens.
-
-    The result also has two entries on hinted TTLs. ``max_hinted_ttl_s``: longest TTL that a hint can get;
-    ``None`` if the preset ignores hinted TTLs. ``max_hinted_ttl_from``: the settings that limit this TTL."""
-    records = state.ledger.of_program(program.id)
-    live = [request.record for request in _requests_of(state, program) if request.record is not None]
-    records += [
-        replace(record, finished_s=now, outcome="running")
-        for record in sorted(live, key=lambda record: record.arrived_s)
-    ]
-    max_hinted_ttl_s, bound_by = _max_hinted_ttl(state)
-    return {
-        "program_id": program.id,
-        "turns": program.turns,
-        "ledger": [_with_estimates(state, record) for record in records],
-        "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
-        "decisions_since_s": state.decisions.oldest_s,
-        "max_hinted_ttl_s": max_hinted_ttl_s,
-        "max_hinted_ttl_from": bound_by,
-    }
-
-
-def _max_hinted_ttl(state: SchedulerState) -> tuple[float | None, str]:
-    """Return the longest TTL that a hint can get (``None`` if the preset ignores hinted TTLs), and what
-    limits this TTL."""
-    if HINTED_TTL in unused_hint_fields(state.preset):
-        return None, ""
-    bounds_s = {"--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s, "the policy's maximum": MAX_TTL_S}
-    least_s = min(bounds_s.values())
-    return least_s, " and ".join(name for name, bound_s in bounds_s.items() if bound_s == least_s)
-
-
-def _with_estimates(state: SchedulerState, record: TurnRecord) -> dict[str, Any]:
-    tokens = record.tokens
-    known = tokens is not None and state.reload.known
-    reused = tokens.device + tokens.host if tokens is not None else 0
-    lost = sum(tokens.lost.values()) if tokens is not None else 0
-    return {
-        **record.as_dict(),
-        "recompute_estimate_s": round(state.reload.seconds(lost), 6) if known else None,
-        "saved_estimate_s": round(state.reload.seconds(reused), 6) if known else None,
-    }
-
-
-def _requests_of(state: SchedulerState, program: ProgramState) -> list[RequestState]:
-    """The program's requests in the engine."""
-    found = map(state.requests.states.get, program.live_requests)
-    return [request for request in found if request is not None]
 
 
 def _same(source: Any, names: str) -> dict[str, Any]:
