@@ -53,7 +53,7 @@ def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_re
     logged, _ = engine.scheduler.sojourn.program_scheduler.decisions.since(0, 1_000_000)
     assert report.decisions_by_kind == Counter(decision.kind for decision in logged)
     assert report.actions_by_kind["LeaseGranted"] > 500
-    assert report.actions_by_kind["RequestLetIn"] > 100
+    assert report.actions_by_kind["RequestChosen"] > 100
     assert report.evictions > 5000
     assert report.ended == "the engine stopped"
 

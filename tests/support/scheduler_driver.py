@@ -110,7 +110,7 @@ class SchedulerDriver(ProgramScheduler):
         self, request_state: RequestState, need_blocks: int, free_blocks: int, now: float, **more: Any
     ) -> bool:
         event = ev.AdmissionRequested(request_state.request_id, need_blocks, free_blocks, **more)
-        return ev.answer_of(self.handle(event, now), ev.RequestLetIn) is not None
+        return ev.answer_of(self.handle(event, now), ev.RequestChosen) is not None
 
     def victim(self, running: Sequence[Any], short_blocks: int, now: float) -> str | None:
         return self._chosen(ev.VictimNeeded(short_blocks, running), now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from sojourn_server.core.events_and_actions import AdmissionRequested, RequestLetIn, answer_of
+from sojourn_server.core.events_and_actions import AdmissionRequested, RequestChosen, answer_of
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_a_pass_that_came_to_nothing_does_not_begin_the_waiting_anew(make_engine
 
     def asked(free_blocks):
         event = AdmissionRequested(kept_out.request_id, 10, free_blocks, anything_running=True)
-        return answer_of(program_scheduler.handle(event, clock.now), RequestLetIn) is not None
+        return answer_of(program_scheduler.handle(event, clock.now), RequestChosen) is not None
 
     clock.now += 20.0
     assert asked(free_blocks=100_000)

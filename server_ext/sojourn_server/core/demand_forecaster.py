@@ -37,7 +37,6 @@ from .events_and_actions import (
     DemandSampled,
     OutputLengthPredicted,
     RequestChosen,
-    RequestLetIn,
     TurnFinished,
     TurnFinishReason,
     VictimNeeded,
@@ -190,13 +189,6 @@ class DemandForecaster:
             checked.append((at_tokens, min(remaining[len(remaining) // 2], most_tokens), middle))
         request_state.network_prediction, request_state.network_predicted_at_tokens = remaining, at_tokens
         request_state.remaining = None  # so that the next forecast uses the new prediction
-
-    def statistics(self) -> dict[str, float | None]:
-        """Return the number of learned output lengths, and ``prediction_errors``."""
-        network_off, without_off = self.prediction_errors
-        return {
-            "outputs": self._lengths.count(), "network_off": network_off, "without_off": without_off,
-        }  # fmt: skip
 
     @property
     def prediction_errors(self) -> tuple[float | None, float | None]:
@@ -447,9 +439,9 @@ class AdmissionController:
             other != request_state.request_id and other in self._holding for other in program.live_requests
         )
 
-    def try_admit(self, event: AdmissionRequested, now: float) -> RequestLetIn | None:
+    def try_admit(self, event: AdmissionRequested, now: float) -> RequestChosen | None:
         """Decide whether the request may be admitted. If so, record it as a holder of KV."""
-        let_in, request_state = RequestLetIn(event.request_id), self._state.requests.states[event.request_id]
+        let_in, request_state = RequestChosen(event.request_id), self._state.requests.states[event.request_id]
         program = request_state.program
         if program is None or not self.applies_to(request_state, event.preempted):
             return let_in

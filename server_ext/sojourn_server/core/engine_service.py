@@ -343,18 +343,12 @@ class EngineService:
         known = self._state.graphs.get(arguments.graph_hash)
         if known is None:
             return None
-        graph = known.aeg.wire()
-        return answers.GraphDetail(
-            **_graph_summary(known, self._state.graphs.types()),
-            nodes=[answers.GraphNode(id=node.id, tools=node.tools) for node in graph.nodes],
-            edges=[
-                answers.GraphEdge(source=edge.source, target=edge.target, probability=edge.probability)
-                for edge in graph.edges
-            ],
-        )
+        summary, graph = _graph_summary(known, self._state.graphs.types()), known.aeg.wire()
+        return answers.GraphDetail(**summary, nodes=graph.nodes, edges=graph.edges)
 
     def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
         state, histories, placed = self._state, self._state.histories, self._program_scheduler.tiers.counts()
+        network_off, without_off = self._program_scheduler.forecaster.prediction_errors
         return answers.EngineStats(
             policy=state.preset.name,
             programs=_by_status(state),
@@ -368,7 +362,9 @@ class EngineService:
             placed={tier.value: count for tier, count in placed.items()},
             ledger=state.ledger.totals,
             output_lengths={
-                **self._program_scheduler.forecaster.statistics(),
+                "outputs": histories.output_lengths.count(),
+                "network_off": network_off,
+                "without_off": without_off,
                 "network": self._view.network_state(),
             },
             tombstones=len(state.eviction_log),

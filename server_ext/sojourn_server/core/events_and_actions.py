@@ -1,9 +1,9 @@
 """Events that an engine reports to ``ProgramScheduler.handle``, and the actions that this method returns.
 
-Events are frozen structs, tagged with their names. A recording is a list of events with the resulting
-actions and decisions. Actions are plain tuples.
-
-Every engine and the simulator use the same events and actions. Times are in seconds.
+Every engine and the simulator use the same events and actions. Events are frozen structs, tagged with their
+names; a recording is a list of events with the resulting actions and decisions. Actions are plain tuples.
+Times are in seconds. In events, ``link`` is ``None`` without host memory of ours, ``output_tokens`` and
+``most_tokens`` are the tokens that a request has generated, and the most that it may still generate.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from .request_hints import RequestIdentity
 
 class _Event(msgspec.Struct, frozen=True, gc=False, array_like=True, tag=True):
     """Base class of all events. ``gc=False`` is safe because events are never in reference cycles."""
-
-
-# --- requests ------------------------------------------------------------------------------------
 
 
 class RequestArrived(_Event, frozen=True):
@@ -63,7 +60,7 @@ class RequestAdmitted(_Event, frozen=True):
     host_tokens: int = 0
     """Cached tokens that a KV connector loaded: from host memory, disk or another engine."""
     most_tokens: int = 0
-    """Maximum number of tokens that the request may still generate; 0: unknown."""
+    """0: unknown."""
 
 
 class FirstToken(_Event, frozen=True):
@@ -84,7 +81,6 @@ class RequestPreempted(_Event, frozen=True):
     copied_tokens: int = 0
     """Number of tokens whose KV is already in host memory."""
     link: LinkCosts | None = None
-    """``None``: no host memory of ours."""
     loading: bool = False
     """Whether the KV was being loaded, or was loaded and the request ran no step since. The loaded KV is
     still in the lower tier."""
@@ -113,9 +109,6 @@ class TurnFinished(_Event, frozen=True):
     """Chained block hashes of the part of the context whose KV is in ``block_ids``."""
 
 
-# --- clients and time ----------------------------------------------------------------------------
-
-
 class ClientEventReceived(_Event, frozen=True):
     """A client reported an event. The answer is ``EventAnswered``."""
 
@@ -139,28 +132,21 @@ class StepCompleted(_Event, frozen=True):
     seconds: float
     requests: int
     link: LinkCosts | None = None
-    """``None``: no host memory of ours."""
     kv_tokens: int = 0
     """Tokens of the requests' contexts, including the tokens of this step; 0: unknown."""
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 class AdmissionRequested(_Event, frozen=True):
-    """The next request in the queue is subject to admission control. The answer is ``RequestLetIn`` if it may
-    be admitted. Without an answer the request waits."""
+    """The next request in the queue is subject to admission control. The answer is ``RequestChosen`` if it
+    may be admitted. Without an answer the request waits."""
 
     request_id: str
     need_blocks: int
     """Number of blocks that the request's context needs."""
     free_blocks: int
-    """Number of free blocks in the pool."""
     anything_running: bool
     output_tokens: int = 0
-    """Number of tokens that the request has generated."""
     most_tokens: int = 0
-    """Maximum number of tokens that the request may still generate."""
     preempted: bool | None = None
     """Whether the request is in the preempted state now; None: the last reported state applies."""
 
@@ -189,7 +175,6 @@ class DemandSampled(_Event, frozen=True):
     used_blocks: int
     running: Sequence[RunningRequestView]
     link: LinkCosts | None = None
-    """``None``: no host memory of ours."""
 
 
 class OutputLengthPredicted(_Event, frozen=True):
@@ -201,7 +186,6 @@ class OutputLengthPredicted(_Event, frozen=True):
     remaining: tuple[float, ...]
     """The prediction: equally likely numbers of tokens still to come, ascending."""
     most_tokens: int = MAX_OUTPUT_TOKENS
-    """Maximum number of tokens that the request could still generate at that point."""
 
 
 class BlocksEvicted(_Event, frozen=True):
@@ -260,9 +244,6 @@ Event = (
 )  # fmt: skip
 
 
-# --- actions -------------------------------------------------------------------------------------
-
-
 class EngineActionKind(str, Enum):
     """What the engine must do with a program's KV."""
 
@@ -316,15 +297,9 @@ class RecoveryChosen(NamedTuple):
     method: RecoveryMethod
 
 
-class RequestLetIn(NamedTuple):
-    """The waiting request may be admitted."""
-
-    request_id: str
-
-
 class RequestChosen(NamedTuple):
-    """The chosen request. After ``VictimNeeded`` it is preempted; after ``DemandSampled`` its KV is copied to
-    host memory."""
+    """The chosen request. After ``AdmissionRequested`` it may be admitted, after ``VictimNeeded`` it is
+    preempted, and after ``DemandSampled`` its KV is copied to host memory."""
 
     request_id: str
 
@@ -343,7 +318,7 @@ class EventAnswered(NamedTuple):
     outcome: EventOutcome
 
 
-Answer = RecoveryChosen | RequestLetIn | RequestChosen | LoadAheadChosen | EventAnswered
+Answer = RecoveryChosen | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | LeaseGranted | RequestRefused | QueuePlaceChanged | Answer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from msgspec import structs
 
 from ..core.client_event_decoder import EventHandler
-from ..core.events_and_actions import AdmissionRequested, RequestLetIn, answer_of
+from ..core.events_and_actions import AdmissionRequested, RequestChosen, answer_of
 from ..core.program_scheduler import ProgramScheduler, QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
@@ -322,12 +322,12 @@ class WaitingQueueAdapter:
             most_tokens=max_new_tokens(request, self._scheduler.max_model_len) if policy.forecasts else 0,
             preempted=request.status == RequestStatus.PREEMPTED,
         )
-        if answer_of(self._handle(event, now), RequestLetIn):
+        if answer_of(self._handle(event, now), RequestChosen):
             return True
         shared = self._shared_blocks(request)
         if shared > 0:
             event = structs.replace(event, need_blocks=need_blocks - shared)
-            if answer_of(self._handle(event, now), RequestLetIn):
+            if answer_of(self._handle(event, now), RequestChosen):
                 return True
         self._last_rejected = rejected
         return False
