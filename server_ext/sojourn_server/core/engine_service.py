@@ -590,11 +590,6 @@ def _by_state(tier: str, states: dict[str, int], factor: int) -> Iterator[tuple[
     return (({"tier": tier, "state": state}, blocks * factor) for state, blocks in states.items())
 
 
-# vLLM's API server derives the engine's request id from its own ID: CHILD_ID-PART-RANDOM. CHILD numbers the
-# answers to one prompt, PART numbers the prompts of one request. CHILD, PART and RANDOM may each be absent.
-_ID_DECORATIONS = (re.compile(r"^\d+_"), re.compile(r"-[0-9a-f]{8}$"), re.compile(r"[-_]\d+$"))
-
-
 class RefusedRequests:
     """The newest refused requests and their waiting times, found by any id that the API server may use. The
     API server looks them up, to tell clients the reason."""
@@ -610,19 +605,11 @@ class RefusedRequests:
             del self._waited_s[next(iter(self._waited_s))]
 
     def take(self, api_server_id: str) -> float | None:
-        """Remove a request's refusal, and return the seconds that the request waited; ``None`` if it was not
-        refused. The refusal is removed because a client may use the id again.
-
-        ``api_server_id``: the API server's id of the request.
-        """
-        found = [request_id for request_id in self._waited_s if api_server_id in _api_server_ids(request_id)]
+        """Remove the refusal of the request with this id of the API server, since a client may use the id
+        again. Return the seconds that it waited; ``None`` if it was not refused."""
+        # vLLM derives the engine's id: CHILD_ID-PART-RANDOM. CHILD numbers the answers to one prompt, PART
+        # the prompts of one request. CHILD, PART and RANDOM may each be absent.
+        pattern = re.compile(rf"(\d+_)?{re.escape(api_server_id)}([-_]\d+)?(-[0-9a-f]{{8}})?")
+        found = [request_id for request_id in self._waited_s if pattern.fullmatch(request_id)]
         waited_s = [self._waited_s.pop(request_id) for request_id in found]
         return waited_s[-1] if waited_s else None
-
-
-def _api_server_ids(request_id: str) -> set[str]:
-    """All ids that the API server may have for the engine's request ``request_id``."""
-    found = {request_id}
-    for decoration in _ID_DECORATIONS:
-        found |= {decoration.sub("", name) for name in found}
-    return found

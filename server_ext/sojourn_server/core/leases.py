@@ -65,20 +65,18 @@ class Lease:
     """Number of blocks that are held for this lease. A block of several leases is held for that of the
     earliest program, which usually ends last. So the numbers of all leases add up to the blocks held."""
     limit_s: float = math.inf
-    """Latest ``expires_s``: the client's reports cannot postpone the expiry beyond this time."""
+    """Latest ``expires_s``, however often the client's reports postpone it."""
     anchored: bool = False
     """Whether the TTL is counted from the reported start of a tool."""
     waiting: bool = False
-    """True while a request of the program waits to be scheduled. The lease does not expire during this wait
-    (Continuum §5.2)."""
+    """Whether a request of the program waits to be scheduled. Meanwhile the lease does not expire (Continuum
+    §5.2)."""
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, including those that other leases hold too."""
         return len(self.block_ids)
 
     def deadline_s(self) -> float:
-        """The time at which the lease ends: its expiry, or earlier if the client stays silent."""
         return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
 
     def view(self, score: tuple[float, ...]) -> LeaseView:
@@ -152,7 +150,7 @@ class LeaseTable:
         self._note_deadline(lease)
 
     def end(self, program_id: ProgramId) -> Lease | None:
-        """Remove and return the program's lease, if it has one."""
+        """Remove and return the program's lease."""
         lease = self._leases.pop(program_id, None)
         if lease is None:
             return None
@@ -197,8 +195,7 @@ class LeaseTable:
         return True
 
     def pop_expired(self, now: float) -> list[tuple[Lease, DecisionReason]]:
-        """Remove and return the expired leases, each with the reason for its end. The lease of a program with
-        a waiting request stays until the request is scheduled (Continuum §5.2)."""
+        """Remove and return the expired leases, each with the reason for its end."""
         due = [lease for lease in self if not lease.waiting and lease.deadline_s() <= now]
         ended: list[tuple[Lease, DecisionReason]] = []
         for lease in sorted(due, key=Lease.deadline_s):
@@ -220,10 +217,7 @@ class LeaseManager:
         self._state = state
         self._leases = state.leases
         self._refused: tuple[ReclaimRequest, int] | None = None
-        """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` at that
-        time."""
-
-    # -- the end of a turn, or the start of a tool ------------------------------
+        """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` then."""
 
     def grant(
         self,
@@ -324,15 +318,11 @@ class LeaseManager:
             tool = program.pending_tool or "none"
             self._state.recorder.observe("sojourn_lease_ttl_seconds", keep.ttl_s, tool=tool)
 
-    # -- shortages of blocks ----------------------------------------------------
-
     def may_reclaim(self, need: ReclaimRequest) -> bool:
-        """Whether ``make_room`` could end a lease for ``need``. False if there is no lease. While requests
-        run, a ``need`` that ended no lease is not tried again until leases change."""
-        if not len(self._leases):
-            return False
-        # A waiting request asks in every step. While the leases do not change, the answer stays the same.
-        return not need.anything_running or (need, self._leases.changes) != self._refused
+        """Whether ``make_room`` could end a lease for ``need``. While requests run, a ``need`` that ended no
+        lease is not tried again until leases change, since a waiting request asks in every step."""
+        is_new = not need.anything_running or (need, self._leases.changes) != self._refused
+        return is_new and len(self._leases) > 0
 
     def make_room(self, need: ReclaimRequest, views: Sequence[LeaseView], now: float) -> None:
         """End leases for a request that needs blocks. ``views``: all leases.
@@ -367,8 +357,6 @@ class LeaseManager:
         live = (states[request_id].priority for request_id in program.live_requests if request_id in states)
         return min(live, default=program.priority)
 
-    # -- ends -------------------------------------------------------------------
-
     def drop(self, program_id: ProgramId, reason: DecisionReason, now: float) -> None:
         """End the lease of a program that is over, and give up its KV. If the preset leaves the KV of ended
         programs in the cache, the program keeps its blocks and its context."""
@@ -391,14 +379,16 @@ class LeaseManager:
         """End the program's lease, if it has one. The blocks stay cached until they are reused."""
         lease = self._leases.end(program_id)
         if lease is not None:
-            self._state.actions.append(EngineAction(EngineActionKind.RELEASE, program_id, reason))
-            self._ended(lease, reason, now)
+            self._release(lease, reason, now)
 
     def end_expired(self, now: float) -> None:
         """End the leases whose time is over."""
         for lease, reason in self._leases.pop_expired(now):
-            self._state.actions.append(EngineAction(EngineActionKind.RELEASE, lease.program_id, reason))
-            self._ended(lease, reason, now)
+            self._release(lease, reason, now)
+
+    def _release(self, lease: Lease, reason: DecisionReason, now: float) -> None:
+        self._state.actions.append(EngineAction(EngineActionKind.RELEASE, lease.program_id, reason))
+        self._ended(lease, reason, now)
 
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""
@@ -421,8 +411,6 @@ class LeaseManager:
                 now, "release", lease.program_id, reason.value,
                 blocks=lease.blocks, held_s=round(now - lease.granted_s, 6),
             )  # fmt: skip
-
-    # -- causes of losses -------------------------------------------------------
 
     def loss_cause(
         self, program: ProgramState, before: Sequence[Any] | None, event: RequestAdmitted
@@ -447,9 +435,8 @@ class LeaseManager:
         return (cause or evicted_block.cause), evicted_block
 
     def release_cause(self, program_id: ProgramId | None) -> LossCause | None:
-        """Return why the program's KV was released, as a cause in the turn ledger.
-
-        ``None`` if the KV was not released, or if the ledger has no cause for the reason of the release."""
+        """Return why the program's KV was released, as a cause in the turn ledger; ``None``: it was not
+        released, or the ledger has no cause for that reason."""
         ended = self._state.release_reasons.get(program_id) if program_id is not None else None
         return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
 

@@ -157,9 +157,9 @@ class ProgramScheduler:
 
     def _waiting_view(self, request_state: RequestState) -> WaitingRequestView:
         """Return the request's data in the form that the queue order policy reads, as of ``_now_s``."""
-        program = request_state.program
-        leased = program is not None and program.id in self._leases
-        return request_state.waiting_view(self._now_s, leased=leased)
+        return request_state.waiting_view(
+            self._now_s, leased=request_state.program_id in self.leased_programs
+        )
 
     def _arrived(self, event: ev.RequestArrived, now: float) -> None:
         """Add a request, and open its program. The arrival ends the gap after the program's last turn."""
@@ -634,8 +634,11 @@ class ProgramScheduler:
         key = (0.0, not view.preempted, state.arrival) if overdue else (1.0, *order.key(view))
         # A request of a program looks again each time it has waited so long, since another may be overdue.
         patience_s = self.limits.queue_patience_s
-        due_s = (order.promoted_s(view), state.since_s + patience_s, now + patience_s)
-        return QueuePlace(key, queue_state, min(time_s for time_s in due_s if time_s > now))
+        changes_s = now + patience_s
+        for due_s in (order.promoted_s(view), state.since_s + patience_s):
+            if now < due_s < changes_s:
+                changes_s = due_s
+        return QueuePlace(key, queue_state, changes_s)
 
     def may_end_any_lease(self, request_id: str, now: float) -> bool:
         """Whether a waiting request that lacks blocks may end any lease: it is overdue, or passes admission.
