@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from sojourn.wire_events import AegEdge, AegNode
 
 from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
@@ -296,11 +295,27 @@ class GraphList(msgspec.Struct, frozen=True, kw_only=True):
     """Number of graphs that were removed to make room."""
 
 
+class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of an agent."""
+
+    id: str
+    tools: list[str]
+
+
+class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
+    """``target`` may follow ``source``. ``__start__`` and ``__end__`` stand for the start and end of a
+    run."""
+
+    source: str
+    target: str
+    probability: float | None
+
+
 class GraphDetail(GraphSummary, frozen=True, kw_only=True):
     """One execution graph with its nodes and edges."""
 
-    nodes: list[AegNode]
-    edges: list[AegEdge]
+    nodes: list[GraphNode]
+    edges: list[GraphEdge]
 
 
 class LeaseTotals(msgspec.Struct, frozen=True, kw_only=True):

@@ -344,7 +344,9 @@ class EngineService:
         if known is None:
             return None
         summary, graph = _graph_summary(known, self._state.graphs.types()), known.aeg.wire()
-        return answers.GraphDetail(**summary, nodes=graph.nodes, edges=graph.edges)
+        nodes = [answers.GraphNode(id=node.id, tools=node.tools) for node in graph.nodes]
+        edges = [answers.GraphEdge(**_same(edge, "source target probability")) for edge in graph.edges]
+        return answers.GraphDetail(**summary, nodes=nodes, edges=edges)
 
     def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
         state, histories, placed = self._state, self._state.histories, self._program_scheduler.tiers.counts()
