@@ -22,8 +22,6 @@ MAX_ATTACHED_EVENTS = 64
 handles attached events before their request, so ``EventTimeBudget`` cannot delay them. Their time is charged
 to the budget, and delays events that are posted later."""
 EVENT_TYPES = ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
-
-
 EVENT_SHARE = 0.04
 """Share of the engine's time that events may use once ``EVENT_BURST_S`` is used up."""
 EVENT_BURST_S = 0.02
@@ -62,11 +60,8 @@ class ClientEventDecoder:
         """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
         Further events are rejected without decoding. Events without a valid emitter id are ignored. Call this
         method before the scheduler handles the request's ``RequestArrived``."""
-        context = identity.context
-        ours = context.sojourn if context is not None else None
-        if ours is None or not ours.events or not ours.emitter:
-            return []
-        if id_problem(ours.emitter) is not None:
+        ours = identity.context.sojourn if identity.context is not None else None
+        if ours is None or not ours.events or not ours.emitter or id_problem(ours.emitter) is not None:
             return []
         excess = len(ours.events) - MAX_ATTACHED_EVENTS
         if excess > 0:

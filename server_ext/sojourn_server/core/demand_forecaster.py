@@ -1,8 +1,8 @@
 """Forecasts the KV demand of running requests, and decides which requests may be admitted.
 
-The forecaster asks the preset's remaining-tokens policy about each request, sums the demand of all running
-requests, and learns from every finished output. It samples the running requests every few steps. Between two
-samples it subtracts the demand of leaving requests and adds the demand of new requests.
+The forecaster asks the preset's remaining-tokens policy about each request, samples the demand of all running
+requests every few steps, and learns from every finished output. Between two samples it subtracts the demand
+of leaving requests and adds that of new ones. Times are seconds on the engine's monotonic clock.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ STEP_SMOOTHING = 0.05
 
 
 class DemandForecaster:
-    """Forecasts output lengths and KV demand of one engine. Times are seconds on the engine's monotonic
-    clock."""
+    """Forecasts output lengths and KV demand of one engine."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -90,27 +89,22 @@ class DemandForecaster:
         self._step_s = 0.0
         self._network_errors = SlidingWindow(PREDICTION_ERROR_WINDOW)
         self._baseline_errors = SlidingWindow(PREDICTION_ERROR_WINDOW)
-        """Mean prediction errors over the newest outputs. ``_network_errors`` is the error of the neural
-        network, ``_baseline_errors`` the error of the predictor without the network, at the same
-        positions."""
+        """Prediction errors of the newest outputs, of the neural network and of the predictor without it at
+        the same positions."""
         self._counted: dict[str, RequestGrowth] = {}
-        """Requests whose demand is counted, with their sizes. These requests ran at the last sample, or were
-        admitted since. A size stays as it was at the sample or the admission."""
+        """Requests that ran at the last sample or were admitted since, with their sizes at that time."""
         self._needed = [0.0] * len(STEP_POINTS)
-        """Expected need of all counted requests, in blocks: one value for each number of future steps in
-        ``STEP_POINTS``."""
+        """Expected need of all counted requests, in blocks, at each of ``STEP_POINTS``."""
         self._room_blocks = self._pool.blocks
         """Number of blocks available to the counted requests, as ``_available_blocks`` counts them."""
         self.changes = 0
-        """Number of samples and departures so far. After each sample or departure, the admission policy may
-        accept a request that it rejected before."""
+        """Number of samples and departures so far. After each, the admission policy may accept a request that
+        it rejected before."""
 
     @property
     def predicts(self) -> bool:
         """Whether the preset predicts output lengths."""
         return self.predictor.predicts
-
-    # -- what happens -----------------------------------------------------------
 
     def record_step(self, seconds: float) -> None:
         """Record the duration of an engine step."""
@@ -123,7 +117,7 @@ class DemandForecaster:
             self.changes += 1
 
     def remove_demand(self, request_id: str) -> bool:
-        """Subtract a request's demand from the sum. Returns whether the sum included this demand."""
+        """Subtract a request's demand from the sum. Returns whether the sum included it."""
         view = self._counted.pop(request_id, None)
         if view is None:
             return False
@@ -171,13 +165,10 @@ class DemandForecaster:
         is invalid, if the request is unknown or has a newer one, or if the preset predicts no lengths."""
         request_state, at_tokens = self._request_states.get(event.request_id), event.at_tokens
         remaining, most_tokens = event.remaining, event.most_tokens
-        if (
-            request_state is None
-            or not self.predicts
-            or at_tokens < request_state.network_predicted_at_tokens
-        ):
+        is_valid = most_tokens >= 1 and remaining and all(1.0 <= left < math.inf for left in remaining)
+        if request_state is None or not self.predicts or not is_valid:
             return
-        if most_tokens < 1 or not remaining or not all(1.0 <= left < math.inf for left in remaining):
+        if at_tokens < request_state.network_predicted_at_tokens:
             return
         checked = request_state.checked_predictions
         if not checked or (
@@ -197,8 +188,6 @@ class DemandForecaster:
         if self._network_errors.count() < MIN_JUDGED_OUTPUTS:
             return None, None
         return self._network_errors.mean(), self._baseline_errors.mean()
-
-    # -- questions ----------------------------------------------------------------
 
     def victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""
@@ -230,8 +219,7 @@ class DemandForecaster:
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
-        """Return the engine's view of a running request with its service, its predicted remaining output and
-        its recovery cost filled in."""
+        """Fill in a running request's service, predicted remaining output and recovery cost."""
         request_state = self._request_states.get(view.request_id)
         if request_state is None:
             return view
@@ -270,11 +258,9 @@ class DemandForecaster:
         )
 
     def recovery(self, tokens: int, now: float, *, copied_tokens: int = 0) -> RecoveryMethod:
-        """Choose how a preempted request recovers its KV. ``tokens``: tokens whose KV it lost.
-        ``copied_tokens``: those of them whose KV is in host memory."""
+        """Choose how a preempted request recovers the KV of ``tokens`` tokens. ``copied_tokens``: those of
+        them whose KV is in host memory."""
         return self._state.preset.recovery.recovery(self._preempted_view(tokens, copied_tokens), now)
-
-    # -- inside ---------------------------------------------------------------
 
     def _victim(
         self, running: Sequence[RunningRequestView], used_blocks: int, now: float
@@ -287,8 +273,8 @@ class DemandForecaster:
         return next((view for view in views if view.request_id == chosen), None)
 
     def _available_blocks(self, running: Iterable[RunningRequestView], used_blocks: int) -> int:
-        """Return the number of blocks available to running requests: free blocks plus blocks that the
-        requests use. A shared block counts once for each request that uses it."""
+        """Return the number of free blocks plus blocks that running requests use. A shared block counts once
+        for each request."""
         fixed = self._pool.fixed_blocks  # the forecast demand does not include fixed blocks
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 

@@ -37,8 +37,8 @@ MAX_TOOLS_PER_PROGRAM = 256
 MAX_EMITTERS_PER_PROGRAM = 16
 CALLS_BEFORE_WARNING = 8
 """Number of tool calls of a program without any request after which a warning is given, once per program."""
-_Answer = tuple[Outcome, str]
-"""Outcome of a client's event, and the reason if it was not applied."""
+_Refusal = tuple[Outcome, str]
+"""Outcome of a client's event that was not applied, and the reason."""
 
 
 class ProgramLifecycle:
@@ -51,12 +51,9 @@ class ProgramLifecycle:
         workflow_predictor: WorkflowPredictor,
         tier_manager: TierManager,
     ) -> None:
-        self._state = state
-        self._programs = state.programs
-        self._leases = state.leases
-        self._lease_manager = lease_manager
+        self._state, self._programs, self._leases = state, state.programs, state.leases
+        self._lease_manager, self._tier_manager = lease_manager, tier_manager
         self._workflow_predictor = workflow_predictor
-        self._tier_manager = tier_manager
         self._unused_fields = unused_event_fields(state.preset)
         self._handlers = {
             ProgramStart: self._program_start,
@@ -66,8 +63,6 @@ class ProgramLifecycle:
             AegReport: self._aeg,
             ProgramEnd: self._program_end,
         }
-
-    # -- a request arrives ------------------------------------------------------
 
     def open(self, program_id: ProgramId, now: float) -> ProgramState:
         """Return the program of a request that has arrived. An unknown id or the id of an ended program
@@ -147,13 +142,11 @@ class ProgramLifecycle:
         contexts.put_branch(program.id, list(hashes))
         return [event.request_id]
 
-    # -- the client reports -----------------------------------------------------
-
     def apply_event(self, received: ClientEventReceived, now: float) -> EventAnswered:
         """Apply one client event to its program and return the outcome for the client. Any new event of a
         known program counts as contact, even if it is then rejected."""
         event = received.event
-        outcome, reason = self._apply(EmitterId(received.emitter), event, now)
+        outcome, reason = self._apply(EmitterId(received.emitter), event, now) or (Outcome.APPLIED, "")
         unused: tuple[str, ...] = ()
         if outcome in (Outcome.APPLIED, Outcome.DEFERRED):
             fields = self._unused_fields.get(type(event), ())
@@ -163,7 +156,7 @@ class ProgramLifecycle:
             EventOutcome(outcome=outcome, reason=reason, program_id=program_id, seq=seq, unsupported=unused)
         )
 
-    def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Answer:
+    def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Refusal | None:
         program_id = ProgramId(event.program_id)
         if not isinstance(event, ProgramStart) and program_id not in self._programs:
             return Outcome.MISSING, "unknown program; its next request or program_start opens it"
@@ -179,10 +172,10 @@ class ProgramLifecycle:
         program.disconnected = False
         if self._programs.signal(program, ProgramSignal.CONTACT):
             self._workflow_predictor.eviction_key_changed(program)
-        answer: _Answer = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
-        return answer
+        refusal: _Refusal | None = self._handlers[type(event)](program, event, now)  # type: ignore[operator]
+        return refusal
 
-    def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> _Answer:
+    def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> None:
         program.name = event.name or program.name
         program.agent_type = event.agent_type or program.agent_type
         if event.parent_program_id:
@@ -190,14 +183,14 @@ class ProgramLifecycle:
         if event.root_program_id:
             program.root_id = ProgramId(event.root_program_id)
         program.tenant = event.tenant or program.tenant
-        return self._heartbeat(program, event, now) if event.heartbeat else (Outcome.APPLIED, "")
+        if event.heartbeat:
+            self._heartbeat(program, event, now)
 
-    def _heartbeat(self, program: ProgramState, event: AnyEvent, now: float) -> _Answer:
+    def _heartbeat(self, program: ProgramState, event: AnyEvent, now: float) -> None:
         program.heartbeats = True
         self._leases.heard(program.id, now, promised=True)
-        return Outcome.APPLIED, ""
 
-    def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> _Answer:
+    def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> _Refusal | None:
         if program.status is ProgramStatus.ENDED:
             return Outcome.MISSING, "the program has ended; its next request opens it again"
         if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
@@ -227,9 +220,9 @@ class ProgramLifecycle:
                 block_ids = self._state.cached_context(program.id)
                 if block_ids:
                     self._lease_manager.grant(program, program.tool_now(), block_ids, now, "late_keep")
-        return Outcome.APPLIED, ""
+        return None
 
-    def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> _Answer:
+    def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> _Refusal | None:
         tool = program.tools.pop(CallId(event.call_id), None)
         if tool is None:
             return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
@@ -250,9 +243,9 @@ class ProgramLifecycle:
                 "send the client's requests to this server, with the id"
             )
             self._state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
-        return Outcome.APPLIED, ""
+        return None
 
-    def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Answer:
+    def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Refusal | None:
         agent_type = event.agent_type or program.agent_type
         try:
             known = self._state.graphs.follow(event.graph_hash, event.graph, agent_type)
@@ -262,14 +255,11 @@ class ProgramLifecycle:
             return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
         program.agent_type = agent_type
         program.graph_hash = event.graph_hash
-        return Outcome.APPLIED, ""
+        return None
 
-    def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> _Answer:
+    def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> None:
         outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
         self._end(program, ProgramSignal.END, outcome, now)
-        return Outcome.APPLIED, ""
-
-    # -- the end ----------------------------------------------------------------
 
     def end_silent(self, program: ProgramState, now: float) -> None:
         """End a program that has been silent for too long."""

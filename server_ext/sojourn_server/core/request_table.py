@@ -34,23 +34,24 @@ class RequestState:
     priority: int = 0
     """The user's priority; a larger number is less important."""
     waits_since_s: float = 0.0
-    """Time from which placement counts the request as waiting: the request's arrival or, for a retry, the
-    arrival of the aborted request."""
+    """Time from which placement counts the request as waiting: the arrival of the request or, for a retry, of
+    the aborted request."""
     limited_since_s: float = 0.0
     """Time from which the wait counts towards the limit on parked requests, on the clock of ``TierManager``
     that leaves out pauses."""
+    # What the request's hint says:
     hinted_ttl_s: float | None = None
-    """TTL that the hint asks for, clipped."""
+    """TTL, clipped."""
     final: bool = False
-    """Whether the hint says that no further turn follows."""
+    """Whether no further turn follows."""
     resumes: bool = False
-    """Whether the hint says that another turn follows."""
+    """Whether another turn follows."""
     node: str | None = None
-    """Graph node that the request's hint names."""
+    """Graph node."""
     steps_left: float | None = None
-    """Number of further turns that the hint announces."""
+    """Number of further turns."""
     hinted_tokens: int | None = None
-    """Total output length in tokens that the hint announces."""
+    """Total output length."""
     tool: str | None = None
     """Key of the tool that ran before this request."""
     prompt_tokens: int = 0
@@ -90,13 +91,11 @@ class RequestState:
 
     @property
     def program_id(self) -> ProgramId | None:
-        """Id of the request's program; ``None`` if it has none."""
         return self.program.id if self.program is not None else None
 
     def run(self, now: float, promoted_s: float) -> None:
-        """Record that the request got its blocks, which may happen while it runs. ``promoted_s``: time at
-        which the request's long wait moves it to the front of the queue. If a waiting request was moved, its
-        times before ``promoted_s`` no longer count."""
+        """Record that the request got its blocks, which may happen while it runs. If its long wait moved it
+        to the front of the queue at ``promoted_s``, its times before that no longer count."""
         if not self.running and promoted_s <= now:
             self.since_s, self.waited_s, self.ran_s = promoted_s, 0.0, 0.0
         self.stop(now)
@@ -104,8 +103,7 @@ class RequestState:
         self.preempted = False
 
     def stop(self, now: float) -> None:
-        """Record that the request lost its blocks or left: add the present run or wait to ``ran_s`` or
-        ``waited_s``, and begin a wait."""
+        """Record that the request lost its blocks or left: end the present run or wait, and begin a wait."""
         if self.running:
             self.ran_s += now - self.since_s
         else:
@@ -189,17 +187,12 @@ class RequestTable:
         self._arrivals += 1
         if ranked_as is None:
             self.untracked_arrivals += PROBE_ID not in request_id
+        rank = ranked_as.rank if ranked_as is not None else self._programs.next_rank()
+        attained_s = program.attained_s if program is not None else 0.0
         request_state = self.states[request_id] = RequestState(
-            request_id,
-            ranked_as.rank if ranked_as is not None else self._programs.next_rank(),
-            self._arrivals,
-            program,
-            None,
-            now,
-            prompt_tokens=prompt_tokens,
-            attained_s=program.attained_s if program is not None else 0.0,
-            since_s=now,
-        )
+            request_id, rank, self._arrivals, program, None, now, prompt_tokens=prompt_tokens,
+            attained_s=attained_s, since_s=now,
+        )  # fmt: skip
         return request_state
 
     def idle_s(self, now: float, anything_running: bool) -> float:

@@ -1,4 +1,4 @@
-"""``SchedulerState``: all tables of a scheduler, its histories, its limits and the size of the KV pool."""
+"""All tables of a scheduler, its histories, its limits and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ from .request_table import RequestTable
 LOGGED_TURNS_AND_DECISIONS = 20_000
 """Maximum number of turns that the turn ledger keeps, and of entries that the decision log keeps."""
 MIN_LOGGED_EVICTED_BLOCKS = 16_384
-"""Minimum capacity of the eviction log, in blocks (about 6 MB). The log of a large pool has a capacity of
-twice the pool's blocks. For a pool of a few hundred blocks that is too little, because such a pool can evict
-more blocks during one tool call."""
+"""Minimum capacity of the eviction log, in blocks (about 6 MB). Else the capacity is twice the pool's blocks,
+but a pool of a few hundred blocks can evict more than that during one tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +50,14 @@ class SchedulerLimits:
     """Share of the pool that all leases together may hold."""
     max_hinted_ttl_s: float = 300.0
     max_held_s: float = 310.0
-    """Maximum duration of a lease in seconds, however often the client's reports extend the lease. A longer
-    TTL from the policy is not shortened. A lease does not expire while a request of its program waits."""
+    """Seconds beyond which a client's reports cannot extend a lease. A longer TTL from the policy is not
+    shortened, and a lease does not expire while a request of its program waits."""
     gate_timeout_s: float = 600.0
-    """Maximum seconds for which placement may keep a request waiting (parked). After that, the request is
-    refused with an error. Applies only if the placement policy refuses requests; else ``hold_timeout_s``
-    applies."""
+    """Seconds for which a request may be parked (kept waiting by placement) before it is refused with an
+    error, if the placement policy refuses requests."""
     hold_timeout_s: float = 240.0
-    """Maximum seconds for which a request is parked, if the placement policy refuses no requests. After that,
-    the request is released. The default leaves time for the answer in the 600 s after which OpenAI's clients
-    give up."""
+    """Seconds for which a request may be parked before it is released, if the placement policy refuses none.
+    The default leaves time for the answer in the 600 s after which OpenAI's clients give up."""
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges.
 
@@ -210,14 +207,13 @@ class SchedulerState:
         return self.reload.seconds(tokens) if self.reload.known else None
 
     def copy_back_s(self, tokens: int) -> float | None:
-        """Return the seconds to copy a context of ``tokens`` tokens back from host memory, including the wait
-        for queued copies; ``None``: no host tier, or its speed is unknown."""
+        """Return the seconds to copy a context back from host memory, including the wait for queued copies;
+        ``None``: no host tier, or its speed is unknown."""
         return self.host_link.load_s(tokens)
 
     def _assumed_s_per_token(self) -> float | None:
-        """Assumed seconds to copy a token's KV from host memory, for the time before a copy is measured. The
-        value comes from the engine profile, or else from ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host
-        memory."""
+        """Assumed seconds to copy a token's KV from host memory, until a copy is measured: from the engine
+        profile, or else by ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host memory."""
         pool = self.pool
         if pool.host_s_per_token is not None or not (pool.host_blocks and pool.block_bytes):
             return pool.host_s_per_token
