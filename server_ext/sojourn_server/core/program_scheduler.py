@@ -94,14 +94,14 @@ class ProgramScheduler:
         self._admission = AdmissionController(state, self.forecaster)
         self.tiers = TierManager(state)
         # Queries that need no rule of their own.
-        self.request = state.requests.states.get
+        self.request: Callable[[str], RequestState | None] = state.requests.states.get
         """Returns the state of a request in the engine, which only ``core`` changes; ``None``: unknown id."""
-        self.program = state.programs.get
+        self.program: Callable[[ProgramId], ProgramState | None] = state.programs.get
         """Returns a program, which only ``core`` changes; ``None``: unknown id."""
-        self.context = state.contexts.get
+        self.context: Callable[[ProgramId], Sequence[Any] | None] = state.contexts.get
         """Returns the hashes of the blocks of a program's context after its newest turn; ``None``: the hashes
         were dropped."""
-        self.turns_of = state.ledger.of_program
+        self.turns_of: Callable[[str], Sequence[TurnRecord]] = state.ledger.of_program
         """Returns the records of a program's newest turns, oldest first."""
         self.leased_programs = state.leases.programs
         """Programs with a lease."""
