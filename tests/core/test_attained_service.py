@@ -8,6 +8,7 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.policy_views import RunningRequestView, WaitingRequestView
 from sojourn_server.policies.preset import parse_preset
 from virtual_engine import VirtualEngine, prompt
@@ -106,8 +107,6 @@ def test_an_aborted_request_has_run_and_waited_too() -> None:
 
 
 def test_an_id_used_again_is_a_new_program() -> None:
-    from sojourn.wire_events import ProgramEnd
-
     e = engine()
     turn(e, "p", 1.0, 5.0)
     e.send(ProgramEnd(program_id="p", seq=-1))
@@ -177,8 +176,6 @@ def test_the_victim_policy_sees_what_running_requests_have_run() -> None:
 
 def test_a_turns_waste_is_weighed_against_the_others_that_run() -> None:
     """InferCept: half its own recompute, and the whole of it for the tokens beside it."""
-    from sojourn_server.policies.costs.engine_profile import PrefillCurve
-
     e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.1, 0.0))
     mine, other = e.arrive("p", prompt(40)), e.arrive("q", prompt(80))
     stranger = e.arrive(None, prompt(20))
@@ -190,15 +187,13 @@ def test_a_turns_waste_is_weighed_against_the_others_that_run() -> None:
     assert lease.ttl_s == pytest.approx(context * 0.1 / 2 + context * 0.1 * (80 + 20) / context)
     e.finish(other)
     e.finish(stranger)
-    lease = e.program_scheduler.state.leases.get("q")  # type: ignore[arg-type]
+    lease = e.leases.get("q")  # type: ignore[arg-type]
     assert lease is not None
     assert lease.ttl_s == pytest.approx(e.program("q").context_tokens * 0.1 / 2 + 0.1 * 20)
     assert e.program_scheduler.state.requests.running_tokens == 0
 
 
 def test_a_long_recompute_goes_in_pieces_of_a_step() -> None:
-    from sojourn_server.policies.costs.engine_profile import PrefillCurve
-
     e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.0, 0.01))
     e.program_scheduler.pool.step_tokens = 20
     mine, other = e.arrive("p", prompt(40)), e.arrive("q", prompt(80))
@@ -213,14 +208,9 @@ def test_a_long_recompute_goes_in_pieces_of_a_step() -> None:
 
 
 def test_a_known_host_tier_makes_letting_go_cheap() -> None:
-    from sojourn_server.policies.costs.engine_profile import PrefillCurve
-
     e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.1, 0.0))
     e.program_scheduler.pool.host_s_per_token = 0.001
-    request = e.arrive("p", prompt(40))
-    e.admit(request)
-    lease = e.finish(request)
-    assert lease is not None
+    lease = e.leased_turn("p", prompt(40))
     assert lease.ttl_s == pytest.approx(0.001 * e.program("p").context_tokens)
 
 

@@ -51,14 +51,9 @@ def state_of(engine: VirtualEngine) -> Any:
         p.id: (p.status, p.turns, dict(p.tools), p.pending_tool, p.heartbeats, p.agent_type, p.graph_hash)
         for p in program_scheduler.state.programs
     }
-    leases = {
-        held.program_id: (held.expires_s, held.silent_s, held.blocks)
-        for held in program_scheduler.state.leases
-    }
-    graphs = (
-        [known.aeg.hash for known in program_scheduler.state.graphs],
-        program_scheduler.state.graphs.types(),
-    )
+    leases = {held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in engine.leases}
+    known_graphs = program_scheduler.state.graphs
+    graphs = [known.aeg.hash for known in known_graphs], known_graphs.types()
     return programs, leases, graphs, program_scheduler.histories.tools.snapshot(), len(engine.done)
 
 
@@ -136,18 +131,12 @@ def test_what_is_no_batch_is_refused_as_a_whole(batch: Any) -> None:
     assert state_of(engine) == before
 
 
-# -- sequence numbers -----------------------------------------------------------------
-
-
 def test_a_repeated_number_is_a_duplicate_and_is_folded_once() -> None:
     engine = known()
     post(engine, START)
     [again] = post(engine, {**STOP, "seq": 0})
     assert again.outcome.value == "duplicate"
     assert list(engine.program("p").tools) == ["c"]
-
-
-# -- disorder -------------------------------------------------------------------------
 
 
 def test_a_stop_that_comes_before_its_start_teaches_the_gap_once() -> None:
@@ -213,9 +202,6 @@ def test_a_programs_end_is_counted_under_a_known_word(status: str) -> None:
     assert engine.counter("sojourn_programs_finished_total", outcome=word) == 1
 
 
-# -- graphs ---------------------------------------------------------------------------
-
-
 def test_a_program_points_to_its_graph_which_the_next_one_only_names() -> None:
     engine = known()
     engine.turn("q", prompt(8, seed=1))
@@ -261,9 +247,6 @@ def test_an_answer_names_the_fields_that_the_policy_does_not_use(
     assert (again.outcome.value, list(again.unsupported)) == ("duplicate", [])
 
 
-# -- floods ---------------------------------------------------------------------------
-
-
 def test_two_thousand_parallel_tools_are_bounded() -> None:
     engine = known()
     starts = [ToolStart(program_id="p", seq=-1, call_id=f"c{i}", tool=f"t{i}") for i in range(2000)]
@@ -279,20 +262,15 @@ def test_twenty_thousand_invented_programs_are_bounded_and_take_nothing_from_a_r
     engine.turn("p", prompt(40), kv_retention_ttl_seconds=300)
     decisions = engine.program_scheduler.decisions._next
     for batch in range(20):
-        events = [
-            {"type": "program_start", "program_id": f"x{batch}-{i}", "seq": i}
-            for i in range(MAX_BATCH_EVENTS)
-        ]
+        start = {"type": "program_start"}
+        events = [{**start, "program_id": f"x{batch}-{i}", "seq": i} for i in range(MAX_BATCH_EVENTS)]
         assert {o.outcome.value for o in post(engine, *events)} == {"applied"}
     programs = engine.program_scheduler.state.programs
     assert len(programs) <= 1000
     assert len(programs) + programs.forgotten == 20 * MAX_BATCH_EVENTS + 1
-    assert engine.program_scheduler.state.leases.get(ProgramId("p")) is not None
+    assert engine.leases.get(ProgramId("p")) is not None
     assert engine.program_scheduler.decisions._next == decisions, "the log still shows what was decided"
     assert engine.program_scheduler.state.release_reasons == {}
-
-
-# -- riding along ---------------------------------------------------------------------
 
 
 def test_a_program_start_may_ride_on_the_first_request() -> None:
@@ -312,8 +290,6 @@ def test_of_events_that_ride_along_as_many_count_as_the_client_may_attach() -> N
     assert engine.program("p").live_requests == {request}, "the request itself is served"
     assert {answer.outcome.value for answer in post(engine, *events[-36:])} == {"applied"}
 
-
-# -- fuzz -------------------------------------------------------------------------------
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -346,15 +322,11 @@ def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> No
         answers = post(engine, *events)
         assert len(answers) == len(events)
         engine.wait(1.0)
-        assert math.isfinite(sum(held.expires_s for held in engine.program_scheduler.state.leases))
-        engine.ask("programs")
-        engine.ask("graphs")
-        engine.ask("program", program_id="p")
-        engine.ask("stats")
+        assert math.isfinite(sum(held.expires_s for held in engine.leases))
+        for operation in ("programs", "graphs", "program", "stats"):
+            engine.ask(operation, program_id="p")
     engine.turn("p", prompt(44))
-    assert engine.program_scheduler.state.leases.blocks == sum(
-        held.blocks for held in engine.program_scheduler.state.leases
-    )
+    assert engine.leases.blocks == sum(held.blocks for held in engine.leases)
 
 
 @settings(max_examples=100, deadline=None)

@@ -8,10 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.core.demand_forecaster import (
-    MIN_JUDGED_OUTPUTS,
-    PREDICTION_ERROR_WINDOW,
-)
+from sojourn_server.core.demand_forecaster import MIN_JUDGED_OUTPUTS, PREDICTION_ERROR_WINDOW
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.core.program_scheduler import QueueState
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
@@ -98,9 +95,6 @@ def test_an_output_that_was_cut_before_its_hint_came_true_says_nothing_and_one_b
     assert e.program_scheduler.histories.hints_off.mean("solver", 1) == pytest.approx(math.log(2))
 
 
-# -- between two looks --------------------------------------------------------------------
-
-
 def test_an_accurate_hint_counts_after_eight_of_them() -> None:
     e = engine()
     hint = {**TYPED, "expected_output_length": 200}
@@ -123,9 +117,7 @@ def test_who_would_not_fit_is_kept_out_until_somebody_leaves() -> None:
     late = e.request_state(e.arrive("late", prompt(40), **TYPED))
 
     def asked() -> bool:
-        return e.program_scheduler.may_admit(
-            late, 10, 50, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
-        )
+        return e.program_scheduler.may_admit(late, 10, 50, e.now, anything_running=True, most_tokens=10_000)
 
     assert not asked(), "two of 40 + 80 tokens are 60 blocks, and some are kept free"
     e.program_scheduler.preempted(a, e.now, tokens=40)
@@ -143,9 +135,7 @@ def test_who_may_enter_and_is_not_admitted_may_enter_again_and_is_counted_once()
     late = e.request_state(e.arrive("late", prompt(40), **TYPED))
 
     def asked() -> bool:
-        return e.program_scheduler.may_admit(
-            late, 10, 60, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
-        )
+        return e.program_scheduler.may_admit(late, 10, 60, e.now, anything_running=True, most_tokens=10_000)
 
     changes = demand_forecaster.changes
     assert [asked() for _ in range(3)] == [True] * 3, "two of 40 + 80 tokens are 60 blocks, three 90"
@@ -193,17 +183,11 @@ def test_the_way_back_goes_by_what_either_costs_now() -> None:
     link = e.program_scheduler.state.host_link
     link.observe(LinkCosts(1e-4, 1e-4, 0.0, 0.0))
     assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.OFFLOAD
-    link.observe(LinkCosts(1e-4, 1e-4, 10.0))
-    assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
-        "the link is busy for ten seconds"
-    )
-    link.observe(LinkCosts(1e-3, 1e-3, 0.0, 0.0))
-    assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE, (
-        "a link at a tenth of its speed"
-    )
-    assert engine().program_scheduler.forecaster.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE, (
-        "there is nowhere to copy to"
-    )
+    for busy_or_slow in (LinkCosts(1e-4, 1e-4, 10.0), LinkCosts(1e-3, 1e-3, 0.0, 0.0)):
+        link.observe(busy_or_slow)
+        assert demand_forecaster.recovery(500, e.now) is RecoveryMethod.RECOMPUTE
+    nowhere_to_copy_to = engine().program_scheduler.forecaster
+    assert nowhere_to_copy_to.recovery(500, 0.0) is RecoveryMethod.RECOMPUTE
 
 
 def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
@@ -263,9 +247,6 @@ def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tup
     assert kept == pytest.approx(e.program_scheduler.forecaster.demand.needed_blocks, abs=1e-6)
 
 
-# -- what a network guesses ------------------------------------------------------------------------
-
-
 def guess(e: VirtualEngine, request: str, at: int, *left: float) -> None:
     e.program_scheduler.guessed(request, at, left, e.now)
 
@@ -297,9 +278,8 @@ def test_a_guess_counts_once_enough_of_them_have_been_judged_and_were_closer() -
     assert left(e, running(request)) != (190.0,) * 8
     judged(e, 1, guessed=200.0, name="last")
     off, without = e.program_scheduler.forecaster.prediction_errors
-    assert off is not None
-    assert without is not None
     assert off == pytest.approx(0.0, abs=1e-9)
+    assert without is not None
     assert without > 0.1
     asked = start(e, "q")
     guess(e, asked, 0, *[190.0] * 8)
@@ -337,7 +317,5 @@ def test_stats_say_what_there_is_to_judge_by() -> None:
     judged(e, MIN_JUDGED_OUTPUTS, guessed=20_000.0)
     known = e.ask("stats")["output_lengths"]
     assert known["outputs"] == 41 + MIN_JUDGED_OUTPUTS
-    assert (
-        known["network_off"],
-        known["without_off"],
-    ) == e.program_scheduler.forecaster.prediction_errors
+    errors = e.program_scheduler.forecaster.prediction_errors
+    assert (known["network_off"], known["without_off"]) == errors

@@ -23,9 +23,8 @@ from virtual_engine import TOOL, VirtualEngine, prompt
 def engine() -> VirtualEngine:
     """Three programs: ``a`` leased and running a tool, ``b`` with a request in the engine, ``c`` ended."""
     engine = VirtualEngine()
-    engine.send(
-        ProgramStart(program_id="a", seq=-1, name="fixer", parent_program_id="b", root_program_id="b")
-    )
+    start = ProgramStart(program_id="a", seq=-1, name="fixer", parent_program_id="b", root_program_id="b")
+    engine.send(start)
     engine.turn("a", prompt(40))
     engine.send(ToolStart(program_id="a", seq=-1, call_id="c1", tool="bash", tool_class="pytest"))
     engine.arrive("b", prompt(8, seed=1))
@@ -66,9 +65,8 @@ def test_a_snapshot_says_when_the_last_of_the_reported_tools_has_ended(engine: V
 
 
 def test_a_snapshot_says_whether_the_policy_grants_leases(engine: VirtualEngine) -> None:
-    assert engine.ask("snapshot")["engine"]["grants_leases"] is True
-    default = VirtualEngine("sojourn")
-    assert default.ask("snapshot")["engine"]["grants_leases"] is False
+    for each, grants in ((engine, True), (VirtualEngine("sojourn"), False)):
+        assert each.ask("snapshot")["engine"]["grants_leases"] is grants
 
 
 def test_a_snapshot_counts_the_requests_that_came_without_a_program(engine: VirtualEngine) -> None:
@@ -293,12 +291,11 @@ def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
 
 
 def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:
-    before = (
-        engine.program_scheduler.decisions._next,
-        len(engine.program_scheduler.state.leases),
-        len(engine.done),
-    )
-    for operation in (
+    def decided() -> tuple[int, ...]:
+        return engine.program_scheduler.decisions._next, len(engine.leases), len(engine.done)
+
+    before = decided()
+    for operation in [
         "capabilities",
         "programs",
         "program",
@@ -307,13 +304,9 @@ def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> Non
         "stats",
         "decisions",
         "drain_metrics",
-    ):
+    ]:
         engine.ask(operation)
-    assert (
-        engine.program_scheduler.decisions._next,
-        len(engine.program_scheduler.state.leases),
-        len(engine.done),
-    ) == before
+    assert decided() == before
 
 
 def test_batches_of_several_clients_are_answered_in_their_order(engine: VirtualEngine) -> None:

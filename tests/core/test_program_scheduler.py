@@ -14,9 +14,13 @@ from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, 
 from sojourn_server.core.events_and_actions import (
     CacheResetStarted,
     EngineActionKind,
+    RequestAdmitted,
+    RequestArrived,
     StepCompleted,
+    TurnFinished,
     TurnFinishReason,
 )
+from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_state import Histories, SchedulerLimits
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
@@ -52,9 +56,6 @@ def durations(engine: VirtualEngine, tool: str = TOOL) -> list[float]:
     return list(engine.program_scheduler.histories.tools.durations(tool))
 
 
-# -- a whole life ------------------------------------------------------------------
-
-
 def test_a_whole_life() -> None:
     engine = VirtualEngine(limits=SchedulerLimits(return_grace_s=2.0))
     tokens = prompt(40)
@@ -83,7 +84,7 @@ def test_a_whole_life() -> None:
     assert engine.request_state(request).record.leased  # type: ignore[union-attr]
     assert engine.admit(request) == 40
     assert [a.kind for a in engine.done] == [EngineActionKind.RELEASE]
-    assert P not in engine.program_scheduler.state.leases
+    assert P not in engine.leases
     assert durations(engine) == [3.0], "the client's own measurement, once"
     engine.finish(request, "Done.")
     assert engine.reasons("keep") == ["fixed", "no_tool_call"]
@@ -95,9 +96,6 @@ def test_a_whole_life() -> None:
     assert engine.counter("sojourn_program_turns_total", outcome="stopped") == 2
     assert engine.counter("sojourn_programs_finished_total", outcome="ok") == 1
     assert engine.program_scheduler.histories.turns.count() == 1
-
-
-# -- C1 identity -------------------------------------------------------------------
 
 
 def test_c1_the_first_arrival_is_the_rank_for_ever() -> None:
@@ -113,9 +111,6 @@ def test_c1_the_first_arrival_is_the_rank_for_ever() -> None:
     engine.send(END)
     request = engine.arrive("p", prompt(8))
     assert engine.request_state(request).rank > rank, "an ended program's id used again is a new program"
-
-
-# -- C3 history --------------------------------------------------------------------
 
 
 def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
@@ -222,55 +217,45 @@ def test_several_calls_are_one_gap_of_the_slowest() -> None:
     assert engine.program_scheduler.histories.tools.count() == 7
 
 
-# -- C4, C5 time-to-live ------------------------------------------------------------
-
 CURVE = PrefillCurve(0.0, 1.0, 0.0)
 """One second for each token: a context of 42 tokens costs 42 s."""
-
-
-def test_c4_the_ttl_comes_from_this_tools_history() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
-    lease = engine.turn("p", prompt(40))
-    assert lease is not None
-    assert (lease.ttl_s, lease.reason, lease.reload_s) == (2.0, DecisionReason.THIS_TOOL, 42.0)
-    assert lease.expires_s == engine.now + 2.0
 
 
 def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> None:
     engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
     engine.program_scheduler.pool.host_s_per_token = 0.001
+
+    def step(link: LinkCosts) -> None:
+        engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
+
     assert engine.turn("p", prompt(40)) is None
     assert engine.reasons("keep") == ["not_worth_it"]
-    link = LinkCosts(None, 0.1, loads_queued_s=0.0)
-    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
-    lease = engine.turn("q", prompt(40, 1))
-    assert lease is not None, "the link is slower than its profile says"
+    step(LinkCosts(None, 0.1, loads_queued_s=0.0))
+    lease = engine.leased_turn("q", prompt(40, 1))  # "the link is slower than its profile says"
     assert lease.reload_s == pytest.approx(4.2)
-    link = LinkCosts(None, 0.1, loads_queued_s=10.0)
-    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
-    lease = engine.turn("r", prompt(40, 2))
-    assert lease is not None
+    step(LinkCosts(None, 0.1, loads_queued_s=10.0))
+    lease = engine.leased_turn("r", prompt(40, 2))
     assert lease.reload_s == pytest.approx(14.2), "the copies that wait for the link go first"
-    link = LinkCosts(None, None, loads_queued_s=1e6)
-    engine.program_scheduler.handle(StepCompleted(1, 0.01, 1, link), engine.now)
-    lease = engine.turn("s", prompt(40, 3))
-    assert lease is not None
+    step(LinkCosts(None, None, loads_queued_s=1e6))
+    lease = engine.leased_turn("s", prompt(40, 3))
     assert lease.reload_s == 42.0, "computing is faster"
 
 
-def test_c5_few_records_of_this_tool_fall_back_to_all_tools() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 3.0, "other"))
-    lease = engine.turn("p", prompt(40))
-    assert lease is not None
-    assert (lease.ttl_s, lease.reason) == (3.0, DecisionReason.ALL_TOOLS)
-
-
-def test_c5_cold_start_with_a_profile_keeps_for_ln_of_the_benefit() -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(100, 3.0))
-    lease = engine.turn("p", prompt(40))
-    assert lease is not None
-    assert lease.reason is DecisionReason.COLD_START
-    assert lease.ttl_s == pytest.approx(math.log(42.0))
+@pytest.mark.parametrize(
+    ("calls", "tool", "ttl_s", "reason"),
+    [
+        (101, TOOL, 2.0, DecisionReason.THIS_TOOL),
+        (101, "other", 2.0, DecisionReason.ALL_TOOLS),
+        (100, TOOL, math.log(42.0), DecisionReason.COLD_START),
+    ],
+)
+def test_c4_c5_the_ttl_comes_from_this_tools_history_or_all_tools_or_the_benefit(
+    calls: int, tool: str, ttl_s: float, reason: DecisionReason
+) -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(calls, 2.0, tool))
+    lease = engine.leased_turn("p", prompt(40))
+    assert (lease.ttl_s, lease.reason, lease.reload_s) == (pytest.approx(ttl_s), reason, 42.0)
+    assert lease.expires_s == engine.now + lease.ttl_s
 
 
 def test_c5_cold_start_without_a_profile_learns_the_price_from_the_engines_steps() -> None:
@@ -278,8 +263,7 @@ def test_c5_cold_start_without_a_profile_learns_the_price_from_the_engines_steps
     assert engine.turn("p", prompt(40)) is None, "nothing is known to be lost yet"
     assert engine.reasons("keep") == ["not_worth_it"]
     engine.program_scheduler.state.reload.observe_step(100, 50.0)
-    lease = engine.turn("p", prompt(40))
-    assert lease is not None
+    lease = engine.leased_turn("p", prompt(40))
     assert lease.reload_s == 21.0
     assert lease.ttl_s == pytest.approx(math.log(21.0))
 
@@ -295,9 +279,6 @@ def test_c4_the_mean_wait_of_evicted_programs_is_part_of_the_worth() -> None:
     lease = engine.finish(request)
     assert lease is not None
     assert lease.ttl_s == 2.0
-
-
-# -- C6 order -----------------------------------------------------------------------
 
 
 def test_c6_preempted_then_leased_then_program_arrival() -> None:
@@ -317,16 +298,13 @@ def test_c6_preempted_then_leased_then_program_arrival() -> None:
     assert engine.queue() == [leased, early, fresh, nobody]
 
 
-# -- C7 pins ------------------------------------------------------------------------
-
-
 def test_c7_a_pin_runs_out() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(40))
     engine.wait(9.9)
-    assert P in engine.program_scheduler.state.leases
+    assert P in engine.leases
     engine.wait(0.1)
-    assert P not in engine.program_scheduler.state.leases
+    assert P not in engine.leases
     assert engine.held == {}
     assert engine.reasons("release") == ["ttl"]
     assert set(chain(prompt(40))) <= engine.cached, "released blocks stay cached until reused"
@@ -351,7 +329,7 @@ def test_c7_the_programs_end_drops_all() -> None:
     engine.turn("p", prompt(40))
     engine.send(END)
     assert [a.kind for a in engine.done] == [EngineActionKind.DROP]
-    assert len(engine.program_scheduler.state.leases) == engine.program_scheduler.state.leases.blocks == 0
+    assert len(engine.leases) == engine.leases.blocks == 0
     assert engine.program_scheduler.state.contexts.get(P) is None
     engine.send(END)
     assert engine.counter("sojourn_programs_finished_total") == 1
@@ -362,9 +340,6 @@ def test_c7_the_last_step_is_not_kept() -> None:
     assert engine.turn("p", prompt(40), expected_resume=False) is None
     assert engine.turn("q", prompt(40), sojourn={"v": 1, "final": True}) is None
     assert engine.reasons("keep") == ["final_turn", "final_turn"]
-
-
-# -- C8 room ------------------------------------------------------------------------
 
 
 SPARING = replace(load_preset("fixed-ttl"), lease_reclaim=load_preset("continuum").lease_reclaim)
@@ -410,9 +385,6 @@ def test_c8_a_waiting_request_with_a_priority_ends_leases_of_less_important_prog
     assert engine.program_scheduler.make_room(waiting, engine.now) == 0
 
 
-# -- hints --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("asked_s", "given_s", "outcome"),
     [(-1, 0.0, "clipped"), (1e9, 300.0, "clipped"), (0, 0.0, "applied"), (45.5, 45.5, "applied")],
@@ -456,8 +428,7 @@ def test_a_hint_that_no_policy_reads_is_answered_unsupported(
 
 def test_a_malformed_hint_is_counted_and_the_session_still_counts() -> None:
     engine = VirtualEngine()
-    lease = engine.turn("p", prompt(40), program_id=5)
-    assert lease is not None
+    lease = engine.leased_turn("p", prompt(40), program_id=5)
     assert lease.program_id == "p"
     assert engine.counter("sojourn_hints_total", outcome="rejected") == 1
 
@@ -469,19 +440,17 @@ def test_names_in_hints_are_cut() -> None:
     assert (len(program.agent_type or ""), len(program.node or "")) == (256, 256)
 
 
-# -- parallel requests, aborts, late ends ---------------------------------------------
-
-
 def test_parallel_requests_are_one_turn_for_the_lease() -> None:
     engine = VirtualEngine()
     first, second = (engine.arrive("p", prompt(40 + 20 * n, seed=n), step_id="hinted") for n in (0, 1))
     engine.admit(first)
     engine.admit(second)
     assert engine.finish(first) is None
+    assert engine.program_scheduler.context(P) is None
     assert engine.program("p").status is ProgramStatus.REASONING
     assert engine.finish(second) is not None
     assert engine.program("p").turns == 2
-    assert len(engine.program_scheduler.state.leases) == 1
+    assert len(engine.leases) == 1
     assert engine.program_scheduler.histories.tools.count() == 0
 
 
@@ -491,6 +460,8 @@ def test_a_failed_turn_gives_no_lease_and_is_no_turn(outcome: TurnFinishReason) 
     request = engine.arrive("p", prompt(40))
     engine.admit(request)
     assert engine.finish(request, outcome=outcome) is None
+    assert engine.program_scheduler.context(P) is None
+    assert engine.program_scheduler.state.requests.running_tokens == 0
     program = engine.program("p")
     assert (program.turns, program.status, program.live_requests) == (0, ProgramStatus.ACTING, set())
     assert engine.reasons("keep") == []
@@ -548,17 +519,14 @@ def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
     assert engine.ask("program", program_id="lost")["outcome"] is None, "it came back"
 
 
-# -- silence ------------------------------------------------------------------------
-
-
 def beating(engine: VirtualEngine) -> None:
     engine.turn("p", prompt(40), kv_retention_ttl_seconds=300, sojourn={"v": 1, "heartbeat": True})
-    assert P in engine.program_scheduler.state.leases
+    assert P in engine.leases
 
 
 def seconds_until_gone(engine: VirtualEngine) -> float:
     began = engine.now
-    while P in engine.program_scheduler.state.leases:
+    while P in engine.leases:
         engine.wait(0.25)
         assert engine.now - began < 400
     return engine.now - began
@@ -581,9 +549,6 @@ def test_a_client_without_heartbeats_keeps_its_lease_for_all_its_time() -> None:
     assert engine.reasons("release") == ["ttl"]
 
 
-# -- events that move leases -----------------------------------------------------------
-
-
 def test_the_ttl_runs_from_the_tools_start() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(40))
@@ -598,7 +563,7 @@ def test_a_tools_reported_end_leaves_time_to_return() -> None:
     engine.send(start("c1"), start("c2"))
     engine.wait(9.5)
     engine.send(stop("c1", 9.5))
-    lease = engine.program_scheduler.state.leases.get(P)
+    lease = engine.leases.get(P)
     assert lease is not None
     assert lease.expires_s == engine.now + 0.5, "the other call still runs"
     engine.send(stop("c2", 9.5))
@@ -608,10 +573,10 @@ def test_a_tools_reported_end_leaves_time_to_return() -> None:
 def test_a_tool_start_after_an_output_without_a_call_gets_a_late_lease() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(40), "I will look.")
-    assert P not in engine.program_scheduler.state.leases
+    assert P not in engine.leases
     engine.evict(prompt(40), keep=6)
     engine.send(start())
-    lease = engine.program_scheduler.state.leases.get(P)
+    lease = engine.leases.get(P)
     assert lease is not None
     assert list(lease.block_ids) == list(engine.held[P]) == chain(prompt(40))[:6]
     assert engine.reasons("late_keep") == ["fixed"]
@@ -737,3 +702,24 @@ def test_requests_are_overdue_by_arrival_while_one_without_a_program_is() -> Non
     engine.admit(of_none)
     assert overdue() == []
     assert not engine.program_scheduler.may_end_any_lease("unknown", engine.now)
+
+
+def test_an_id_that_arrives_again_ends_the_first_request() -> None:
+    engine = VirtualEngine()
+    for program in ("p", "q"):
+        engine.program_scheduler.handle(RequestArrived("r", read_identity(program, None), 8), engine.now)
+    assert engine.program_scheduler.live_requests(P) == set()
+    assert engine.program_scheduler.live_requests(ProgramId("q")) == {"r"}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        TurnFinished("unknown", TurnFinishReason.STOPPED, (), 8, 2, (1, 2), (1, 2)),
+        RequestAdmitted("unknown", 0, 8, (1, 2), False),
+    ],
+)
+def test_an_event_of_an_unknown_request_changes_nothing(event: TurnFinished | RequestAdmitted) -> None:
+    engine = VirtualEngine()
+    assert engine.program_scheduler.handle(event, engine.now) == []
+    assert engine.program_scheduler.state.requests.states == {}

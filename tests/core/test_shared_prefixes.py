@@ -68,8 +68,6 @@ def test_a_prefix_has_the_highest_rank_of_the_programs_that_share_it(seed: int) 
             assert list(placed.keys_of(program_id)) == model.get(program_id, ([], 0))[0]
 
 
-# -- which blocks count for whom ---------------------------------------------------------
-
 SHARED = [10**9 + at for at in range(30 * BLOCK_TOKENS)]
 """A system prompt of 30 blocks."""
 

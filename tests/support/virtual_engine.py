@@ -30,7 +30,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.events_and_actions import Event as EngineEvent
-from sojourn_server.core.leases import Lease
+from sojourn_server.core.leases import Lease, LeaseTable
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
@@ -267,6 +267,16 @@ class VirtualEngine(EngineView):
         return self.program_scheduler.handle(event, now)
 
     # -- for assertions ---------------------------------------------------------------
+
+    @property
+    def leases(self) -> LeaseTable:
+        return self.program_scheduler.state.leases
+
+    def leased_turn(self, program: str, tokens: Sequence[int], text: str = BASH, **hint: Any) -> Lease:
+        """Run a turn, and return the lease that it gets. Fails if it gets none."""
+        lease = self.turn(program, tokens, text, **hint)
+        assert lease is not None
+        return lease
 
     def program(self, program_id: str) -> ProgramState:
         """Return the state of a program. Fails if the program is unknown."""
