@@ -196,9 +196,10 @@ class ProgramScheduler:
         if program is None:
             return
         self._begin_turn(program, request_state, event, now)
-        self.tiers.arrived(request_state, now, event.block_hashes or ())
-        if self.tiers.is_parked(request_state):
-            self._programs.signal(program, ProgramSignal.GATE)
+        if self.tiers.places:
+            self.tiers.arrived(request_state, now, event.block_hashes or ())
+            if self.tiers.is_parked(request_state):
+                self._programs.signal(program, ProgramSignal.GATE)
 
     def _begin_turn(
         self, program: ProgramState, request_state: RequestState, event: ev.RequestArrived, now: float
@@ -539,7 +540,7 @@ class ProgramScheduler:
             return
         for program, move in self.tiers.tick(now):
             self._moved(program, move, now)
-        for request_state in self.tiers.take_refused(now):
+        for request_state in self.tiers.take_refused(now) if self.tiers.policy.refuses else ():
             self._outbox.append(ev.RequestRefused(request_state.request_id))
             self.recorder.count("sojourn_gate_timeouts_total")
             self.decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
@@ -627,7 +628,7 @@ class ProgramScheduler:
         now, order = view.now_s, self.preset.order
         overdue = self._is_overdue(state, view.preempted, now)
         queue_state = QueueState.OPEN
-        if self.tiers.is_parked(state):
+        if self.tiers.places and self.tiers.is_parked(state):
             queue_state = QueueState.PARKED
         elif not overdue and self._admission.applies_to(state, preempted):
             queue_state = QueueState.GATED
