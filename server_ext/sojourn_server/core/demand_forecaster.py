@@ -45,11 +45,10 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 REPREDICT_AFTER_TOKENS = 32
-"""Number of generated tokens after which a prediction is renewed. Until then, each generated token reduces
-the predicted number of remaining tokens by one."""
+"""Number of generated tokens after which a prediction is renewed. Until then, each reduces it by one."""
 MIN_OUTPUT_SAMPLES = 16
-"""Minimum number of past outputs from which a length is predicted. If there are fewer outputs of the same
-agent type and tool, a wider group of outputs is used."""
+"""Minimum number of past outputs of an agent type and tool from which a length is predicted. With fewer, a
+wider group of outputs is used."""
 MIN_JUDGED_HINTS = 8
 """Minimum number of checked hints of an agent type before the type's hint error counts."""
 MIN_JUDGED_OUTPUTS = 16
@@ -58,12 +57,10 @@ PREDICTION_ERROR_WINDOW = 128
 """Number of newest outputs from which the neural network's error is computed. Each output counts once,
 because errors within one output are alike."""
 MAX_JUDGED_PREDICTIONS_PER_OUTPUT = 16
-"""Maximum number of predictions for one output that are compared with the output's actual length."""
+"""Maximum number of the neural network's predictions for one output that are checked."""
 JUDGED_PREDICTION_SPACING = 1.25
-"""Factor by which an output must grow before the next prediction of the neural network is checked."""
+"""Factor by which an output must grow before the next of these predictions is checked."""
 PREDICTION_VALID_TOKENS = 4 * REPREDICT_AFTER_TOKENS
-"""Minimum number of further generated tokens for which a neural network's prediction stays valid. For long
-outputs, a prediction stays valid for longer (see ``PREDICTION_VALID_DIVISOR``)."""
 PREDICTION_VALID_DIVISOR = 4
 """A neural network's prediction stays valid for max(``PREDICTION_VALID_TOKENS``, tokens generated so far ÷
 ``PREDICTION_VALID_DIVISOR``) further generated tokens."""
@@ -214,8 +211,7 @@ class DemandForecaster:
 
     @property
     def demand(self) -> KvDemandView:
-        """Expected demand of all running requests: the last sample, updated by later admissions and
-        departures."""
+        """Expected demand of all running requests."""
         return KvDemandView(tuple(self._needed), self._room_blocks)
 
     def with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
@@ -242,8 +238,7 @@ class DemandForecaster:
     def as_running_view(
         self, request_state: RequestState, tokens: int, output_tokens: int, most_tokens: int, now: float
     ) -> RunningRequestView:
-        """Return a request, running or not, as a ``RunningRequestView``. ``tokens``: number of tokens whose
-        KV counts as the request's demand."""
+        """Return a request, running or not, as a view. ``tokens``: those whose KV counts as its demand."""
         return RunningRequestView(
             request_id=request_state.request_id,
             program_rank=request_state.rank,
@@ -368,9 +363,8 @@ class DemandForecaster:
 
 
 def _network_remaining(request_state: RequestState, output_tokens: int) -> RemainingTokens | None:
-    """Return the neural network's last prediction, reduced by the tokens generated since then. Predicted
-    values that the output has reached are left out. ``None``: no prediction, a prediction that is too old, or
-    no value left."""
+    """Return the neural network's last prediction, reduced by the tokens generated since then, without values
+    that the output has reached. ``None``: no prediction, one that is too old, or no value left."""
     written = output_tokens - request_state.network_predicted_at_tokens
     if request_state.network_prediction is None or written > max(
         PREDICTION_VALID_TOKENS, output_tokens // PREDICTION_VALID_DIVISOR
@@ -387,31 +381,23 @@ class AdmissionController:
         self._state = state
         self._leases = state.leases
         self._demand_forecaster = demand_forecaster
-        self._holding: dict[str, RequestState] = {}
-        """Request id → request that counts as a holder of KV: the engine admitted the request, or the
-        admission policy has accepted it."""
+        self.holding: dict[str, RequestState] = {}
+        """Request id → request that counts as a holder of KV: the engine admitted it, or the policy accepted
+        it, and it has not lost its blocks since."""
 
     def admitted(self, request_state: RequestState) -> None:
         """Record that the engine admitted the request. It also admits requests that the policy has rejected
         for long (``ProgramScheduler.passes_admission``)."""
-        self._holding[request_state.request_id] = request_state
+        self.holding[request_state.request_id] = request_state
         if request_state.admission_blocked_since_s is not None and request_state.program is not None:
             self._state.programs.signal(request_state.program, ProgramSignal.UNGATE)
         request_state.admission_blocked_since_s = None
 
-    def drop_holder(self, request_id: str) -> None:
-        """Record that a request no longer holds KV, because it left the engine or lost its blocks."""
-        self._holding.pop(request_id, None)
-
     def applies_to(self, request_state: RequestState, preempted: bool | None = None) -> bool:
-        """Whether the admission policy decides on this request.
-
-        False for a request without a program, and if the policy's ``is_used`` is false. A policy that
-        forecasts KV demand decides on all other requests. A policy that does not forecast decides only on
-        requests that are not preempted and whose program holds no KV. A program holds KV if it has a lease,
-        or another request with KV. ``preempted``: whether the engine preempted the request; ``None``: the
-        last reported state applies.
-        """
+        """Whether the admission policy decides on this request of a program. A policy that does not forecast
+        KV demand decides only on requests that are not preempted and whose program holds no KV: neither by a
+        lease nor by another request. ``preempted``: whether the engine preempted the request; ``None``: the
+        last reported state applies."""
         program = request_state.program
         if program is None or not self._state.preset.admission.is_used:
             return False
@@ -422,7 +408,7 @@ class AdmissionController:
         if preempted or program.id in self._leases:
             return False
         return not any(
-            other != request_state.request_id and other in self._holding for other in program.live_requests
+            other != request_state.request_id and other in self.holding for other in program.live_requests
         )
 
     def try_admit(self, event: AdmissionRequested, now: float) -> RequestChosen | None:
@@ -463,9 +449,9 @@ class AdmissionController:
         self._state.programs.signal(program, ProgramSignal.UNGATE if is_admitted else ProgramSignal.GATE)
         if is_admitted:
             # Recorded now, since several requests may be accepted before the engine reports an admission.
-            self._holding[request_state.request_id] = request_state
+            self.holding[request_state.request_id] = request_state
         else:
-            self.drop_holder(request_state.request_id)
+            self.holding.pop(request_state.request_id, None)
             if request_state.admission_blocked_since_s is None:
                 request_state.admission_blocked_since_s = now
         if is_admitted and own is not None:
@@ -475,7 +461,7 @@ class AdmissionController:
     def _holding_before(self, rank: int) -> Iterator[ProgramGrowthView]:
         """Yield the view of each program that arrived before ``rank`` (has a lower rank) and holds KV."""
         seen: set[ProgramId] = set()
-        for request_state in self._holding.values():
+        for request_state in self.holding.values():
             program = request_state.program
             if program is not None and request_state.rank < rank and program.id not in seen:
                 seen.add(program.id)

@@ -259,13 +259,9 @@ class ProgramLifecycle:
 
     def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> None:
         outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
-        self._end(program, ProgramSignal.END, outcome, now)
+        self.end(program, ProgramSignal.END, outcome, now)
 
-    def end_silent(self, program: ProgramState, now: float) -> None:
-        """End a program that has been silent for too long."""
-        self._end(program, ProgramSignal.SILENCE, program.silent_outcome(), now)
-
-    def _end(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
+    def end(self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float) -> None:
         """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
         learn its turns and workflow steps. ``END`` drops the program's KV; ``SILENCE`` only ends its
         lease."""

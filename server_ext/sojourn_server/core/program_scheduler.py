@@ -1,9 +1,8 @@
 """The state machine of one engine: it takes events, returns actions, and has read-only queries.
 
 Only ``handle`` changes the tables. This module uses no engine, no clock and no network. An adapter reports
-events with ``now`` and carries out the returned actions. In the simulator, ``now`` is virtual time. The same
-events always give the same decisions, so a recorded run can be replayed. If an event causes an exception, the
-actions that were added before the exception are returned with the actions of the next event.
+events with ``now`` (virtual time in the simulator) and carries out the returned actions. The same events
+always give the same decisions, so a recorded run can be replayed.
 
 Queries such as ``queue_place`` change nothing. Other packages also ask the parts ``predictor``,
 ``forecaster``, ``tiers`` and ``lease_manager``. The ``take_…`` methods of ``predictor`` empty the list that
@@ -136,13 +135,9 @@ class ProgramScheduler:
         }
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
-        """Apply one event; return the actions for the engine, in order.
-
-        If the event gets an answer (see the event's docstring), the last action is this ``Answer``.
-
-        Raises ``TypeError`` for an unknown event, and exceptions of policies. Actions that were added before
-        an exception are returned with the next event.
-        """
+        """Apply one event; return the actions for the engine, in order. If the event gets an answer (see the
+        event's docstring), the last action is this ``Answer``. Raises exceptions of policies; actions that
+        were added before an exception are returned with the next event."""
         handler = self._handlers.get(type(event))
         if handler is None:
             raise TypeError(f"{type(event).__name__} is not an event; expected one of {ev.Event}")
@@ -153,12 +148,20 @@ class ProgramScheduler:
             actions.append(answer)
         return actions
 
-    # -- requests ---------------------------------------------------------------
-
     def _waiting_view(self, request_state: RequestState) -> WaitingRequestView:
         """Return the request's data in the form that the queue order policy reads, as of ``_now_s``."""
-        return request_state.waiting_view(
-            self._now_s, leased=request_state.program_id in self.leased_programs
+        program = request_state.program
+        return WaitingRequestView(
+            preempted=request_state.preempted,
+            leased=program is not None and program.id in self.leased_programs,
+            program_rank=request_state.rank,
+            arrival=request_state.arrival,
+            attained_s=request_state.attained_s,
+            ran_s=request_state.ran_s,
+            waited_s=request_state.waited_s + (program.waited_s if program is not None else 0.0),
+            arrived_s=request_state.arrived_s,
+            since_s=request_state.since_s,
+            now_s=self._now_s,
         )
 
     def _arrived(self, event: ev.RequestArrived, now: float) -> None:
@@ -337,7 +340,7 @@ class ProgramScheduler:
         request_state = self._requests.states.get(event.request_id)
         answer, mode, numbers = None, "load", {"tokens": event.tokens}
         self.forecaster.request_left(event.request_id)
-        self._admission.drop_holder(event.request_id)
+        self._admission.holding.pop(event.request_id, None)
         if request_state is not None:
             # A loading request counts too, so that it is not chosen as victim every time.
             request_state.preemptions += 1
@@ -368,7 +371,7 @@ class ProgramScheduler:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
         and the program may get a lease."""
         request_state = self._requests.states.pop(event.request_id, None)
-        self._admission.drop_holder(event.request_id)
+        self._admission.holding.pop(event.request_id, None)
         self.forecaster.request_left(event.request_id)
         if request_state is None:
             return
@@ -475,8 +478,6 @@ class ProgramScheduler:
         # The gap lasts until the slowest of the calls has ended.
         program.pending_tool = self.histories.tools.slowest([call.key for call in event.tool_calls])
 
-    # -- shortages of blocks ----------------------------------------------------
-
     def _blocks_needed(self, event: ev.BlocksNeeded, now: float) -> None:
         """End leases for a request that needs blocks."""
         need = event.need
@@ -514,8 +515,6 @@ class ProgramScheduler:
     def _score(self, program_id: ProgramId) -> tuple[float, ...]:
         return self.owner_score(self.owner_standing(program_id))
 
-    # -- blocks, time and order ------------------------------------------------
-
     def _tick(self, event: ev.Tick, now: float) -> None:
         self._now_s = now
         if event.used_blocks is not None:
@@ -528,7 +527,7 @@ class ProgramScheduler:
             for program_id, reason in pressed(views, used_blocks, self.pool.blocks, now):
                 self.lease_manager.end(program_id, reason, now)
         for silent in self._programs.silent(now):
-            self._lifecycle.end_silent(silent, now)
+            self._lifecycle.end(silent, ProgramSignal.SILENCE, silent.silent_outcome(), now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:
             self.predictor.observe_open_gap(now)
@@ -713,8 +712,6 @@ class ProgramScheduler:
         if standing is None:
             return (-math.inf,)
         return self.preset.eviction.score(standing, self.predictor.scale(branch_reuse))
-
-    # -- inside -----------------------------------------------------------------
 
     def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
         """Handle a program's move to another tier, as decided by the tier manager: log the move, end the

@@ -13,7 +13,6 @@ from sojourn.ids import ProgramId
 from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting import RemainingTokens
-from ..policies.policy_views import WaitingRequestView
 from ..programs.program_state import ProgramState
 from ..programs.program_table import ProgramTable
 from .request_hints import clipped
@@ -109,21 +108,6 @@ class RequestState:
         else:
             self.waited_s += now - self.since_s
         self.running, self.since_s = False, now
-
-    def waiting_view(self, now: float, *, leased: bool) -> WaitingRequestView:
-        """Return the view for the queue order policy. ``leased``: whether the program has a lease."""
-        return WaitingRequestView(
-            preempted=self.preempted,
-            leased=leased,
-            program_rank=self.rank,
-            arrival=self.arrival,
-            attained_s=self.attained_s,
-            ran_s=self.ran_s,
-            waited_s=self.waited_s + (self.program.waited_s if self.program is not None else 0.0),
-            arrived_s=self.arrived_s,
-            since_s=self.since_s,
-            now_s=now,
-        )
 
     def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float) -> bool:
         """Store a hint here and in the state of the program, which must be known. Returns whether the hinted
