@@ -106,7 +106,7 @@ class LiveClient:
         """Return the JSON object that answers a POST request."""
         return self._json(path, "POST", **parameters)
 
-    def _answer(self, path: str, method: str = "GET", **parameters: Any) -> httpx.Response:
+    def _answer(self, path: str, method: str = "GET", /, **parameters: Any) -> httpx.Response:
         """Return the response to a request. Raises ``AnswerError`` for any status but 200."""
         try:
             answer = self._client.request(method, path, params=parameters)
@@ -132,7 +132,7 @@ class LiveClient:
             "use the same release of sojourn here and on the server",
         )
 
-    def _json(self, path: str, method: str = "GET", **parameters: Any) -> dict[str, Any]:
+    def _json(self, path: str, method: str = "GET", /, **parameters: Any) -> dict[str, Any]:
         try:
             document = self._answer(path, method, **parameters).json()
         except ValueError:
