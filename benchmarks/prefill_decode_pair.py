@@ -36,7 +36,6 @@ from result_pages import marked, opening, show, write_result
 from rich.progress import Progress
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
-    PrefillSideRead,
     ReadSidePolicy,
     ShorterQueueRead,
     StorageReadView,
@@ -70,7 +69,7 @@ class DecodeSide:
 
 
 ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
-    "prefill side": PrefillSideRead,
+    "prefill side": ReadSidePolicy,
     "decode side": DecodeSide,
     "shorter queue": ShorterQueueRead,
 }

@@ -32,7 +32,7 @@ from sojourn_server.policies.queue_order_policies import (
     StrictProgramFcfs,
     service_level,
 )
-from sojourn_server.policies.retention_policies import LeastWasteRetention, UntilProgramEndRetention
+from sojourn_server.policies.retention_policies import FixedRetention, LeastWasteRetention
 from sojourn_server.programs.windowed_history import ToolHistory
 
 # -- admit --------------------------------------------------------------------------
@@ -100,8 +100,8 @@ def test_a_preempted_later_program_stands_behind_an_earlier_one() -> None:
 
 
 def test_admit_keeps_what_calls_a_tool_until_the_end() -> None:
-    assert UntilProgramEndRetention().keep(TURN, 0.0) == RetentionDecision(1800.0, DecisionReason.FIXED)
-    assert UntilProgramEndRetention().keep(replace(TURN, tool=None), 0.0).ttl_s == 0.0
+    assert FixedRetention(ttl_s=1800.0).keep(TURN, 0.0) == RetentionDecision(1800.0, DecisionReason.FIXED)
+    assert FixedRetention(ttl_s=1800.0).keep(replace(TURN, tool=None), 0.0).ttl_s == 0.0
 
 
 # -- autellix -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     PdRequest,
     PrefillEngine,
     PrefillSelectionLimits,
-    PrefillSideRead,
+    ReadSidePolicy,
     ShorterQueueRead,
     StorageNic,
     StorageReadView,
@@ -424,4 +424,4 @@ def test_the_shorter_queue_reads(
 ) -> None:
     view = StorageReadView(prefill_s, decode_s, one_node)
     assert ShorterQueueRead().decode_reads(view) == decode_reads
-    assert not PrefillSideRead().decode_reads(view)
+    assert not ReadSidePolicy().decode_reads(view)

@@ -6,7 +6,7 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.lease_reclaim_policies import (
     LatestProgramReclaim,
-    SoonestExpiringReclaim,
+    LeaseReclaimPolicy,
 )
 from sojourn_server.policies.policy_views import LeaseView, ReclaimRequest
 
@@ -69,7 +69,7 @@ def test_as_printed_the_head_of_the_queue_takes_the_latest_programs_leases_until
 
 
 def test_nothing_held_is_nothing_given() -> None:
-    for policy in (LATEST, SoonestExpiringReclaim()):
+    for policy in (LATEST, LeaseReclaimPolicy()):
         assert policy.release(need(1, 1, running=True), [], 0.0) is None
         assert policy.release(need(1, 1, running=True, name="a"), held(("a", 1, 9)), 0.0) is None
 
@@ -82,6 +82,6 @@ def test_equal_ranks_are_ordered_by_name() -> None:
 
 def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None:
     leases = [*held(("late", 1, 10), expires_s=90.0), *held(("soon", 9, 10), expires_s=10.0)]
-    assert SoonestExpiringReclaim().release(need(5, 4), leases, 0.0) == ("soon",)
-    assert SoonestExpiringReclaim().release(need(5, 14), leases, 0.0) == ("soon", "late")
-    assert SoonestExpiringReclaim().release(need(5, 99), leases, 0.0) == ("soon", "late")
+    assert LeaseReclaimPolicy().release(need(5, 4), leases, 0.0) == ("soon",)
+    assert LeaseReclaimPolicy().release(need(5, 14), leases, 0.0) == ("soon", "late")
+    assert LeaseReclaimPolicy().release(need(5, 99), leases, 0.0) == ("soon", "late")

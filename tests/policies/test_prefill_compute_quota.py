@@ -31,7 +31,7 @@ def test_pairs_are_those_of_a_causal_mask() -> None:
     costs = AttentionCosts(pair_s=1.0)
     # Tokens 5, 6 and 7 (from 1) of a context of four before them look back at 5, 6 and 7 tokens.
     assert costs.seconds(4, 3) == 5 + 6 + 7
-    assert AttentionCosts(pair_s=0.0, token_s=2.0, request_s=1.0).seconds(4, 3) == 7.0
+    assert AttentionCosts(pair_s=0.0, token_s=2.0).seconds(4, 3) == 6.0
     assert AttentionCosts(pair_s=0.0, kv_token_s=3.0).seconds(4, 3) == 21.0
     assert AttentionCosts.of(StepCosts(1, 2, 3, 4, 5)) == AttentionCosts(pair_s=3, kv_token_s=4)
 
@@ -72,7 +72,6 @@ costs = st.builds(
     AttentionCosts,
     pair_s=st.floats(0, 1e-6),
     token_s=st.floats(0, 1e-3),
-    request_s=st.floats(0, 1e-2),
     kv_token_s=st.floats(0, 1e-6),
 )
 

@@ -40,12 +40,10 @@ class AdmissionPolicy:
 class WholeProgramAdmission(AdmissionPolicy):
     """Admits a program if its prompt fits beside the KV of all earlier programs. Used by preset ``admit``.
 
-    Admitted programs keep their KV while their tools run. So a program may have to wait until another program
-    ends, not only until a turn ends. KV of later programs counts as free, because it can be reclaimed. So the
-    earliest program is always admitted. The policy ignores the growth of contexts.
-
-    If the engine has been idle for ``patience_s``, a program that does not fit is admitted too. Programs with
-    KV may be waiting for this program, as a parent waits for its sub-agent.
+    Admitted programs keep their KV while their tools run, so a program may wait until another one ends. KV of
+    later programs counts as free, because it can be reclaimed: the earliest program is always admitted. If
+    the engine has been idle for ``patience_s``, a program that does not fit is admitted too: programs with KV
+    may be waiting for it, as a parent waits for its sub-agent.
     """
 
     is_used = True
@@ -63,18 +61,11 @@ class ExpectedGrowthAdmission(AdmissionPolicy):
     """Admits a program if the free blocks hold its prompt and a share of the expected growth of earlier
     programs with KV.
 
-    An agent's context grows with every turn. A rule on prompts alone would admit all programs while their
-    contexts are short, and would later evict KV that was just computed. The growth of programs that arrived
-    later does not count, because these programs are preempted first. Blocks leased to later programs count as
-    free. So the earliest program is always admitted. If nothing runs, the first program in the queue is
-    admitted too.
-
-    The expected growth of a program is the mean growth per turn times its expected number of further turns.
-    Both come from observed turns and finished programs. Until there are enough of these, the priors of
-    ``forecasting`` apply.
-
-    The share is 0 until a living program loses KV for the first time (``growth_reserve`` says why). After
-    each loss it is ``reserve``, and then falls to 0 within ``RELAX_S``.
+    A rule on prompts alone would admit all programs while their contexts are short, and would later evict KV
+    that was just computed. Programs that arrived later do not count, because they are preempted first, and
+    blocks leased to them count as free. So the earliest program is always admitted. If nothing runs, the
+    first program in the queue is admitted too. The share is 0 until a living program loses KV for the first
+    time (``growth_reserve`` says why). After each loss it is ``reserve``, and falls to 0 within ``RELAX_S``.
     """
 
     is_used = True
@@ -96,19 +87,16 @@ class ExpectedGrowthAdmission(AdmissionPolicy):
 class DemandForecastAdmission(AdmissionPolicy):
     """Admits a request if the expected KV demand of this request and all running requests fits the memory.
 
-    The Tetris paper compares "future KV cache demand with available memory" in order to copy KV before a
-    preemption. This policy makes the same comparison before each admission, to prevent preemptions. An engine
-    without the policy admits every prompt that fits. When contexts grow, such an engine preempts the newest
-    request, admits the same request one step later, and so on. The share ``reserve`` of the available blocks
+    The Tetris paper makes this comparison before it copies KV. Here it precedes each admission, to prevent
+    preemptions: an engine without the policy admits every prompt that fits, preempts the newest request when
+    contexts grow, admits it again one step later, and so on. The share ``reserve`` of the available blocks
     stays free, since demand exceeds its expectation half of the time.
 
-    A request without prediction is admitted, as in the unmodified engine. Every request is admitted until a
-    living program loses KV for the first time, since until then memory was sufficient. If nothing runs, the
-    first request is admitted, whatever its demand. The demand of one request counts as at most the share
-    ``LARGEST_SHARE`` of the memory that may be used. Otherwise a request that needs most of the memory would
-    wait until nothing runs, and the queue would wait behind this request. If the request's own demand at a
-    step is below ``SLIGHT_SHARE`` of its peak, the request has most likely ended by then. A shortage at that
-    step is ignored.
+    Requests without prediction are admitted, and the first if nothing runs. All are until a living program
+    loses KV, since until then memory was sufficient. The demand of one request counts as at most
+    ``LARGEST_SHARE`` of the memory that may be used. Otherwise a request that needs most of it would wait
+    until nothing runs, and the queue behind it. A shortage at a step is ignored if the request's own demand
+    there is below ``SLIGHT_SHARE`` of its peak: the request has most likely ended by then.
     """
 
     reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.05

@@ -64,9 +64,8 @@ class SharePolicy:
 class AgentFairShare(SharePolicy):
     """Divides capacity by urgency: Σ remaining work ÷ time until the deadline (SAGA §6.1–6.2).
 
-    The time until a deadline counts as at least ``LEAST_SLACK_S``, because the formula divides by it. Every
-    tenant gets at least ``LEAST_SHARE`` times an equal share (1 ÷ number of tenants), even without urgent
-    work. Capacity that a tenant does not use goes to the others.
+    The time until a deadline counts as at least ``LEAST_SLACK_S``. Every tenant gets at least ``LEAST_SHARE``
+    of an equal share, even without urgent work. Capacity that a tenant does not use goes to the others.
     """
 
     epoch_s = 0.1
@@ -121,9 +120,8 @@ class BlockedRequestView(NamedTuple):
 
 
 class PreemptibleRequestView(NamedTuple):
-    """A request without output that may be recalled from a replica, in favour of a more urgent request. A
-    request that still waits at the gateway for this replica may be recalled too. No request is recalled
-    twice."""
+    """A request without output that was sent to a replica, or waits for it at the gateway. It may be recalled
+    once, in favour of a more urgent request."""
 
     request_id: str
     tenant: str
@@ -138,8 +136,7 @@ class PreemptibleRequestView(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPreemptionPolicy:
     """Chooses requests that make way for a request of a more urgent tenant. A recalled request moves to
-    another replica with capacity, or waits. It is not recalled again, and never dropped. Under the base, no
-    request makes way."""
+    another replica with capacity, or waits; it is never dropped. Under the base, no request makes way."""
 
     is_used = False
     blocked_s = math.inf
@@ -162,14 +159,9 @@ class UrgencyPreemption(TenantPreemptionPolicy):
     """Requests of less urgent tenants make way for a request that was blocked for at least ``blocked_s``
     seconds (SAGA §6.2).
 
-    A request of another tenant makes way only if both conditions hold:
-
-    - The other tenant's share is below the blocked tenant's share.
-    - Afterwards, the other tenant still uses at least as large a fraction of its share as the blocked tenant
-      does. So two tenants never displace each other's requests alternately.
-
-    Requests that wait at the gateway are recalled before requests that were sent to the replica. Of the
-    sent requests, the last sent is recalled first.
+    Another tenant's request makes way only if its tenant's share is below the blocked tenant's, and if this
+    tenant afterwards still uses at least as large a fraction of its share. So two tenants never displace each
+    other's requests alternately. Requests that wait at the gateway are recalled first, then the last sent.
     """
 
     blocked_s: Annotated[float, Meta(ge=0)] = 0.5

@@ -35,8 +35,8 @@ def growth_reserve(reserve: float, calm_s: float, relax_s: float) -> float:
     if never lost).
 
     Expected growth says how large contexts become, not that they are large at the same time. So nothing is
-    reserved before the first loss. After each loss, the share falls linearly from ``reserve`` to 0 within
-    ``relax_s`` seconds. ``relax_s`` = ``inf``: the share is always ``reserve``.
+    reserved before the first loss. After each loss, the share falls linearly to 0 within ``relax_s`` seconds;
+    ``inf``: it is always ``reserve``.
     """
     if math.isinf(relax_s):
         return reserve
@@ -53,10 +53,9 @@ def expected_growth_tokens(
     """Return the tokens by which the program's context is expected to grow, at most up to
     ``max_context_tokens``.
 
-    ``turns_ahead``: number of turns to look ahead. ``None``: look ahead until the program ends, at least one
-    turn. With ``None``, a context that was longer before is expected to reach its former length again, since
-    the program may run a shorter branch now, such as a sub-agent. ``PRIOR_TURNS`` and ``PRIOR_GROWTH`` apply
-    until ``seen`` has enough observations.
+    ``turns_ahead``: number of turns to look ahead. ``None``: until the program ends, at least one turn. Then
+    a context that was longer before is expected to reach its former length again, since the program may run
+    a shorter branch now, such as a sub-agent.
     """
     room = max(0, max_context_tokens - program.context_tokens)
     turns = seen.mean_turns if seen.observed_programs >= MIN_PROGRAMS_SEEN else PRIOR_TURNS
@@ -163,10 +162,7 @@ class ShortageForecastPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedDemandForecast(ShortageForecastPolicy):
-    """Predicts the number of engine steps until expected demand exceeds the available blocks.
-
-    Looks ``steps`` steps ahead.
-    """
+    """Predicts when expected demand exceeds the available blocks. Looks ``steps`` steps ahead."""
 
     steps: Annotated[int, Meta(ge=1)] = 128
     is_used = True
@@ -203,16 +199,14 @@ class OutputLengthView(NamedTuple):
     hinted_tokens: int | None = None
     """Total output length in tokens that the client announced; ``None``: no hint."""
     hint_error: float | None = None
-    """Error of hints for the request's agent type: mean |ln(actual ÷ hinted)|; ``None``: too few samples."""
+    """Mean |ln(actual ÷ hinted)| for the request's agent type; ``None``, here and below: too few samples."""
     network_prediction: RemainingTokens | None = None
     """Remaining tokens predicted by a network from hidden states: each value of its last prediction minus the
     tokens generated since then. Values that would be 0 or less are left out. ``None``: no prediction."""
     prediction_error: float | None = None
-    """Error of the network's predictions of remaining tokens: mean |ln(actual ÷ predicted)|; ``None``: too
-    few samples."""
+    """Error of the network's predictions of remaining tokens: mean |ln(actual ÷ predicted)|."""
     baseline_error: float | None = None
-    """Error of predictions without the network, for the same outputs at the same positions; ``None``: too
-    few samples."""
+    """Error of predictions without the network, for the same outputs at the same positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,9 +328,8 @@ def clamp_remaining(tokens: float, view: OutputLengthView) -> float:
 class HiddenStatePrediction(SurvivalPrediction):
     """Uses a neural network's predictions while they are more accurate than ``SurvivalPrediction``.
 
-    Otherwise, ``SurvivalPrediction`` predicts. If ``SurvivalPrediction`` has no prediction, the network's
-    prediction is used as soon as the network's error is known. So a network that has learned nothing, gets
-    bad input or is out of date does no harm. The network reads the model's hidden states.
+    If ``SurvivalPrediction`` has none, the network's is used as soon as the network's error is known. So a
+    network that has learned nothing, gets bad input or is out of date does no harm.
     """
 
     reads_hidden_states = True

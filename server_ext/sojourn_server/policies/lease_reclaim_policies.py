@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -19,14 +19,18 @@ Leases = Sequence[LeaseView]
 Chosen = tuple[ProgramId, ...] | None
 
 
-class LeaseReclaimPolicy(Protocol):
-    """Chooses the programs whose leases end early, so that blocks become free. ``None``: no lease ends."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReclaimPolicy:
+    """Chooses the programs whose leases end early, so that blocks become free. ``None``: no lease ends. The
+    base ends leases for every request, the soonest-expiring first, until there are enough blocks or no leases
+    are left. So leases never delay a request."""
 
-    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen: ...
+    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
+        return _first_sufficient(need, leases, lambda lease: (lease.expires_s, lease.program_id))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatestProgramReclaim:
+class LatestProgramReclaim(LeaseReclaimPolicy):
     """Ends leases until the request fits. Leases of the latest-arrived programs end first.
 
     - A running request reclaims any lease. The alternative is a preemption, which costs more than the loss of
@@ -49,7 +53,7 @@ class LatestProgramReclaim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaterProgramsReclaim:
+class LaterProgramsReclaim(LeaseReclaimPolicy):
     """Ends leases of programs that arrived after the request's program, the latest first. Used by preset
     ``admit``.
 
@@ -67,18 +71,7 @@ class LaterProgramsReclaim:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoonestExpiringReclaim:
-    """Ends leases for every request that needs blocks, the soonest-expiring first.
-
-    Leases end until there are enough blocks or no leases are left. So leases never delay a request.
-    """
-
-    def release(self, need: ReclaimRequest, leases: Leases, now: float) -> Chosen:
-        return _first_sufficient(need, leases, lambda lease: (lease.expires_s, lease.program_id))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvictionOrderReclaim:
+class EvictionOrderReclaim(LeaseReclaimPolicy):
     """Ends leases for every request that needs blocks, in the eviction order of the leases' programs.
 
     So under memory pressure a lease does not change which program loses KV first (SAGA §4.2). One exception:

@@ -27,19 +27,17 @@ class FinishedTurnView:
     reload_s: float
     """Seconds to recompute this context if it is dropped now."""
     mean_evicted_wait_s: float
-    """T̄: mean queueing delay, in seconds, of requests whose program's KV was evicted."""
+    """T̄: mean queueing delay of requests whose program's KV was evicted."""
     memoryfulness: float
-    """η, memoryfulness of the workload in [-1, 1]: minus the correlation of past and remaining turns
-    (Continuum §4.1)."""
+    """η in [-1, 1]: minus the correlation of past and remaining turns (Continuum §4.1)."""
     history: ToolHistory
     hinted_ttl_s: float | None = None
     """The TTL that the client asked for, within its bounds; ``None``: the client did not ask."""
     chunked_reload_s: float = 0.0
-    """Seconds to recompute this context in chunks of one engine step each, as if every chunk ran alone. This
-    is the delay that recomputing causes for other requests."""
+    """Seconds to recompute this context in chunks of one engine step each: the delay of other requests."""
     host_reload_s: float | None = None
-    """Seconds to copy this context back from host memory, including the wait for queued copies; ``None``: no
-    host tier, or its speed is unknown."""
+    """Seconds to copy this context back from host memory, wait included; ``None``: no host tier, or its speed
+    is unknown."""
     running_tokens: int = 0
     """Prompt tokens of the running requests, without the request of this turn."""
     continuation_probability: float | None = None
@@ -64,7 +62,7 @@ class WaitingRequestView(NamedTuple):
     attained_s: float = 0.0
     """Seconds that the program's requests had run when this request arrived."""
     ran_s: float = 0.0
-    """Seconds that this request ran before it was preempted."""
+    """Seconds that this request ran, before it was preempted."""
     waited_s: float = 0.0
     """Seconds that the program's requests have waited in this queue, without the present wait."""
     arrived_s: float = 0.0
@@ -110,15 +108,14 @@ class ReclaimRequest:
     idle_s: float = 0.0
     """Seconds for which nothing has run although a request waited; 0 if something runs."""
     overdue: bool = False
-    """Whether leases end for the request under every policy. This is so if the request has waited too long,
-    or holds up another request that has waited too long."""
+    """Whether the request, or one that it holds up, has waited too long: leases end under every policy."""
     priority: int | None = None
     """The user's priority of a waiting request; a larger number is less important. ``None`` if the engine
     does not schedule by priority."""
 
 
 class RunningRequestView(NamedTuple):
-    """A running request, as input of the victim policy (which request to preempt) and the demand forecast."""
+    """A running request, as input of the victim policy and the demand forecast."""
 
     request_id: str
     program_rank: int
@@ -203,7 +200,6 @@ class AdmissionView:
     block_size: float
     """Tokens of context per block."""
     max_context_tokens: int
-    """Maximum context length."""
     anything_running: bool
     """Whether any request runs; if none does, the engine is idle unless this program is admitted."""
     earlier: tuple[ProgramGrowthView, ...]
@@ -225,7 +221,7 @@ class AdmissionView:
 
 
 class EvictionCandidateView(NamedTuple):
-    """A program that owns cached blocks, as input of the eviction policy: how soon are the blocks evicted?"""
+    """A program that owns cached blocks: how soon are the blocks evicted?"""
 
     program_rank: int
     over: bool
@@ -242,13 +238,12 @@ class EvictionCandidateView(NamedTuple):
     tier: Tier = Tier.DEVICE
     """The tier in which the program's KV is placed."""
     in_abandoned_branch: bool = False
-    """Whether this view is about an abandoned branch: blocks that the program's newest turn did not use. Then
-    ``last_turn_s`` is the time at which the branch was last used, and ``blocks`` its number of blocks."""
+    """Whether this view is about blocks that the program's newest turn did not use. Then ``last_turn_s`` is
+    the time at which this branch was last used, and ``blocks`` its number of blocks."""
 
 
 class EvictionScoreScale(NamedTuple):
-    """Statistics over all programs from which eviction scores are computed. They change in discrete steps, so
-    that scores are rarely computed again."""
+    """Statistics over all programs, for scores. They change in steps, so scores are rarely computed again."""
 
     longest_gap_s: float = 0.0
     """τ_max: the longest recent gap between two turns; seconds."""
@@ -262,8 +257,7 @@ class AbandonedBranch(NamedTuple):
     """Cached free blocks that a program's newest turn did not use: another branch or an older context."""
 
     used_s: float
-    """Engine time of the program's last use of the branch; for merged branches, the earliest of these
-    times."""
+    """Engine time of the last use of the branch; for merged branches, the earliest of these times."""
     blocks: int
 
 
@@ -290,8 +284,7 @@ class WorkflowStepView(NamedTuple):
 
 
 class PrefetchView(NamedTuple):
-    """A program whose tool runs, as input of the prefetch policy: when is the program's prefix loaded
-    back?"""
+    """A program whose tool runs: when is the program's prefix loaded back?"""
 
     continuation_probability: float | None
     """Probability that another turn follows; ``None``: unknown."""
@@ -302,15 +295,14 @@ class PrefetchView(NamedTuple):
 
 
 class LoadAheadView(NamedTuple):
-    """A prefix whose prefetch is due, as input of the prefetch policy: how many of its blocks are loaded into
-    spare blocks of the device?"""
+    """A prefix whose prefetch is due: how many of its blocks are loaded into spare blocks of the device?"""
 
     host_blocks: int
     """Number of leading blocks that the device lacks, that are in host memory and may be loaded now. The
     engine's budget for prefetches limits this number."""
     spare_blocks: int
-    """Number of blocks that can be taken without evicting KV of a living program. The count may stop early,
-    as soon as further blocks would not change the decision."""
+    """Number of blocks that can be taken without evicting KV of a living program. The count may stop where
+    further blocks would not change the decision."""
     reserve_blocks: int
     """Number of blocks that requests may take in one step."""
     pool_blocks: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -36,13 +36,12 @@ class VictimPolicy:
 class LatestProgramVictim(VictimPolicy):
     """Preempts the request whose program arrived last.
 
-    The engine would preempt the request admitted last. The program of that request may have arrived early,
-    and only just returned from a tool. A queue order such as ``program-fcfs`` prefers such a program.
+    The program of the request admitted last may have arrived early, and only just returned from a tool. A
+    queue order such as ``program-fcfs`` prefers such a program.
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
-        last = max(running, key=lambda view: (view.program_rank, view.position), default=None)
-        return None if last is None else last.request_id
+        return _last(running, lambda view: (view.program_rank, view.position))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +50,7 @@ class MostAttainedServiceVictim(VictimPolicy):
     last admitted request of the queue with the most service (``service_level``)."""
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
-        def standing(view: RunningRequestView) -> tuple[int, int]:
-            return (service_level(view.attained_s, view.ran_s), view.position)
-
-        last = max(running, key=standing, default=None)
-        return None if last is None else last.request_id
+        return _last(running, lambda view: (service_level(view.attained_s, view.ran_s), view.position))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +58,14 @@ class BestFitVictim(VictimPolicy):
     """Preempts one request whose removal ends the shortage: the one with the least loss (Tetris §1, §4).
 
     A removal ends the shortage if the expected demand of the other requests fits in the available blocks for
-    ``HORIZON_STEPS`` steps. If no single removal is enough, the victim is the request whose removal leaves
-    the smallest shortage.
+    ``HORIZON_STEPS`` steps. If no single removal does, the one that leaves the smallest shortage is chosen.
+    The loss is the victim's pause (the wait until blocks are free again, and the work to restore the KV)
+    divided by its total output tokens: the same pause hurts a short answer more than a long one.
 
-    The loss is the victim's pause divided by the victim's total output tokens. The same pause hurts a short
-    answer more than a long one. The pause is the wait until blocks are free again, plus the work to restore
-    the KV.
-
-    A preempted request is immune until it has generated ``IMMUNE_TOKENS`` more tokens. After
-    ``MOST_PREEMPTIONS`` preemptions it stays immune. This prevents repeated preemption of one request. If all
-    requests are immune, those with the fewest preemptions are candidates.
-
-    While no program's request has a predicted output length, the victim is the candidate that was admitted
-    last. If no running request belongs to a program, the engine chooses.
+    A preempted request is immune until it has generated ``IMMUNE_TOKENS`` more tokens, and for ever after
+    ``MOST_PREEMPTIONS`` preemptions. If all requests are immune, those with the fewest preemptions are
+    candidates. While no program's request has a predicted output length, the candidate admitted last is the
+    victim. If no running request belongs to a program, the engine chooses.
     """
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
@@ -112,6 +102,13 @@ class BestFitVictim(VictimPolicy):
             return (lacking, _preemption_loss(view, back_at, need.step_s), -view.program_rank, -view.position)
 
         return min(_preselected_candidates(candidates, need), key=worth).request_id
+
+
+def _last(
+    running: Sequence[RunningRequestView], order: Callable[[RunningRequestView], tuple[int, int]]
+) -> str | None:
+    last = max(running, key=order, default=None)
+    return None if last is None else last.request_id
 
 
 def _is_immune(view: RunningRequestView) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .costs.reload_estimate import copies_back
+from .costs.reload_estimate import restore_s
 from .policy_protocols import NO_LOAD_AHEAD, LoadAhead
 from .policy_views import LoadAheadView, PrefetchView
 
@@ -70,7 +70,8 @@ class LikeliestSuccessorPrefetch(PrefetchPolicy):
         blocks = min(view.host_blocks, view.spare_blocks - reserve)
         if block_s:
             blocks = int(min(blocks, MAX_LOAD_S / block_s))
-        copy_s = None if block_s is None else block_s * blocks
-        if view.queue_s > 0 or blocks <= 0 or not copies_back(view.compute_s_per_block * blocks, copy_s):
+        if view.queue_s > 0 or blocks <= 0:
             return NO_LOAD_AHEAD
+        if block_s is not None and restore_s(view.compute_s_per_block, block_s) != block_s:
+            return NO_LOAD_AHEAD  # computing is faster
         return LoadAhead(blocks, KEEP_S)

@@ -34,7 +34,6 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
         "none": retention_policies.RetentionPolicy,
         "fixed": retention_policies.FixedRetention,
         "continuum": retention_policies.ContinuumRetention,
-        "until-the-end": retention_policies.UntilProgramEndRetention,
         "least-waste": retention_policies.LeastWasteRetention,
         "tool-type": retention_policies.ToolTypeRetention,
     },
@@ -53,7 +52,7 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
     "lease_reclaim": {
         "latest-program-first": lease_reclaim_policies.LatestProgramReclaim,
         "later-programs-first": lease_reclaim_policies.LaterProgramsReclaim,
-        "any-lease": lease_reclaim_policies.SoonestExpiringReclaim,
+        "any-lease": lease_reclaim_policies.LeaseReclaimPolicy,
         "least-wanted-first": lease_reclaim_policies.EvictionOrderReclaim,
     },
     "victim": {

@@ -41,8 +41,7 @@ class PresetError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetStore(Generic[PresetT]):
-    """One kind of preset, for engines or for clusters: the presets that ship with sojourn, and the policies
-    that a preset may name."""
+    """One kind of preset, for engines or for clusters: shipped presets, and policies that a preset names."""
 
     folder: str
     """Folder of the shipped presets, as TOML files, next to this module."""
@@ -151,9 +150,8 @@ class PresetStore(Generic[PresetT]):
 
 
 def custom_class_loader(folder: Path, allowed: str = "") -> CustomClassLoader:
-    """Return a loader of ``module:Class`` from ``folder/module.py``, or else from an allowed package.
+    """Return a loader of ``module:Class`` from ``folder/module.py``, or else from a package in ``allowed``.
 
-    ``allowed`` names installed packages or modules, separated by commas; a package includes its modules.
     Modules of the standard library are refused. A refused module is never imported.
     """
     packages = tuple(name.strip() for name in allowed.split(",") if name.strip())

@@ -49,9 +49,8 @@ class ProgramFcfs(QueueOrderPolicy):
 class StrictProgramFcfs(QueueOrderPolicy):
     """Orders requests only by the first arrival of their program.
 
-    This order suits presets in which earlier programs never give blocks to later programs. In such a preset,
-    a preempted request must not come first: it might need blocks of an earlier program, whose own requests
-    would wait behind the preempted request. That would be a deadlock.
+    For presets in which earlier programs never give blocks to later ones. There a preempted request must not
+    come first: it might need blocks of an earlier program whose own requests wait behind it, a deadlock.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:
@@ -63,14 +62,11 @@ class LeastAttainedService(QueueOrderPolicy):
     """Orders requests of programs with the least service first: K queues, first come first served in each.
 
     This is Autellix's PLAS (arXiv 2502.13965, §4.2, Algorithm 1). A request starts in the queue for its
-    program's attained service (``service_level``). It sinks to the next queue each time it has run for a
+    program's attained service (``service_level``), and sinks to the next one each time it has run for a
     quantum. It is promoted to the end of the first queue once its program has waited at least
-    ``PROMOTION_RATIO`` times as long as the program ran. As in Algorithm 1, times before the promotion no
-    longer count. A request already in the first queue is not promoted, so its times still count.
-
-    This is only the queue order of the paper's scheduler. vLLM does not preempt a running request for a
-    waiting request of a better queue. vLLM preempts only when KV blocks are short (``victim: most-attained``
-    chooses the victim), and the victim recomputes.
+    ``PROMOTION_RATIO`` times as long as it ran. As in Algorithm 1, times before the promotion no longer
+    count. vLLM does not preempt a running request for one of a better queue, but only when KV blocks are
+    short (``victim: most-attained`` chooses the victim), and the victim recomputes.
     """
 
     def key(self, request: WaitingRequestView) -> tuple[float, ...]:

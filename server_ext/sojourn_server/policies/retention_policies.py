@@ -53,7 +53,8 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedRetention(RetentionPolicy):
-    """Grants the same TTL for every tool call."""
+    """Grants the same TTL for every tool call. The KV of a program without activity for ``idle_program_s`` (a
+    scheduler limit) is dropped anyway, so a long TTL keeps it until the program ends."""
 
     ttl_s: Seconds = 10.0
 
@@ -62,23 +63,12 @@ class FixedRetention(RetentionPolicy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UntilProgramEndRetention(FixedRetention):
-    """Keeps the KV of every turn with a tool call until the program ends. Used by preset ``admit``.
-
-    ``ttl_s`` is only an upper bound. The KV of a program without activity for ``idle_program_s`` (a scheduler
-    limit) is dropped anyway.
-    """
-
-    ttl_s: Seconds = 1800.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LeastWasteRetention(RetentionPolicy):
     """Keeps a context as long as keeping it wastes less than dropping it: InferCept (arXiv 2402.01869).
 
-    Waste is memory times seconds. C is the number of tokens of the context, C' the number of tokens of the
-    other running requests, and M the bytes per token. T_fwd and T_swap are the seconds to compute a number of
-    tokens, and to copy their KV back (§3.2, §4.1–4.3):
+    Waste is memory times seconds. C and C' are the tokens of the context and of the other running requests, M
+    the bytes per token. T_fwd and T_swap are the seconds to compute tokens, and to copy their KV back (§3.2,
+    §4.1–4.3):
 
         choice    waste
         preserve  T · C · M
@@ -86,14 +76,12 @@ class LeastWasteRetention(RetentionPolicy):
         swap      T_swap(C) · C · M                                      copied back while others compute
 
     T, the tool's duration, is estimated by the time for which the tool has run so far (§4.4). So every
-    context is preserved at first, and dropped when T · C · M exceeds the cheaper alternative. The T at which
-    this happens is the time-to-live. C' is read once, at the end of the turn; the paper reads it at every
-    step.
+    context is preserved at first. The T at which T · C · M exceeds the cheaper alternative is the
+    time-to-live. C' is read once, at the end of the turn; the paper reads it at every step.
 
-    Swap is modelled as a copy that does not block: other requests are not delayed, and the target memory is
-    idle during the copy. This follows the paper's pipelining, and Continuum §6.1, which compares InferCept
-    with a non-blocking host cache. Swapping is considered only if a host tier stores evicted blocks. A
-    context is swapped as a whole. Swapping in parts or with a token budget per step is not modelled.
+    Swap is a copy that blocks neither other requests nor the target memory: the paper pipelines it. It is
+    considered only if a host tier stores evicted blocks, and for the context as a whole. Swapping in parts or
+    with a token budget per step is not modelled.
     """
 
     def keep(self, turn: FinishedTurnView, now: float) -> RetentionDecision:

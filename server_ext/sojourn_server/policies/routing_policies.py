@@ -36,8 +36,7 @@ class ReplicaView(NamedTuple):
     in_flight: int
     """Number of requests that were sent to the replica and have not ended."""
     room_tokens: int
-    """KV capacity of device and host memory, in tokens, minus the expected sizes of all programs whose home
-    is this replica; may be negative."""
+    """``memory_tokens`` minus the expected sizes of all programs at home here; may be negative."""
     homed: int = 0
     """Number of programs whose home is this replica."""
     takes_new: bool = True
@@ -49,21 +48,18 @@ class ReplicaView(NamedTuple):
 
 
 class ResidentProgramGroup(NamedTuple):
-    """One or several resident programs with the same numbers of past and expected turns.
-
-    A resident program has a request or is expected to return. Token counts are sums over the programs."""
+    """Resident programs with the same numbers of past and expected turns. A resident program has a request
+    or is expected to return. Token counts are sums over the programs."""
 
     context_tokens: int
-    """Sum of the longest contexts that the programs have had so far."""
+    """The longest contexts that the programs have had so far."""
     size_tokens: int
-    """Sum of the longest contexts that the programs are expected to reach; at least ``context_tokens``."""
+    """The longest contexts that the programs are expected to reach; at least ``context_tokens``."""
     turns: int
     """Answered turns of each program."""
     turns_left: float
-    """Expected further turns of each program, at least 1. For an unknown agent type: the number of past
-    turns."""
+    """Expected further turns of each program, at least 1; of an unknown agent type, as many as past turns."""
     programs: int = 1
-    """Number of programs in the group."""
 
 
 class RoutingView(NamedTuple):
@@ -84,8 +80,8 @@ class RoutingView(NamedTuple):
     """Home of the parent program. ``None``: there is none, or the request's program has had an answer
     already."""
     prefix_tokens: Mapping[str, int] = {}
-    """Estimated number of leading prompt tokens that each replica has computed already, by replica id.
-    Replicas with none are absent. Empty if the policy does not set ``reads_prefixes``."""
+    """Replica id → estimated number of leading prompt tokens that it has computed already, if any. Empty if
+    the policy does not set ``reads_prefixes``."""
     turns_left: float = 1.0
     """Expected number of the program's turns from now on, this one included."""
     residents: Mapping[str, Sequence[ResidentProgramGroup]] = {}
@@ -99,23 +95,15 @@ class RoutingDecision(NamedTuple):
     replica_id: str | None
     reason: str
     needs_tokens: int = 0
-    """Free KV tokens that a request without a replica waits for. The request is routed again when a replica
-    that accepts programs has that many free tokens, or is no program's home. Requests that need fewer tokens
-    may be routed first.
-
-    0: the need is unknown. Then other requests wait behind this request, with two exceptions: requests that
-    go to their program's home, and requests whose decision has ``passes``."""
+    """Free KV tokens that a request without a replica waits for. It is routed again when a replica that
+    accepts programs has that many, or is no program's home. Requests that need fewer may be routed first. 0:
+    unknown. Then other requests wait behind it, except those that go home or whose decision ``passes``."""
     passes: bool = False
     """Whether the request may overtake requests that wait for capacity, because its program will soon end."""
 
 
 NO_REPLICA = RoutingDecision(None, "no_replica")
 """Decision to wait because no replica accepts programs."""
-
-
-def wait_for_capacity(needs_tokens: int) -> RoutingDecision:
-    """Return a decision to wait until a replica has ``needs_tokens`` free."""
-    return RoutingDecision(None, "no_room", max(1, needs_tokens))
 
 
 class RoutingPolicy(Protocol):
@@ -125,8 +113,8 @@ class RoutingPolicy(Protocol):
     replica with ``takes_new`` False serves only programs whose home it is. A policy may have three more
     attributes:
 
-    - ``reads_residents``: if true, the policy gets ``RoutingView.residents`` and ``turns_left`` for programs
-      without KV. For these programs, ``replicas`` has only the few replicas with the most free memory.
+    - ``reads_residents``: the policy gets ``RoutingView.residents`` and ``turns_left`` for programs without
+      KV. For these programs, ``replicas`` has only the few replicas with the most free memory.
     - ``resident_for_s``: seconds for which a program without a request counts as resident after its last
       activity (default: for ever).
     - ``reasons``: all reasons of its decisions, so that metrics can start each count at 0.
@@ -182,10 +170,9 @@ class RoundRobinRouting:
 class PrefixAffinityRouting:
     """Routes to the replica that has computed the longest prefix of the prompt, if the prefix is long enough.
 
-    This is the rule of SGLang's and vLLM's routers. The prefix must be at least the share ``LEAST_MATCH`` of
-    the prompt, and loads must not differ too much. Otherwise the replica with the fewest requests is chosen.
-    Loads differ too much if one replica has over ``MOST_AHEAD`` requests more than another, and over
-    ``MOST_RATIO`` times as many. Only replicas that accept programs are considered.
+    This is the rule of SGLang's and vLLM's routers. The replica with the fewest requests is chosen if the
+    prefix is less than the share ``LEAST_MATCH`` of the prompt, or if one replica has over ``MOST_AHEAD``
+    requests more than another and over ``MOST_RATIO`` times as many.
     """
 
     reads_prefixes = True
@@ -259,7 +246,7 @@ class CapacityRouting:
         # An empty replica admits its first program whatever its size.
         possible = [replica for replica in open_ones if replica.room_tokens >= size or not replica.homed]
         if not possible:
-            return wait_for_capacity(size) if open_ones else NO_REPLICA
+            return RoutingDecision(None, "no_room", max(1, size)) if open_ones else NO_REPLICA
         best = max(possible, key=lambda replica: (replica.room_tokens >= size, replica.room_tokens))
         return RoutingDecision(best.replica_id, "fits" if view.home is None else "returns")
 
@@ -272,17 +259,14 @@ class LeastDelayRouting:
     A decode step for several programs reads the KV of all of them. So a program slows the other programs of
     its replica until it ends, and the best replica depends on how long each program stays. A small agent of
     ten turns does best beside programs that are about to end. A large agent does best where few contexts are
-    left when the agent has grown. A new sub-agent goes to its parent's replica, because the parent holds
-    memory there until the sub-agent ends.
+    left when it has grown. A new sub-agent goes to its parent's replica, where the parent holds memory until
+    the sub-agent ends.
 
-    The memory check assumes that contexts grow evenly to their programs' expected sizes, and that all
-    programs take turns at the same pace. Memory is enough if all contexts together never exceed the share
-    ``MOST_FULL`` of the memory. Programs end at different times, so more programs fit than if memory were
-    reserved for every program's full size. A replica without other programs always counts as having enough
-    memory. So does a replica without requests, since its resident programs may never return.
-
-    If no replica has enough memory for a program, the program and all programs behind it wait. A request that
-    is expected to be its program's last does not wait: the request goes to the least loaded replica.
+    Memory is enough if all contexts together never exceed the share ``MOST_FULL`` of it
+    (``peak_resident_tokens``). Programs end at different times, so more fit than if memory were reserved for
+    every program's full size. A replica without other programs, or without requests, always has enough: its
+    resident programs may never return. If no replica has enough, the program and all programs behind it wait.
+    A request that is expected to be its program's last goes to the least loaded replica instead.
     """
 
     resident_for_s: Annotated[float, Meta(ge=0)] = 300.0
@@ -321,8 +305,6 @@ class LeastDelayRouting:
     def _memory_suffices(
         self, newcomer: ResidentProgramGroup, view: RoutingView, replica: ReplicaView
     ) -> bool:
-        """Return whether the replica has enough memory for the new program, by the rules of the class
-        docstring."""
         there = view.residents.get(replica.replica_id, ())
         if not there or not (replica.in_flight or replica.queued):
             return True
@@ -332,11 +314,10 @@ class LeastDelayRouting:
 def mutual_delay(newcomer: ResidentProgramGroup, others: Sequence[ResidentProgramGroup]) -> float:
     """Return how much a new program and the other programs of a replica delay each other, in KV tokens.
 
-    In a shared decode step, each program waits while the KV of the others is read. The new program's delay is
-    the number of the others' KV tokens, as a mean over the new program's expected turns. Another program's
-    delay is the number of the new program's KV tokens, as a mean over the other program's past and expected
-    turns. Past turns count, since a delay matters relative to a program's duration. All delays are added up.
-    A growing context counts with its mean length.
+    In a shared decode step, each program waits while the KV of the others is read. A program's delay is the
+    number of the others' KV tokens, as a mean over its turns: of the new program the expected turns, of
+    another one also the past turns, since a delay matters relative to a program's duration. All delays are
+    added up. A growing context counts with its mean length.
     """
     own = caused = 0.0
     begins, turns_left = newcomer.context_tokens, newcomer.turns_left
@@ -430,26 +411,22 @@ class LargestFirstOrder(WaitingOrderPolicy):
 
 
 class StealingReplicaView(NamedTuple):
-    """A replica as the stealing policy sees it: a possible thief or a possible victim."""
+    """A possible thief or victim; the first fields and ``takes_new`` are those of ``ReplicaView``."""
 
     replica_id: str
     load: float
-    """The larger of two shares: used KV memory of the device, and used request limit. May exceed 1."""
     queued: int
-    """Requests that wait for the replica at the gateway."""
     idle_s: float
     """Seconds since the replica stopped being full; 0: it is full, or requests wait for it."""
     takes_new: bool = True
-    """Whether the replica accepts new programs, and programs whose home (the replica that keeps their KV) is
-    another one. If false, it cannot be a thief."""
     may_leave: int = 0
     """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
     has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""
 
 
 class StealDecision(NamedTuple):
-    """Decision that the replica ``thief`` takes over a request from the replica ``victim``, and the request's
-    program. The request is the oldest waiting one that may be stolen."""
+    """The replica ``thief`` takes over the oldest request that may be stolen from the replica ``victim``, and
+    the request's program."""
 
     thief: str
     victim: str

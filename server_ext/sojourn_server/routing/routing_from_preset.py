@@ -10,7 +10,6 @@ from ..policies.prefill_decode.engine_pair_scheduler import (
     HIGH_TOKENS_RATIO,
     PairScheduler,
     PrefillSelectionLimits,
-    PrefillSideRead,
     ReadSidePolicy,
     ShorterQueueRead,
 )
@@ -26,7 +25,7 @@ PAIR_REASONS = ("pair",)
 """All values of ``SendRequest.reason`` for pairs."""
 READ_SIDE_POLICIES: dict[str, type[ReadSidePolicy]] = {
     "shorter": ShorterQueueRead,
-    "prefill": PrefillSideRead,
+    "prefill": ReadSidePolicy,
 }
 """Policies that choose which side of a pair reads KV from storage, by their names in the configuration."""
 

@@ -1,6 +1,4 @@
-"""Estimates the seconds to bring a context back to the device: by copying, and by the faster of copying and
-computing (``restore_s``). Policies use these times as the price of lost KV.
-"""
+"""Estimates the seconds to bring a context back to the device, which policies use as the price of lost KV."""
 
 from __future__ import annotations
 
@@ -11,16 +9,14 @@ from .engine_profile import PrefillCurve
 
 
 class LinkCosts(NamedTuple):
-    """Measured costs of copies between device and host memory."""
+    """Measured costs of copies from the device to host memory (stores) and back (loads)."""
 
     store_s_per_token: float | None
-    """Seconds to copy a token's KV to host memory; ``None`` before the first copy."""
+    """Seconds to copy a token's KV; ``None`` before the first copy."""
     load_s_per_token: float | None
-    """Seconds to copy a token's KV back to the device; ``None`` before the first copy."""
     stores_queued_s: float | None = None
-    """Seconds until the queued copies to host memory are done; ``None``: stores were not looked at."""
+    """Seconds until the queued copies are done; ``None``: not looked at."""
     loads_queued_s: float | None = None
-    """Seconds until the queued copies to the device are done; ``None``: not looked at."""
 
 
 class HostLink:
@@ -34,10 +30,7 @@ class HostLink:
         self._assumed = assumed
         self._load_s_per_token: float | None = None
         self._store_s_per_token: float | None = None
-        self.loads_queued_s = 0.0
-        """Seconds until the queued copies to the device are done."""
-        self.stores_queued_s = 0.0
-        """Seconds until the queued copies to host memory are done."""
+        self.loads_queued_s = self.stores_queued_s = 0.0
 
     def observe(self, costs: LinkCosts) -> None:
         """Store measurements. If a time per token is ``None``, the assumed one applies again. If the last
@@ -63,14 +56,6 @@ class HostLink:
         copies; ``None`` if unknown."""
         s_per_token = self.load_s_per_token
         return None if s_per_token is None else self.loads_queued_s + tokens * s_per_token
-
-
-def copies_back(compute_s: float, copy_s: float | None) -> bool:
-    """Return whether copying a context back is at least as fast as computing it. True if a time is unknown.
-
-    ``compute_s``: seconds to compute the context; 0: unknown. ``copy_s``: seconds to copy it; ``None``:
-    unknown."""
-    return copy_s is None or restore_s(compute_s, copy_s) == copy_s
 
 
 def restore_s(compute_s: float, copy_s: float | None) -> float:

@@ -59,10 +59,9 @@ _CONVERGENCE_TOLERANCE = 1e-3
 def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
     """Fit six costs ≥ 0 with small relative deviations (fitted - measured) / max(fitted, measured).
 
-    Relative deviations give short and long steps equal weight: predicting half the time is as wrong as
-    predicting twice the time. Deviations up to ``_NOISE`` count squared, larger deviations linearly (Huber's
-    loss), so that single outliers do not decide. Raises ``ValueError`` without samples, for a value that is
-    negative or not finite, or for seconds or steps of 0.
+    Relative deviations give short and long steps equal weight. Those up to ``_NOISE`` count squared, larger
+    ones linearly (Huber's loss), so that single outliers do not decide. Raises ``ValueError`` without
+    samples, for a value that is negative or not finite, or for seconds or steps of 0.
     """
     if not samples:
         raise ValueError("no samples of engine steps to fit costs to")
@@ -117,9 +116,8 @@ def _huber_loss(costs: StepCosts, samples: Sequence[StepSample]) -> float:
 def non_negative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
     """Return the vector x ≥ 0 that minimises Σ (row·x - target)²; all zeros if nothing fits better.
 
-    Solves plain least squares for every subset of the unknowns. The best solution without negative values is
-    the constrained optimum. Subsets with linearly dependent columns are skipped, since smaller subsets are
-    tried too. It is for a handful of unknowns.
+    Solves plain least squares for every subset of a handful of unknowns. The best solution without negative
+    values is the optimum. Subsets with linearly dependent columns are skipped: smaller ones are tried too.
     """
     width = len(rows[0]) if rows else 0
     # Scale columns: sizes far apart (a constant next to tokens squared) would lose all digits.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 FULL_BLOCK_TOKENS = 64
 """Tokens of a Full Block, with all layers: the unit of storage (DualPath §4.1, A.5)."""
@@ -58,22 +58,16 @@ class StorageReadView(NamedTuple):
     """Whether both engines are on one node and share its NIC."""
 
 
-class ReadSidePolicy(Protocol):
-    """Chooses the engine whose node reads all of a request's stored blocks."""
+class ReadSidePolicy:
+    """Chooses the engine whose node reads all of a request's stored blocks. The base chooses the prefill
+    engine's: one path, as in systems before DualPath."""
 
     def decode_reads(self, view: StorageReadView) -> bool:
         """Return whether the decode engine's node reads. If not, the prefill engine's node does."""
-        ...
-
-
-class PrefillSideRead:
-    """The prefill engine's node reads everything: one path, as in systems before DualPath."""
-
-    def decode_reads(self, view: StorageReadView) -> bool:
         return False
 
 
-class ShorterQueueRead:
+class ShorterQueueRead(ReadSidePolicy):
     """The side with the shorter read queue reads everything (DualPath §6.1).
 
     If neither side has queued reads, the side that has been idle longer reads, since a fixed choice would
@@ -92,9 +86,8 @@ class ShorterQueueRead:
 class StorageNic:
     """A node's storage NIC and its read queue, in seconds of reading (DualPath §6.1, ``read_q``).
 
-    The queue is an estimate. Each read that the scheduler assigns is added. The NIC does one read after the
-    other, so the queue shrinks by one second per second. A node's report of its real queue replaces the
-    estimate."""
+    The queue is an estimate: each assigned read is added, and it shrinks by one second per second. A node's
+    report of its real queue replaces it."""
 
     block_s: float
     """Seconds per Full Block."""
@@ -129,15 +122,14 @@ class DecodeEngine:
     kv_tokens: int
     """KV memory in tokens."""
     free_kv_tokens: int
-    """Free KV memory in tokens. A request's memory counts as used from its assignment on. The engine
-    allocates it later, when decoding begins; the early count prevents preemptions."""
+    """Free KV memory in tokens. A request's memory counts from its assignment on, before decoding begins, to
+    prevent preemptions."""
     tokens: int = 0
     """Prompt tokens of the assigned requests."""
     requests: int = 0
     """Number of the assigned requests."""
     most_requests: float = math.inf
-    """Request limit; ``inf``: unknown. The paper has none. A request counts as soon as the engine is chosen,
-    because a request in an engine's own queue holds KV buffers."""
+    """Request limit; ``inf``: unknown. The paper has none. A request counts once the engine is chosen."""
     is_suspended: bool = False
 
     def assign(self, request: PdRequest, sign: int = 1) -> None:
@@ -154,11 +146,10 @@ class DecodeEngine:
 class PrefillSelectionLimits:
     """Limits for the selection, the paper's α and β.
 
-    In the paper, both limits are token counts: α is what a node reads within a fixed time, and β what an
-    engine computes within a fixed time. Both times are illegible in the text available to us; router and
-    simulator use 3 s and 5 s. Here α is the time itself, since nodes may differ in speed. β is a token count,
-    a time, or both (then the lower limit applies). The measured speed of the engines converts the time to
-    tokens. Raises ``ValueError`` for limits out of range.
+    In the paper, both are token counts: what a node reads, and an engine computes, within fixed times, which
+    are illegible in the text available to us; router and simulator use 3 s and 5 s. Here α is the time
+    itself, since nodes may differ in speed. β is the lower of a token count and a time, which the measured
+    speed of the engines converts to tokens. Raises ``ValueError`` for limits out of range.
     """
 
     short_queue_s: float = 3.0
@@ -191,11 +182,10 @@ def choose_prefill(
 def high_token_threshold(
     engines: Sequence[DecodeEngine], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
 ) -> float:
-    """Return Z, the threshold above which an engine's token count is high.
+    """Return Z, above which an engine's token count is high: ``ratio`` times the mean tokens of an engine.
 
-    Z is ``ratio`` times the group's tokens divided by its number of engines. The group's tokens include those
-    of the first requests in ``queue``: as many as fit into the free request slots and the free memory of all
-    engines.
+    The group's tokens include those of the first requests in ``queue``: as many as fit into the free request
+    slots and the free memory of all engines.
     """
     free = sum(engine.free_kv_tokens for engine in engines)
     tokens = sum(engine.tokens for engine in engines)
@@ -251,13 +241,10 @@ class PairScheduler:
 
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
     queue of a decode group: of the groups with a large enough engine and below their request limit, the one
-    with the fewest tokens, queued ones included (DualPath's phase 1). ``choose_prefill`` and
-    ``choose_decode`` choose the engines. When both are chosen, ``side`` decides which of their nodes reads
-    the request's KV from storage. In the paper, engines fetch requests periodically. Here any event may free
-    capacity, so call ``dispatch`` after each event. ``dispatch`` returns the requests that can start.
-
-    A router and a simulator that report the same events get the same pairs. This holds while no request waits
-    and the nodes report their read queues correctly. Unknown numbers and requests raise ``KeyError``.
+    with the fewest tokens, queued ones included (DualPath's phase 1). When both engines are chosen, ``side``
+    decides which of their nodes reads the request's KV from storage. Any event may free capacity, so call
+    ``dispatch`` after each event; in the paper, engines fetch requests periodically. Unknown numbers and
+    requests raise ``KeyError``.
     """
 
     def __init__(
@@ -283,9 +270,8 @@ class PairScheduler:
         """Requests with a decode group that lack an engine, in order: the queue for prefill engines and,
         group by group, those for decode engines."""
         self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests in no queue. Either no available decode engine is large enough for them, or all groups
-        with such an engine are at their request limit. They are queued as soon as a group with such an engine
-        is below its limit: another group may have a free slot first."""
+        """Requests in no queue: no group below its request limit has an available engine that is large
+        enough."""
         self._left: list[tuple[PrefillEngine, int]] = []
         """(engine, prompt tokens) of each request that left a prefill engine since ``dispatch``; 0 tokens if
         its prompt was not computed."""
@@ -315,8 +301,7 @@ class PairScheduler:
         self._groups.setdefault(group, []).append(engine)
 
     def set_decode_request_limit(self, number: int, most_requests: float) -> None:
-        """Set a decode engine's request limit. ``inf``, the initial value, means unknown. Requests on the
-        engine stay there, even above the limit."""
+        """Set a decode engine's request limit. Requests on the engine stay there, even above the limit."""
         self.decode[number].most_requests = most_requests
 
     # A removed or suspended engine keeps the requests that have both engines; a suspended one still counts
@@ -510,9 +495,9 @@ class PairScheduler:
         """Queue again, in order of arrival, all requests that lack an engine. Called after an engine has
         left.
 
-        Requests that have one of the two engines give it up. So prefill and decode queues keep the same
-        order. In different orders there could be a deadlock: request A holds the prefill engine that B needs,
-        and waits for memory that B holds.
+        Requests that have one of the two engines give it up, so that both queues keep the same order. Else
+        there could be a deadlock: request A holds the prefill engine that B needs, and waits for memory that
+        B holds.
         """
         self._groups = {number: engines for number, engines in self._groups.items() if engines}
         unpaired = [one for one in self.in_flight.values() if one.prefill is None or one.decode is None]

@@ -17,23 +17,19 @@ from ..costs.step_costs import StepCosts
 class AttentionCosts:
     """Fitted costs of attention in one step, over all layers, in seconds per unit of work.
 
-    The units are attention pairs (a new token and a token that it attends to), new tokens, requests, and
-    tokens whose KV is read. Let a request have ``cached`` tokens in the KV cache, and ``new`` tokens to
-    compute. It has new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of
-    requests add up.
+    The units are attention pairs (a new token and a token that it attends to), new tokens, and tokens whose
+    KV is read. A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has
+    new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of requests add up.
     """
 
     pair_s: float
     token_s: float = 0.0
-    request_s: float = 0.0
     kv_token_s: float = 0.0
 
     @classmethod
     def of(cls, costs: StepCosts) -> AttentionCosts:
-        """Return the attention part of a step's fitted costs: the costs of attention pairs and of reading KV.
-
-        Costs per token and per request are left out, since they belong mostly to other layers.
-        """
+        """Return the attention part of a step's fitted costs. Costs per token and per request belong mostly
+        to other layers."""
         return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
 
     def seconds(self, cached: int, new: int) -> float:
@@ -42,7 +38,6 @@ class AttentionCosts:
             self.pair_s * new * (cached + (new + 1) / 2)
             + self.kv_token_s * (cached + new)
             + self.token_s * new
-            + self.request_s
         )
 
 
@@ -81,9 +76,8 @@ class StepQuotaUsage:
     """Packs prompts into one step, in order, and counts their attention seconds against the quota.
 
     The first prompt that does not fit is cut, and later ones get nothing. A step computes at least one block
-    of its first prompt, even if that does not fit, so that every step makes progress. ``decodes_s`` seconds
-    of the quota are reserved for decoding requests, which are in every step. Prompts get the remaining quota,
-    and never displace a decoding request.
+    of its first prompt, so that every step makes progress. ``decodes_s`` seconds of the quota are reserved
+    for decoding requests, which are in every step: prompts never displace them.
     """
 
     __slots__ = ("_closed_by", "_quota", "_taken", "closed", "cut", "decodes_s", "prompts_s")

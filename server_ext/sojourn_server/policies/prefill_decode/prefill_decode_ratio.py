@@ -63,8 +63,7 @@ class PdRatioRange(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether the range contains any ratio. If not, at every ratio some other link saturates before the
-        storage NICs."""
+        """Whether the range contains any ratio. If not, some other link always saturates first."""
         return self.least <= self.most
 
     def contains_ratio(self, ratio: float) -> bool:
@@ -117,10 +116,9 @@ class AverageTurnSizes:
     new_tokens: float = 292.0
     """Prompt tokens that are computed."""
     kv_bytes_per_token: float = 48_068.0
-    """KV bytes per token. The default is DeepSeek-V3.2 in FP8, index keys included."""
+    """The default is DeepSeek-V3.2 in FP8, index keys included."""
     new_tokens_per_s: float = 2_160.0
-    """Prefill tokens per second of one device, after a context of ``hit_tokens``. Measure this value on your
-    engine. The default is fitted to the paper."""
+    """Prefill tokens per second of one device, after a context of ``hit_tokens``; fitted to the paper."""
 
 
 class TwoPathGain(NamedTuple):
