@@ -65,20 +65,15 @@ def detect_launch_environment() -> LaunchEnvironment:
 def count_memory_nodes(status: Path = Path("/proc/self/status")) -> int:
     """Return the number of NUMA nodes whose memory this process may use; 1 if it is unknown. ``status``: file
     to read it from."""
-    with suppress(OSError):
-        listed = re.search(r"^Mems_allowed_list:(.*)$", status.read_text(), re.MULTILINE)
-        if listed is not None:
-            ranges = re.findall(r"(\d+)(?:-(\d+))?", listed[1])
-            return sum(int(last or first) - int(first) + 1 for first, last in ranges) or 1
-    return 1
+    listed = re.search(r"^Mems_allowed_list:(.*)$", _text(status), re.MULTILINE)
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", listed[1]) if listed is not None else []
+    return sum(int(last or first) - int(first) + 1 for first, last in ranges) or 1
 
 
 def emulates_bfloat16(processor: Path = Path("/proc/cpuinfo")) -> bool:
     """Return whether this is an x86 processor without AVX-512, on which PyTorch multiplies matrices in
     bfloat16 several times slower than in float32. False if the file ``processor`` cannot be read."""
-    words: set[str] = set()
-    with suppress(OSError):
-        words.update(processor.read_text().split())
+    words = _text(processor).split()
     return "sse2" in words and "avx512f" not in words
 
 

@@ -1,9 +1,7 @@
 """Builds the engine's command line and environment for ``sojourn serve``.
 
-The command line and environment follow from three sources: the options and the files that they name, the
-machine's properties, and the caller's environment. A flag of the user, on the command line or in a
-``--config`` file, replaces a default. If a user's flag conflicts with a flag that the options need,
-``InvalidOption`` is raised. The module does not import vLLM and starts no process.
+A flag of the user, on the command line or in a ``--config`` file, replaces a default. The module does not
+import vLLM and starts no process.
 """
 
 from __future__ import annotations
@@ -17,14 +15,7 @@ from typing import Any
 
 from ..policies.preset_store import DEFAULT_PRESET
 from ..vllm.compat import API_SERVER_MODULE, CLI_MODULE
-from .engine_flags import (
-    EngineFlags,
-    InvalidOption,
-    engine_workers,
-    own_flag,
-    parallel_size,
-    refuse,
-)
+from .engine_flags import EngineFlags, InvalidOption, engine_workers, own_flag, parallel_size, refuse
 from .kv_options import (
     AUTO,
     OFFLOAD_CONNECTOR,
@@ -46,14 +37,11 @@ STOCK_POLICY = "stock"
 PREFILL_DECODE_POLICY = "observe"
 """Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
 storage, and the next turn may go to another engine."""
-
 PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
-
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
 """Module that runs vLLM's API server on the CPU build. It makes the imports faster. They take most of the
 time that an engine on a CPU needs to start."""
-
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
 WORKER_CLASSES = {
     "cpu": "sojourn_server.vllm.hidden_state_worker_cpu.HiddenStateCPUWorker",
@@ -62,28 +50,22 @@ WORKER_CLASSES = {
 """Device → value of ``--worker-cls``: vLLM's worker with hidden state capture."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """Value of ``--logits-processors`` for forced tokens (``forced_tokens.py``) in vLLM's model runner V1."""
-
 OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR)
 """Sojourn's KV connectors."""
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 """vLLM's flag that puts layers with sliding windows and with full attention in one KV cache group."""
-
 CPU_BLOCK_SIZE = 32
 """Default block size on CPUs, in tokens. vLLM's own default of 128 reuses less of a prompt, because only full
 blocks are reused. Blocks below 32 are slow."""
-
 UNCOMPILED_STAGES = '{"mode": 1, "backend": "eager"}'
 """Compilation options of pipeline stages on CPUs. No code is generated, but vLLM makes a first pass over the
 model, unlike with ``--enforce-eager``. This pass allocates the memory for the data that a stage receives from
 the stage before it."""
-
 CPU_BATCHED_TOKENS = 1024
 """Default maximum number of tokens per step on CPUs. It keeps steps short: clients' events are handled only
 between steps, and a small CPU prefills only about 500 tokens per second."""
-
 GENERATED_MODEL_TOOL_PARSER = "hermes"
 """Tool parser of the models that sojourn makes."""
-
 DEFAULT_PORT = 8000
 RUST_FRONTEND = "VLLM_USE_RUST_FRONTEND"
 """Environment variable that makes ``vllm serve`` run its HTTP server in Rust."""
@@ -319,11 +301,9 @@ _OTHER_PLACES_OF_KV = ("--kv-transfer-config", "--kv-offloading-size")
 def policy_settings(
     flags: Mapping[str, str | None], extra: Mapping[str, Any], engine_args: Sequence[str]
 ) -> dict[str, str | None]:
-    """Return the settings that choose the policy: name → value; ``None`` if no source gives a value.
-
-    ``flags``: name of each such setting → value of its flag; ``None`` if the flag is missing. Then ``extra``
-    (the values of ``--sojourn-option``) and ``--additional-config`` in ``engine_args`` count, in this order.
-    """
+    """Return the settings that choose the policy, by name. ``flags`` has the values of their flags. For a
+    missing flag (``None``), ``extra`` (the values of ``--sojourn-option``) and ``--additional-config`` in
+    ``engine_args`` count, in this order."""
     config: Any = {}
     if STOCK_POLICY not in (flags["policy"], extra.get("policy")):  # plain vLLM ignores them
         config = EngineFlags.read(engine_args).pop_json("--additional-config")[1].get(PLUGIN_NAME)
@@ -380,11 +360,7 @@ def _warnings(
     return tuple(text for text, applies in found.items() if applies)
 
 
-_ONE_RANK = (
-    "--data-parallel-rank",
-    "--data-parallel-external-lb",
-    "--data-parallel-multi-port-external-lb",
-)
+_ONE_RANK = [f"--data-parallel-{name}" for name in ("rank", "external-lb", "multi-port-external-lb")]
 """Flags of vLLM with which each data-parallel rank has an address of its own."""
 
 
@@ -418,19 +394,16 @@ def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
 def _tool_parser_config(options: ServeOptions, flags: EngineFlags) -> dict[str, str]:
     """Return the plugin settings that name the API server's tool parser, so that the engine core can use it
     too; empty without a parser."""
-    parser = flags.value("--tool-call-parser")
-    if parser is None and options.chat_template is not None:
-        parser = GENERATED_MODEL_TOOL_PARSER
-    plugin = flags.value("--tool-parser-plugin")
-    values = {"tool_call_parser": parser, "tool_parser_plugin": plugin}
-    return {key: value for key, value in values.items() if value} if parser else {}
+    default = None if options.chat_template is None else GENERATED_MODEL_TOOL_PARSER
+    parser, plugin = flags.value("--tool-call-parser") or default, flags.value("--tool-parser-plugin")
+    found = {"tool_call_parser": parser, "tool_parser_plugin": plugin}
+    return {name: value for name, value in found.items() if value} if parser else {}
 
 
 def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``
     if the engine's other options and flags do not fit such an engine."""
-    pair = options.pair
-    address = listen_address(flags)
+    pair, address = options.pair, listen_address(flags)
     port = None if address is None else address[1]
     config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
     ranks = flags.value("--data-parallel-size")
@@ -503,14 +476,11 @@ def _cores_by_worker(cpus: Sequence[int], workers: int) -> dict[str, str]:
     """Return the environment variables that bind each of ``workers`` workers to an equal number of ``cpus``.
     With three or more cores per worker, one core for each worker is left to the server. With fewer cores than
     workers, no worker is bound to a core."""
+    passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin would starve the server
     if len(cpus) < workers:
-        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        return {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **passive}
     share = len(cpus) // workers
-    variables = {}
-    if share > 2:
-        share -= 1
-    else:
-        variables["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin would starve the server
-    parts = (cpus[worker * share : (worker + 1) * share] for worker in range(workers))
-    variables["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, part)) for part in parts)
-    return variables
+    used = share - 1 if share > 2 else share
+    parts = (cpus[worker * used : (worker + 1) * used] for worker in range(workers))
+    cores = "|".join(",".join(map(str, part)) for part in parts)
+    return {**(passive if used == share else {}), "VLLM_CPU_OMP_THREADS_BIND": cores}
