@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from json_handler import HandlerServer, JsonHandler
 from sojourn_server.demo.demo_tasks import ScriptedTurn
 from sojourn_server.demo.scripted_tokens import tool_call
 from sojourn_server.models.chat_format import END_OF_MESSAGE, assistant_text
@@ -22,7 +22,7 @@ class ByteTokenizer:
         return list((assistant_text(turn.thought, [tool_call(turn)]) + END_OF_MESSAGE).encode())
 
 
-class EchoEngine:
+class EchoEngine(HandlerServer):
     """``garble`` gets the number and command of a forced request, and returns the command of the answer.
 
     With an ``api_key``, every request except ``/health`` needs it.
@@ -43,58 +43,35 @@ class EchoEngine:
         self.lock = threading.Lock()
         owner = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 if self.path == "/health":
-                    self._send(b"")
+                    self.answer(b"")
                 elif not self._is_allowed():
-                    self._send(b"{}", status=401)
+                    self.answer({}, 401)
                 elif self.path == "/metrics":
-                    self._send(owner.metrics().encode(), "text/plain")
+                    self.answer(owner.metrics().encode(), kind="text/plain")
                 elif self.path.startswith("/sojourn/v1/decisions"):
                     taken = [{"kind": "keep", "reason": "cold_start"}] * 3
-                    self._send(json.dumps({"decisions": taken, "next": 3}).encode())
+                    self.answer({"decisions": taken, "next": 3})
                 else:
-                    self._send(capabilities)
+                    self.answer(capabilities)
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                body = self.read_json()
                 if not self._is_allowed():
-                    self._send(b"{}", status=401)
+                    self.answer({}, 401)
                 elif self.path.endswith("/events"):
                     owner.events += body["events"]
                     outcomes = [{"outcome": "applied"}] * len(body["events"])
-                    self._send(json.dumps({"v": 1, "outcomes": outcomes}).encode())
+                    self.answer({"v": 1, "outcomes": outcomes})
                 else:
-                    self._send(json.dumps(owner.answer(body)).encode())
+                    self.answer(owner.answer(body))
 
             def _is_allowed(self) -> bool:
                 return api_key is None or self.headers["authorization"] == f"Bearer {api_key}"
 
-            def _send(self, data: bytes, kind: str = "application/json", *, status: int = 200) -> None:
-                self.send_response(status)
-                self.send_header("content-type", kind)
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self._thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
-
-    def __enter__(self) -> EchoEngine:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self._thread.join()
-        self.http.server_close()
+        super().__init__(Handler)
 
     @property
     def forced(self) -> list[dict[str, Any]]:

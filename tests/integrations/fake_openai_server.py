@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from json_handler import HandlerServer, JsonHandler
 
 EVENTS = "/sojourn/v1/events"
 
@@ -15,7 +16,7 @@ def calls(*commands: str, content: str = "thinking") -> dict[str, Any]:
     return {"content": content, "commands": list(commands)}
 
 
-class MiniServer:
+class MiniServer(HandlerServer):
     """Answers ``POST /v1/…`` with ``script``, one item per request, and records all requests and events."""
 
     def __init__(self, script: list[dict[str, Any]], *, sojourn: bool = True) -> None:
@@ -25,64 +26,38 @@ class MiniServer:
         self.lock = threading.Lock()
         owner = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
-                self._answer(200, {"name": "sojourn", "wire": [1]}) if sojourn else self._answer(404, {})
+                self.answer(*(({"name": "sojourn", "wire": [1]}, 200) if sojourn else ({}, 404)))
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                if self.path == EVENTS:
-                    if not sojourn:
-                        return self._answer(404, {})
+                body = self.read_json()
+                if self.path != EVENTS:
+                    self.answer(*owner.answer(self.path, body, dict(self.headers)))
+                elif not sojourn:
+                    self.answer({}, 404)
+                else:
                     with owner.lock:
                         owner.events += body["events"]
-                    return self._answer(
-                        200, {"v": 1, "outcomes": [{"outcome": "applied"} for _ in body["events"]]}
-                    )
-                return self._answer(*owner.answer(self.path, body, dict(self.headers)))
+                    self.answer({"v": 1, "outcomes": [{"outcome": "applied"} for _ in body["events"]]})
 
-            def _answer(self, status: int, document: dict[str, Any]) -> None:
-                data = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("content-type", "application/json")
-                self.send_header("content-length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+        super().__init__(Handler)
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        self._thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
-
-    def __enter__(self) -> MiniServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.shutdown()
-        self._thread.join()
-        self.http.server_close()
-
-    def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, dict[str, Any]]:
+    def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[dict[str, Any], int]:
         with self.lock:
             number = len(self.requests)
             self.requests.append((path, body, {name.lower(): value for name, value in headers.items()}))
             context = json.loads(body.get("vllm_xargs", {}).get("agentic_context", "{}"))
             self.events += context.get("sojourn", {}).get("events", [])
         if number >= len(self.script):
-            return 400, {"error": {"message": f"no answer number {number}", "type": "x", "code": 400}}
+            return {"error": {"message": f"no answer number {number}", "type": "x", "code": 400}}, 400
         step = self.script[number]
         if "status" in step:
-            return step["status"], {
-                "error": {"message": "scripted failure", "type": "x", "code": step["status"]}
-            }
+            error = {"message": "scripted failure", "type": "x", "code": step["status"]}
+            return {"error": error}, step["status"]
         if path.endswith("/responses"):
-            return 200, _response(number, body["model"], step)
-        return 200, _completion(number, body["model"], step)
+            return _response(number, body["model"], step), 200
+        return _completion(number, body["model"], step), 200
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         """Events of one kind, sorted by program id and sequence number, without duplicates."""

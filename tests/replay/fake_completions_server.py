@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from json_handler import HandlerServer, JsonHandler
 
-class FakeServer:
-    """Context manager that runs the server at ``url``. ``requests`` has the received requests."""
+
+class FakeServer(HandlerServer):
+    """``requests`` has the received requests."""
 
     def __init__(self, **quirks: Any) -> None:
         self.model = "fake"
@@ -35,47 +36,22 @@ class FakeServer:
         self._cache: set[tuple[int, ...]] = set()
         outer = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
+        class Handler(JsonHandler):
             def do_GET(self) -> None:
                 outer.get(self)
 
             def do_POST(self) -> None:
                 outer.post(self)
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
+        super().__init__(Handler)
 
-    def __enter__(self) -> FakeServer:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-    def _answer(self, handler: BaseHTTPRequestHandler, status: int, document: Any) -> None:
-        data = json.dumps(document).encode()
-        handler.send_response(status)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
-
-    def _refused(self, handler: BaseHTTPRequestHandler) -> bool:
+    def _refused(self, handler: JsonHandler) -> bool:
         if self.api_key and handler.headers.get("Authorization") != f"Bearer {self.api_key}":
-            self._answer(handler, 401, {"error": "Unauthorized"})
+            handler.answer({"error": "Unauthorized"}, 401)
             return True
         return False
 
-    def get(self, handler: BaseHTTPRequestHandler) -> None:
+    def get(self, handler: JsonHandler) -> None:
         if self._refused(handler):
             return
         if handler.path == "/v1/models":
@@ -86,24 +62,24 @@ class FakeServer:
             }
             if self.root is not None:
                 entry["root"] = self.root
-            self._answer(handler, 200, {"data": [entry]})
+            handler.answer({"data": [entry]})
         elif handler.path == "/version":
-            self._answer(handler, 200, {"version": "1.2"})
+            handler.answer({"version": "1.2"})
         elif handler.path == "/sojourn/v1/capabilities" and self.sojourn:
             engine = {"block_size": str(self.block_size), **self.facts}
             document = {"name": "sojourn", "wire": [1], "engine": engine}
-            self._answer(handler, 200, document)
+            handler.answer(document)
         else:
-            self._answer(handler, 404, {"error": "no such path"})
+            handler.answer({"error": "no such path"}, 404)
 
-    def post(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+    def post(self, handler: JsonHandler) -> None:
+        body = handler.read_json()
         if self._refused(handler):
             return
         if handler.path == "/sojourn/v1/events":
             with self.lock:
                 self.events += body["events"]
-            self._answer(handler, 200, {"v": 1, "outcomes": [{"outcome": "applied"} for _ in body["events"]]})
+            handler.answer({"v": 1, "outcomes": [{"outcome": "applied"} for _ in body["events"]]})
             return
         with self.lock:
             self.requests.append(body)
@@ -116,13 +92,13 @@ class FakeServer:
             with self.lock:
                 self.live -= 1
 
-    def _complete(self, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def _complete(self, handler: JsonHandler, body: dict[str, Any]) -> None:
         if self.status is not None:
-            self._answer(handler, self.status, {"error": {"message": "broken on purpose"}})
+            handler.answer({"error": {"message": "broken on purpose"}}, self.status)
             return
         prompt, count = body["prompt"], body["max_tokens"]
         if self.max_model_len and len(prompt) + count > self.max_model_len:
-            self._answer(handler, 400, {"error": {"message": "maximum context length exceeded"}})
+            handler.answer({"error": {"message": "maximum context length exceeded"}}, 400)
             return
         cached = self._cached(prompt)
         time.sleep((len(prompt) - cached) * self.seconds_per_token)
@@ -140,11 +116,7 @@ class FakeServer:
             chunks.append({"choices": [choice]})
         chunks.append({"choices": [], "usage": usage})
         data = b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
-        handler.send_response(200)
-        handler.send_header("Content-Type", "text/event-stream")
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
+        handler.answer(data, kind="text/event-stream")
 
     def _cached(self, prompt: list[int]) -> int:
         best = 0

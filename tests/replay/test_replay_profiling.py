@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from fake_completions_server import FakeServer
-from profile_command import invoke, measure_little
+from rich.console import Console
+from sojourn_server.cli import profile as profile_module
 from sojourn_server.cli.console import CliError
-from sojourn_server.policies.costs.engine_profile import EngineProfile
+from sojourn_server.cli.profile import register
+from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
+from sojourn_server.profiling import machine_speed
+from sojourn_server.profiling.machine_speed import measure_bandwidth
+from sojourn_server.profiling.offload_break_even import offload_break_even
 from sojourn_server.profiling.prefill_measurement import lengths_up_to, measure_prefill
 from sojourn_server.replay.completions_client import Completion, ServedModel
+from sojourn_server.traces import atomic_files
+from typer.testing import CliRunner
+
+
+def invoke(*arguments: str) -> Any:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    register(app)
+    return CliRunner().invoke(app, ["profile", *arguments])
 
 
 @pytest.fixture(autouse=True)
 def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure_little(monkeypatch)
+    """Copies so small that they take almost no time, since the tests do not measure this machine."""
+    monkeypatch.setattr(machine_speed.measure_bandwidth, "__defaults__", (1 << 20, None))
 
 
 def test_lengths_double_up_to_the_longest() -> None:
@@ -112,3 +130,96 @@ async def test_a_budget_leaves_out_the_longest_lengths_and_is_kept() -> None:
     roomy = ModelledClient()
     assert [tokens for tokens, _ in (await measure(roomy, 1e6)).points][-1] == 32_000
     assert len(roomy.lengths) == 1 + 3 * 6
+
+
+# -- Recompute or offload: what ``sojourn profile`` says of it.
+
+
+def profile(
+    b_s: float = 0.0, c_s: float = 1e-8, *, kv_bytes: int | None = 1000, bytes_per_s: float | None = 1e6
+) -> EngineProfile:
+    """Copying takes 2 ms a token."""
+    return EngineProfile(
+        model="m", hardware="h", engine="e", block_size=16, prefill=PrefillCurve(0.0, b_s, c_s),
+        points=((4000, 1.0),), device_to_host_bytes_per_s=bytes_per_s,
+        host_to_device_bytes_per_s=bytes_per_s, limits=EngineLimits(kv_bytes_per_token=kv_bytes),
+    )  # fmt: skip
+
+
+def test_the_measured_curve_crosses_where_both_take_the_same_time() -> None:
+    found = offload_break_even(profile(b_s=5e-4, c_s=1e-6))
+    assert found.copy_s_per_token == pytest.approx(2e-3)
+    assert found.tokens == pytest.approx(1500.0)  # 5e-4 S + 1e-6 S² = 2e-3 S
+    assert offload_break_even(profile(b_s=3e-3)).tokens == 0.0
+    assert offload_break_even(profile(b_s=1e-3, c_s=0.0)).tokens == math.inf
+    assert "sojourn serve does" in offload_break_even(profile(kv_bytes=None)).why
+    assert offload_break_even(profile(bytes_per_s=None)).words(4000) == "not known, no copies were measured"
+
+
+def test_the_movers_own_copies_are_timed() -> None:
+    pytest.importorskip("torch")
+    measured = measure_bandwidth(1 << 20, 8192)
+    for rate in measured[:2]:
+        assert rate is not None
+        assert 1e6 < rate < 1e14
+    assert "8,192 bytes a block" in measured.reason
+    # One block is copied where all there is to copy is smaller.
+    assert measure_bandwidth(100, 8192).device_to_host_bytes_per_s
+
+
+def test_a_profile_tells_the_break_even_in_words_and_json() -> None:
+    pytest.importorskip("torch")
+    with FakeServer(
+        seconds_per_token=5e-5, max_model_len=401, sojourn=True, block_size=32,
+        facts={"kv_bytes_per_token": "256"},
+    ) as server:  # fmt: skip
+        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json", "-")
+    assert result.exception is None, result.output
+    found = json.loads(result.stdout)
+    assert (found["break_even"]["faster"], found["break_even"]["tokens"]) == ("always", 0.0)
+    copies = 256 / found["device_to_host_bytes_per_s"] + 256 / found["host_to_device_bytes_per_s"]
+    assert found["break_even"]["copy_s_per_token"] == pytest.approx(copies)
+    assert any("8,192 bytes a block" in note for note in found["notes"])
+    assert "faster than computing it always" in result.stderr
+
+
+# -- ``sojourn profile`` on the way: what it says, and where the profile goes if its file cannot be
+# written.
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What goes to a stderr that is no terminal."""
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    monkeypatch.setattr(profile_module, "console", console)
+    monkeypatch.setattr("sojourn_server.cli.console.console", console)
+    return text
+
+
+def test_it_says_at_the_start_how_long_it_may_take_and_then_about_how_long(said: io.StringIO) -> None:
+    with FakeServer(max_model_len=4001) as server:
+        result = invoke("--url", server.url, "--repeats", "2", "--budget-s", "300")
+    assert result.exception is None, result.output
+    lines = said.getvalue().splitlines()
+    assert "up to 4,000 tokens" in lines[0]
+    assert "at most 300 s" in lines[0]
+    assert "--budget-s" in lines[0]
+    assert "--max-context" in lines[0]
+    assert "prefill of 1,000 tokens" in lines[1]
+
+
+def test_a_profile_that_cannot_be_written_goes_to_stdout(
+    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic_files, "write_atomically", full)
+    with FakeServer(max_model_len=4001) as server:
+        result = invoke("--url", server.url, "--repeats", "2", "-o", str(tmp_path / "profile.toml"))
+    assert isinstance(result.exception, CliError), result.exception
+    assert "profile.toml: No space left on device" in f"{result.exception}{result.exception.next_step}"
+    assert result.exception.next_step.startswith("the profile is on stdout")
+    assert result.exception.exit_code == 1
+    assert EngineProfile.from_toml(result.stdout).points

@@ -114,13 +114,9 @@ class TellingServer(FakeServer):
 
     def get(self, handler: Any) -> None:
         if handler.path == "/metrics" and self.metrics:
-            data = self.metrics.encode()
-            handler.send_response(200)
-            handler.send_header("Content-Length", str(len(data)))
-            handler.end_headers()
-            handler.wfile.write(data)
+            handler.answer(self.metrics.encode(), kind="text/plain")
         elif handler.path == "/sojourn/v1/capabilities" and self.capabilities:
-            self._answer(handler, 200, self.capabilities)
+            handler.answer(self.capabilities)
         else:
             super().get(handler)
 
