@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
 import pytest
+from json_handler import HandlerServer, JsonHandler
 from live_frames import frame, row
 from test_cli_explain import FOUND
 
@@ -27,22 +25,19 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The addresses that an HTTP proxy was asked for; the environment names the proxy."""
     asked: list[str] = []
 
-    class Proxy(BaseHTTPRequestHandler):
+    class Proxy(JsonHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_error(403)
 
         do_POST = do_CONNECT = do_GET
 
-        def log_message(self, *args: object) -> None:
-            pass
-
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    with serving(Proxy) as url:
+    with HandlerServer(Proxy) as server:
         for name in ("http_proxy", "https_proxy", "all_proxy"):
             for each in (name, name.upper()):
-                monkeypatch.setenv(each, url)
+                monkeypatch.setenv(each, server.url)
         yield asked
 
 
@@ -50,21 +45,16 @@ def proxied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def live_server() -> Iterator[str]:
     """The address of a server with one program, ``fixer``, for ``sojourn top`` and ``sojourn explain``."""
 
-    class Server(BaseHTTPRequestHandler):
+    class Server(JsonHandler):
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             explanation = {**FOUND, "program_id": "fixer"}
             program = {"program_id": "fixer", "status": "acting", "turns": 2, "ledger": []}
             answer = {"stream": frame(row("fixer")), "explain": explanation, "fixer": program}
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(msgspec.json.encode(answer[path.rpartition("/")[2]]))
+            self.answer(msgspec.json.encode(answer[path.rpartition("/")[2]]))
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with serving(Server) as url:
-        yield url
+    with HandlerServer(Server) as server:
+        yield server.url
 
 
 @pytest.fixture
@@ -72,25 +62,9 @@ def model_server() -> Iterator[str]:
     """The address of a sojourn server with the model ``org/m``, and with an adapter of it."""
     models = [{"id": "org/m", "max_model_len": 40_000}, {"id": "lora", "max_model_len": None}]
 
-    class Server(BaseHTTPRequestHandler):
+    class Server(JsonHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(msgspec.json.encode({"name": "sojourn", "data": models}))
+            self.answer({"name": "sojourn", "data": models})
 
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with serving(Server) as url:
-        yield url
-
-
-@contextmanager
-def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with HandlerServer(Server) as server:
+        yield server.url

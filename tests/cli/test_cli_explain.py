@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from cli_process import invoke, refused
 from live_frames import frame, row
 from rich.console import Console
 from sojourn_server.cli import build_app
 from sojourn_server.cli import explain as command
-from sojourn_server.cli.cli_error import CliError
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.metrics.live_frame import ProgramRow
@@ -107,7 +107,7 @@ def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_ar
         row("agent.py-else", name="another", since_s=99.5),
     )
     serve(Server(*programs))
-    result = CliRunner().invoke(build_app(), ["explain", "agent.py"])
+    result = invoke("explain", "agent.py")
     assert result.exit_code == 0, result.output
     told, explained = result.stdout.splitlines()[:2]
     assert told == (
@@ -119,19 +119,16 @@ def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_ar
 
 def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> None:
     serve(Server(row("p-1", name="first-agent"), row("p-2", name="first-agent"), row("p-3")))
-    error = CliRunner().invoke(build_app(), ["explain", "first-agnt"]).exception
-    assert isinstance(error, CliError)
+    error = refused("explain", "first-agnt")
     assert error.message == "no program has the id or name 'first-agnt'; did you mean 'first-agent'?"
     assert error.next_step == "sojourn top shows the programs; known: first-agent, p-3"
     serve(Server())
-    error = CliRunner().invoke(build_app(), ["explain", "x"]).exception
-    assert isinstance(error, CliError)
+    error = refused("explain", "x")
     assert error.next_step.endswith("known: none")
     server = Server()
     server.untracked_requests = 3
     serve(server)
-    error = CliRunner().invoke(build_app(), ["explain", "x"]).exception
-    assert isinstance(error, CliError)
+    error = refused("explain", "x")
     assert error.message == "no program has the id or name 'x'; 3 requests came without a program"
     assert error.next_step == "start the agent with sojourn run, or open sojourn.program() in it; known: none"
 

@@ -3,25 +3,23 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+from functools import partial
+from pathlib import Path
 
+import cli_process
 import pytest
-from sojourn_server.cli import build_app, console
+from sojourn_server.cli import console
 from sojourn_server.cli import serve as serve_command
+from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
+from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.vllm import compat
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.usefixtures("tested_engine")
 
 
-def invoke(*args):
-    return CliRunner().invoke(build_app(), ["serve", *args])
-
-
-def failure(*args) -> console.CliError:
-    result = invoke(*args)
-    assert isinstance(result.exception, console.CliError), result.output
-    return result.exception
+invoke = partial(cli_process.invoke, "serve")
+failure = partial(cli_process.refused, "serve")
 
 
 def dry_run(*args) -> list[str]:
@@ -253,12 +251,10 @@ def test_a_dry_run_checks_the_tiers_too_prints_the_command_and_makes_nothing(tmp
         assert message in str(result.exception)
         assert result.exception.exit_code == 2
         assert "the command above is for a machine that passes this check" in result.exception.next_step
-        assert "the command above" not in failure("tiny", *options).next_step
+        error = failure("tiny", *options)
+        assert message in error.message
+        assert "the command above" not in error.next_step
         assert "--kv-transfer-config" in shlex.split(result.stdout), "it may be for another machine"
-
-
-def test_more_host_memory_than_there_is_fails_before_anything_is_loaded(tmp_path, nothing_starts):
-    assert "--kv-host-gib is 1e+07" in failure("tiny", *tiers(tmp_path, host_gib="1e7")).message
 
 
 def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts, monkeypatch):
@@ -360,12 +356,8 @@ def test_an_untested_vllm_has_no_pairs_though_its_scheduler_be_stock(tmp_path, n
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--kv-node", "n"], "add --role"),
-        (["--role", "prefill"], "needs --kv-store"),
-        (["--role", "both", "--kv-store", "."], "expected prefill or decode"),
         ([*member("."), "--kv-host-gib", "0.001"], "both set the place of KV"),
         (member("nowhere"), "does not exist; expected the directory"),
-        ([*member("."), "--kv-listen", "8500"], "--kv-listen: '8500' is not an address"),
         (["--role", "prefill", "--kv-store", ".", "--kv-buffer-gib", "1e7"], "--kv-buffer-gib is 1e+07"),
     ],
 )
@@ -377,3 +369,110 @@ def test_a_member_that_cannot_be_fails_before_anything_is_loaded(
     assert message in error.message
     assert error.next_step
     assert list(tmp_path.iterdir()) == []
+
+
+# -- --config FILE -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("yaml")
+    monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
+    return tmp_path / "engine.yaml"
+
+
+def test_the_port_that_is_checked_is_the_files(file: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        file.write_text(f"port: {port}\nhost: 127.0.0.1\n")
+        assert f"cannot listen on 127.0.0.1:{port}" in failure("org/name", "--config", str(file)).message
+
+
+def test_the_file_may_name_the_model(file: Path) -> None:
+    file.write_text("model: org/of-the-file\n")
+    for args in (["--config", str(file)], [f"--config={file}"], ["--seed", "4", "--config", str(file)]):
+        parts = dry_run("--policy", "continuum", *args)
+        assert parts.count("org/of-the-file") == 1
+        assert parts[-2:] == ["--config", str(file)]
+    assert "org/of-the-file" not in dry_run("org/first", "--config", str(file))
+    file.write_text("port: 8123\n")
+    assert "expected a model" in failure("--config", str(file)).message
+    assert "expected a model" in failure("--seed", "4").message
+
+
+def test_a_connector_of_the_file_counts(file: Path) -> None:
+    """``mori`` needs host memory, and the engine would refuse it without."""
+    file.write_text("seed: 1\n")
+    assert "--kv-host-gib" in str(failure("org/name", "--policy", "mori", "--config", str(file)))
+    file.write_text("kv-transfer-config: {kv_connector: SojournConnector}\n")
+    assert "--config" in dry_run("org/name", "--policy", "mori", "--config", str(file))
+
+
+def test_a_policy_of_the_file_counts(file: Path) -> None:
+    file.write_text("additional-config: {sojourn: {policy: mori, max_programs: 5}}\n")
+    assert "policy mori places programs" in str(failure("org/name", "--config", str(file)))
+    parts = dry_run("org/name", "--kv-host-gib", "0.001", "--config", str(file))
+    settings = json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]
+    assert (settings["policy"], settings["max_programs"]) == ("mori", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kv-host-gib: 1", "--kv-host-gib is a flag of sojourn"),
+        ("kv_host_gib: 1", "--kv-host-gib is a flag of sojourn"),
+        ("port: [", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_vllms_is_refused(file: Path, text: str, message: str) -> None:
+    file.write_text(text)
+    assert message in failure("org/name", "--config", str(file)).message
+
+
+def test_a_missing_file_is_named(file: Path) -> None:
+    assert f"{file}: cannot read the file" in failure("org/name", "--config", str(file)).message
+
+
+# -- --compute-quota-s ----------------------------------------------------------------------
+
+
+def written(folder: Path, pair_s: float = 1e-9) -> str:
+    """The path of a profile."""
+    profile = EngineProfile(
+        model="m",
+        hardware="h",
+        engine="e",
+        block_size=16,
+        prefill=PrefillCurve(0.0, 1e-4, 0.0),
+        points=(),
+        steps=StepCosts(0.01, 1e-4, pair_s, 0.0, 0.0),
+    )
+    path = folder / "profile.toml"
+    path.write_text(profile.to_toml())
+    return str(path)
+
+
+def test_a_quota_is_a_setting_of_the_engine(tmp_path: Path) -> None:
+    result = invoke("tiny", "--dry-run", "--compute-quota-s", "0.3", "--sojourn-profile", written(tmp_path))
+    assert result.exit_code == 0, result.exception
+    assert '"compute_quota_s": 0.3' in result.output
+    assert "compute_quota_s" not in invoke("tiny", "--dry-run").output
+
+
+@pytest.mark.parametrize(
+    ("quota", "pair_s", "more", "said"),
+    [
+        ("0.3", None, (), "sojourn profile measures one"),
+        ("-1", None, (), "expected `float` >= 0.0"),
+        ("0.3", 0.0, (), "measure longer contexts"),
+        ("0.3", 1e-9, ("--no-enable-chunked-prefill",), "expected chunked prefill"),
+        ("0.3", None, ("--policy", "stock"), "stock"),
+    ],
+)
+def test_a_quota_that_the_engine_would_refuse_is_refused_before_it_starts(
+    tmp_path: Path, quota: str, pair_s: float | None, more: tuple[str, ...], said: str
+) -> None:
+    profile = () if pair_s is None else ("--sojourn-profile", written(tmp_path, pair_s))
+    assert said in failure("tiny", "--dry-run", "--compute-quota-s", quota, *profile, *more).message

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import cli_process
 import pytest
 import typer.testing
 from cli_process import COLUMNS, run_sojourn
@@ -54,12 +56,8 @@ def trace(tmp_path: Path) -> Path:
     return write(tmp_path / "mini.jsonl", *PROGRAMS)
 
 
-def refused(*arguments: str) -> CliError:
-    """What the command says; it must say it without simulating anything."""
-    result = typer.testing.CliRunner().invoke(build_app(), ["simulate", *arguments])
-    assert isinstance(result.exception, CliError), (result.output, result.exception)
-    assert "\n" not in result.exception.message + result.exception.next_step
-    return result.exception
+refused = partial(cli_process.refused, "simulate")
+"""What the command says; it must say it without simulating anything."""
 
 
 # -- the trace -----------------------------------------------------------------------------
@@ -223,6 +221,8 @@ def test_kept_runs_that_cannot_be_shown(tmp_path: Path, trace: Path) -> None:
     assert "odd.json: " in error.message
     assert "--save" in error.next_step
     assert "workload has no effect" in refused(str(trace), "--load", str(tmp_path / "odd.json")).message
+    swept = refused("--load", "runs.json", "--sweep", "cpu_ratio=0,1")
+    assert "--sweep has no effect on saved runs" in swept.message
 
 
 # -- runs ----------------------------------------------------------------------------------------

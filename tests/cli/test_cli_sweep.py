@@ -8,11 +8,8 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-import typer.testing
-from cli_process import run_sojourn
+from cli_process import refused, run_sojourn
 from simulation_results import read_results
-from sojourn_server.cli import build_app
-from sojourn_server.cli.console import CliError
 from sojourn_server.simulator.report.results_file import SimulationResults
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS, RunRow
 
@@ -20,14 +17,6 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs
 
 WORKLOAD = "synthetic:continuum-bfcl"
 SMALL = f"simulate {WORKLOAD} --programs 8 --hours 0.02 --pool-tokens 20000 --max-model-len 12000 --jobs 2"
-
-
-def refused(*arguments: str) -> CliError:
-    result = typer.testing.CliRunner().invoke(build_app(), ["simulate", WORKLOAD, *arguments])
-    assert isinstance(result.exception, CliError), (result.output, result.exception)
-    assert "\n" not in result.exception.message + result.exception.next_step
-    assert result.exception.exit_code == 2
-    return result.exception
 
 
 @pytest.mark.parametrize(
@@ -51,16 +40,9 @@ def refused(*arguments: str) -> CliError:
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(arguments: str, message: str) -> None:
-    error = refused(*arguments.split())
+    error = refused("simulate", WORKLOAD, *arguments.split())
+    assert error.exit_code == 2
     assert message in f"{error.message} {error.next_step}"
-
-
-def test_kept_runs_are_not_swept() -> None:
-    result = typer.testing.CliRunner().invoke(
-        build_app(), ["simulate", "--load", "runs.json", "--sweep", "cpu_ratio=0,1"]
-    )
-    assert isinstance(result.exception, CliError)
-    assert "--sweep has no effect on saved runs" in result.exception.message
 
 
 # -- a sweep ----------------------------------------------------------------------------------------
