@@ -27,7 +27,7 @@ from .events_and_actions import (
     EventAnswered,
     RequestArrived,
 )
-from .leases import LeaseManager
+from .lease_manager import LeaseManager
 from .request_hints import unused_event_fields
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager

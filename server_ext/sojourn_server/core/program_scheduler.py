@@ -33,7 +33,7 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
 from . import events_and_actions as ev
 from .demand_forecaster import AdmissionController, DemandForecaster
-from .leases import LeaseManager
+from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
 from .request_hints import clipped, has_unused_field, unused_hint_fields
 from .request_table import RequestState
