@@ -152,10 +152,7 @@ class EngineServer:
         """Return the last ``lines`` lines of the log; empty without a log."""
         if self.log_path is None or not self.log_path.exists():
             return ""
-        with self.log_path.open("rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 200 * 400))
-            text = log.read().decode("utf-8", "replace")
+        text = self.log_path.read_bytes().decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-lines:])
 
     @property

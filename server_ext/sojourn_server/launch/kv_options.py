@@ -201,11 +201,12 @@ def offload_transfer_config(
 
 
 def prefill_decode_transfer_config(
-    options: PrefillDecodeOptions, *, hostname: str, port: int | None
+    options: PrefillDecodeOptions, *, hostname: str, port: int | None, block_tokens: str | None = None
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
 
     ``hostname``: this machine's name. ``port``: port of the engine's HTTP server; ``None`` for a Unix socket.
+    ``block_tokens``: value of ``--block-size``, if given.
     """
     role, node = options.role, hostname if options.node is None else options.node
     refuse({
@@ -224,6 +225,11 @@ def prefill_decode_transfer_config(
     except (ValueError, UnknownTransport) as error:
         raise InvalidOption(f"--kv-listen: {error}") from None
     refuse({f"--kv-node is {node!r}; expected the name of the machine": not node.strip()})
+    try:
+        if block_tokens is not None and block_tokens.isdecimal():
+            blocks_per_full(int(block_tokens), FULL_BLOCK_TOKENS)
+    except ValueError as error:
+        raise InvalidOption(f"--block-size is {block_tokens}: {error}") from None
     extra = {
         "role": role,
         "node": node,
@@ -245,17 +251,6 @@ def _transfer_config(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
-
-
-def check_block_size(block_size: str | None) -> None:
-    """Raise ``InvalidOption`` if a Full Block (the unit of storage, 64 tokens) does not consist of whole
-    engine blocks of ``block_size`` tokens. A missing or non-numeric size passes."""
-    if block_size is None or not block_size.isdecimal():
-        return
-    try:
-        blocks_per_full(int(block_size), FULL_BLOCK_TOKENS)
-    except ValueError as error:
-        raise InvalidOption(f"--block-size is {block_size}: {error}") from None
 
 
 def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:

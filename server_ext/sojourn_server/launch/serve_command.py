@@ -23,7 +23,6 @@ from .kv_options import (
     KvOffloadOptions,
     PrefillDecodeOptions,
     auto_host_bytes,
-    check_block_size,
     hash_seed_environment,
     host_size_gib,
     offload_transfer_config,
@@ -405,7 +404,9 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
     if the engine's other options and flags do not fit such an engine."""
     pair, address = options.pair, listen_address(flags)
     port = None if address is None else address[1]
-    config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port)
+    config = prefill_decode_transfer_config(
+        pair, hostname=facts.hostname, port=port, block_tokens=flags.value("--block-size")
+    )
     ranks = flags.value("--data-parallel-size")
     refuse({
         f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of them: "
@@ -418,7 +419,6 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
         f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own":
             ranks not in (None, "1"),
     })  # fmt: skip
-    check_block_size(flags.value("--block-size"))
     return config
 
 
