@@ -232,7 +232,8 @@ LOADS = {
         rate_per_s=0.15, pool_tokens=150_000,
     ),
     "urgent": Load(
-        make=urgent_ones, hints=("priority",), rate_per_s=0.14, pool_tokens=100_000, counted="urgent"
+        make=urgent_ones, hints=("priority", "deadline_seconds"), rate_per_s=0.14, pool_tokens=100_000,
+        counted="urgent",
     ),
     "urgent, gateway": Load(
         make=urgent_ones, hints=("deadline_seconds",), rate_per_s=0.28, pool_tokens=100_000,

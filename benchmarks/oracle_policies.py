@@ -108,8 +108,11 @@ class OraclePlacement(ResidencyPricePlacement):
         left_s = self.work.left_s(program.program_id)
         return 1.0 if left_s is None else self.work.mean_s / left_s
 
-    def promotion_key(self, program: ProgramTierView) -> SortKey:
-        """Ascending order of device blocks × service left."""
+    def promotion_order(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]:
+        """Return ready programs in ascending order of device blocks × service left."""
+        return sorted(ready, key=self._left_key)
+
+    def _left_key(self, program: ProgramTierView) -> SortKey:
         left_s = self.work.left_s(program.program_id) or 0.0
         return (0, self.device_blocks(program) * left_s, program.waiting_since_s, program.program_id)
 

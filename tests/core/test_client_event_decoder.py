@@ -219,7 +219,7 @@ def test_a_program_points_to_its_graph_which_the_next_one_only_names() -> None:
     ("preset", "unused"),
     [
         ("fixed-ttl", [["call_id"], ["expected_s", "expected_p95_s"], [], ["graph_hash", "graph"]]),
-        ("sojourn", [["call_id"], [], [], ["graph_hash", "graph"]]),
+        ("sojourn", [["call_id"], [], [], []]),
         ("saga", [["call_id"], ["expected_s", "expected_p95_s"], [], []]),
     ],
 )

@@ -300,17 +300,22 @@ def test_the_view_has_the_measured_link_and_its_queue() -> None:
         ((), {"expected_s": 40.0}, 40.0, 80.0),
         ((), {"expected_s": 0.0}, 2.0, 2.0),  # no estimate
         ((), {}, 2.0, 2.0),  # those of other tools
-        ((5.0,) * 4, {"expected_s": 40.0, "expected_p95_s": 400.0}, 5.0, 5.0),  # what was seen wins
+        ((5.0,) * 4, {"expected_s": 40.0}, 40.0, 80.0),  # the client knows this call
+        ((5.0,) * 4, {}, 5.0, 5.0),
+        ((5.0,) * 8, {"expected_s": 40.0}, 5.0, 5.0),  # where 40 was stated, calls took 5
     ],
 )
-def test_a_tool_that_was_never_seen_takes_as_long_as_the_client_expects(
+def test_a_tool_takes_as_long_as_the_client_expects_if_such_estimates_were_right(
     seen_s: tuple[float, ...], expected: dict[str, float], median_s: float, longest_s: float
 ) -> None:
     policy = Watched()
     policy.reads_costs = True
     engine = Engine(policy)
     for duration_s, tool in [*((one, "deploy") for one in seen_s), (2.0, "other")]:
-        engine.program_scheduler.state.histories.tools.observe(tool, duration_s)
+        histories = engine.program_scheduler.state.histories
+        histories.tools.observe(tool, duration_s)
+        if len(seen_s) == 8:
+            histories.tool_estimates.learn("stated", tool, 40.0, duration_s)
     request = engine.come("p", 2)
     order(engine, policy, "p", DEVICE)
     engine.admit(request)

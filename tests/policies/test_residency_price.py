@@ -24,6 +24,7 @@ from sojourn_server.policies.placement.residency_price import (
 from sojourn_server.policies.placement.residency_price_plan import (
     FUTILE_SHARE,
     SMALL_PATIENCE_S,
+    URGENT_S,
     ResidencyPricePlan,
 )
 from sojourn_server.policies.preset import load_preset
@@ -35,6 +36,7 @@ NOW = 1000.0
 
 
 def program(name: str, tier: Tier, activity: ProgramActivity, blocks: int, **more: Any) -> ProgramTierView:
+    more.setdefault("new_service_s", more.get("service_s", ()))
     return ProgramTierView(
         program_id=ProgramId(name), tier=tier, activity=activity,
         context_blocks=0 if tier is WAITING and not more.get("returning") else blocks,
@@ -73,6 +75,15 @@ def answer(
 
 
 # -- the index of a gap -------------------------------------------------------------------------
+
+
+def test_who_may_never_return_has_a_lower_rate_the_longer_it_is_away() -> None:
+    durations = (1.0, 2.0, 3.0, 4.0)
+    sure, likely, doubtful = (gittins_index(durations, 0.0, chance) for chance in (1.0, 0.9, 0.5))
+    assert sure > likely > doubtful > 0
+    assert gittins_index(durations, 0.0, 0.0) == 0.0
+    late = gittins_index(durations, 3.5, 0.5) / gittins_index(durations, 3.5)
+    assert late < doubtful / sure
 
 
 @pytest.mark.parametrize(
@@ -590,6 +601,62 @@ def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
     moves = answer(program("r", DEVICE, REASONING, 15), waiting)
     assert moves["r"].when is MoveTiming.AFTER_TURN
     assert "b" not in moves, "it enters when that turn has ended"
+
+
+def test_who_is_due_soon_or_more_important_than_most_enters_first() -> None:
+    here = program("r", DEVICE, REASONING, 15)
+
+    def first(**hints: Any) -> str:
+        line = [program(f"b{n}", WAITING, READY, 5, since_s=NOW - 9.0 + n) for n in range(3)]
+        return next(iter(answer(here, *line, program("hinted", WAITING, READY, 5, **hints))))
+
+    assert first() == "b0"
+    assert first(importance=1) == "hinted"
+    assert first(importance=-1) == "b0"
+    assert first(due_s=NOW + URGENT_S - 1.0) == "hinted"
+    assert first(due_s=NOW + URGENT_S + 1.0) == "b0"
+    assert first(due_s=NOW - 1.0) == "b0", "its deadline has passed"
+
+
+def test_an_urgent_program_is_worth_more() -> None:
+    for due_s, leaves in ((NOW + 10.0, True), (NOW + 9999.0, False)):
+        waiting = program("b", WAITING, READY, 19, due_s=due_s)
+        # Its value per second is between one and ``URGENT_WORTH``.
+        here = acting("a", 15, (1.0,), rebuild_s=2.0)
+        assert ("a" in answer(here, program("r", DEVICE, REASONING, 1), waiting)) is leaves
+
+
+def test_what_clients_ask_to_keep_is_kept_within_their_tenants_share() -> None:
+    waiting = program("b", WAITING, READY, 14)
+    runs = program("r", DEVICE, REASONING, 2)
+
+    def kept(**hints: Any) -> bool:
+        return "a" not in answer(acting("a", 5, (900.0,), **hints), runs, waiting)
+
+    assert not kept()
+    assert kept(held_until_s=NOW + 1.0)
+    assert not kept(held_until_s=NOW - 1.0)
+    others = [
+        acting(f"o{n}", 5, (900.0,), since_s=NOW - 1.0, held_until_s=NOW + 9.0, tenant="t") for n in range(2)
+    ]
+    moves = answer(*others, runs, program("b", WAITING, READY, 9))
+    assert len(moves.keys() & {"o0", "o1"}) == 1, "a quarter of the device"
+
+
+def test_where_the_work_left_is_stated_the_least_enters_first() -> None:
+    new_s = (100.0,)
+    line = [
+        program(name, WAITING, READY, blocks, service_s=(left_s,), new_service_s=new_s, work_stated=True)
+        for name, blocks, left_s in (("long", 5, 100.0), ("short", 5, 10.0), ("large", 10, 30.0))
+    ]
+    assert list(answer(*line, device=20)) == ["short", "large", "long"]
+
+
+def test_what_will_not_come_back_goes_first() -> None:
+    waiting = program("b", WAITING, READY, 5)
+    here = [acting("likely", 5, (1.0,)), acting("over", 5, (1.0,), return_chance=0.0)]
+    moves = answer(*here, program("r", DEVICE, REASONING, 10), waiting)
+    assert moves.keys() == {"over", "b"}
 
 
 def test_an_overdue_program_does_not_keep_others_out_while_it_waits_for_a_long_turn() -> None:

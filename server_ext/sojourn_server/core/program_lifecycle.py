@@ -7,6 +7,8 @@ Without a report, it learns the gap as the tool's duration. Times are seconds on
 
 from __future__ import annotations
 
+import math
+
 from sojourn.ids import CallId, EmitterId, ProgramId
 from sojourn.wire_codec import EventOutcome, Outcome
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
@@ -22,6 +24,7 @@ from ..programs.program_status import (
     ProgramSignal,
     ProgramStatus,
 )
+from ..programs.statements import STATED
 from .events_and_actions import (
     ClientEventReceived,
     EventAnswered,
@@ -229,7 +232,10 @@ class ProgramLifecycle:
         duration_s = event.duration_s
         if duration_s is None:
             duration_s = max(0.0, now - event.age_s - tool.started_s)
-        self._state.histories.tools.observe(tool.key, duration_s)
+        histories = self._state.histories
+        histories.tools.observe(tool.key, duration_s)
+        if tool.expected_s is not None and 0 < tool.expected_s < math.inf and duration_s > 0:
+            histories.tool_estimates.learn(STATED, tool.key, tool.expected_s, duration_s)
         program.gap_reported = True
         program.add_tool_time(tool, duration_s, now)
         self._tier_manager.tool_known(program, now)

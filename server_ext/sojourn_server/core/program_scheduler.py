@@ -231,6 +231,7 @@ class ProgramScheduler:
         program.tools.clear()
         program.tools_ended_s = now
         self.predictor.eviction_key_changed(program)
+        self.predictor.arrived(program, request_state)
         request_state.tool, program.pending_tool = tool, None
         program.priority = event.priority
         program.live_requests.add(event.request_id)

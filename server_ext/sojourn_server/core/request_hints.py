@@ -40,15 +40,17 @@ class RequestIdentity:
 NO_IDENTITY = RequestIdentity(None, None)
 
 HINTED_TTL = "kv_retention_ttl_seconds"
-_NEVER_USED = ("blocks_parent", "deadline_seconds", "priority", "step_id")
-"""Fields of vLLM Router's hint that no policy of an engine uses. Deadlines are for gateways."""
+_NEVER_USED = ("step_id",)
+"""Fields of vLLM Router's hint that no policy of an engine uses."""
 
 
 def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
     """Return the fields of requests' hints that an engine with this preset does not use."""
     unused = list(_NEVER_USED)
-    if not getattr(preset.retention, "reads_hinted_ttl", False):
-        unused.append(HINTED_TTL)
+    if not preset.placement.reads_costs:
+        unused += ["blocks_parent", "deadline_seconds", "priority"]
+        if not getattr(preset.retention, "reads_hinted_ttl", False):
+            unused.append(HINTED_TTL)
     if not getattr(preset.output_length, "hints", False):
         unused.append("expected_output_length")
     if not preset.workflow_prediction.is_used:

@@ -116,12 +116,16 @@ class RequestState:
         assert program is not None
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
+            program.blocks_parent = context.blocks_parent is True
         if context.root_program_id:
             program.root_id = ProgramId(context.root_program_id)
         ttl_s = context.kv_retention_ttl_seconds
         if ttl_s is not None:
             self.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
             was_clipped = self.hinted_ttl_s != ttl_s
+        program.importance = context.priority or 0
+        if context.deadline_seconds is not None:
+            program.due_s = self.arrived_s + context.deadline_seconds
         self.final = context.expected_resume is False
         self.resumes = context.expected_resume is True
         if context.expected_output_length is not None and context.expected_output_length > 0:

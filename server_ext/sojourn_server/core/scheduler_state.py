@@ -17,6 +17,7 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.declared_graphs import GraphStore
 from ..programs.program_table import ProgramTable
+from ..programs.statements import RatioHistory, StepsLeftHistory
 from ..programs.windowed_history import (
     KeyedHistory,
     OutputLengthHistory,
@@ -134,6 +135,10 @@ class Histories:
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
     service: KeyedHistory[str] = field(default_factory=KeyedHistory)
     """Seconds that the requests of ended programs ran, by agent type."""
+    steps_left: StepsLeftHistory = field(default_factory=StepsLeftHistory)
+    """Turns that programs had left, ÷ those that clients stated or graphs implied."""
+    tool_estimates: RatioHistory = field(default_factory=RatioHistory)
+    """Durations of tool calls ÷ the clients' estimates, by tool."""
     hints_off: KeyedHistory[str] = field(default_factory=lambda: KeyedHistory(64, max_all=1))
     """Errors |ln(actual ÷ hinted)| of hinted output lengths, by agent type."""
 

@@ -107,6 +107,10 @@ class TierManager:
             since_s, returning = request_state.waits_since_s, program.turns > 0
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, now, returning)
             self._places[program.id] = place
+            parent = self._places.get(program.parent_id) if program.blocks_parent else None
+            if parent is not None and parent is not place:
+                parent.children[program.id] = place
+                parent.tools_ended_s, parent.view = None, None
         self._arrivals = request_state.arrival
         place.clock.arrived(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
@@ -184,6 +188,7 @@ class TierManager:
         place = self._places.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
+            self._views.turn_finished(place)
             self._changed(place)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
@@ -198,6 +203,11 @@ class TierManager:
         parked, and its KV in lower tiers is not needed any more."""
         place = self._places.pop(program_id, None)
         if place is not None:
+            parent = self._places.get(place.program.parent_id)
+            if parent is not None and parent.children.pop(program_id, None) is not None:
+                parent.view = None
+                if not parent.children:
+                    parent.tools_ended_s = self._ticked_s
             for request_id, request_state in place.running.items():
                 self._untracked[request_id] = request_state.prompt_tokens, place.prompts[request_id]
             self._event = True

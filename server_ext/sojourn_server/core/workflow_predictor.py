@@ -24,6 +24,7 @@ from ..policies.policy_views import (
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
+from ..programs.statements import GRAPH, STATED
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
@@ -60,6 +61,7 @@ class WorkflowPredictor:
         self._contexts = state.contexts
         self._prefixes = StepPrefixes()
         self._workflows = state.histories.workflows
+        self._steps_left = state.histories.steps_left
         self._tools = state.histories.tools
         self._graphs = state.graphs
         self._table = state.programs
@@ -91,6 +93,18 @@ class WorkflowPredictor:
         if self._evicts_by_program:
             self._changed[program.id] = None
 
+    def arrived(self, program: ProgramState, request_state: RequestState) -> None:
+        """Keep what a request says of the turns that its program has left, or what its graph implies."""
+        if not self._predicts:
+            return
+        steps, source, node = request_state.steps_left, STATED, request_state.node
+        if steps is None and node is not None and program.graph_hash is not None:
+            graph = self._graphs.use(program.graph_hash)
+            if graph is not None and node in graph.aeg.nodes:
+                steps, source = graph.steps_after(node), GRAPH
+        if steps is not None:
+            self._steps_left.state(program, source, steps)
+
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
         """Learn from a program's first request after a turn: the tool, the length of the gap, and the length
         of the prompt."""
@@ -116,6 +130,7 @@ class WorkflowPredictor:
         if shared_blocks is not None and before_blocks and 2 * before_blocks >= context_blocks:
             share = shared_blocks / before_blocks
             program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
+            program.kept_share = program.reused_share
             self._reused_shares.observe(agent_type_name(program), share)
             if self._predicts:
                 self._reusing[program.id] = share
@@ -131,7 +146,7 @@ class WorkflowPredictor:
         program.cached_blocks = blocks
         if program.turns == 1:
             mean = self._reused_shares.mean(agent_type_name(program), 1)
-            program.reused_share = program.reused_share if mean is None else mean
+            program.kept_share = program.reused_share = program.reused_share if mean is None else mean
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
         if self._predicts:
@@ -162,6 +177,8 @@ class WorkflowPredictor:
             self._workflows.learn_ended_program(
                 program, ended=ended, turn_open=program.gap_started_s is not None
             )
+            if ended:
+                self._steps_left.learn_end(program, agent_type_name(program))
 
     def observe_open_gap(self, now: float) -> None:
         """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
@@ -318,6 +335,7 @@ class WorkflowPredictor:
         (SAGA §4.1, eq. 4). overlap(u) is learned: the mean share of the context that prompts at the step u
         reused. For an unknown step it is the program's mean share."""
         goes_on, share = expected.continuation_probability, program.reused_share
+        program.kept_share = share
         if goes_on is None:
             return None
         total = sum(p for _, p in expected.successors)
@@ -325,6 +343,7 @@ class WorkflowPredictor:
             name = agent_type_name(program)
             means = [(p, self._step_shares.mean((name, step), 1)) for step, p in expected.successors]
             share = sum(p * (share if mean is None else mean) for p, mean in means) / total
+        program.kept_share = share
         return goes_on * self._workflows.overlap(program, share)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:

@@ -10,6 +10,7 @@ import msgspec
 from sojourn.ids import CallId, EmitterId, ProgramId
 
 from .program_status import ProgramOutcome, ProgramStatus
+from .statements import StepsLeft
 from .windowed_history import Amount
 
 MAX_INTERVALS = 32
@@ -172,6 +173,12 @@ class ProgramState:
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
     root_id: ProgramId | None = None
+    blocks_parent: bool = False
+    """Whether the parent waits for this program, as the client says."""
+    importance: int = 0
+    """Priority in the hint of the last request; a larger number is more important."""
+    due_s: float = math.inf
+    """The client's deadline."""
     name: str | None = None
     agent_type: str | None = None
     tenant: str | None = None
@@ -187,6 +194,9 @@ class ProgramState:
     """Whether ``steps`` begins with the program's first step; false after older steps were dropped."""
     reused_share: float = 1.0
     """Moving average of the share of the context that the next prompt reuses."""
+    kept_share: float = 1.0
+    """Share of the context that the next prompt is expected to reuse: of the predicted successors, or else
+    ``reused_share``."""
     cached_blocks: int = 0
     """Full blocks that the last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None
@@ -215,6 +225,10 @@ class ProgramState:
     """Number of prefetches begun in this gap."""
     expected_steps_left: float | None = None
     """Number of further turns that the client expects."""
+    statements: dict[str, StepsLeft] = field(default_factory=dict)
+    """The program's first statement of each source and size about the turns that it has left."""
+    steps_left: StepsLeft | None = None
+    """The statement among them whose source and size were stated last."""
     turns: int = 0
     """Number of finished turns."""
     client_request_id: str | None = None

@@ -13,7 +13,7 @@ MIN_SPENT_S = 0.25
 depend on the exact moment of the query."""
 
 
-def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
+def gittins_index(durations_s: Sequence[float], elapsed_s: float, chance: float = 1.0) -> float:
     """Return the Gittins index per second: the maximum over τ of P(remaining ≤ τ) / E[min(remaining, τ)]
     (J. Gittins, 1979). ``remaining`` is the time until the end, in seconds.
 
@@ -22,12 +22,18 @@ def gittins_index(durations_s: Sequence[float], elapsed_s: float) -> float:
     duration above ``elapsed_s`` gives one sample of ``remaining``: the difference. One more sample is added:
     max(largest sample, ``elapsed_s``). So if all durations are exceeded, the index is 1/elapsed_s. If
     ``durations_s`` is empty, the only sample is max(``UNKNOWN_GAP_S``, ``elapsed_s``).
+
+    ``chance``: probability that it ends at all, as known at its begin; 0 gives 0. The longer it lasts, the
+    more probable is that it never ends, because samples are used up and this probability is not.
     """
+    if chance <= 0:
+        return 0.0
     left = [min(duration_s, MAX_GAP_S) - elapsed_s for duration_s in durations_s if duration_s > elapsed_s]
     left = [remaining_s for remaining_s in left if remaining_s > 0]
     left.append(max(elapsed_s, UNKNOWN_GAP_S if not durations_s else left[-1] if left else 0.0))
     left.sort()
-    count, spent_s, best = len(left), 0.0, 0.0
+    never = (1.0 / chance - 1.0) * (len(durations_s) + 1)  # in samples
+    count, spent_s, best = len(left) + never, 0.0, 0.0
     for ended, remaining_s in enumerate(left, 1):
         spent_s += remaining_s
         best = max(best, ended / max(spent_s + (count - ended) * remaining_s, MIN_SPENT_S * count))

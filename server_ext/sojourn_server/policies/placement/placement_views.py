@@ -70,6 +70,12 @@ class ProgramTierView:
     """Time at which the program's longest-running request began to run; ``inf``: none runs."""
     returning: bool = False
     """Whether any of the program's requests ran before."""
+    importance: int = 0
+    """The client's priority; a larger number is more important."""
+    due_s: float = math.inf
+    """The client's deadline; ``inf``: none."""
+    held_until_s: float = -math.inf
+    """Time until which the client asks to keep the program's KV during this gap; ``-inf``: not asked."""
     gap_durations_s: tuple[float, ...] = ()
     """Equally likely durations of the gap in seconds, from ``gap_since_s`` on, ascending. They come from
     earlier calls or from the client's estimate. Empty: unknown."""
@@ -77,11 +83,19 @@ class ProgramTierView:
     """Reported end of the tool call, else its reported start, else the end of the last turn."""
     rebuild_s: float = 0.0
     """Seconds to compute again what the next prompt is expected to reuse of the context; 0: unknown."""
+    return_chance: float = 1.0
+    """Probability that the program sends another request, as known at the end of its last turn."""
     service_s: tuple[float, ...] = ()
-    """Equally likely total seconds of service (running requests) of a program of this type, ascending; empty:
-    unknown."""
+    """Equally likely seconds of service (running requests), ascending; empty: unknown. Of a program of this
+    type from its begin on or, if ``work_stated``, of this program from the statement on."""
     attained_s: float = 0.0
-    """Seconds of service so far."""
+    """Seconds of service since then."""
+    new_service_s: tuple[float, ...] = ()
+    """Equally likely total seconds of service of a new program, ascending; empty: unknown."""
+    work_stated: bool = False
+    """Whether the client or a declared graph says how many turns the program has left."""
+    tenant: str = ""
+    """The tenant that the client declared."""
     pending: bool = False
     """Whether the policy has decided that the program leaves the device after its turn. Requests of this turn
     may finish. Later requests wait until the program has moved."""

@@ -132,6 +132,18 @@ class ResidencyPricePlacement:
         """Return the blocks that a program needs on the device now; at least 1."""
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
+    def promotion_order(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]:
+        """Return ready programs of the same urgency, the first to enter first. If the work that is left was
+        stated for most of them, those with the most worth per block are first; else as ``promotion_key``
+        says."""
+        if 2 * sum(program.work_stated for program in ready) > len(ready):
+            return sorted(ready, key=self._work_key)
+        return sorted(ready, key=self.promotion_key)
+
+    def _work_key(self, program: ProgramTierView) -> SortKey:
+        blocks_by_worth = self.device_blocks(program) / self.worth(program)
+        return (0, blocks_by_worth, program.waiting_since_s, program.program_id)
+
     def promotion_key(self, program: ProgramTierView) -> SortKey:
         """Return the sort key of ready programs: first those with their context in host memory or on disk,
         then others that ran before, then new programs.
@@ -167,12 +179,12 @@ MAX_WORTH = 16.0
 def program_worth(program: ProgramTierView) -> float:
     """Return the Gittins index of a program's service, relative to a new program of its type; 1 if
     unknown."""
-    if not program.service_s or not program.attained_s:
+    if not program.service_s or not program.new_service_s:
         return 1.0
-    return _relative_worth(program.service_s, program.attained_s)
+    return _relative_worth(program.service_s, program.attained_s, program.new_service_s)
 
 
 @lru_cache(maxsize=4096)
-def _relative_worth(sizes_s: tuple[float, ...], attained_s: float) -> float:
-    worth = gittins.gittins_index(sizes_s, attained_s) / gittins.gittins_index(sizes_s, 0.0)
+def _relative_worth(sizes_s: tuple[float, ...], attained_s: float, new_s: tuple[float, ...]) -> float:
+    worth = gittins.gittins_index(sizes_s, attained_s) / gittins.gittins_index(new_s, 0.0)
     return min(MAX_WORTH, max(1.0 / MAX_WORTH, worth))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, islice
 from typing import Protocol
@@ -17,7 +17,7 @@ from sojourn.ids import ProgramId
 from ..costs.reload_estimate import restore_s
 from ..forecasting import growth_reserve
 from . import gittins_index as gittins
-from .placement_plan import PlacementPlan, PlacementRules, SortKey, has_elapsed
+from .placement_plan import PlacementPlan, PlacementRules, has_elapsed
 from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
@@ -30,6 +30,12 @@ program's request is released earlier by default, after ``hold_timeout_s``."""
 BEGIN_WORTH = 0.9
 """On a fully used device, a program without a saved context waits only for programs with at least this share
 of its worth. The share is below 1 so that programs of similar worth wait for each other."""
+URGENT_S = 120.0
+"""A program is urgent from this many seconds before its deadline."""
+URGENT_WORTH = 4.0
+"""An urgent program is worth this many times as much as another one."""
+HELD_SHARE = 0.25
+"""Share of the device that one tenant's programs may hold because their clients ask for it."""
 FUTILE_SHARE = 0.4
 """Keeping contexts is futile if more than this share of them is exchanged before the program returns. On
 simulated loads where keeping pays, the share was 0 to 0.1; where computing again is cheap, above 0.9
@@ -48,7 +54,7 @@ class ResidencyPriceRules(PlacementRules, Protocol):
     @property
     def relax_s(self) -> float: ...
     def worth(self, program: ProgramTierView) -> float: ...
-    def promotion_key(self, program: ProgramTierView) -> SortKey: ...
+    def promotion_order(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]: ...
 
 
 class WeightedValues:
@@ -231,7 +237,36 @@ class ResidencyPricePlan(PlacementPlan):
 
     @cached_property
     def _in_promotion_order(self) -> list[ProgramTierView]:
-        return sorted(self.ready, key=self._policy.promotion_key)
+        urgent = [program for program in self.ready if self._is_urgent(program)]
+        others = [program for program in self.ready if not self._is_urgent(program)]
+        return [*self._policy.promotion_order(urgent), *self._policy.promotion_order(others)]
+
+    def _is_urgent(self, program: ProgramTierView) -> bool:
+        """Whether a program is more important than programs are in the mean, or due soon."""
+        is_due = program.due_s - URGENT_S <= self._now < program.due_s
+        return is_due or program.importance > self._mean_importance
+
+    @cached_property
+    def _mean_importance(self) -> float:
+        view = self._view
+        groups = (view.on_device, view.on_host, view.on_disk, view.waiting)
+        present = [program.importance for group in groups for program in group]
+        return math.fsum(present) / len(present) if present else 0.0
+
+    @cached_property
+    def _held(self) -> frozenset[ProgramId]:
+        """The acting programs on the device whose clients ask to keep their KV: the first to ask, up to
+        ``HELD_SHARE`` of the device for each tenant."""
+        room = self._view.device.budget_blocks * HELD_SHARE
+        free: dict[str, float] = {}
+        held = []
+        for one in sorted(self._view.on_device, key=lambda p: (p.gap_since_s, p.program_id)):
+            if one.activity is ProgramActivity.ACTING and self._now < one.held_until_s:
+                left = free.get(one.tenant, room) - one.context_blocks
+                if left >= 0:
+                    free[one.tenant] = left
+                    held.append(one.program_id)
+        return frozenset(held)
 
     def _promote_overdue(self) -> bool:
         """Promote overdue programs. Returns whether other programs may be promoted now: false if an overdue
@@ -286,7 +321,7 @@ class ResidencyPricePlan(PlacementPlan):
                 continue
             if not self._may_begin(program):
                 continue
-            worth = self._policy.worth(program)
+            worth = self._policy.worth(program) * (URGENT_WORTH if self._is_urgent(program) else 1.0)
             gain = worth * self._headroom
             if fits:
                 self._promote(program, MoveReason.FREE_CAPACITY, worth=worth)
@@ -465,8 +500,10 @@ class ResidencyPricePlan(PlacementPlan):
         """Return the progress per block and second that the program's KV in ``tier`` is expected to save.
 
         ``to``: the tier to which the program would move; by default the highest tier with room."""
-        if not program.context_blocks:
+        if not program.context_blocks or program.return_chance <= 0.0:
             return 0.0
+        if tier is Tier.DEVICE and program.program_id in self._held and not self._stands_still:
+            return math.inf
         cost_s = self._cost_s(program, self._tier_below(program, tier=tier) if to is None else to)
         if tier is not Tier.DEVICE:
             cost_s -= min(cost_s, self._cost_s(program, tier))
@@ -476,7 +513,9 @@ class ResidencyPricePlan(PlacementPlan):
             return 0.0 if self._stands_still and elapsed_s >= gittins.UNKNOWN_GAP_S else math.inf
         rate = self._rates.get(program.program_id)
         if rate is None:
-            rate = self._rates[program.program_id] = gittins.gittins_index(program.gap_durations_s, elapsed_s)
+            rate = self._rates[program.program_id] = gittins.gittins_index(
+                program.gap_durations_s, elapsed_s, program.return_chance
+            )
         return cost_s / program.context_blocks * rate
 
     def _cost_s(self, program: ProgramTierView, tier: Tier) -> float:

@@ -1,0 +1,90 @@
+"""Statements about the turns that programs have left, and how far they are believed."""
+
+import pytest
+from sojourn_server.programs.program_state import ProgramState
+from sojourn_server.programs.statements import ENOUGH_RATIOS, GRAPH, STATED, RatioHistory, StepsLeftHistory
+
+
+def run(history: StepsLeftHistory, turns: int, stated, agent_type: str = "a", source: str = STATED) -> None:
+    """Let a program of ``turns`` turns end; ``stated(left)``: what it states where ``left`` turns follow."""
+    program = ProgramState("p", 0, 0.0)
+    for turn in range(turns):
+        program.turns = turn
+        history.state(program, source, stated(turns - turn - 1))
+    program.turns = turns
+    history.learn_end(program, agent_type)
+
+
+def left(history: StepsLeftHistory, steps: float, agent_type: str = "a", source: str = STATED):
+    program = ProgramState("q", 0, 0.0)
+    history.state(program, source, steps)
+    return history.total_turns(agent_type, program.steps_left)
+
+
+def test_the_first_statements_count_about_as_they_are():
+    few = left(StepsLeftHistory(), 9.0)
+    assert len(few) == ENOUGH_RATIOS
+    assert few[0] < 10.0 < few[-1]
+    assert few == tuple(sorted(few))
+    assert few[3] < 10.0 < few[4]
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_statements_that_are_wrong_by_a_factor_are_corrected(factor):
+    history = StepsLeftHistory()
+    for _ in range(ENOUGH_RATIOS):
+        run(history, 31, lambda left: (left + 1.0) * factor - 1.0)
+    assert left(history, 31 * factor - 1.0) == pytest.approx((31.0,) * ENOUGH_RATIOS)
+    assert left(history, 31 * factor - 1.0, "other") == pytest.approx((31.0,) * ENOUGH_RATIOS), (
+        "as other types"
+    )
+    assert left(history, 30.0, source=GRAPH)[0] < 31.0 / 2, "nothing is known of graphs"
+
+
+def test_who_always_states_the_end_tells_nothing_after_ten_programs():
+    history = StepsLeftHistory()
+    lengths = (5, 10, 20, 50, 100, 5, 10, 20, 50, 100)
+    for turns in lengths:
+        run(history, turns, lambda left: 0.0)
+    assert left(history, 0.0) == tuple(sorted(map(float, lengths))), "as all programs of its type"
+
+
+def test_a_statement_is_kept_until_its_size_changes():
+    history, program = StepsLeftHistory(), ProgramState("p", 0, 0.0)
+    history.state(program, STATED, 30.0)
+    first = program.steps_left
+    program.turns = 5
+    history.state(program, STATED, 20.0)
+    assert program.steps_left is first, "30 and 20 are of one class"
+    history.state(program, GRAPH, 20.0)
+    assert program.steps_left.after == 5, "another source"
+    history.state(program, STATED, 3.0)
+    assert program.steps_left.turns == 4.0
+    history.state(program, STATED, 25.0)
+    assert program.steps_left is first, "a liar can't renew a statement"
+
+
+def test_learned_ratios_are_saved():
+    history, restored = StepsLeftHistory(), StepsLeftHistory()
+    run(history, 8, lambda left: left)
+    restored.restore(history.snapshot())
+    assert restored.snapshot() == history.snapshot()
+    assert left(restored, 7.0) == left(history, 7.0)
+
+
+def test_an_endless_number_is_clipped():
+    assert left(StepsLeftHistory(), 1e300)[-1] < 1e7
+
+
+def test_assumed_numbers_fill_up_what_is_not_learned():
+    history = RatioHistory()
+    assert history.expected(STATED, "pytest", 4.0, (1.0, 2.0, 3.0)) == (1.0, 2.0, 3.0)
+    for known in range(ENOUGH_RATIOS):
+        assert len(history.expected(STATED, "pytest", 4.0, (1.0, 2.0, 3.0))) == (
+            ENOUGH_RATIOS if known else 3
+        )
+        history.learn(STATED, "pytest", 5.0, 50.0)
+    assert history.expected(STATED, "pytest", 4.0, (1.0, 2.0, 3.0)) == (40.0,) * ENOUGH_RATIOS
+    assert history.expected(STATED, "pytest", 400.0, (1.0,)) == (4000.0,) * ENOUGH_RATIOS, (
+        "of another size: as all"
+    )
