@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.placed_programs import RETURN_S
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
@@ -38,6 +40,7 @@ from sojourn_server.policies.placement.residency_price import ResidencyPricePlac
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.policies.retention_policies import FixedRetention
+from sojourn_server.policies.workflow_prediction import ThreeTierPrediction
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import VirtualEngine, prompt
 
@@ -778,3 +781,54 @@ def test_after_a_reset_of_the_cache_nobody_has_anything_below_the_device() -> No
     assert seen(view, "running").resident_blocks == 6
     order(engine, policy, "host", DEVICE)
     assert not engine.parked(parked)
+
+
+def hinted(engine: Engine, program: str, blocks: int, **hint: Any) -> str:
+    request = engine.arrive(program, prompt(4 * blocks, len(program)), **hint)
+    engine.step()
+    engine.admit(request)
+    return request
+
+
+def shown(policy: Watched, engine: Engine, program: str) -> ProgramTierView:
+    engine.now += TICK_S
+    engine.step()
+    return seen(policy.views[-1], program)
+
+
+def costs_watched(**questions: Any) -> tuple[Watched, Engine]:
+    policy = Watched()
+    policy.reads_costs = True
+    return policy, Engine(policy, workflow_prediction=ThreeTierPrediction(), **questions)
+
+
+def test_a_program_that_waits_for_sub_agents_returns_after_the_last_of_them() -> None:
+    policy, engine = costs_watched()
+    engine.finish(hinted(engine, "parent", 2))
+    assert shown(policy, engine, "parent").gap_durations_s == ()
+    waits = {"parent_program_id": "parent", "blocks_parent": True, "sojourn": {"expected_steps_left": 9}}
+    for child in ("a", "bb"):
+        engine.finish(hinted(engine, child, 2, **waits))
+    many_turns_s = statistics.median(shown(policy, engine, "parent").gap_durations_s)
+    engine.end("a")
+    assert shown(policy, engine, "parent").gap_durations_s != (RETURN_S,)
+    waits["sojourn"] = {"expected_steps_left": 0}
+    engine.now += 1.0
+    engine.finish(hinted(engine, "bb", 2, **waits))
+    assert statistics.median(shown(policy, engine, "parent").gap_durations_s) < many_turns_s
+    engine.end("bb")
+    assert shown(policy, engine, "parent").gap_durations_s == (RETURN_S,)
+
+
+def test_a_policy_sees_what_clients_state() -> None:
+    policy, engine = costs_watched()
+    hint = {"priority": 3, "deadline_seconds": 40.0, "kv_retention_ttl_seconds": 7.0, "expected_resume": True}
+    arrived_s = engine.now
+    engine.finish(hinted(engine, "p", 2, **hint))
+    ended_s = engine.now
+    view = shown(policy, engine, "p")
+    assert (view.importance, view.return_chance) == (3, 1.0)
+    assert (view.due_s, view.held_until_s) == (arrived_s + 40.0, ended_s + 7.0)
+    assert not view.work_stated
+    engine.finish(hinted(engine, "q", 2, sojourn={"expected_steps_left": 0}))
+    assert shown(policy, engine, "q").return_chance == 0.0
