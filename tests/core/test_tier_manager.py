@@ -825,10 +825,15 @@ def test_a_policy_sees_what_clients_state() -> None:
     hint = {"priority": 3, "deadline_seconds": 40.0, "kv_retention_ttl_seconds": 7.0, "expected_resume": True}
     arrived_s = engine.now
     engine.finish(hinted(engine, "p", 2, **hint))
-    ended_s = engine.now
     view = shown(policy, engine, "p")
     assert (view.importance, view.return_chance) == (3, 1.0)
-    assert (view.due_s, view.held_until_s) == (arrived_s + 40.0, ended_s + 7.0)
+    assert view.due_s == arrived_s + 40.0
+    assert view.gap_durations_s == pytest.approx([7.0 * (2 * n + 1) / 16 for n in range(8)])
     assert not view.work_stated
+    for _ in range(8):
+        engine.now += 14.0 - TICK_S
+        engine.finish(hinted(engine, "p", 2, **hint))
+        last = shown(policy, engine, "p").gap_durations_s
+    assert last == pytest.approx([14.0] * 8, rel=0.1), "it asks for half of the time that it needs"
     engine.finish(hinted(engine, "q", 2, sojourn={"expected_steps_left": 0}))
     assert shown(policy, engine, "q").return_chance == 0.0

@@ -626,23 +626,6 @@ def test_an_urgent_program_is_worth_more() -> None:
         assert ("a" in answer(here, program("r", DEVICE, REASONING, 1), waiting)) is leaves
 
 
-def test_what_clients_ask_to_keep_is_kept_within_their_tenants_share() -> None:
-    waiting = program("b", WAITING, READY, 14)
-    runs = program("r", DEVICE, REASONING, 2)
-
-    def kept(**hints: Any) -> bool:
-        return "a" not in answer(acting("a", 5, (900.0,), **hints), runs, waiting)
-
-    assert not kept()
-    assert kept(held_until_s=NOW + 1.0)
-    assert not kept(held_until_s=NOW - 1.0)
-    others = [
-        acting(f"o{n}", 5, (900.0,), since_s=NOW - 1.0, held_until_s=NOW + 9.0, tenant="t") for n in range(2)
-    ]
-    moves = answer(*others, runs, program("b", WAITING, READY, 9))
-    assert len(moves.keys() & {"o0", "o1"}) == 1, "a quarter of the device"
-
-
 def test_where_the_work_left_is_stated_the_least_enters_first() -> None:
     new_s = (100.0,)
     line = [

@@ -18,8 +18,9 @@ from .windowed_history import KeyedHistory, SlidingWindow
 if TYPE_CHECKING:
     from .program_state import ProgramState
 
-STATED, GRAPH = "stated", "graph"
-"""Sources of statements about turns: a client's ``expected_steps_left``, or a declared graph."""
+STATED, GRAPH, TTL = "stated", "graph", "ttl"
+"""Sources of statements. Of turns: a client's ``expected_steps_left``, or a declared graph. Of a gap: its
+``expected_s``, or ``kv_retention_ttl_seconds``."""
 RATIOS = 15
 """Maximum number of equally likely ratios."""
 ENOUGH_RATIOS = 8
@@ -113,6 +114,11 @@ _ASSUMED = [
     exp(ASSUMED_SIGMA * NormalDist().inv_cdf((2 * i + 1) / (2 * ENOUGH_RATIOS))) for i in range(ENOUGH_RATIOS)
 ]
 """Assumed ratios, ascending."""
+
+
+def within(most: float) -> list[float]:
+    """Return equally likely numbers between 0 and ``most``, ascending."""
+    return [most * (2 * i + 1) / (2 * ENOUGH_RATIOS) for i in range(ENOUGH_RATIOS)]
 
 
 def _key(source: str, name: str, stated: float) -> str:
