@@ -836,4 +836,9 @@ def test_a_policy_sees_what_clients_state() -> None:
         last = shown(policy, engine, "p").gap_durations_s
     assert last == pytest.approx([14.0] * 8, rel=0.1), "it asks for half of the time that it needs"
     engine.finish(hinted(engine, "q", 2, sojourn={"expected_steps_left": 0}))
-    assert shown(policy, engine, "q").return_chance == 0.0
+    assert shown(policy, engine, "q").return_chance == 0.5, "it may be wrong"
+    for number in range(8):
+        engine.finish(hinted(engine, f"ended {number}", 2, sojourn={"expected_steps_left": 0}))
+        engine.end(f"ended {number}")
+    engine.finish(hinted(engine, "r", 2, sojourn={"expected_steps_left": 0}))
+    assert shown(policy, engine, "r").return_chance == 0.0, "it was right eight times"
