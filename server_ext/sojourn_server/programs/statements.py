@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, frexp
 from statistics import NormalDist
-from typing import TYPE_CHECKING, NamedTuple
 
+from .program_state import ProgramState, StepsLeft
 from .windowed_history import KeyedHistory, SlidingWindow
-
-if TYPE_CHECKING:
-    from .program_state import ProgramState
 
 STATED, GRAPH, TTL = "stated", "graph", "ttl"
 """Sources of statements. Of turns: a client's ``expected_steps_left``, or a declared graph. Of a gap: its
@@ -56,16 +53,6 @@ class RatioHistory(KeyedHistory[str]):
         else:
             more = [*assumed]
         return tuple(sorted((*(stated * ratio for ratio in own), *more)))
-
-
-class StepsLeft(NamedTuple):
-    """A statement about the turns that a program has left: a program's first one of this source and size."""
-
-    source: str
-    turns: float
-    """Turns to the program's end, the next one included."""
-    after: int
-    """Turns that the program had finished."""
 
 
 class StepsLeftHistory(RatioHistory):

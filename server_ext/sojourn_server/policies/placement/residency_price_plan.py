@@ -31,7 +31,7 @@ BEGIN_WORTH = 0.9
 """On a fully used device, a program without a saved context waits only for programs with at least this share
 of its worth. The share is below 1 so that programs of similar worth wait for each other."""
 URGENT_S = 120.0
-"""A program is urgent from this many seconds before its deadline."""
+"""A program is urgent from this many seconds before its deadline until as long after it."""
 URGENT_WORTH = 4.0
 """An urgent program is worth this many times as much as another one."""
 FUTILE_SHARE = 0.4
@@ -241,7 +241,7 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _is_urgent(self, program: ProgramTierView) -> bool:
         """Whether a program is more important than programs are in the mean, or due soon."""
-        is_due = program.due_s - URGENT_S <= self._now < program.due_s
+        is_due = abs(program.due_s - self._now) < URGENT_S
         return is_due or program.importance > self._mean_importance
 
     @cached_property
