@@ -219,7 +219,7 @@ def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
 
     for owner, method, name in (
         (ResidencyPricePlan, "_hold_value", "hold values"),
-        (ResidencyPricePlacement, "promotion_key", "keys"),
+        (ResidencyPricePlacement, "_promotion_key", "keys"),
         (ResidencyPricePlacement, "device_blocks", "sizes"),
     ):
         monkeypatch.setattr(owner, method, counted(name, getattr(owner, method)))
