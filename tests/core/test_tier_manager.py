@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -36,12 +37,13 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement, program_worth
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.policies.retention_policies import FixedRetention
 from sojourn_server.policies.workflow_prediction import ThreeTierPrediction
 from sojourn_server.programs.program_status import ProgramStatus
+from sojourn_server.programs.statements import STATED, StepsLeft
 from virtual_engine import VirtualEngine, prompt
 
 DEVICE, HOST, DISK, WAITING = Tier
@@ -836,9 +838,32 @@ def test_a_policy_sees_what_clients_state() -> None:
         last = shown(policy, engine, "p").gap_durations_s
     assert last == pytest.approx([14.0] * 8, rel=0.1), "it asks for half of the time that it needs"
     engine.finish(hinted(engine, "q", 2, sojourn={"expected_steps_left": 0}))
-    assert shown(policy, engine, "q").return_chance == 0.5, "it may be wrong"
-    for number in range(8):
-        engine.finish(hinted(engine, f"ended {number}", 2, sojourn={"expected_steps_left": 0}))
+    assert shown(policy, engine, "q").return_chance == 0.0
+
+
+def test_a_program_is_worth_more_near_the_end_of_its_plan() -> None:
+    policy, engine = costs_watched()
+
+    def turn(program: str, items: int | None, **hint: Any) -> ProgramTierView:
+        request = hinted(engine, program, 2, **hint)
+        engine.now += 1.0
+        plan = {"plan": [{"step": "do", "status": "pending"}] * items} if items is not None else {}
+        engine.finish(request, json.dumps({"name": "update_plan", "arguments": plan}))
+        return shown(policy, engine, program)
+
+    for number in range(16):
+        items = (2, 20)[number % 2]
+        for left in range(items, -1, -1):
+            turn(f"ended {number}", left)
         engine.end(f"ended {number}")
-    engine.finish(hinted(engine, "r", 2, sojourn={"expected_steps_left": 0}))
-    assert shown(policy, engine, "r").return_chance == 0.0, "it was right eight times"
+    near, far, without = turn("near", 2), turn("far", 20), turn("without", None)
+    assert near.work_stated
+    assert far.work_stated
+    assert not without.work_stated
+    assert program_worth(near) > program_worth(without) > program_worth(far)
+    assert program_worth(turn("far", 2)) == pytest.approx(program_worth(near), rel=0.2)
+    assert turn("near", None).work_stated, "its plan still holds"
+    stated = {"sojourn": {"expected_steps_left": 20}}
+    turn("far", 2, **stated)
+    steps_left = engine.program_scheduler.state.programs.get(ProgramId("far")).steps_left
+    assert steps_left == StepsLeft(STATED, 21.0, after=2), "the client says more than the plan"

@@ -168,7 +168,7 @@ class PlacedProgramViews:
 
     def _costs(self, place: PlacedProgram) -> dict[str, Any]:
         """Fields of a program's view for policies that read costs."""
-        program = place.program
+        program, returns = place.program, place.program.continuation_probability
         started_s = (tool.started_s for tool in program.tools.values())
         began_s = max(place.last_active_s, min(started_s, default=place.last_active_s))
         began_s = max(began_s, *(child.last_active_s for child in place.children.values()), began_s)
@@ -176,7 +176,7 @@ class PlacedProgramViews:
             "gap_durations_s": self._gap_durations_s(place),
             "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
             "rebuild_s": self._rebuild_s(place),
-            "return_chance": self._return_chance(program),
+            "return_chance": 1.0 if returns is None else returns,
             **self._work(program),
         }
 
@@ -184,14 +184,6 @@ class PlacedProgramViews:
         """What is stated of the turns that the program has left, unless its statements were mostly wrong."""
         is_believed = program.credit is None or program.credit.no_worse_than_chance
         return program.steps_left if is_believed else None
-
-    def _return_chance(self, program: ProgramState) -> float:
-        """Probability of another turn: as stated turns left tell by their record, or else as predicted."""
-        stated, predicted = self._statement(program), program.continuation_probability
-        if stated is None or stated.source == GRAPH or program.turn_final:
-            return 1.0 if predicted is None else predicted
-        totals = self._histories.steps_left.total_turns(agent_type_name(program), stated)
-        return fmean(total > program.turns - stated.after for total in totals)
 
     def _turns_left(self, program: ProgramState) -> float | None:
         """Mean number of turns that the program has left; ``None``: it is not stated, or not for sure."""
