@@ -231,7 +231,7 @@ class PlacedProgramViews:
             "service_s": stated_s,
             "attained_s": since_s,
             "new_service_s": service_s or tuple(mean_s * one for one in steps_left.new_programs(GAP_SAMPLES)),
-            "work_stated": stated.source == STATED and spread < SURE_SPREAD,
+            "work_stated": stated.source != GRAPH and spread < SURE_SPREAD,
         }
 
     def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:

@@ -422,7 +422,7 @@ class ProgramScheduler:
         cached_blocks = len(event.block_ids)
         self.tiers.turn_finished(program, cached_blocks)
         program.turn_final = request_state.final
-        self.predictor.turn_finished(program, request_state, cached_blocks, now)
+        self.predictor.turn_finished(program, request_state, cached_blocks, now, event.plan_items)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse

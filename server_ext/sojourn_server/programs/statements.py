@@ -15,9 +15,9 @@ from statistics import NormalDist
 from .program_state import ProgramState, StepsLeft
 from .windowed_history import KeyedHistory, SlidingWindow
 
-STATED, GRAPH, TTL = "stated", "graph", "ttl"
-"""Sources of statements. Of turns: a client's ``expected_steps_left``, or a declared graph. Of a gap: its
-``expected_s``, or ``kv_retention_ttl_seconds``."""
+STATED, GRAPH, PLAN, TTL = "stated", "graph", "plan", "ttl"
+"""Sources of statements. Of turns: a client's ``expected_steps_left``, a declared graph, or the open items of
+the agent's to-do list. Of a gap: its ``expected_s``, or ``kv_retention_ttl_seconds``."""
 RATIOS = 15
 """Maximum number of equally likely ratios."""
 ENOUGH_RATIOS = 8
