@@ -24,7 +24,7 @@ from ..policies.policy_views import (
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
-from ..programs.statements import GRAPH, PLAN, STATED
+from ..programs.statements import GRAPH, STATED
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
@@ -138,16 +138,10 @@ class WorkflowPredictor:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
 
     def turn_finished(
-        self,
-        program: ProgramState,
-        request_state: RequestState,
-        blocks: int,
-        now: float,
-        plan_items: int | None,
+        self, program: ProgramState, request_state: RequestState, blocks: int, now: float
     ) -> None:
         """Predict a program's next workflow step after a turn. ``request_state``: the turn's last request to
-        end. ``blocks``: number of blocks that the turn left in the cache. ``plan_items``: as in
-        ``TurnFinished``."""
+        end. ``blocks``: number of blocks that the turn left in the cache."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         if program.turns == 1:
@@ -158,9 +152,6 @@ class WorkflowPredictor:
         if self._predicts:
             program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
             program.turn_resumes = request_state.resumes
-            # A plan says less than a client that states its turns, or a graph that tells the step.
-            if plan_items is not None and (program.steps_left is None or program.steps_left.source == PLAN):
-                self._steps_left.state(program, PLAN, plan_items)
             self._workflows.context_blocks.observe(float(blocks))
             if (share := self._reusing.pop(program.id, None)) is not None:
                 for step in _steps(program):

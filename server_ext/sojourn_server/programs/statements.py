@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import exp, frexp
 from statistics import NormalDist
+from typing import TYPE_CHECKING, NamedTuple
 
-from .program_state import ProgramState, StepsLeft
 from .windowed_history import KeyedHistory, SlidingWindow
 
-STATED, GRAPH, PLAN, TTL = "stated", "graph", "plan", "ttl"
-"""Sources of statements. Of turns: a client's ``expected_steps_left``, a declared graph, or the open items of
-the agent's to-do list. Of a gap: its ``expected_s``, or ``kv_retention_ttl_seconds``."""
+if TYPE_CHECKING:
+    from .program_state import ProgramState
+
+STATED, GRAPH = "stated", "graph"
+"""Sources of statements about turns: a client's ``expected_steps_left``, or a declared graph."""
 RATIOS = 15
 """Maximum number of equally likely ratios."""
 ENOUGH_RATIOS = 8
@@ -53,6 +55,16 @@ class RatioHistory(KeyedHistory[str]):
         else:
             more = [*assumed]
         return tuple(sorted((*(stated * ratio for ratio in own), *more)))
+
+
+class StepsLeft(NamedTuple):
+    """A statement about the turns that a program has left: a program's first one of this source and size."""
+
+    source: str
+    turns: float
+    """Turns to the program's end, the next one included."""
+    after: int
+    """Turns that the program had finished."""
 
 
 class StepsLeftHistory(RatioHistory):
@@ -101,11 +113,6 @@ _ASSUMED = [
     exp(ASSUMED_SIGMA * NormalDist().inv_cdf((2 * i + 1) / (2 * ENOUGH_RATIOS))) for i in range(ENOUGH_RATIOS)
 ]
 """Assumed ratios, ascending."""
-
-
-def within(most: float) -> list[float]:
-    """Return equally likely numbers between 0 and ``most``, ascending."""
-    return [most * (2 * i + 1) / (2 * ENOUGH_RATIOS) for i in range(ENOUGH_RATIOS)]
 
 
 def _key(source: str, name: str, stated: float) -> str:
