@@ -33,6 +33,7 @@ def write_context(
     emitter: str | None,
     events: Iterable[PendingEvent],
     now: float,
+    steps_left: float | None = None,
 ) -> str | None:
     """Return, as JSON text, the ``AgenticContext`` of a request for which the user's code gave neither hints
     nor a step id. It contains ``events`` with their ages at the time ``now`` (monotonic seconds).
@@ -68,6 +69,9 @@ def write_context(
         comma = ","
     if program.tenant is not None:
         text += f'{comma}"tenant":{_quoted(program.tenant)}'
+        comma = ","
+    if steps_left is not None:
+        text += f'{comma}"expected_steps_left":{steps_left!r}'
         comma = ","
     if emitter is not None:
         text += f'{comma}"events":['

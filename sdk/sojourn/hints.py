@@ -27,7 +27,7 @@ class SojournContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     tenant: str | None = None
     """Tenant that the client names. It is advice only; fairness uses the authenticated identity."""
     expected_steps_left: float | None = None
-    """Number of turns that the client expects after the current turn; ≥ 0. This SDK sends none."""
+    """Number of turns that the client expects after the current turn; ≥ 0."""
     events: list[msgspec.Raw] = []
     """Unsent events of the program, encoded as JSON. The server applies these events before the request."""
 

@@ -7,7 +7,7 @@ user's own fields always win: if the request already names a program, nothing is
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextvars import ContextVar, Token
 from operator import methodcaller
 from threading import get_ident
@@ -83,10 +83,8 @@ class LogicalRequest:
         program.open_requests.add(self)
         program.is_used = True
         if len(program.open_requests) > 1:
-            try:
-                _check_overlapping_requests(program, self)
-            except Exception:
-                counters.add("internal_error")
+            # ``process_program`` checks this too, but two threads may pass that check at the same moment.
+            _check_overlap(program, lambda other: other is not self and other.awaits_answer, counters)
         counters.of_thread[get_ident()]["requests_started"] += 1
         if runtime.hears_turns:
             runtime.notify_listeners("request_started", self)
@@ -107,10 +105,8 @@ class LogicalRequest:
             if runtime.hears_turns:
                 runtime.notify_listeners("request_first_byte", self)
         elif len(self.program.open_requests) > 1:
-            try:
-                _check_overlapping_streams(self.program, self.started_s)
-            except Exception:
-                self._counters.add("internal_error")
+            # One agent loop does not go back to an older stream, so a newer open request is of another loop.
+            _check_overlap(self.program, lambda other: other.started_s > self.started_s, self._counters)
 
     def end(self, how: str = "ended") -> None:
         """End the request. Only the first call counts. ``how``: ``ended`` (the answer is complete),
@@ -133,30 +129,16 @@ class LogicalRequest:
         self.end("cancelled" if status_of(error) == "cancelled" else "failed")
 
 
-def _check_overlapping_requests(program: Program, begun: object) -> None:
-    """Stop counting the process as one run if another request of ``program`` still waits for its answer.
-    ``begun`` is the request that starts now. ``process_program`` checks for overlaps too, but two threads may
-    pass that check at the same moment."""
-    session = runtime.session()
-    if not session.counts_as_one_run or program is not session.program:
-        return
-    others = (other for other in tuple(program.open_requests) if other is not begun)
-    if any(getattr(other, "awaits_answer", False) for other in others):
-        stop_counting_as_one_run(session)
-
-
-def _check_overlapping_streams(program: Program, began_s: float) -> None:
-    """Stop counting the process as one run if ``program`` has an open request that began after ``began_s``.
-
-    Called when the agent reads further bytes of a stream. ``began_s``: start of the stream's request, in
-    monotonic seconds. One agent loop does not go back to an older stream. So a newer open request belongs to
-    another loop.
-    """
-    session = runtime.session()
-    if not session.counts_as_one_run or program is not session.program:
-        return
-    if any(getattr(other, "started_s", began_s) > began_s for other in tuple(program.open_requests)):
-        stop_counting_as_one_run(session)
+def _check_overlap(program: Program, is_other_run: Callable[[Any], bool], counters: Counters) -> None:
+    """Stop counting the process as one run if ``is_other_run`` is true for an open request of ``program``."""
+    try:
+        session = runtime.session()
+        if not session.counts_as_one_run or program is not session.program:
+            return
+        if any(map(is_other_run, tuple(program.open_requests))):
+            stop_counting_as_one_run(session)
+    except Exception:
+        counters.add("internal_error")
 
 
 class OutgoingRequest(LogicalRequest, RequestContext):
@@ -167,8 +149,8 @@ class OutgoingRequest(LogicalRequest, RequestContext):
     """
 
     __slots__ = (
-        "_around", "_busy", "_emitter", "_step", "_taken", "bound_for", "client", "headers", "is_outside",
-        "prepared", "session", "to_event_server",
+        "_around", "_busy", "_emitter", "_step", "_steps_left", "_taken", "bound_for", "client", "headers",
+        "is_outside", "prepared", "session", "to_event_server",
     )  # fmt: skip
 
     client: Any
@@ -241,6 +223,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         request.session = session
         request.client = client
         request._step = step
+        request._steps_left = None if program.steps_left is None else program.count_turn()
         request._taken = []
         request._emitter = None
         request.prepared, request.headers = None, {}

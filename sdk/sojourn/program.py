@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
 from . import runtime
@@ -42,10 +42,29 @@ try:
 except ImportError:  # pragma: no cover
     mmap = None
 
+T = TypeVar("T")
 
 MAX_GRAPHS_REPORTED: Final = 4096
 """Maximum number of graphs that a session remembers as sent. At this limit the session forgets all graphs, so
 the next report of each graph is in full again."""
+
+
+class AsyncBlock(Generic[T]):
+    """Base class of ``with`` blocks that never wait. So ``async with`` does the same."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> T:
+        raise NotImplementedError
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> T:
+        return self.__enter__()
+
+    async def __aexit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.__exit__(kind, error, trace)
 
 
 class Program:
@@ -59,7 +78,7 @@ class Program:
         "__weakref__", "_ends", "_number", "_outside_before", "_pid", "_resume", "_shared", "_state", "aeg",
         "agent_type", "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit",
         "is_used", "name", "node", "of_process", "open_requests", "outer_context", "parent_id", "root_id",
-        "running_tools", "tenant",
+        "running_tools", "steps_left", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +97,7 @@ class Program:
         tenant: str | None = None,
         aeg: Aeg | None = None,
         resume: ResumeFile | None = None,
+        max_steps: float | None = None,
     ) -> None:
         """Create the program without reporting it; ``start`` reports it.
 
@@ -108,6 +128,9 @@ class Program:
         """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
         self.aeg = aeg
         """The program's graph, if known."""
+        self.steps_left = None if max_steps is None else float(max_steps)
+        """Maximum number of turns that may still begin; ``None`` without a limit. Threads may make it drift,
+        which does no harm to an estimate."""
         self.node: str | None = None
         """Graph node that a framework's adapter last reported; the node of a ``step()`` takes precedence."""
         # Sets, not counts: adding and discarding are atomic, so that threads cannot make them drift.
@@ -191,6 +214,13 @@ class Program:
         """Set the current node of the graph. For adapters. Never raises."""
         self.node = node
         runtime.notify_listeners("node_entered", self, node)
+
+    def count_turn(self) -> float | None:
+        """Count a turn that begins. Returns the maximum number of turns after it; ``None`` without a
+        limit."""
+        if self.steps_left is not None:
+            self.steps_left = max(0.0, self.steps_left - 1.0)
+        return self.steps_left
 
     def report_graph(self) -> None:
         """Report the graph of an open program: in full, or only its hash if the graph was sent
@@ -287,7 +317,7 @@ class Program:
     def __reduce__(self) -> Any:
         """Return the parts to pickle. The unpickled copy is open, sends no heartbeats and reports no end."""
         names = ("name", "agent_type", "parent_id", "root_id", "depth", "call_id", "hints", "tenant", "node")
-        return _remote_program, (self.id, {name: getattr(self, name) for name in names})
+        return _remote_program, (self.id, {name: getattr(self, name) for name in (*names, "steps_left")})
 
     def __repr__(self) -> str:
         label = f" {self.name!r}" if self.name else ""

@@ -19,6 +19,7 @@ from .aeg import Aeg
 from .errors import ArgumentError, status_of
 from .ids import ProgramId, id_problem
 from .program import (
+    AsyncBlock,
     ExecutionContext,
     Program,
     current_context,
@@ -28,7 +29,7 @@ from .program import (
     reset_context,
 )
 from .sdk_logger import logger
-from .user_hints import NO_HINTS, UserHints, checked_hints
+from .user_hints import NO_HINTS, check_number, checked_hints
 from .valid_ids_and_names import name_of, new_program_id
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ INHERIT: Final = _Inherit()
 """Default of the argument ``parent``: the program around the running code, if any, is the parent."""
 
 
-class ProgramScope:
+class ProgramScope(AsyncBlock[Program]):
     """The result of ``program()``. As a ``with`` block, it runs the block as one program. As a decorator, it
     runs each call of the function as a program. If several tasks or threads enter the same scope at the same
     time, each of them runs a program of its own."""
@@ -117,14 +118,6 @@ class ProgramScope:
         if program is not None:
             program.end(status_of(error))
 
-    async def __aenter__(self) -> Program:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
-
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         from .scoped_functions import scoped
 
@@ -148,6 +141,7 @@ def program(
     expected_output_length: int | None = None,
     kv_retention_ttl_s: float | None = None,
     blocks_parent: bool | None = None,
+    max_steps: float | None = None,
     tenant: str | None = None,
     aeg: Aeg | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -166,6 +160,7 @@ def program(
     expected_output_length: int | None = None,
     kv_retention_ttl_s: float | None = None,
     blocks_parent: bool | None = None,
+    max_steps: float | None = None,
     tenant: str | None = None,
     aeg: Aeg | None = None,
     resume: str | os.PathLike[str] | None = None,
@@ -181,6 +176,8 @@ def program(
     - ``priority`` to ``blocks_parent`` are hints for every request of the program; a ``step()`` may give
       others (see there). ``deadline_s`` counts from the program's start. ``blocks_parent`` says whether the
       parent waits for this program.
+    - ``max_steps`` is the maximum number of turns, such as a limit of the agent's loop. Each request states
+      how many of them are left, unless a ``step()`` around it gives its own ``expected_steps_left``.
     - ``tenant`` is the tenant that the program runs for, ``aeg`` is its Agent Execution Graph.
     - ``resume`` names a file that holds the id until the run ends cleanly, so that a restarted client
       continues the same program (see ``sojourn.resume_file``).
@@ -225,6 +222,7 @@ def program(
     plain = all(value is None for value in hints.values())
     try:
         checked_hints(**hints)
+        check_number("max_steps", max_steps, "steps")
     except ValueError as error:
         raise ArgumentError(str(error)) from None
 
@@ -240,6 +238,7 @@ def program(
             tenant=tenant,
             aeg=aeg,
             resume=path,
+            max_steps=max_steps,
         )
 
     named = parent.id if isinstance(parent, Program) else parent
@@ -258,11 +257,9 @@ def _make_program(
     *,
     id: str | None = None,
     agent_type: str | None = None,
-    hints: UserHints = NO_HINTS,
-    heartbeat: bool = True,
     tenant: str | None = None,
-    aeg: Aeg | None = None,
     resume: str | None = None,
+    **others: Any,
 ) -> Program:
     file = None if resume is None else _resume_file(resume)
     call_id: str | None = None
@@ -277,11 +274,9 @@ def _make_program(
         agent_type=None if agent_type is None else name_of(agent_type),
         parent=parent,
         call_id=call_id,
-        hints=hints,
-        heartbeat=heartbeat,
         tenant=name_of(tenant) if tenant else parent.tenant if isinstance(parent, Program) else None,
-        aeg=aeg,
         resume=file,
+        **others,
     )
 
 

@@ -53,7 +53,7 @@ def request_fields() -> dict[str, Any]:
 
 def headers() -> dict[str, str]:
     """Return headers for a request made without a patched client; empty before ``init()``. Never raises."""
-    return _parts(take=False)[1]
+    return _parts(take=False, is_turn=False)[1]
 
 
 def request_parts(program: Program | None = None) -> Parts:
@@ -84,12 +84,16 @@ def body_additions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[s
     return added
 
 
-def _parts(*, take: bool, program: Program | None = None) -> Parts:
+def _parts(*, take: bool, program: Program | None = None, is_turn: bool = True) -> Parts:
+    """``is_turn``: False for headers alone, which a user asks for beside the fields of the same request."""
     session = runtime.session()
     if not session.online:
         return {}, {}
     try:
-        return Turn(session, program).context_parts(take=take)
+        turn = Turn(session, program)
+        if is_turn:
+            turn._steps_left = turn.program.count_turn()
+        return turn.context_parts(take=take)
     except Exception:
         session.counters.add("inject_error")
         return {}, {}
@@ -105,6 +109,8 @@ class RequestContext:
     id: str
     """Id of the request, the same for every attempt."""
     _step: StepContext | None
+    _steps_left: float | None
+    """Turns left after this one, by the program's limit."""
     _taken: list[PendingEvent]
     _emitter: EmitterId | None
     """Id of the event sender that numbered the carried events; ``None`` before the first take."""
@@ -161,6 +167,7 @@ class RequestContext:
                         self._emitter if fresh else None,
                         fresh,
                         now,
+                        self._steps_left,
                     )
                     if text is not None:
                         return sojourn_fields(program.id, text)
@@ -216,18 +223,11 @@ class RequestContext:
             heartbeat=program.heartbeat,
             final=bool(hints.final),
             tenant=program.tenant,
+            expected_steps_left=(
+                self._steps_left if hints.expected_steps_left is None else hints.expected_steps_left
+            ),
             events=carried or [],
         )
-        step_id = None if step is None or step.step_id is None else name_of(step.step_id)
-        if hints is NO_HINTS:
-            return AgenticContext(
-                program_id=program.id,
-                parent_program_id=program.parent_id,
-                root_program_id=program.root_id,
-                request_id=self.id,
-                step_id=step_id,
-                sojourn=ours,
-            )
         deadline_s: float | None = None
         if hints.deadline_at_s is not None:
             deadline_s = round(max(0.0, hints.deadline_at_s - runtime.clock()), 3)
@@ -239,7 +239,7 @@ class RequestContext:
             blocks_parent=hints.blocks_parent,
             expected_resume=False if resume is None and hints.final else resume,
             request_id=self.id,
-            step_id=step_id,
+            step_id=None if step is None or step.step_id is None else name_of(step.step_id),
             priority=hints.priority,
             deadline_seconds=deadline_s,
             expected_output_length=hints.expected_output_length,
@@ -266,6 +266,7 @@ class Turn(RequestContext):
         self.program = program
         program.is_used = True
         step = self._step = here.step
+        self._steps_left = None
         self.node = (None if step is None else step.node) or node or program.node
         self.id = next(valid_ids_and_names.request_ids)
         self._taken = []

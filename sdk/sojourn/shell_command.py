@@ -207,9 +207,9 @@ def _word(text: str, position: int) -> tuple[str, int]:
             position = found.end()
             continue
         char = text[position]
-        if char == "'":
-            end = _until(text, "'", position + 1)
-            parts.append(text[position + 1 : end])
+        if char in "'`":
+            end = _until(text, char, position + 1)
+            parts.append(text[position + 1 : end] if char == "'" else text[position : end + 1])
             position = end + 1
         elif char == '"':
             end = _closing_quote(text, position + 1)
@@ -218,10 +218,6 @@ def _word(text: str, position: int) -> tuple[str, int]:
         elif char == "\\":
             parts.append(text[position + 1 : position + 2].strip("\n"))
             position += 2
-        elif char == "`":
-            end = _until(text, "`", position + 1)
-            parts.append(text[position : end + 1])
-            position = end + 1
         elif char == "$":
             end = _after_substitution(text, position) if text.startswith("$(", position) else position + 1
             parts.append(text[position:end])

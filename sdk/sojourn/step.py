@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 
 from . import runtime
-from .program import enter_block, leave_block, live_context
+from .program import AsyncBlock, enter_block, leave_block, live_context
 from .stats import Counters
 from .user_hints import NO_HINTS, StepContext, UserHints, checked_hints
 
 
-class Step:
+class Step(AsyncBlock["Step"]):
     """A ``with`` block that gives the requests inside it a graph node and hints. Values that this step lacks
     come from the steps around it. Threads and tasks may be in the same step at the same time."""
 
@@ -34,14 +34,6 @@ class Step:
     ) -> None:
         leave_block(self)
 
-    async def __aenter__(self) -> Step:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
-
 
 def step(
     node: str | None = None,
@@ -53,6 +45,7 @@ def step(
     kv_retention_ttl_s: float | None = None,
     expected_resume: bool | None = None,
     final: bool | None = None,
+    expected_steps_left: float | None = None,
 ) -> Step:
     """Return a ``with`` block that gives hints for the requests made inside it:
     ``with sojourn.step("plan", expected_output_length=200): ...``.
@@ -60,8 +53,10 @@ def step(
     ``node`` is a node of the agent's graph; ``step_id`` is passed on to vLLM Router. A higher ``priority`` is
     more important. ``deadline_s`` counts from now, in seconds. ``expected_output_length`` is in tokens.
     ``kv_retention_ttl_s`` is how long to keep a turn's KV, in seconds. ``expected_resume`` says whether a
-    further turn follows; ``final`` means that none follows. An invalid value is dropped and counted
-    (``hint_invalid``). It does not raise, since agents often compute values while they run.
+    further turn follows; ``final`` means that none follows. ``expected_steps_left`` is how many turns you
+    expect after each request of the block; a guess will do, since the server learns how far it is true. An
+    invalid value is dropped and counted (``hint_invalid``). It does not raise, since agents often compute
+    values while they run.
     """
     hints = _valid_hints(
         runtime.session().counters,
@@ -71,6 +66,7 @@ def step(
         kv_retention_ttl_s=kv_retention_ttl_s,
         expected_resume=expected_resume,
         final=final,
+        expected_steps_left=expected_steps_left,
     )
     return Step(
         node if node is None else str(node),
@@ -80,16 +76,11 @@ def step(
 
 
 def _valid_hints(counters: Counters, **hints: object) -> UserHints:
-    given = {name: value for name, value in hints.items() if value is not None}
-    if not given:
-        return NO_HINTS
-    try:
-        return checked_hints(**given)  # type: ignore[arg-type]
-    except Exception:
-        result = NO_HINTS
-        for name, value in given.items():
-            try:
+    result = NO_HINTS
+    for name, value in hints.items():
+        try:
+            if value is not None:
                 result = checked_hints(**{name: value}).with_defaults(result)  # type: ignore[arg-type]
-            except Exception:
-                counters.add("hint_invalid")
-        return result
+        except Exception:
+            counters.add("hint_invalid")
+    return result

@@ -12,6 +12,7 @@ from . import runtime
 from .errors import tool_status_of
 from .ids import CallId
 from .program import (
+    AsyncBlock,
     ExecutionContext,
     Program,
     current_context,
@@ -33,7 +34,7 @@ MAX_ROUNDED_S = 1e9
 STATUSES = frozenset({"ok", "error", "timeout", "nonzero", "cancelled"})
 
 
-class ToolCall:
+class ToolCall(AsyncBlock["ToolCall"]):
     """One tool call, as a ``with`` or ``async with`` block. If the tool fails without an exception, set
     ``status`` of the call that the block returns. If several tasks enter the same block at the same time,
     each further task gets another call, with a fresh id."""
@@ -198,14 +199,6 @@ class ToolCall:
         if status is None:
             status = "ok" if error is None else tool_status_of(error)
         self.stop(status)
-
-    async def __aenter__(self) -> ToolCall:
-        return self.__enter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.__exit__(kind, error, trace)
 
 
 def tool_call(

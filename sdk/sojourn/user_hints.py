@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -19,18 +19,13 @@ class UserHints(NamedTuple):
     expected_resume: bool | None = None
     blocks_parent: bool | None = None
     final: bool | None = None
+    expected_steps_left: float | None = None
 
     def with_defaults(self, outer: UserHints) -> UserHints:
         """Return these hints, with missing ones taken from ``outer``."""
         if self is NO_HINTS or outer is NO_HINTS:
             return outer if self is NO_HINTS else self
         return outer._replace(**{name: value for name, value in self._asdict().items() if value is not None})
-
-    def __copy__(self) -> UserHints:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> UserHints:
-        return self
 
     def __reduce__(self) -> Any:
         # Each machine has a monotonic clock of its own. The wall clock tells how long the pickle lay in a
@@ -78,6 +73,7 @@ def checked_hints(
     expected_resume: bool | None = None,
     blocks_parent: bool | None = None,
     final: bool | None = None,
+    expected_steps_left: float | None = None,
 ) -> UserHints:
     """Check the hints and return them as ``UserHints``. ``deadline_s``: seconds from now. Raises
     ``ValueError``, which names the first invalid hint."""
@@ -87,10 +83,8 @@ def checked_hints(
     if expected_output_length is not None and expected_output_length < 0:
         raise ValueError(f"expected_output_length is {expected_output_length}; expected tokens ≥ 0")
     for name, seconds in (("deadline_s", deadline_s), ("kv_retention_ttl_s", kv_retention_ttl_s)):
-        if seconds is not None and not (
-            isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds >= 0
-        ):
-            raise ValueError(f"{name} is {seconds!r}; expected seconds ≥ 0")
+        check_number(name, seconds, "seconds")
+    check_number("expected_steps_left", expected_steps_left, "steps")
     flags = {"expected_resume": expected_resume, "blocks_parent": blocks_parent, "final": final}
     for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):
@@ -100,5 +94,20 @@ def checked_hints(
         deadline_at_s=None if deadline_s is None else runtime.clock() + deadline_s,
         expected_output_length=expected_output_length,
         kv_retention_ttl_s=None if kv_retention_ttl_s is None else float(kv_retention_ttl_s),
+        expected_steps_left=None if expected_steps_left is None else float(expected_steps_left),
         **flags,
     )
+
+
+def check_number(name: str, value: object, unit: str) -> None:
+    """Raise ``ValueError`` unless ``value`` is ``None`` or a finite number ≥ 0."""
+    if value is None:
+        return
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"{name} is {value!r}; expected {unit} ≥ 0")
+
+
+def step_limit(most: object) -> int | None:
+    """Return a limit of turns in a framework's settings, for ``program(max_steps=)``. Frameworks use 0 and
+    ``None`` for no limit."""
+    return most if type(most) is int and 0 < most < 2**31 else None

@@ -20,7 +20,12 @@ TEXTS = ("a", 'quote " and \\', "line\nbreak\ttab\x01\x7f", "агент", "\U000
 IDS = tuple(text for text in TEXTS if id_problem(text) is None)
 
 
-def by_structs(program: Program, node: str | None, events: list[PendingEvent] | None) -> AgenticContext:
+def by_structs(
+    program: Program,
+    node: str | None,
+    events: list[PendingEvent] | None,
+    steps_left: float | None = None,
+) -> AgenticContext:
     ours = SojournContext(
         emitter=None if events is None else "e-1",
         agent_type=program.agent_type,
@@ -28,6 +33,7 @@ def by_structs(program: Program, node: str | None, events: list[PendingEvent] | 
         node=node,
         heartbeat=program.heartbeat,
         tenant=program.tenant,
+        expected_steps_left=steps_left,
         events=[event.event(NOW) for event in events or ()],  # type: ignore[misc]
     )
     context = AgenticContext(
@@ -83,9 +89,10 @@ def test_both_ways_say_the_same():
         program = a_program(random)
         node = random.choice((None, *TEXTS))
         events = [an_event(random, program.id, seq) for seq in range(random.randrange(1, 5))]
-        text = write_context(program, "r-1", node, "e-1", events, NOW)
+        left = random.choice((None, 0.0, 3, 2.5, 1e300, 5e-324))
+        text = write_context(program, "r-1", node, "e-1", events, NOW, left)
         assert text is not None
-        assert decoded(decode_context(text)) == decoded(by_structs(program, node, events))
+        assert decoded(decode_context(text)) == decoded(by_structs(program, node, events, left))
 
 
 def test_without_events_there_is_no_emitter():
@@ -119,9 +126,8 @@ def test_no_field_of_the_structs_is_forgotten():
         "kv_retention_ttl_seconds"
     )
     assert {*AgenticContext.__struct_fields__} == {*written.split(), *hints.split()}
-    written = "emitter agent_type node heartbeat implicit tenant events"
-    # The SDK makes no estimate of the steps that are left.
-    assert {*SojournContext.__struct_fields__} == {*written.split(), "v", "final", "expected_steps_left"}
+    written = "emitter agent_type node heartbeat implicit tenant expected_steps_left events"
+    assert {*SojournContext.__struct_fields__} == {*written.split(), "v", "final"}
     start = "program_id seq age_s call_id tool tool_class expected_s expected_p95_s"
     assert ToolStart.__struct_fields__ == tuple(start.split())
     assert ToolStop.__struct_fields__ == ("program_id", "seq", "age_s", "call_id", "duration_s", "status")

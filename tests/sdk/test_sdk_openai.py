@@ -135,11 +135,12 @@ def test_raw_and_streaming_responses(online, client):
 def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client):
     online.fail_next = 2
     sojourn.runtime.session().event_sender._linger_s = 0.5
-    with sojourn.program() as p:
+    with sojourn.program(max_steps=9) as p:
         with sojourn.tool_call("bash", "c1"):
             pass
         assert client.chat.completions.create(model="m", messages=MESSAGES).choices
     all_tagged(online, p)
+    assert [r.context.sojourn.expected_steps_left for r in online.requests] == [8, 8, 8]
     assert requests() == {"started": 1, "ended": 1}
     assert sojourn.stats()["request_attempts"] == 3
     assert len(online.requests) == 3

@@ -104,6 +104,10 @@ def test_an_explicit_id_is_kept_and_may_come_back(online):
         {"kv_retention_ttl_s": float("nan")},
         {"expected_output_length": -5},
         {"blocks_parent": "yes"},
+        {"max_steps": -1},
+        {"max_steps": float("nan")},
+        {"max_steps": 10**400},
+        {"max_steps": "9"},
     ],
 )
 def test_wrong_arguments_raise_before_anything_runs(arguments):

@@ -95,6 +95,10 @@ def test_a_deadline_runs_down_and_stops_at_nothing(online, monkeypatch):
         {"deadline_s": float("inf")},
         {"kv_retention_ttl_s": -0.1},
         {"final": "maybe"},
+        {"expected_steps_left": -1},
+        {"expected_steps_left": float("inf")},
+        {"expected_steps_left": "few"},
+        {"expected_steps_left": True},
     ],
 )
 def test_a_senseless_hint_at_run_time_is_dropped_alone(online, hints):
@@ -103,6 +107,46 @@ def test_a_senseless_hint_at_run_time_is_dropped_alone(online, hints):
     assert sojourn.stats()["hint_invalid"] == 1
     assert context.sojourn.node == "n"
     assert context.priority == (None if "priority" in hints else 4)
+    assert context.sojourn.expected_steps_left is None
+
+
+def steps_left() -> float | None:
+    return context_of(sojourn.request_parts()[0]).sojourn.expected_steps_left
+
+
+def test_a_step_states_how_many_steps_are_left(online):
+    with sojourn.program() as p, sojourn.step(expected_steps_left=4):
+        assert steps_left() == 4
+        with sojourn.step("inner", expected_steps_left=2.5):
+            assert [steps_left(), steps_left()] == [2.5, 2.5]
+        with sojourn.step("inner", priority=3):
+            assert steps_left() == 4
+        with sojourn.program():
+            assert steps_left() is None, "a child has steps of its own"
+        with p.here():
+            assert steps_left() is None
+
+
+@pytest.mark.parametrize("hints", [{}, {"priority": 1}])
+def test_a_limit_of_steps_counts_down_with_the_turns_and_stops_at_nothing(online, hints):
+    with sojourn.program(max_steps=4, **hints):
+        sojourn.headers()
+        assert steps_left() == 3
+        assert context_of(sojourn.request_fields()).sojourn.expected_steps_left == 2
+        with sojourn.step(expected_steps_left=9.5), sojourn.step("inner"):
+            assert steps_left() == 9.5
+        with sojourn.step("without a number"):
+            assert [steps_left(), steps_left()] == [0, 0]
+    with sojourn.program(max_steps=1.5, **hints):
+        assert [steps_left(), steps_left()] == [0.5, 0]
+
+
+def test_each_program_of_a_decorated_function_has_its_own_limit(online):
+    @sojourn.program(max_steps=3)
+    def run():
+        return [steps_left(), steps_left()]
+
+    assert run() == run() == [2, 1]
 
 
 def test_unsent_events_ride_once_and_are_not_sent_again(slow):

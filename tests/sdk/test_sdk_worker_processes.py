@@ -145,11 +145,21 @@ def test_a_copy_speaks_for_the_program_and_has_no_say_in_its_life(online: FakeSe
     with (
         sojourn.program("top"),
         sojourn.tool_call("delegate", "c1"),
-        sojourn.program("p", priority=3, deadline_s=9, tenant="t", aeg=Aeg(["n"])) as p,
+        sojourn.program("p", priority=3, deadline_s=9, tenant="t", aeg=Aeg(["n"]), max_steps=9) as p,
     ):
         p.enter_node("n")
         twin = copied(p)
-        for name in ("id", "name", "parent_id", "root_id", "depth", "call_id", "tenant", "node"):
+        for name in (
+            "id",
+            "name",
+            "parent_id",
+            "root_id",
+            "depth",
+            "call_id",
+            "tenant",
+            "node",
+            "steps_left",
+        ):
             assert getattr(twin, name) == getattr(p, name), name
         assert twin.hints == p.hints._replace(deadline_at_s=pytest.approx(p.hints.deadline_at_s, abs=60))
         assert twin.is_open
