@@ -38,7 +38,6 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
     ReadSidePolicy,
     ShorterQueueRead,
-    StorageReadView,
 )
 from sojourn_server.simulator.report.results_file import made_with
 
@@ -61,10 +60,10 @@ RUNS = {"burst": 1, "alone": 5}
 """Number of runs of each case per round. A single request takes only a second, so it is repeated."""
 
 
-class DecodeSide:
+class DecodeSide(ReadSidePolicy):
     """Read-side policy in which the decode engine's node reads everything."""
 
-    def decode_reads(self, view: StorageReadView) -> bool:
+    def decode_reads(self, prefill_queue_s: float, decode_queue_s: float, *, one_node: bool) -> bool:
         return True
 
 

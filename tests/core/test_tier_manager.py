@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.placed_programs import RETURN_S
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
@@ -34,11 +37,13 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement, program_worth
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.policies.retention_policies import FixedRetention
+from sojourn_server.policies.workflow_prediction import ThreeTierPrediction
 from sojourn_server.programs.program_status import ProgramStatus
+from sojourn_server.programs.statements import STATED, StepsLeft
 from virtual_engine import VirtualEngine, prompt
 
 DEVICE, HOST, DISK, WAITING = Tier
@@ -778,3 +783,91 @@ def test_after_a_reset_of_the_cache_nobody_has_anything_below_the_device() -> No
     assert seen(view, "running").resident_blocks == 6
     order(engine, policy, "host", DEVICE)
     assert not engine.parked(parked)
+
+
+def hinted(engine: Engine, program: str, blocks: int, **hint: Any) -> str:
+    request = engine.arrive(program, prompt(4 * blocks, len(program)), **hint)
+    engine.step()
+    engine.admit(request)
+    return request
+
+
+def shown(policy: Watched, engine: Engine, program: str) -> ProgramTierView:
+    engine.now += TICK_S
+    engine.step()
+    return seen(policy.views[-1], program)
+
+
+def costs_watched(**questions: Any) -> tuple[Watched, Engine]:
+    policy = Watched()
+    policy.reads_costs = True
+    return policy, Engine(policy, workflow_prediction=ThreeTierPrediction(), **questions)
+
+
+def test_a_program_that_waits_for_sub_agents_returns_after_the_last_of_them() -> None:
+    policy, engine = costs_watched()
+    for number in range(8):  # programs whose statements are right
+        engine.now += 1.0
+        engine.finish(hinted(engine, f"ended {number}", 2, sojourn={"expected_steps_left": 0}))
+        engine.end(f"ended {number}")
+    engine.finish(hinted(engine, "parent", 2))
+    assert shown(policy, engine, "parent").gap_durations_s == ()
+    waits = {"parent_program_id": "parent", "blocks_parent": True, "sojourn": {"expected_steps_left": 9}}
+    for child in ("a", "bb"):
+        engine.finish(hinted(engine, child, 2, **waits))
+    many_turns_s = statistics.median(shown(policy, engine, "parent").gap_durations_s)
+    engine.end("a")
+    assert shown(policy, engine, "parent").gap_durations_s != (RETURN_S,)
+    waits["sojourn"] = {"expected_steps_left": 0}
+    engine.now += 1.0
+    engine.finish(hinted(engine, "bb", 2, **waits))
+    assert statistics.median(shown(policy, engine, "parent").gap_durations_s) < many_turns_s
+    engine.end("bb")
+    assert shown(policy, engine, "parent").gap_durations_s == (RETURN_S,)
+
+
+def test_a_policy_sees_what_clients_state() -> None:
+    policy, engine = costs_watched()
+    hint = {"priority": 3, "deadline_seconds": 40.0, "kv_retention_ttl_seconds": 7.0, "expected_resume": True}
+    arrived_s = engine.now
+    engine.finish(hinted(engine, "p", 2, **hint))
+    view = shown(policy, engine, "p")
+    assert (view.importance, view.return_chance) == (3, 1.0)
+    assert view.due_s == arrived_s + 40.0
+    assert view.gap_durations_s == pytest.approx([7.0 * (2 * n + 1) / 16 for n in range(8)])
+    assert not view.work_stated
+    for _ in range(8):
+        engine.now += 14.0 - TICK_S
+        engine.finish(hinted(engine, "p", 2, **hint))
+        last = shown(policy, engine, "p").gap_durations_s
+    assert last == pytest.approx([14.0] * 8, rel=0.1), "it asks for half of the time that it needs"
+    engine.finish(hinted(engine, "q", 2, sojourn={"expected_steps_left": 0}))
+    assert shown(policy, engine, "q").return_chance == 0.0
+
+
+def test_a_program_is_worth_more_near_the_end_of_its_plan() -> None:
+    policy, engine = costs_watched()
+
+    def turn(program: str, items: int | None, **hint: Any) -> ProgramTierView:
+        request = hinted(engine, program, 2, **hint)
+        engine.now += 1.0
+        plan = {"plan": [{"step": "do", "status": "pending"}] * items} if items is not None else {}
+        engine.finish(request, json.dumps({"name": "update_plan", "arguments": plan}))
+        return shown(policy, engine, program)
+
+    for number in range(16):
+        items = (2, 20)[number % 2]
+        for left in range(items, -1, -1):
+            turn(f"ended {number}", left)
+        engine.end(f"ended {number}")
+    near, far, without = turn("near", 2), turn("far", 20), turn("without", None)
+    assert near.work_stated
+    assert far.work_stated
+    assert not without.work_stated
+    assert program_worth(near) > program_worth(without) > program_worth(far)
+    assert program_worth(turn("far", 2)) == pytest.approx(program_worth(near), rel=0.2)
+    assert turn("near", None).work_stated, "its plan still holds"
+    stated = {"sojourn": {"expected_steps_left": 20}}
+    turn("far", 2, **stated)
+    steps_left = engine.program_scheduler.state.programs.get(ProgramId("far")).steps_left
+    assert steps_left == StepsLeft(STATED, 21.0, after=2), "the client says more than the plan"

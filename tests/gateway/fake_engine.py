@@ -63,7 +63,6 @@ class FakeEngine:
         self.looked_at = 0
         self.first_event: str | None = None
         """First event of streams; ``None`` for the usual one."""
-        self.tokenizes_never = False
         self.served: set[str] = set()
         """Programs that this process has answered."""
         self.stored: dict[str, dict[str, Any]] = {}
@@ -244,8 +243,6 @@ class FakeEngine:
         return JSONResponse({"input_tokens": len((await request.json())["messages"])})
 
     async def _tokenize(self, request: Request) -> Response:
-        if self.tokenizes_never:
-            await asyncio.sleep(3600)
         return JSONResponse({"tokens": [1, 2, 3]})
 
     async def _generate(self, request: Request) -> Response:

@@ -39,8 +39,6 @@ class PairEngine(FakeEngine):
         self.prompt_tokens = 100
         """Prompt tokens that it reports for each request."""
         self.capabilities_fail = False
-        self.computed = 0
-        """Number of prompts whose KV was pushed before its last restart, and that it computed itself."""
 
     @property
     def at_node(self) -> str:
@@ -94,9 +92,6 @@ class PairEngine(FakeEngine):
         if answer.status_code == 200 and not isinstance(answer, StreamingResponse):
             told = json.loads(bytes(answer.body))
             answer = JSONResponse({**told, "usage": {**told["usage"], "prompt_tokens": self.prompt_tokens}})
-        epoch = asked.get("epoch", self.epoch)
-        if asked.get("do_remote_prefill") and epoch != self.epoch:
-            self.computed += 1  # it has the prompt's tokens, but not its KV
         if not asked.get("do_remote_decode") or self.says_nothing or answer.status_code != 200:
             return answer
         document = json.loads(bytes(answer.body))

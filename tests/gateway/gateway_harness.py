@@ -64,6 +64,13 @@ class World:
         async with self.http.get(self.url + path, headers=headers) as answer:
             return await answer.json()
 
+    async def drain(self, replica: str, word: str = "drain", key: str = "root") -> Any:
+        """Let a replica's programs move at their next turns, or with ``stay`` no longer."""
+        url = f"{self.url}/sojourn/v1/replicas/{replica.replace('/', '%2F')}/{word}"
+        async with self.http.post(url, headers={"Authorization": f"Bearer {key}"}) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
     async def home(self, program: str) -> str | None:
         """Replica that is a program's home; ``None`` for an unknown program."""
         for place in self.gateway.routing_backend.core.program_statuses():

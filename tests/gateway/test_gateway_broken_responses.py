@@ -6,9 +6,11 @@ import asyncio
 import errno
 import json
 import os
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, lines, until, world
@@ -139,12 +141,11 @@ async def test_a_gateway_without_files_refuses_requests_and_suspects_no_engine(
         with monkeypatch.context() as patched:
             await it.gateway.client.close()  # it opens anew
             patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
-            for path, body in [("/v1/chat/completions", {"messages": []})]:
-                async with it.http.post(it.url + path, json=body, headers={"X-Session-ID": "p"}) as answer:
-                    assert answer.status == 503
-                    assert answer.headers["X-Sojourn-Gateway"] == "1"
-                    assert int(answer.headers["Retry-After"]) > 0
-                    assert "open files" in await answer.text()
+            answer = await it.chat("p")
+            assert answer.status == 503
+            assert answer.headers["X-Sojourn-Gateway"] == "1"
+            assert int(answer.headers["Retry-After"]) > 0
+            assert "open files" in await answer.text()
         assert not core.requests
         assert [(state.health, state.load) for state in core.replica_statuses()] == [("up", 0)] * 2
         assert sum(core.counts.routes.values()) == 2, "the second was not sent again"
@@ -155,19 +156,12 @@ class Verbose(FakeEngine):
     """Gives answers of many MiB that are no streams, also about tokens."""
 
     total_bytes = 8 << 20
-    cut = False
-    sent_bytes = 0
     usage = b'","usage": {"prompt_tokens": 100, "completion_tokens": 5}}'
 
     async def _parts(self) -> AsyncIterator[bytes]:
         yield b'{"id": "resp_abc", "text": "'
-        left, self.sent_bytes = self.total_bytes, 0
-        while left > 0:
+        for _ in range(self.total_bytes >> 16):
             yield b"x" * (1 << 16)
-            left -= 1 << 16
-            self.sent_bytes += 1 << 16
-            if self.cut and left < self.total_bytes / 2:
-                raise ConnectionError
         yield self.usage
 
     async def _generate(self, request: Request) -> Response:
@@ -206,18 +200,13 @@ class Stalling(FakeEngine):
 
 
 class Client:
-    """An ASGI client whose engine is taken for dead when ``when`` is sent to it; it takes that when
-    ``takes`` is set."""
+    """An ASGI client whose engine is taken for dead when an answer to it begins."""
 
-    def __init__(self, it: World, replica_id: str, when: str, *, stream: bool = True) -> None:
-        self.takes = asyncio.Event()
+    def __init__(self, it: World, replica_id: str) -> None:
         self.told = b""
-        self.is_complete = False
-        self.blocks = asyncio.Event()
-        self._it, self._replica_id, self._when = it, replica_id, when
-        self._body: list[dict[str, Any]] = [
-            {"type": "http.request", "body": json.dumps({"messages": [], "stream": stream}).encode()}
-        ]
+        self._it, self._replica_id = it, replica_id
+        body = json.dumps({"messages": [], "stream": True}).encode()
+        self._body: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
 
     async def run(self) -> None:
         scope = {"path": "/v1/chat/completions", "headers": [], "query_string": b""}
@@ -230,12 +219,8 @@ class Client:
 
     async def _send(self, message: Any) -> None:
         self.told += message.get("body", b"")
-        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body")
-        if message["type"] == self._when:
-            self._when = ""
+        if message["type"] == "http.response.start":
             self._it.gateway.routing_backend.tell(routing_events.ReplicaGone(self._replica_id, "1.0"))
-            self.blocks.set()
-            await self.takes.wait()
 
 
 async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not_waited_for(
@@ -245,9 +230,85 @@ async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not
     fake = Stalling()
     await fake.start()
     async with world([fake], poll_s=3600) as it:
-        client = Client(it, fake.name, "http.response.start")
-        client.takes.set()
+        client = Client(it, fake.name)
         await asyncio.wait_for(client.run(), 30.0)
         assert b"replica_lost" in client.told
     fake.goes_on.set()
     await fake.kill()
+
+
+# -- Requests through a gateway while its engines fail in any way: each has one whole answer or one error,
+# and nothing of it is left.
+
+
+async def check_turn(it: World, program: str | None, *, stream: bool) -> None:
+    """Send a turn, and check what comes back."""
+    answer = await it.chat(program, stream=stream)
+    assert answer.status in (200, 502, 503), await answer.text()
+    if answer.status != 200:
+        assert (await answer.json())["error"]["code"] in ("replicas_failed", "replica_lost", "no_room")
+        assert answer.headers["X-Sojourn-Gateway"] == "1"
+    elif not stream:
+        assert (await answer.json())["text"] == answer.headers["X-Sojourn-Replica"]
+    else:
+        *told, last = await lines(answer)
+        assert last == "[DONE]"
+        found = [json.loads(line) for line in told]
+        numbers = [one["number"] for one in found if "number" in one]
+        assert numbers == list(range(len(numbers))), "in order, none twice"
+        errors = [one for one in found if "error" in one]
+        assert errors or len(numbers) == 5
+        assert found[-1:] == errors[:1] or not errors
+        assert {one["at"] for one in found if "at" in one} <= {answer.headers["X-Sojourn-Replica"]}
+
+
+async def fail(draw: random.Random, fake: FakeEngine) -> None:
+    """Let an engine fail in some way, or be well again."""
+    kind = draw.choice(["well", "well", "cut", "break", "hold", "dead core", "restart"])
+    fake.cut_after = draw.randrange(5) if kind == "cut" else None
+    fake.break_before_first_byte = 1 if kind == "break" else 0
+    fake.dead_core, fake.healthy = kind == "dead core", kind != "dead core"
+    if fake.hold is not None:
+        fake.hold.set()
+    fake.hold = asyncio.Event() if kind == "hold" else None
+    if kind == "restart":
+        await fake.kill()
+        await asyncio.sleep(draw.choice([0.0, 0.1]))
+        await fake.restart()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_each_request_has_one_answer_or_one_error_and_leaves_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    async with engines(3) as fakes, world(fakes, poll_s=0.02) as it:
+        asked: list[asyncio.Task[None]] = []
+        left: list[asyncio.Task[None]] = []
+        for _ in range(60):
+            if draw.random() < 0.3:
+                await fail(draw, draw.choice(fakes))
+            program = draw.choice(["p0", "p1", "p2", "p3", None])
+            task = asyncio.create_task(check_turn(it, program, stream=draw.random() < 0.5))
+            asked.append(task)
+            await asyncio.sleep(draw.choice([0.0, 0.0, 0.01, 0.05]))
+            if draw.random() < 0.15:
+                left.append(asked.pop())
+                left[-1].cancel()
+        for fake in fakes:
+            fake.cut_after, fake.break_before_first_byte = None, 0
+            fake.dead_core, fake.healthy = False, True
+            if fake.hold is not None:
+                fake.hold.set()
+            fake.hold = None
+        await asyncio.wait_for(asyncio.gather(*asked), 60)
+        for outcome in await asyncio.gather(*left, return_exceptions=True):
+            assert outcome is None or isinstance(outcome, (asyncio.CancelledError, aiohttp.ClientError))
+
+        async def is_quiet() -> bool:
+            states = it.gateway.routing_backend.replicas()
+            return len(states) == 3 and all(one.in_flight == one.queued == 0 for one in states)
+
+        await until(is_quiet)
+        await until(lambda: it.gateway.generation.open_requests == 0)
+        assert it.gateway.generation.bodies.held_bytes == len(it.gateway.routing_backend.core.waiting) == 0
+        for program in ("p0", "p1", "p2", "p3"):
+            assert (await it.chat(program)).status == 200

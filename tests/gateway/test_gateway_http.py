@@ -391,9 +391,7 @@ async def test_a_program_that_moves_takes_its_state_along() -> None:
             {"type": "tool_stop", "program_id": "p", "seq": 2, "call_id": "c", "duration_s": 1.0},
             {"type": "tool_start", "program_id": "p", "seq": 3, "call_id": "d", "tool": "edit"},
         )
-        drained = f"{it.url}/sojourn/v1/replicas/{home}/drain"
-        async with it.http.post(drained, headers={"Authorization": "Bearer root"}) as answer:
-            assert answer.status == 200, await answer.text()
+        await it.drain(home)
         assert (await it.chat("p")).headers["X-Sojourn-Replica"] == new.name
         await until(lambda: new.of("p") == ["program_start", "tool_start"])
         assert [event["call_id"] for event in new.events if event["type"] == "tool_start"] == ["d"]
@@ -416,11 +414,8 @@ async def test_only_an_operator_drains_and_switches_the_policy() -> None:
         for path in (f"replicas/{fakes[0].name}/drain", "policy?on=false"):
             async with it.http.post(f"{it.url}/sojourn/v1/{path}") as answer:
                 assert answer.status == 403
-        root = {"Authorization": "Bearer root"}
         for word, health in (("drain", "draining"), ("stay", "up")):
-            url = f"{it.url}/sojourn/v1/replicas/{fakes[0].name}/{word}"
-            async with it.http.post(url, headers=root) as answer:
-                assert (await answer.json())["health"] == health
+            assert (await it.drain(fakes[0].name, word))["health"] == health
         url = f"{it.url}/sojourn/v1/replicas/nowhere/drain"
         async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
             assert answer.status == 404

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_pair_engine import core_of, engines_of, pairs
-from gateway_harness import World, lines, until
+from gateway_harness import lines, until
 from sojourn_server.routing.routing_limits import RoutingLimits
 
 ADMIN = "admin"
@@ -165,13 +165,6 @@ async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
 # -- what an operator does and sees -----------------------------------------------------
 
 
-async def say(it: World, name: str, what: str) -> Any:
-    url = f"{it.url}/sojourn/v1/replicas/{name}/{what}"
-    async with it.http.post(url, headers={"Authorization": f"Bearer {ADMIN}"}) as answer:
-        assert answer.status == 200, await answer.text()
-        return await answer.json()
-
-
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role: str) -> None:
     async with pairs(2, 2, admin_key=ADMIN) as (it, prefill, decode):
@@ -181,7 +174,7 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role:
         asking = asyncio.ensure_future(it.chat("p"))
         await until(lambda: any(engine.requests for engine in engines))
         victim, other = sorted(engines, key=lambda engine: not engine.requests)
-        assert (await say(it, victim.name, "drain"))["in_flight"] == 1
+        assert (await it.drain(victim.name, key=ADMIN))["in_flight"] == 1
         for engine in engines:
             assert engine.hold is not None
             engine.hold.set()
@@ -189,11 +182,11 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role:
         for number in range(3):
             assert (await it.chat(f"p{number}")).status == 200
         assert (len(victim.requests), len(other.requests)) == (1, 3)
-        await say(it, other.name, "drain")
+        await it.drain(other.name, key=ADMIN)
         refused = await it.chat("p")
         assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
         assert f"no {role} engine" in (await refused.json())["error"]["message"]
-        await say(it, victim.name, "stay")
+        await it.drain(victim.name, "stay", ADMIN)
         assert (await it.chat("p")).status == 200
 
 
@@ -210,7 +203,7 @@ async def test_the_health_route_reports_a_missing_role(role: str, how: str) -> N
         elif how == "suspect":
             engine.silent = True
         else:
-            await say(it, engine.name, "drain")
+            await it.drain(engine.name, key=ADMIN)
         counts = {"prefill": 1, "decode": 1, role: 0}
 
         async def told() -> bool:

@@ -71,13 +71,6 @@ def of(fakes: list[FakeEngine], name: str | None) -> FakeEngine:
     return next(fake for fake in fakes if name is not None and name.split("/")[0] == fake.name)
 
 
-async def drain(it: World, replica: str) -> None:
-    """Its programs move at their next turns."""
-    url = f"{it.url}/sojourn/v1/replicas/{replica.replace('/', '%2F')}/drain"
-    async with it.http.post(url, headers={"Authorization": "Bearer root"}) as answer:
-        assert answer.status == 200, await answer.text()
-
-
 def graph(number: int, nodes: int = 1000) -> dict[str, Any]:
     """One of about 100 bytes a node."""
     return {"nodes": [{"id": f"{number}-{node}-" + "x" * 80} for node in range(nodes)], "edges": []}
@@ -157,7 +150,7 @@ async def test_a_program_that_moves_after_its_key_was_replaced_brings_its_state(
         await it.events(*({**event, "program_id": "p"} for event in (START, TOOL)), key="old")
         for fake in fakes:
             fake.key = "new"
-        await drain(it, home)
+        await it.drain(home)
         new = (await it.chat("p", "new")).headers["X-Sojourn-Replica"]
         assert new != home
         assert of(fakes, new).of("p") == ["program_start", "tool_start"]
@@ -264,7 +257,7 @@ async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
     async with two_ranks(monkeypatch) as (fake, it):
         home = (await it.chat("p")).headers["X-Sojourn-Replica"]
         await it.events({**START, "program_id": "p"})
-        await drain(it, home)
+        await it.drain(home)
         assert (await it.chat("p")).headers["X-Sojourn-Replica"] != home
         # Whatever is said of it now comes after what was said before.
         await it.events({**TOOL, "program_id": "p"})
@@ -411,8 +404,6 @@ class Fleet:
         self.homes: dict[str, str] = {}
         self.rejects = ""
         """Program whose events engines reject."""
-        self.rejects_requests = False
-        """Whether they reject each request with such an event."""
         self.posts = 0
         self.events = ProgramEvents(
             self,  # type: ignore[arg-type]
@@ -445,8 +436,6 @@ class Fleet:
         batch = decode_batch(data if isinstance(data, bytes) else data.read())
         events = [decode_event(raw) for raw in batch.events]
         self.posts += 1
-        if self.rejects_requests and any(one.program_id == self.rejects for one in events):
-            return Answer(400)
         for event in events if how != "drops" else ():
             if event.program_id == self.rejects:
                 continue

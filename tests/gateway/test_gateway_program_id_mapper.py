@@ -142,10 +142,7 @@ async def test_each_program_moves_with_its_kv_and_events() -> None:
         of = await homes(it, fakes)
         await it.events(TOOL, key="ka")
         await it.events({**TOOL, "call_id": "d"}, key="kb")
-        headers = {"Authorization": "Bearer root"}
-        url = f"{it.url}/sojourn/v1/replicas/{of['alice'].name}/drain"
-        async with it.http.post(url, headers=headers) as answer:
-            assert answer.status == 200
+        await it.drain(of["alice"].name)
         assert (await it.chat("p", key="ka")).headers["X-Sojourn-Replica"] == of["bob"].name
         assert of["alice"].persisted == ["alice/p"]
         await until(lambda: of["alice"].of("alice/p") == ["tool_start", "program_end"])

@@ -89,9 +89,6 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
     await fake.kill()
 
 
-# -- what cannot be read ----------------------------------------------------------
-
-
 # -- keys and conversations -------------------------------------------------------
 
 

@@ -240,18 +240,25 @@ def test_it_is_kept_as_long_as_keeping_wastes_less(
         assert (preserve < discard) is pays
 
 
-def test_the_numbers_of_one_turn() -> None:
-    assert LeastWasteRetention().keep(TURN, 0.0).ttl_s == pytest.approx(2.0 / 2 + 1.5 * 4)
-
-
-def test_a_program_that_runs_alone_wastes_only_its_own_memory() -> None:
-    assert LeastWasteRetention().keep(replace(TURN, running_tokens=0), 0.0).ttl_s == pytest.approx(1.0)
-
-
-def test_with_host_memory_the_cheaper_of_swap_and_discard_decides() -> None:
-    """Continuum §3.2: over a fast host cache preserving is rarely worth it."""
-    assert LeastWasteRetention().keep(replace(TURN, host_reload_s=0.05), 0.0).ttl_s == 0.05
-    assert LeastWasteRetention().keep(replace(TURN, host_reload_s=50.0), 0.0).ttl_s == pytest.approx(7.0)
+@pytest.mark.parametrize(
+    ("changes", "ttl_s", "reason"),
+    [
+        ({}, 2.0 / 2 + 1.5 * 4, DecisionReason.LEAST_WASTE),
+        # It runs alone, and wastes only its own memory.
+        ({"running_tokens": 0}, 1.0, DecisionReason.LEAST_WASTE),
+        # Continuum §3.2: over a fast host cache preserving is rarely worth it.
+        ({"host_reload_s": 0.05}, 0.05, DecisionReason.LEAST_WASTE),
+        ({"host_reload_s": 50.0}, 7.0, DecisionReason.LEAST_WASTE),
+        # No prefill was seen yet.
+        ({"reload_s": 0.0, "chunked_reload_s": 0.0}, 0.0, DecisionReason.NOT_WORTH_IT),
+        ({"tool": None}, 0.0, DecisionReason.NO_TOOL_CALL),
+        # The bound is ours.
+        ({"reload_s": 1e6}, 300.0, DecisionReason.LEAST_WASTE),
+    ],
+)
+def test_the_numbers_of_one_turn(changes: dict[str, Any], ttl_s: float, reason: DecisionReason) -> None:
+    found = LeastWasteRetention().keep(replace(TURN, **changes), 0.0)
+    assert found == RetentionDecision(pytest.approx(ttl_s), reason)
 
 
 def test_queueing_and_history_do_not_enter_into_it() -> None:
@@ -261,15 +268,3 @@ def test_queueing_and_history_do_not_enter_into_it() -> None:
         history.observe("bash", 0.01)
     other = replace(TURN, mean_evicted_wait_s=0.0, memoryfulness=-1.0, history=history)
     assert LeastWasteRetention().keep(other, 0.0) == LeastWasteRetention().keep(TURN, 0.0)
-
-
-def test_where_no_prefill_was_seen_yet_nothing_is_kept() -> None:
-    unknown = replace(TURN, reload_s=0.0, chunked_reload_s=0.0)
-    assert LeastWasteRetention().keep(unknown, 0.0) == RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
-
-
-def test_no_call_is_no_interception_and_the_bound_is_ours() -> None:
-    assert LeastWasteRetention().keep(replace(TURN, tool=None), 0.0) == RetentionDecision(
-        0.0, DecisionReason.NO_TOOL_CALL
-    )
-    assert LeastWasteRetention().keep(replace(TURN, reload_s=1e6), 0.0).ttl_s == 300.0

@@ -17,7 +17,6 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     ReadSidePolicy,
     ShorterQueueRead,
     StorageNic,
-    StorageReadView,
     choose_decode,
     choose_prefill,
     high_token_threshold,
@@ -422,6 +421,5 @@ def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
 def test_the_shorter_queue_reads(
     prefill_s: float, decode_s: float, one_node: bool, decode_reads: bool
 ) -> None:
-    view = StorageReadView(prefill_s, decode_s, one_node)
-    assert ShorterQueueRead().decode_reads(view) == decode_reads
-    assert not ReadSidePolicy().decode_reads(view)
+    assert ShorterQueueRead().decode_reads(prefill_s, decode_s, one_node=one_node) == decode_reads
+    assert not ReadSidePolicy().decode_reads(prefill_s, decode_s, one_node=one_node)

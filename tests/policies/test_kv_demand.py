@@ -132,15 +132,6 @@ def test_a_shortage_between_two_points_is_interpolated() -> None:
     assert first_shortage_step([10.0] * len(STEP_POINTS), 10.0, math.inf) is None
 
 
-@given(running=st.lists(requests, min_size=1, max_size=6), size=sizes, blocks=st.integers(0, 10**5))
-def test_a_present_shortage_is_immediate(running: list[RunningRequestView], size: int, blocks: int) -> None:
-    needed = needed_blocks(running, size)
-    if needed[0] > blocks:
-        assert first_shortage_step(needed, blocks, 0) == 0
-    if peak_demand_blocks(needed, math.inf) <= blocks:
-        assert first_shortage_step(needed, blocks, math.inf) is None
-
-
 def test_a_shortage_is_looked_for_at_points_that_are_near_enough() -> None:
     """Short contexts and long outputs that are foreseen exactly are the worst case: each grows to many times
     what it is, and is gone in one step."""

@@ -100,18 +100,6 @@ def test_points_are_those_of_one_that_sorts_and_counts(lengths: list[int], so_fa
     assert all(1.0 <= point <= most for point in points)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 10**5), min_size=40, max_size=200, unique=True).map(sorted),
-    so_far=st.floats(0, 0.5),
-)
-def test_of_those_that_came_so_far_each_point_exceeds_its_share(lengths: list[int], so_far: float) -> None:
-    """The same said otherwise: how the points came about does not matter."""
-    written = lengths[int(so_far * len(lengths))]
-    came = [length - written for length in lengths if length > written]
-    for point, share in zip(asked(SurvivalPrediction(), lengths, written), SHARES, strict=True):
-        assert sum(left <= point for left in came) == pytest.approx(share * (len(came) + 1), abs=1.0)
-
-
 def test_the_few_that_came_so_far_count_for_more_than_the_many_that_did_not() -> None:
     """Twenty outputs of one token, which is a "yes", and three essays: at the second token it is an essay."""
     lengths = [1] * 20 + [500, 510, 520]

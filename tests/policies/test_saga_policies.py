@@ -148,10 +148,8 @@ def test_ablations_look_at_less():
     step = WorkflowStepView(declared=BRANCH, inferred=SEEN, tasks=30)
     assert ThreeTierPrediction(hints=False).expect(step, 0.0).source is PredictionSource.INFERRED
     assert ThreeTierPrediction(hints=False, inference=False).expect(step, 0.0) == NO_NEXT_STEP_PREDICTION
-    assert (
-        ThreeTierPrediction(inference=False).expect(step._replace(declared=()), 0.0)
-        == NO_NEXT_STEP_PREDICTION
-    )
+    unhinted = step._replace(declared=())
+    assert ThreeTierPrediction(inference=False).expect(unhinted, 0.0) == NO_NEXT_STEP_PREDICTION
 
 
 def test_steps_left_say_more_than_the_graph():
@@ -208,6 +206,24 @@ def test_it_is_the_95th_percentile_of_its_tool():
     assert ToolTypeRetention().keep(TURN, 0.0) == RetentionDecision(95.0, DecisionReason.THIS_TOOL)
 
 
+@pytest.mark.parametrize(
+    ("changes", "ttl_s", "reason"),
+    [
+        ({"history": history(bash=[1e6] * 50)}, 300.0, DecisionReason.THIS_TOOL),
+        ({"hinted_ttl_s": 900.0}, 300.0, DecisionReason.HINTED),
+        ({"tool": "new"}, 95.0, DecisionReason.ALL_TOOLS),
+        ({"history": ToolHistory()}, 0.0, DecisionReason.COLD_START),
+        ({"continuation_probability": 0.0}, 0.0, DecisionReason.NOT_WORTH_IT),
+        ({"continuation_probability": None}, 0.0, DecisionReason.COLD_START),
+        ({"tool": None}, 0.0, DecisionReason.NO_TOOL_CALL),
+    ],
+)
+def test_it_is_capped_and_nothing_is_kept_for_programs_unknown_or_not_expected_back(
+    changes: dict[str, Any], ttl_s: float, reason: DecisionReason
+):
+    assert ToolTypeRetention().keep(replace(TURN, **changes), 0.0) == RetentionDecision(ttl_s, reason)
+
+
 def held(name: str, *, ttl_s: float = 100.0, **more: Any) -> LeaseView:
     """A lease of ten blocks that was granted at 0."""
     return LeaseView(ProgramId(name), 1, ttl_s, 10, 1.0, False, **more)._replace(ttl_s=ttl_s)
@@ -239,41 +255,12 @@ def test_above_the_threshold_leases_end_in_the_eviction_order_as_far_as_needed()
     assert pressed(printed, [due, *leases[1:]], 100, 1.0) == {"a": "ttl", "b": "pressure"}
 
 
-def test_it_is_capped():
-    long = replace(TURN, history=history(bash=[1e6] * 50))
-    assert ToolTypeRetention().keep(long, 0.0).ttl_s == 300.0
-    assert ToolTypeRetention().keep(replace(long, hinted_ttl_s=900.0), 0.0) == RetentionDecision(
-        300.0, DecisionReason.HINTED
-    )
-
-
 def test_a_short_history_has_a_log_normal_tail():
     # Logarithms 0, 1, 2: mean 1, spread 1; the 95th percentile is e^(1 + 1.645).
     short = replace(TURN, history=history(bash=[1.0, math.e, math.e**2]))
     assert ToolTypeRetention().keep(short, 0.0).ttl_s == pytest.approx(math.exp(1 + 1.6449), rel=1e-3)
     wild = replace(TURN, history=history(bash=[0.0, 1e9, 1e12]))
     assert ToolTypeRetention().keep(wild, 0.0).ttl_s == pytest.approx(300.0)
-
-
-def test_a_new_tool_goes_by_all_tools_and_an_empty_history_by_none():
-    assert ToolTypeRetention().keep(replace(TURN, tool="new"), 0.0) == RetentionDecision(
-        95.0, DecisionReason.ALL_TOOLS
-    )
-    assert ToolTypeRetention().keep(replace(TURN, history=ToolHistory()), 0.0) == RetentionDecision(
-        0.0, DecisionReason.COLD_START
-    )
-
-
-def test_programs_that_are_unknown_or_not_expected_back_get_no_lease():
-    assert ToolTypeRetention().keep(replace(TURN, continuation_probability=0.0), 0.0) == RetentionDecision(
-        0.0, DecisionReason.NOT_WORTH_IT
-    )
-    assert ToolTypeRetention().keep(replace(TURN, continuation_probability=None), 0.0) == RetentionDecision(
-        0.0, DecisionReason.COLD_START
-    )
-    assert ToolTypeRetention().keep(replace(TURN, tool=None), 0.0) == RetentionDecision(
-        0.0, DecisionReason.NO_TOOL_CALL
-    )
 
 
 # -- prefetch (S5) -------------------------------------------------------------------------

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 from sojourn import shell_command
 from sojourn.shell_command import commands_of, main_head
 from sojourn_server.programs import tool_call_parsers
-from sojourn_server.programs.tool_call_parsers import ParsedToolCall, named_tool_call, parse_tool_calls
+from sojourn_server.programs.tool_call_parsers import (
+    ParsedToolCall,
+    named_tool_call,
+    parse_tool_calls,
+    plan_items,
+)
 
 
 def keys(text: str) -> list[str]:
@@ -105,6 +110,92 @@ def test_calls_of_coding_agents(name: str, arguments: dict[str, object], key: st
     """Claude Code, Codex, OpenCode and Pi, Qwen Code, Goose, Cline."""
     assert named_tool_call(name, json.dumps(arguments)).key == key  # type: ignore[union-attr]
     assert keys(f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>") == [key]
+
+
+TODOS = [
+    {"content": "Read", "status": "completed", "activeForm": "Reading"},
+    {"content": "Fix", "status": "in_progress", "activeForm": "Fixing"},
+    {"content": "Test", "status": "pending", "activeForm": "Testing"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "items"),
+    [
+        ("TodoWrite", {"todos": TODOS}, 2),
+        ("TodoWrite", {"todos": TODOS[:1]}, 0),
+        (
+            "update_plan",
+            {
+                "explanation": "Read.",
+                "plan": [{"step": "Read", "status": "completed"}, {"step": "Fix", "status": "pending"}],
+            },
+            1,
+        ),
+        (
+            "todowrite",
+            {"todos": [{"content": "Fix", "status": "cancelled", "priority": "high", "id": "1"}, TODOS[1]]},
+            1,
+        ),
+        ("todo_write", {"todos": [{"id": "1", "content": "Fix", "status": "pending"}]}, 1),
+        ("write_todos", {"todos": [{"description": "Fix", "status": "in_progress"}]}, 1),
+        ("functions.update_plan", {"plan": [{"step": "Fix", "status": "pending"}]}, 1),
+        ("TodoWrite", {"todos": TODOS[1:] * 1000}, 256),
+        ("TodoWrite", {"todos": json.dumps(TODOS)}, 2),
+        ("TodoWrite", {"todos": "- [ ] Fix\n- [x] Read"}, None),
+        ("TodoWrite", {"todos": ["Fix"]}, None),
+        ("TodoWrite", {"todos": {"status": "pending"}}, None),
+        ("TodoWrite", {}, None),
+        ("TodoWrite", [], None),
+        ("TaskCreate", {"subject": "Fix", "description": "Fix"}, None),
+        ("save_notes", {"todos": TODOS}, None),
+    ],
+)
+def test_the_open_items_of_a_to_do_list_are_counted(name: str, arguments: object, items: int | None) -> None:
+    """Claude Code, Codex, OpenCode, Qwen Code, Gemini CLI; of a list, the first 256 items."""
+    call = named_tool_call(name, json.dumps(arguments))
+    assert call == ParsedToolCall(name, plan_items=items)
+    assert plan_items([call]) == items
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({**OPENAI, "name": "TodoWrite", "arguments": {"todos": TODOS}}),
+        json.dumps(
+            {"tool_calls": [{"function": {"name": "todowrite", "arguments": json.dumps({"todos": TODOS})}}]}
+        ),
+        json.dumps({"type": "tool_use", "name": "TodoWrite", "input": {"todos": TODOS}}),
+        f"<tool_call>{json.dumps({'name': 'todo_write', 'arguments': {'todos': TODOS}})}</tool_call>",
+        f"<function=todo_write>{json.dumps({'todos': TODOS})}</function>",
+        f"<function=todo_write>\n<parameter=todos>\n{json.dumps(TODOS, indent=1)}\n</parameter>\n</function>",
+        f'<invoke name="TodoWrite"><parameter name="todos">{json.dumps(TODOS)}</parameter></invoke>',
+        f"commentary to=functions.update_plan <|constrain|>json<|message|>{json.dumps({'plan': TODOS})}",
+        json.dumps({"name": "write_todos", "parameters": {"todos": TODOS}}),
+        f"[TOOL_CALLS]{json.dumps([{'name': 'todowrite', 'arguments': {'todos': TODOS}}])}",
+    ],
+)
+def test_a_to_do_list_is_counted_in_each_dialect(text: str) -> None:
+    assert plan_items(parse_tool_calls(text)) == 2
+
+
+def test_the_last_to_do_list_of_an_output_counts() -> None:
+    calls = [named_tool_call("TodoWrite", json.dumps({"todos": todos})) for todos in (TODOS, TODOS[:2])]
+    assert plan_items([*calls, ParsedToolCall("bash", "ls")]) == 1  # type: ignore[list-item]
+    assert plan_items([]) is None
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.text(),
+        lambda one: st.lists(one) | st.dictionaries(st.sampled_from(["todos", "plan", "status"]), one),
+    )
+)
+def test_whatever_a_to_do_list_holds_nothing_is_raised(arguments: object) -> None:
+    for text in (json.dumps(arguments), json.dumps({"todos": arguments}), json.dumps({"plan": [arguments]})):
+        assert named_tool_call("TodoWrite", text) is not None
+    for text in ("9" * 5000, "[" * 5000, '{"todos": "' + "[" * 5000 + '"}', '{"todos": [{'):
+        assert named_tool_call("TodoWrite", text) == ParsedToolCall("TodoWrite")
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ change."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from sojourn_server.simulator.latency.latency_protocol import StepWork
+from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.traces.prompt_builder import TurnPlan
 from sojourn_server.traces.trace_schema import TraceToolRun
 
@@ -136,3 +138,27 @@ def small_workload(seed: int = 0, programs: int = 12, turns: int = 6) -> SmallLo
 def copied_workload(loop: SmallLoop) -> SmallLoop:
     """A copy of the workload that a test can change."""
     return SmallLoop([replace(p, turns=[replace(turn) for turn in p.turns]) for p in loop.programs])
+
+
+def turns(log: RunLog) -> list[TurnLog]:
+    return [turn for program in log.programs for turn in program.turns]
+
+
+def assert_played(log: RunLog, programs: Iterable[SmallProgram]) -> None:
+    """Every program has come to its end as planned, and what its turns count adds up."""
+    assert not log.notes
+    assert log.hook_failures == log.refused_hints == 0
+    planned = {program.instance_id: program for program in programs}
+    assert {program.program_id for program in log.programs} == set(planned)
+    for program in log.programs:
+        plan = planned[program.program_id]
+        assert [turn.output_tokens for turn in program.turns] == [turn.output for turn in plan.turns]
+        assert [turn.prompt_tokens for turn in program.turns] == [p.prompt_tokens for p in plan.plans]
+        assert program.finished_s == program.turns[-1].finished_s
+    for turn in turns(log):
+        assert turn.submitted_s <= turn.entered_s <= turn.admitted_s < turn.first_token_s <= turn.finished_s
+        found = turn.device_tokens + turn.host_tokens
+        if not turn.preemptions:
+            assert turn.computed_tokens + found == turn.prompt_tokens
+        assert turn.known_tokens % BLOCK == 0
+        assert turn.known_tokens - found <= turn.regenerated_tokens <= turn.computed_tokens

@@ -38,7 +38,7 @@ from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.programs.program_state import ProgramState
-from sojourn_server.programs.tool_call_parsers import parse_tool_calls
+from sojourn_server.programs.tool_call_parsers import parse_tool_calls, plan_items
 
 BLOCK_TOKENS = 4
 BASH = "Let us see.\n```bash\npytest -q\n```"
@@ -157,15 +157,17 @@ class VirtualEngine(EngineView):
         failed = outcome in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
         if not failed:
             self.cached.update(hashes)
+        calls = () if failed else parse_tool_calls(text)
         lease = self.program_scheduler.finished(
             TurnFinished(
                 request_id=request_id,
                 outcome=outcome,
-                tool_calls=() if failed else parse_tool_calls(text),
+                tool_calls=calls,
                 prompt_tokens=len(prompt),
                 output_tokens=len(output),
                 block_ids=() if failed else list(dict.fromkeys(hashes)),
                 block_hashes=hashes,
+                plan_items=plan_items(calls),
             ),
             self.now,
         )

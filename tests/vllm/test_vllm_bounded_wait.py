@@ -400,6 +400,8 @@ def test_the_time_of_events_on_requests_counts_towards_that_of_all_events(make_e
         return apply(*arguments)
 
     monkeypatch.setattr(decoder, "apply_attached_events", slow)
-    engine.add("a1", range(32), program_id="A")
+    event = {"type": "heartbeat", "program_id": "A", "seq": 1}
+    context = {"sojourn": {"v": 1, "emitter": "e", "events": [event]}}
+    engine.add("a1", range(32), program_id="A", context=context)
     answer = json.loads(engine.scheduler.sojourn_call("event_batches", "[]"))
     assert answer["wait_s"] == pytest.approx(0.01 / EVENT_SHARE, rel=0.1)

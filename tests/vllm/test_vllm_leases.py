@@ -122,6 +122,27 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
     assert cached_tokens(engine, "A")[-1] == (300 + len(kept)) // 16 * 16
 
 
+def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, clock):
+    from sojourn_server.programs.statements import PLAN, StepsLeft
+
+    todos = '[{"content": "a", "status": "completed"}, {"content": "b", "status": "pending"}]'
+    written = f'<tool_call>{{"name": "TodoWrite", "arguments": {{"todos": {todos}}}}}</tool_call>'
+    engine = make_engine("sojourn", blocks=65)
+    adapter = engine.scheduler.sojourn
+    adapter.reader._tokenizer = CharacterTokenizer()
+    engine.tokens = lambda request: ord(written[request.num_output_tokens])
+    engine.add("a1", prompt(1, 300), program_id="A", max_tokens=len(written))
+    engine.run()
+    (program,) = adapter.program_scheduler.state.programs
+    assert program.steps_left is None, "the output was cut off, as far as the engine knows"
+    request = engine.add("a2", prompt(1, 300), program_id="A", max_tokens=len(written) + 1)
+    request.sampling_params.stop = ["</tool_call>"]
+    while request.num_output_tokens < len(written):
+        engine.step()
+    engine.abort("a2")
+    assert program.steps_left == StepsLeft(PLAN, 2.0, after=2)
+
+
 def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemption(make_engine, clock):
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request

@@ -154,6 +154,11 @@ def test_too_few_chunks_change_nothing(host: HostMemory) -> None:
     assert [each for each, _ in evicted] == [key(2), key(1), key(14)]
 
 
+class NoDefaults(dict[Any, Any]):
+    def setdefault(self, *_: Any) -> Any:
+        raise RuntimeError
+
+
 def test_an_error_of_ours_leaves_vllms_order(
     host: HostMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,11 +166,11 @@ def test_an_error_of_ours_leaves_vllms_order(
     host.turn("b1", "B", 11, 12, 13)
     host.policy.program_ended("B")
     host.policy.strict = False
-    monkeypatch.setattr(host.policy, "_used", None)
+    monkeypatch.setattr(host.policy, "_owner", NoDefaults(host.policy._owner))
     host.turn("c1", "C", 21, 22)  # evicts 13 and 12, and fails when it ends
     host.turn("d1", "D", 31, 32)
     assert host.held == {1, 11, 21, 22, 31, 32}, "3 and 2, the least recently used"
-    assert caplog.text.count("it is vLLM's own from now on") == 1
+    assert caplog.text.count("it is vLLM's from now on") == 1
 
 
 def test_what_is_read_is_not_evicted(host: HostMemory) -> None:
@@ -222,7 +227,7 @@ def test_an_engine_beside_vllms_connector_tells_it_of_requests_and_programs(engi
     assert policy._programs == {"a1": "A"}
     hashes = engine.scheduler.requests["a1"].block_hashes
     for block_hash in hashes[:3]:  # as if an earlier turn's chunks were there
-        policy._used(block_hash + bytes(4), "B")
+        policy._owner[block_hash + bytes(4)] = "B"
     engine.scheduler.sojourn._admitted("a1", 0, 0.0)
     assert set(policy._owner.values()) == {None}
     engine.abort("a1")

@@ -107,6 +107,8 @@ class TurnFinished(_Event, frozen=True):
     """Distinct cached blocks that the request leaves, in context order. A lease pins them."""
     block_hashes: Sequence[Any]
     """Chained block hashes of the part of the context whose KV is in ``block_ids``."""
+    plan_items: int | None = None
+    """Number of open items in the to-do list that the output writes; None: it writes none."""
 
 
 class ClientEventReceived(_Event, frozen=True):

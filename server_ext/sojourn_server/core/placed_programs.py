@@ -15,7 +15,7 @@ from ..policies.placement.placement_views import ProgramActivity, ProgramTierVie
 from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from ..programs.statements import GRAPH, STATED, StepsLeft
+from ..programs.statements import STATED, TTL, StepsLeft, within
 from ..programs.windowed_history import estimated_durations
 from ..programs.workflow_history import agent_type_name
 from .request_table import RequestState
@@ -161,7 +161,6 @@ class PlacedProgramViews:
             ),
             returning=place.returning,
             importance=program.importance,
-            tenant=program.tenant or "",
             due_s=program.due_s,
             pending=place.leaves_after is not None,
             **(self._costs(place) if costs else {}),
@@ -178,14 +177,8 @@ class PlacedProgramViews:
             "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
             "rebuild_s": self._rebuild_s(place),
             "return_chance": 1.0 if returns is None else returns,
-            "held_until_s": self._held_until_s(program),
             **self._work(program),
         }
-
-    def _held_until_s(self, program: ProgramState) -> float:
-        """The time until which the client asks to keep the program's KV."""
-        ttl_s, since_s = program.hinted_ttl_s, program.gap_started_s
-        return since_s + ttl_s if ttl_s is not None and since_s is not None else -math.inf
 
     def _statement(self, program: ProgramState) -> StepsLeft | None:
         """What is stated of the turns that the program has left, unless its statements were mostly wrong."""
@@ -216,15 +209,15 @@ class PlacedProgramViews:
         """Fields about the service that a program needs, in seconds that its requests run.
 
         There are two predictions: by the service of ended programs of the agent type (of all types while
-        fewer than ``MIN_PROGRAMS_SEEN`` of the type have ended), and by what is stated of the turns left. Each
-        is as wide as it was wrong, so the one with the smaller spread counts. A turn takes as long as the
-        program's turns so far, which count as much as ``TURNS_ASSUMED`` mean ones."""
+        fewer than ``MIN_PROGRAMS_SEEN`` of the type have ended), and by what is stated of the turns left.
+        Each is as wide as it was wrong, so the one with the smaller spread counts. A turn takes as long as
+        the program's turns so far, which count as much as ``TURNS_ASSUMED`` mean ones."""
         service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
         all_s = service.quantiles(None, GAP_SAMPLES) if service.count() >= MIN_PROGRAMS_SEEN else ()
         known = service.count(agent_type) >= MIN_PROGRAMS_SEEN
         service_s = service.quantiles(agent_type, GAP_SAMPLES) if known else all_s
         found = {"service_s": service_s, "attained_s": program.attained_s, "new_service_s": service_s}
-        if (stated := self._statement(program)) is None or (known and stated.source == GRAPH):
+        if (stated := self._statement(program)) is None or not service_s:
             return found
         mean_s = self._turn_s or 1.0
         turn_s = (TURNS_ASSUMED * mean_s + program.attained_s) / (TURNS_ASSUMED + program.turns)
@@ -237,8 +230,8 @@ class PlacedProgramViews:
         return {
             "service_s": stated_s,
             "attained_s": since_s,
-            "new_service_s": service_s or tuple(mean_s * one for one in steps_left.new_programs(GAP_SAMPLES)),
-            "work_stated": stated.source == STATED and spread < SURE_SPREAD,
+            "new_service_s": service_s,
+            "work_stated": spread < SURE_SPREAD,
         }
 
     def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:
@@ -246,8 +239,9 @@ class PlacedProgramViews:
         program is not acting.
 
         After the end of the last tool call, the length is ``RETURN_S``. Until then, the client's estimate is
-        used, corrected by what earlier estimates were worth. Without one, earlier durations of the running
-        tool are used, or of all tools if there are fewer than ``MIN_CALLS_SEEN``."""
+        used, or else the time for which it asks to keep the KV. Both are corrected by earlier ones. Without
+        them, earlier durations of the running tool are used, or of all tools if there are fewer than
+        ``MIN_CALLS_SEEN``."""
         if place.activity is not ProgramActivity.ACTING:
             return ()
         if place.children:
@@ -259,6 +253,8 @@ class PlacedProgramViews:
         if running is not None and running.expected_s is not None and 0 < running.expected_s < math.inf:
             assumed = estimated_durations(running.expected_s, running.expected_p95_s, GAP_SAMPLES)
             return self._histories.tool_estimates.expected(STATED, running.key, running.expected_s, assumed)
+        if ttl_s := place.program.hinted_ttl_s:
+            return self._histories.tool_estimates.expected(TTL, tool or "", ttl_s, within(ttl_s))
         known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
         return tools.quantiles(known, GAP_SAMPLES)
 

@@ -1,5 +1,6 @@
-"""The life of a program: a request opens it, turns and gaps follow, and it ends or falls silent.
+"""The life of a program: a request opens it, its client reports events, and it ends or falls silent.
 
+``ProgramScheduler`` handles the turns between.
 A *turn* lasts until the last of its program's parallel requests has left. A *gap* lasts from there until the
 program's next request; its tools run in it. The tool history learns the durations that clients report.
 Without a report, it learns the gap as the tool's duration. Times are seconds on the engine's monotonic clock.
@@ -45,7 +46,7 @@ _Refusal = tuple[Outcome, str]
 
 
 class ProgramLifecycle:
-    """Applies requests, turns and client events to the programs of one engine."""
+    """Opens and ends the programs of one engine, and applies client events to them."""
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from ..policies.policy_views import AbandonedBranch, LeaseView, WaitingRequestVi
 from ..policies.preset import switched_off
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramSignal
+from ..programs.statements import TTL
 from . import events_and_actions as ev
 from .demand_forecaster import AdmissionController, DemandForecaster
 from .lease_manager import LeaseManager
@@ -226,6 +227,8 @@ class ProgramScheduler:
                 if not program.gap_reported:
                     self.histories.tools.observe(tool, gap_s)
                     program.gap_inferred_s = now
+            if program.hinted_ttl_s and gap_s > 0:
+                self.histories.tool_estimates.learn(TTL, tool or "", program.hinted_ttl_s, gap_s)
             program.gap_started_s = program.gap_tool_time = None
             self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
         program.tools.clear()
@@ -419,7 +422,7 @@ class ProgramScheduler:
         cached_blocks = len(event.block_ids)
         self.tiers.turn_finished(program, cached_blocks)
         program.turn_final = request_state.final
-        self.predictor.turn_finished(program, request_state, cached_blocks, now)
+        self.predictor.turn_finished(program, request_state, cached_blocks, now, event.plan_items)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse

@@ -136,9 +136,9 @@ class Histories:
     service: KeyedHistory[str] = field(default_factory=KeyedHistory)
     """Seconds that the requests of ended programs ran, by agent type."""
     steps_left: StepsLeftHistory = field(default_factory=StepsLeftHistory)
-    """Turns that programs had left, ÷ those that clients stated or graphs implied."""
+    """Turns that programs had left, ÷ those that clients stated."""
     tool_estimates: RatioHistory = field(default_factory=RatioHistory)
-    """Durations of tool calls ÷ the clients' estimates, by tool."""
+    """Durations of tool calls ÷ the clients' estimates, and of gaps ÷ hinted TTLs, by tool."""
     hints_off: KeyedHistory[str] = field(default_factory=lambda: KeyedHistory(64, max_all=1))
     """Errors |ln(actual ÷ hinted)| of hinted output lengths, by agent type."""
 

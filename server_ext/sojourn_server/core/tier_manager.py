@@ -107,8 +107,8 @@ class TierManager:
             since_s, returning = request_state.waits_since_s, program.turns > 0
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, now, returning)
             self._places[program.id] = place
-            parent = self._places.get(program.parent_id) if program.blocks_parent else None
-            if parent is not None and parent is not place:
+            parent = self._parent(program)
+            if parent is not None and program.blocks_parent:
                 parent.children[program.id] = place
                 parent.tools_ended_s, parent.view = None, None
         self._arrivals = request_state.arrival
@@ -203,7 +203,7 @@ class TierManager:
         parked, and its KV in lower tiers is not needed any more."""
         place = self._places.pop(program_id, None)
         if place is not None:
-            parent = self._places.get(place.program.parent_id)
+            parent = self._parent(place.program)
             if parent is not None and parent.children.pop(program_id, None) is not None:
                 parent.view = None
                 if not parent.children:
@@ -462,6 +462,9 @@ class TierManager:
 
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._places.get(request_state.program.id) if request_state.program is not None else None
+
+    def _parent(self, program: ProgramState) -> PlacedProgram | None:
+        return self._places.get(program.parent_id) if program.parent_id not in (None, program.id) else None
 
     def _changed(self, place: PlacedProgram) -> None:
         """Record an event of a program after which the policy must be asked."""

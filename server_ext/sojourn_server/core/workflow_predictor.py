@@ -24,7 +24,7 @@ from ..policies.policy_views import (
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
-from ..programs.statements import GRAPH, STATED
+from ..programs.statements import PLAN, STATED
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
@@ -94,16 +94,9 @@ class WorkflowPredictor:
             self._changed[program.id] = None
 
     def arrived(self, program: ProgramState, request_state: RequestState) -> None:
-        """Keep what a request says of the turns that its program has left, or what its graph implies."""
-        if not self._predicts:
-            return
-        steps, source, node = request_state.steps_left, STATED, request_state.node
-        if steps is None and node is not None and program.graph_hash is not None:
-            graph = self._graphs.use(program.graph_hash)
-            if graph is not None and node in graph.aeg.nodes:
-                steps, source = graph.steps_after(node), GRAPH
-        if steps is not None:
-            self._steps_left.state(program, source, steps)
+        """Keep what a request says of the turns that its program has left."""
+        if self._predicts and request_state.steps_left is not None:
+            self._steps_left.state(program, STATED, request_state.steps_left)
 
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
         """Learn from a program's first request after a turn: the tool, the length of the gap, and the length
@@ -138,10 +131,16 @@ class WorkflowPredictor:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
 
     def turn_finished(
-        self, program: ProgramState, request_state: RequestState, blocks: int, now: float
+        self,
+        program: ProgramState,
+        request_state: RequestState,
+        blocks: int,
+        now: float,
+        plan_items: int | None,
     ) -> None:
         """Predict a program's next workflow step after a turn. ``request_state``: the turn's last request to
-        end. ``blocks``: number of blocks that the turn left in the cache."""
+        end. ``blocks``: number of blocks that the turn left in the cache. ``plan_items``: as in
+        ``TurnFinished``."""
         program.last_turn_s = now
         program.cached_blocks = blocks
         if program.turns == 1:
@@ -152,6 +151,9 @@ class WorkflowPredictor:
         if self._predicts:
             program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
             program.turn_resumes = request_state.resumes
+            # A plan says less than a client that states its turns.
+            if plan_items is not None and (program.steps_left is None or program.steps_left.source == PLAN):
+                self._steps_left.state(program, PLAN, plan_items)
             self._workflows.context_blocks.observe(float(blocks))
             if (share := self._reusing.pop(program.id, None)) is not None:
                 for step in _steps(program):

@@ -70,9 +70,8 @@ def expected_growth_tokens(
 STEP_POINTS = (0, *(round(16 * 2 ** (quarter / 4)) for quarter in range(45)))
 """Steps from now at which demand is evaluated, up to 32,768.
 
-A request that ends between two points counts only up to the earlier point, so the peak demand is
-underestimated. With short contexts, long outputs and exact predictions the peak is 6 % too low. If the points
-were the powers of two only, the peak would be 15 % too low.
+A request that ends between two points counts only up to the earlier one. With short contexts, long outputs
+and exact predictions the peak demand is 6 % too low; with the powers of two only, it would be 15 %.
 """
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from bisect import insort
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 import msgspec
 from sojourn.ids import CallId, EmitterId, ProgramId
 
 from .program_status import ProgramOutcome, ProgramStatus
-from .statements import StepsLeft
 from .windowed_history import Amount
 
 MAX_INTERVALS = 32
@@ -159,6 +159,16 @@ class HintReliability(msgspec.Struct, array_like=True):
         follows every turn except the last one. So the baseline is almost always right.
         """
         return self.declared < MIN_OUTCOMES or self.error <= self.declared * CHANCE_ERROR
+
+
+class StepsLeft(NamedTuple):
+    """A statement about the turns that a program has left: a program's first one of this source and size."""
+
+    source: str
+    turns: float
+    """Turns to the program's end, the next one included."""
+    after: int
+    """Turns that the program had finished."""
 
 
 @dataclass(slots=True)

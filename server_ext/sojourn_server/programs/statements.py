@@ -9,23 +9,18 @@ ratios of such statements are spread, and they decide little.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, frexp
-from statistics import NormalDist
-from typing import TYPE_CHECKING, NamedTuple
+from math import frexp
 
-from .windowed_history import KeyedHistory, SlidingWindow
+from .program_state import ProgramState, StepsLeft
+from .windowed_history import KeyedHistory
 
-if TYPE_CHECKING:
-    from .program_state import ProgramState
-
-STATED, GRAPH = "stated", "graph"
-"""Sources of statements about turns: a client's ``expected_steps_left``, or a declared graph."""
+STATED, PLAN, TTL = "stated", "plan", "ttl"
+"""Sources of statements. Of turns: a client's ``expected_steps_left``, or the open items of the agent's to-do
+list. Of a gap: its ``expected_s``, or ``kv_retention_ttl_seconds``."""
 RATIOS = 15
 """Maximum number of equally likely ratios."""
 ENOUGH_RATIOS = 8
-"""Number of learned ratios of a kind of statement that suffice. Below it, others are assumed."""
-ASSUMED_SIGMA = 1.0
-"""Standard deviation of the logarithm of assumed ratios, whose median is 1."""
+"""Number of learned ratios of a kind of statement that suffice."""
 
 
 class RatioHistory(KeyedHistory[str]):
@@ -57,30 +52,13 @@ class RatioHistory(KeyedHistory[str]):
         return tuple(sorted((*(stated * ratio for ratio in own), *more)))
 
 
-class StepsLeft(NamedTuple):
-    """A statement about the turns that a program has left: a program's first one of this source and size."""
-
-    source: str
-    turns: float
-    """Turns to the program's end, the next one included."""
-    after: int
-    """Turns that the program had finished."""
-
-
 class StepsLeftHistory(RatioHistory):
     """Ratios of turns left, by agent type and source. A program's first statement of each source and size is
     kept until the program ends: so a liar can't renew it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._new = SlidingWindow(64)
-        """Total turns of the newest programs, as stated before their first turn."""
-
     def state(self, program: ProgramState, source: str, steps: float) -> None:
         """Record a program's statement that ``steps`` turns follow its next turn."""
         turns = min(steps, 1e6) + 1.0
-        if not program.statements and not program.turns:
-            self._new.observe(turns)
         stated = StepsLeft(source, turns, program.turns)
         program.steps_left = program.statements.setdefault(_key(source, "", turns), stated)
 
@@ -98,21 +76,16 @@ class StepsLeftHistory(RatioHistory):
         program.statements.clear()
 
     def total_turns(self, agent_type: str, stated: StepsLeft) -> tuple[float, ...]:
-        """Return equally likely numbers of turns from a statement to the program's end, ascending."""
-        assumed = [stated.turns * ratio for ratio in _ASSUMED]
-        return self.expected(stated.source, agent_type, stated.turns, assumed)
-
-    def new_programs(self, count: int) -> tuple[float, ...]:
-        """Return up to ``count`` equally likely numbers of turns of a new program, ascending."""
-        ordered = self._new.ordered
-        shown = min(count, len(ordered))
-        return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * shown)] for i in range(shown))
+        """Return equally likely numbers of turns from a statement to the program's end, ascending. Empty
+        while few programs with statements of this source have ended."""
+        if self.count(stated.source) < ENOUGH_RATIOS:
+            return ()
+        return self.expected(stated.source, agent_type, stated.turns, ())
 
 
-_ASSUMED = [
-    exp(ASSUMED_SIGMA * NormalDist().inv_cdf((2 * i + 1) / (2 * ENOUGH_RATIOS))) for i in range(ENOUGH_RATIOS)
-]
-"""Assumed ratios, ascending."""
+def within(most: float) -> list[float]:
+    """Return equally likely numbers between 0 and ``most``, ascending."""
+    return [most * (2 * i + 1) / (2 * ENOUGH_RATIOS) for i in range(ENOUGH_RATIOS)]
 
 
 def _key(source: str, name: str, stated: float) -> str:

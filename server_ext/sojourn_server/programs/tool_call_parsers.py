@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,16 +30,20 @@ from sojourn.shell_command import command_of, is_shell_tool, main_head
 MAX_TEXT_CHARS = 64 * 1024
 MAX_CALLS = 64
 MAX_NAME_CHARS = 128
+MAX_PLAN_ITEMS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """One tool call found in an output: the tool's name and a shell command's head, never the arguments."""
+    """One tool call found in an output: the tool's name, a shell command's head and the open items of a to-do
+    list; never the arguments."""
 
     name: str
     """Name as the model wrote it, e.g. ``bash`` or ``get_weather``."""
     command: str | None = None
     """Head of the command, e.g. ``pytest``, if the tool is a shell."""
+    plan_items: int | None = None
+    """Number of items that are not completed, if the tool writes the agent's to-do list."""
 
     @property
     def key(self) -> str:
@@ -249,6 +253,11 @@ def _parameters(body: str) -> dict[str, str]:
     return arguments
 
 
+def plan_items(calls: Sequence[ParsedToolCall]) -> int | None:
+    """Return the number of open items in the last to-do list that ``calls`` write; ``None`` without one."""
+    return next((call.plan_items for call in reversed(calls) if call.plan_items is not None), None)
+
+
 # --- from a name and arguments to a call ---------------------------------------------------------
 
 
@@ -264,17 +273,42 @@ def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
     if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_CHARS:
         return []
     name = name.strip()
-    if not is_shell_tool(name):
-        return [ParsedToolCall(name)]
-    return [ParsedToolCall(name, _command_head(block))]
+    if is_shell_tool(name):
+        return [ParsedToolCall(name, _command_head(block))]
+    return [ParsedToolCall(name, plan_items=_plan_items(name, block))]
+
+
+def _arguments(block: dict[str, Any]) -> Any:
+    return next((block[f] for f in ("arguments", "parameters", "args", "input") if f in block), None)
+
+
+def _from_json(value: Any) -> Any:
+    """Return ``value``, decoded if it is a text. Raises ``ValueError`` or ``RecursionError``."""
+    return _decode(value.strip())[0] if isinstance(value, str) else value
+
+
+_PLAN_TOOLS = frozenset({"todowrite", "writetodos", "updateplan"})
+"""Tools that write the agent's whole to-do list, in lower case without underscores: those of Claude Code,
+OpenCode and Qwen Code, of Gemini CLI and deepagents, and of Codex."""
+_CLOSED = ("completed", "done", "cancelled")
+
+
+def _plan_items(name: str, block: dict[str, Any]) -> int | None:
+    if name.rpartition(".")[2].replace("_", "").lower() not in _PLAN_TOOLS:
+        return None
+    try:
+        arguments = _from_json(_arguments(block))
+        items = _from_json(arguments["todos"] if "todos" in arguments else arguments["plan"])
+        return sum(item.get("status") not in _CLOSED for item in items[:MAX_PLAN_ITEMS])
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
+        return None  # the arguments are no list of items
 
 
 def _command_head(block: dict[str, Any]) -> str | None:
-    arguments = next((block[f] for f in ("arguments", "parameters", "args", "input") if f in block), None)
-    if isinstance(arguments, str):
-        try:
-            arguments, _ = _decode(arguments.strip())
-        except (ValueError, RecursionError):
-            return main_head(arguments)  # some models write the bare command line
+    arguments = _arguments(block)
+    try:
+        arguments = _from_json(arguments)
+    except (ValueError, RecursionError):
+        return main_head(arguments)  # some models write the bare command line
     line = command_of(arguments) if isinstance(arguments, dict) else None
     return main_head(line) if line is not None else None

@@ -39,6 +39,7 @@ from ..core.events_and_actions import (
 )
 from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
+from ..programs.tool_call_parsers import plan_items
 from .allocation_fallback import AllocationFallback, DemandMonitor, PinnedBlocks
 from .compat import (
     EngineCoreOutput,
@@ -371,6 +372,7 @@ class SchedulerAdapter(EngineView):
                 output_tokens=request.num_output_tokens,
                 block_ids=[block.block_id for block in cached],
                 block_hashes=hashes,
+                plan_items=plan_items(end.tool_calls),
             ),
             now,
         )

@@ -104,8 +104,7 @@ class StepTimeEstimator:
         self._busy_s = self._prefill_s = self._request_s = 0.0
         """Sums over recent steps, in which older steps weigh less: seconds, seconds spent on prompts, and
         seconds · requests."""
-        self._decodes = self._kv_tokens = self._decode_s = 0.0
-        self._tokens_squared = self._seconds_squared = self._products = 0.0
+        self._decodes = [0.0] * 6
         """Sums over recent decode steps, in which older steps weigh less: number of steps, context tokens,
         seconds, tokens², seconds², and tokens · seconds."""
 
@@ -130,12 +129,8 @@ class StepTimeEstimator:
 
     def _observe_decode(self, kv_tokens: int, seconds: float) -> None:
         kept = 1.0 - seconds / GROWTH_WINDOW_S
-        self._decodes = self._decodes * kept + 1.0
-        self._kv_tokens = self._kv_tokens * kept + kv_tokens
-        self._decode_s = self._decode_s * kept + seconds
-        self._tokens_squared = self._tokens_squared * kept + float(kv_tokens) * kv_tokens
-        self._seconds_squared = self._seconds_squared * kept + seconds * seconds
-        self._products = self._products * kept + kv_tokens * seconds
+        step = (1.0, kv_tokens, seconds, float(kv_tokens) * kv_tokens, seconds * seconds, kv_tokens * seconds)
+        self._decodes = [total * kept + new for total, new in zip(self._decodes, step, strict=True)]
 
     @property
     def kv_read_share(self) -> float:
@@ -144,19 +139,22 @@ class StepTimeEstimator:
 
         In this part of a step the device reads KV. With long contexts it is most of a step.
         """
-        if not self._decodes:
+        steps = self._decodes[0]
+        if not steps:
             return 0.0
-        kv_tokens, seconds = self._kv_tokens / self._decodes, self._decode_s / self._decodes
-        variance = self._tokens_squared / self._decodes - kv_tokens * kv_tokens
-        seconds_variance = self._seconds_squared / self._decodes - seconds * seconds
-        covariance = self._products / self._decodes - kv_tokens * seconds
+        kv_tokens, seconds, tokens_squared, seconds_squared, products = (
+            total / steps for total in self._decodes[1:]
+        )
+        variance = tokens_squared - kv_tokens * kv_tokens
+        seconds_variance = seconds_squared - seconds * seconds
+        covariance = products - kv_tokens * seconds
         if (
             variance <= _ROUNDING * kv_tokens**2
             or seconds_variance <= _ROUNDING * seconds**2
             or covariance <= 0
         ):
             return 0.0
-        explained = self._decodes * min(1.0, covariance / variance * (covariance / seconds_variance))
+        explained = steps * min(1.0, covariance / variance * (covariance / seconds_variance))
         believed = explained / (explained + GROWTH_EVIDENCE)
         return min(1.0, believed * covariance / variance * kv_tokens / seconds)
 

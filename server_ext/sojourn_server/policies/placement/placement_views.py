@@ -74,8 +74,6 @@ class ProgramTierView:
     """The client's priority; a larger number is more important."""
     due_s: float = math.inf
     """The client's deadline; ``inf``: none."""
-    held_until_s: float = -math.inf
-    """Time until which the client asks to keep the program's KV during this gap; ``-inf``: not asked."""
     gap_durations_s: tuple[float, ...] = ()
     """Equally likely durations of the gap in seconds, from ``gap_since_s`` on, ascending. They come from
     earlier calls or from the client's estimate. Empty: unknown."""
@@ -93,9 +91,7 @@ class ProgramTierView:
     new_service_s: tuple[float, ...] = ()
     """Equally likely total seconds of service of a new program, ascending; empty: unknown."""
     work_stated: bool = False
-    """Whether the client or a declared graph says how many turns the program has left."""
-    tenant: str = ""
-    """The tenant that the client declared."""
+    """Whether it is known for sure, from the client, how many turns the program has left."""
     pending: bool = False
     """Whether the policy has decided that the program leaves the device after its turn. Requests of this turn
     may finish. Later requests wait until the program has moved."""

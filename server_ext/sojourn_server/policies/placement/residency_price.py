@@ -133,30 +133,26 @@ class ResidencyPricePlacement:
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
     def promotion_order(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]:
-        """Return ready programs of the same urgency, the first to enter first. If the work that is left was
-        stated for most of them, those with the most worth per block are first; else as ``promotion_key``
-        says."""
-        if 2 * sum(program.work_stated for program in ready) > len(ready):
-            return sorted(ready, key=self._work_key)
-        return sorted(ready, key=self.promotion_key)
-
-    def _work_key(self, program: ProgramTierView) -> SortKey:
-        blocks_by_worth = self.device_blocks(program) / self.worth(program)
-        return (0, blocks_by_worth, program.waiting_since_s, program.program_id)
-
-    def promotion_key(self, program: ProgramTierView) -> SortKey:
-        """Return the sort key of ready programs: first those with their context in host memory or on disk,
-        then others that ran before, then new programs.
+        """Return ready programs of the same urgency, the first to enter first: those with their context in
+        host memory or on disk, then others that ran before, then new programs.
 
         Contexts in lower tiers are first because their promotion frees blocks in these tiers. So the KV of
         the next program that leaves the device can move to a lower tier, and is not dropped. A program whose
-        KV was dropped does not wait for ever: after a time it is overdue and enters first."""
-        since_s = program.waiting_since_s
-        saved = program.tier in (Tier.HOST, Tier.DISK)
+        KV was dropped does not wait for ever: after a time it is overdue and enters first.
+
+        Within a level, those with the most worth per block are first if the work left is stated for most of
+        ``ready``. Else the earliest is, and of new programs the smallest."""
+        by_work = 2 * sum(program.work_stated for program in ready) > len(ready)
+        return sorted(ready, key=lambda program: self._promotion_key(program, by_work))
+
+    def _promotion_key(self, program: ProgramTierView, by_work: bool) -> SortKey:
+        saved, blocks = program.tier in (Tier.HOST, Tier.DISK), self.device_blocks(program)
         level = _SAVED if saved else _RETURNING if program.returning else _NEW
+        if by_work:
+            return (level, blocks / self.worth(program), program.waiting_since_s, program.program_id)
         if level != _NEW or self.order == "arrival":
-            return (level, program.arrived_s, since_s, program.program_id)
-        return (level, float(size_class(self.device_blocks(program))), program.arrived_s, program.program_id)
+            return (level, program.arrived_s, program.waiting_since_s, program.program_id)
+        return (level, float(size_class(blocks)), program.arrived_s, program.program_id)
 
     def worth(self, program: ProgramTierView) -> float:
         """Return the value of a program's progress, relative to the progress of a new program of its type."""

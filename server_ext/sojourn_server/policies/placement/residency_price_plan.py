@@ -31,11 +31,9 @@ BEGIN_WORTH = 0.9
 """On a fully used device, a program without a saved context waits only for programs with at least this share
 of its worth. The share is below 1 so that programs of similar worth wait for each other."""
 URGENT_S = 120.0
-"""A program is urgent from this many seconds before its deadline."""
+"""A program is urgent from this many seconds before its deadline until as long after it."""
 URGENT_WORTH = 4.0
 """An urgent program is worth this many times as much as another one."""
-HELD_SHARE = 0.25
-"""Share of the device that one tenant's programs may hold because their clients ask for it."""
 FUTILE_SHARE = 0.4
 """Keeping contexts is futile if more than this share of them is exchanged before the program returns. On
 simulated loads where keeping pays, the share was 0 to 0.1; where computing again is cheap, above 0.9
@@ -243,7 +241,7 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _is_urgent(self, program: ProgramTierView) -> bool:
         """Whether a program is more important than programs are in the mean, or due soon."""
-        is_due = program.due_s - URGENT_S <= self._now < program.due_s
+        is_due = abs(program.due_s - self._now) < URGENT_S
         return is_due or program.importance > self._mean_importance
 
     @cached_property
@@ -252,21 +250,6 @@ class ResidencyPricePlan(PlacementPlan):
         groups = (view.on_device, view.on_host, view.on_disk, view.waiting)
         present = [program.importance for group in groups for program in group]
         return math.fsum(present) / len(present) if present else 0.0
-
-    @cached_property
-    def _held(self) -> frozenset[ProgramId]:
-        """The acting programs on the device whose clients ask to keep their KV: the first to ask, up to
-        ``HELD_SHARE`` of the device for each tenant."""
-        room = self._view.device.budget_blocks * HELD_SHARE
-        free: dict[str, float] = {}
-        held = []
-        for one in sorted(self._view.on_device, key=lambda p: (p.gap_since_s, p.program_id)):
-            if one.activity is ProgramActivity.ACTING and self._now < one.held_until_s:
-                left = free.get(one.tenant, room) - one.context_blocks
-                if left >= 0:
-                    free[one.tenant] = left
-                    held.append(one.program_id)
-        return frozenset(held)
 
     def _promote_overdue(self) -> bool:
         """Promote overdue programs. Returns whether other programs may be promoted now: false if an overdue
@@ -502,8 +485,6 @@ class ResidencyPricePlan(PlacementPlan):
         ``to``: the tier to which the program would move; by default the highest tier with room."""
         if not program.context_blocks or program.return_chance <= 0.0:
             return 0.0
-        if tier is Tier.DEVICE and program.program_id in self._held and not self._stands_still:
-            return math.inf
         cost_s = self._cost_s(program, self._tier_below(program, tier=tier) if to is None else to)
         if tier is not Tier.DEVICE:
             cost_s -= min(cost_s, self._cost_s(program, tier))

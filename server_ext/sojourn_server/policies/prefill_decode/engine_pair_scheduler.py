@@ -47,23 +47,15 @@ class EnginePair(NamedTuple):
 # -- which node reads (D6) ---------------------------------------------------------------
 
 
-class StorageReadView(NamedTuple):
-    """A request's read from storage, and the state of the two storage NICs that could do the read."""
-
-    prefill_queue_s: float
-    """Seconds of reads queued at the prefill engine's node; negative: seconds since its NIC became idle."""
-    decode_queue_s: float
-    """The same at the decode engine's node."""
-    one_node: bool = False
-    """Whether both engines are on one node and share its NIC."""
-
-
 class ReadSidePolicy:
     """Chooses the engine whose node reads all of a request's stored blocks. The base chooses the prefill
     engine's: one path, as in systems before DualPath."""
 
-    def decode_reads(self, view: StorageReadView) -> bool:
-        """Return whether the decode engine's node reads. If not, the prefill engine's node does."""
+    def decode_reads(self, prefill_queue_s: float, decode_queue_s: float, *, one_node: bool) -> bool:
+        """Return whether the decode engine's node reads. If not, the prefill engine's node does.
+
+        ``prefill_queue_s``, ``decode_queue_s``: seconds of reads queued at each node's storage NIC; negative:
+        seconds since the NIC became idle. ``one_node``: both engines are on one node and share its NIC."""
         return False
 
 
@@ -75,8 +67,8 @@ class ShorterQueueRead(ReadSidePolicy):
     both sides are equal, or if both engines are on one node.
     """
 
-    def decode_reads(self, view: StorageReadView) -> bool:
-        return view.decode_queue_s < view.prefill_queue_s and not view.one_node
+    def decode_reads(self, prefill_queue_s: float, decode_queue_s: float, *, one_node: bool) -> bool:
+        return decode_queue_s < prefill_queue_s and not one_node
 
 
 # -- engines and nodes ---------------------------------------------------------------------
@@ -516,8 +508,9 @@ class PairScheduler:
         decode_reads = False
         if request.hit_blocks:
             one, other = prefill.nic, decode.nic
-            view = StorageReadView(one.busy_until_s - now, other.busy_until_s - now, one is other)
-            decode_reads = self._side.decode_reads(view)
+            decode_reads = self._side.decode_reads(
+                one.busy_until_s - now, other.busy_until_s - now, one_node=one is other
+            )
             nic = other if decode_reads else one
             nic.busy_until_s = max(nic.busy_until_s, now) + request.hit_blocks * nic.block_s
         return EnginePair(request, prefill.number, decode.number, decode_reads)
