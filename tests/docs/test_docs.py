@@ -209,10 +209,15 @@ def test_everything_replaced_is_listed() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for target in node.targets if isinstance(node, ast.Assign) else ():
                 text = ast.unparse(target)
-                if re.match(r"(scheduler|manager|self\._pool|victim)\.\w+$", text):
+                if re.match(r"(scheduler(\.kv_cache_manager)?|manager|self\._pool|victim)\.\w+$", text):
                     found.add(text.rpartition(".")[2])
     replaced = {"waiting", "kv_holding_waiting", "policy", "allocate_slots", "free_block_queue", "priority"}
-    assert found == {*replaced, "_reserve_prefill_lookahead", "get_num_common_prefix_blocks"}
+    assert found == {
+        *replaced,
+        "_reserve_prefill_lookahead",
+        "get_num_common_prefix_blocks",
+        "prefill_capacity_bound",
+    }
     listed = {word.rpartition(".")[2] for words in words_of(RELEASES, "touched") for word in words}
     assert found <= listed
 
@@ -265,6 +270,11 @@ def test_a_mechanism_says_on_which_servers_it_runs() -> None:
     assert {kind for row in MECHANISM_ROWS for kind in row[3].split(", ")} == kinds
 
 
+def test_a_mechanism_says_whether_the_default_uses_it() -> None:
+    assert {len(row) for row in MECHANISM_ROWS} == {7}
+    assert all(row[6] for row in MECHANISM_ROWS)
+
+
 def test_baselines_of_our_own_making_have_a_row() -> None:
     ours = {row[0] for row in BASELINE_ROWS}
     assert ours == {"admit", "autellix", "infercept", "thunderagent", "static-ttl"}
@@ -273,7 +283,7 @@ def test_baselines_of_our_own_making_have_a_row() -> None:
 
 @pytest.mark.parametrize("row", [*MECHANISM_ROWS, *BASELINE_ROWS], ids=lambda row: row[0])
 def test_a_mechanism_names_code_and_tests_that_exist(row: list[str]) -> None:
-    objects, tests = code_words(row[2]), code_words(row[4 if len(row) == 6 else 3])
+    objects, tests = code_words(row[2]), code_words(row[4 if len(row) == 7 else 3])
     assert objects
     assert tests
     for place in objects:
