@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,31 @@ def test_false_and_hostile_hints_give_the_tokens_of_stock(loud_model: str, stock
     tokens, report = generate(loud_model, {"policy": "continuum"}, hints=hostile_hint)
     assert tokens == stock
     assert any(decision["kind"] == "keep" for decision in report["decisions"])
+
+
+def every_hint(program: int, turn: int, factor: float = 1.0) -> str:
+    """All that a client can say; all numbers are true if ``factor`` is 1."""
+    ends = (turn + 1 == SHORT["turns"]) is (factor == 1.0)
+    ours = {"v": 1, "agent_type": "talker", "node": "talk", "final": ends, "tenant": f"t{program % 2}"}
+    numbers = {"deadline_seconds": 30.0, "kv_retention_ttl_seconds": 2.0}
+    context = {
+        "program_id": f"P{program}",
+        "priority": round(program % 3 * factor),
+        "expected_resume": not ends,
+        "expected_output_length": round(SHORT["output_tokens"] * factor),
+        **{name: value * factor for name, value in numbers.items()},
+        "sojourn": {**ours, "expected_steps_left": (SHORT["turns"] - turn - 1) * factor},
+    }
+    return json.dumps(context)
+
+
+@pytest.mark.parametrize("hints", [every_hint, partial(every_hint, factor=0.5), hostile_hint])
+def test_no_hint_changes_a_token_under_the_default_policy(
+    loud_model: str, stock_in_short: list[list[int]], hints: Any
+) -> None:
+    tiers = with_tiers(host_bytes=SHORT_BYTES)
+    tokens, _ = generate(loud_model, {"policy": "sojourn"}, hints=hints, **SHORT, **tiers)
+    assert tokens == stock_in_short
 
 
 def test_what_was_in_host_memory_gives_the_tokens_of_stock(loud_model: str, stock: list[list[int]]) -> None:
