@@ -34,15 +34,20 @@ class FakeToolCallReader:
         count = len(token_ids)
         if count % 5 == 0:
             return ()
-        calls = (ParsedToolCall("bash", ("ls", "pytest", "grep")[count % 3]), ParsedToolCall("web_search"))
-        return calls[: 1 + (count % 4 == 0)]
+        shell = ParsedToolCall("bash", ("ls", "pytest", "grep")[count % 3])
+        return (shell, ParsedToolCall("TodoWrite", plan_items=count % 7))[: 1 + (count % 4 == 0)]
 
 
 def make_engine(
     recording: Path | None, clock: Clock, policy: str = "continuum", *, host_blocks: int = 0, **sojourn: Any
 ) -> Any:
     """A simulated engine with too few KV blocks, and ``host_blocks`` blocks of sojourn's host memory."""
-    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+    from sojourn_server.simulator.simulated_engine import (
+        DUMMY_TOKEN,
+        STOP_TOKEN,
+        SimulatedEngine,
+        SimulatedEngineOptions,
+    )
 
     settings = {"policy": policy, "strict": True, **sojourn}
     if recording is not None:
@@ -61,6 +66,10 @@ def make_engine(
         clock,
     )
     engine.scheduler.sojourn.reader = FakeToolCallReader()
+    # Outputs that vLLM cuts off are not read.
+    engine.tokens = lambda request: (
+        STOP_TOKEN if request.num_output_tokens + 1 >= request.max_tokens else DUMMY_TOKEN
+    )
     return engine
 
 
