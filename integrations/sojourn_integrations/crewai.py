@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 
 import sojourn
 from sojourn.errors import tool_status_of
-from sojourn.monkey_patches import Patches
+from sojourn.monkey_patches import Around, Patches
 from sojourn.program import Program, current_context
+from sojourn.user_hints import step_limit
 from sojourn.valid_ids_and_names import agent_type_of
 
 from .safe_scope import Scope, enter, entered, guarded, leave
@@ -76,16 +77,20 @@ def wrap(target: Any) -> None:
 # ---- runs
 
 
-def _run(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with entered(lambda: _program(owner)):
-        return original(*args, **kwargs)
+def _inside(scope: Callable[[Any], AbstractContextManager[Any]]) -> tuple[Around, Around]:
+    """Return the wrappers of a method and of an async method that run it inside ``scope(object)``."""
 
+    def call(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with entered(lambda: scope(owner)):
+            return original(*args, **kwargs)
 
-async def _arun(
-    owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with entered(lambda: _program(owner)):
-        return await original(*args, **kwargs)
+    async def acall(
+        owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with entered(lambda: scope(owner)):
+            return await original(*args, **kwargs)
+
+    return call, acall
 
 
 def _program(owner: Any) -> AbstractContextManager[Any]:
@@ -106,7 +111,7 @@ def _in_program(owner: Any) -> Iterator[None]:
     else:
         name = getattr(owner, "name", None) or getattr(owner, "role", None) or type(owner).__name__
         name = agent_type_of(str(name).strip(), "crew")  # "crew": CrewAI's name for a crew without one
-        manager = sojourn.program(name, agent_type=name)
+        manager = sojourn.program(name, agent_type=name, max_steps=_most_steps(owner))
     with manager as program:
         _runs[program] = {}
         runs = _crews.setdefault(id(owner), [])
@@ -120,25 +125,22 @@ def _in_program(owner: Any) -> Iterator[None]:
                 del _crews[id(owner)]
 
 
+@guarded
+def _most_steps(owner: Any) -> int | None:
+    """Return the sum of the limits of the crew's tasks, or the agent's limit. Returns ``None`` if the user
+    has not set all of them, since CrewAI's own default says little."""
+    agents = [task.agent for task in getattr(owner, "tasks", ())] or [owner]
+    own = [agent.max_iter for agent in agents if "max_iter" in getattr(agent, "model_fields_set", ())]
+    return step_limit(sum(own)) if len(own) == len(agents) else None
+
+
 # ---- agents
-
-
-def _agent(agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with entered(lambda: _node(agent)):
-        return original(*args, **kwargs)
 
 
 def _kickoff(agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _get_running_loop() is not None:
         return original(*args, **kwargs)  # a coroutine of ``kickoff_async``
     return _agent(agent, original, args, kwargs)
-
-
-async def _aagent(
-    agent: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with entered(lambda: _node(agent)):
-        return await original(*args, **kwargs)
 
 
 @contextmanager
@@ -156,6 +158,10 @@ def _node(agent: Any) -> Iterator[None]:
             _end_calls(len(before), tool_status_of(error))
             raise
         _end_calls(len(before), "cancelled")
+
+
+_run, _arun = _inside(_program)
+_agent, _aagent = _inside(_node)
 
 
 # ---- tool calls

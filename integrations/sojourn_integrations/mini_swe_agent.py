@@ -26,6 +26,7 @@ import sojourn
 from sojourn.monkey_patches import Around, Patches
 from sojourn.outgoing_request import RetryScope
 from sojourn.shell_command import command_class
+from sojourn.user_hints import step_limit
 
 from .instance_method_wrapper import overlay_method, remove_all_overlays, remove_overlay
 from .safe_scope import count_error, enter, entered, leave
@@ -148,7 +149,7 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
     kind = type(agent).__name__
     # mini-extra's batch runs name their agents after the instance.
     name = getattr(agent, "instance_id", None) or kind
-    with entered(lambda: sojourn.program(str(name), agent_type=kind)):
+    with entered(lambda: sojourn.program(str(name), agent_type=kind, max_steps=_steps_left(agent))):
         token = _running.set(running | {id(agent)})
         key = object()
         _agents_in_run[key] = agent
@@ -157,6 +158,12 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
         finally:
             del _agents_in_run[key]
             _running.reset(token)
+
+
+def _steps_left(agent: Any) -> int | None:
+    """Return how many steps the agent's limit leaves for its runs; ``None`` without a limit."""
+    most = step_limit(getattr(getattr(agent, "config", None), "step_limit", None))
+    return most and max(0, most - getattr(agent, "n_calls", 0))
 
 
 # ---- one command

@@ -42,6 +42,12 @@ class RecordedProgram(NamedTuple):
         return tuple(_ours(request).node for request in self.requests)
 
     @property
+    def steps_left(self) -> tuple[float, ...]:
+        """Steps left, as the requests state them."""
+        stated = (_ours(request).expected_steps_left for request in self.requests)
+        return tuple(left for left in stated if left is not None)
+
+    @property
     def status(self) -> str:
         """How it ended."""
         return " and ".join(end.status for end in self.ends) or "never ended"
@@ -106,6 +112,9 @@ def _lines(fact: ProgramFact, children: dict[str | None, list[ProgramFact]], in_
     nodes = fact.nodes if in_order else sorted(fact.nodes, key=str)
     for node in nodes:
         yield f"  request at {node}"
+    if fact.steps_left:
+        # Each takes one from the limit, in whichever order they arrive.
+        yield f"  steps left {[float(left) for left in sorted(fact.steps_left, reverse=True)]}"
     for tool in sorted(fact.tools, key=str):
         yield f"  tool {tool.tool} [{tool.tool_class}] {tool.status}"
     for text in sorted("\n".join(_lines(child, children, in_order)) for child in children.get(fact.key, ())):
@@ -115,7 +124,7 @@ def _lines(fact: ProgramFact, children: dict[str | None, list[ProgramFact]], in_
 def facts(recorded: dict[str, RecordedProgram]) -> list[ProgramFact]:
     """The reported programs, in the form in which a scenario lists them."""
     return [
-        ProgramFact(id, each.status, each.start.parent_program_id, each.nodes, each.tools)
+        ProgramFact(id, each.status, each.start.parent_program_id, each.nodes, each.tools, each.steps_left)
         for id, each in recorded.items()
     ]
 

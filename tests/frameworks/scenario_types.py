@@ -39,6 +39,12 @@ class ProgramFact(NamedTuple):
     ``branches``, the order is not compared."""
     tools: tuple[ToolFact, ...] = ()
     """Sorted by name, then status."""
+    steps_left: tuple[float, ...] = ()
+    """The numbers of steps left that its requests state, in order; empty if they state none."""
+
+    def limited(self, steps: int) -> ProgramFact:
+        """Return this program with a limit of ``steps``, of which each request states what is left."""
+        return self._replace(steps_left=tuple(max(0, steps - 1 - i) for i in range(len(self.nodes))))
 
 
 class Scenario(NamedTuple):

@@ -54,8 +54,11 @@ def llm(base_url: str, model: str, **more: Any) -> Any:
     return library().LLM(model=f"openai/{model}", base_url=base_url, api_key="none", max_tokens=64, **more)
 
 
-def crew(model: Any, *roles: str, inner: Any = None, in_thread: bool = False, name: str = "team") -> Any:
-    """A crew with a task for each role. ``inner`` is a crew that the tool ``ask`` runs."""
+def crew(
+    model: Any, *roles: str, inner: Any = None, in_thread: bool = False, name: str = "team", **options: Any
+) -> Any:
+    """A crew with a task for each role. ``inner`` is a crew that the tool ``ask`` runs. ``options`` are of
+    the agents."""
     from crewai import Agent, Crew, Task
     from crewai.tools import tool
 
@@ -80,7 +83,7 @@ def crew(model: Any, *roles: str, inner: Any = None, in_thread: bool = False, na
         return str(inner.kickoff().raw)
 
     agents = [
-        Agent(role=role, goal="g", backstory="b", llm=model, tools=[upper, count, broken, ask])
+        Agent(role=role, goal="g", backstory="b", llm=model, tools=[upper, count, broken, ask], **options)
         for role in roles or ("writer",)
     ]
     tasks = [
@@ -97,6 +100,10 @@ def crew(model: Any, *roles: str, inner: Any = None, in_thread: bool = False, na
 
 def kickoff(base_url: str, model: str, *roles: str, in_thread: bool = False, **more: Any) -> Any:
     return crew(llm(base_url, model, **more), *roles, in_thread=in_thread).kickoff().raw
+
+
+def limited(base_url: str, model: str) -> Any:
+    return crew(llm(base_url, model), "first", "second", max_iter=4).kickoff().raw
 
 
 def in_async(base_url: str, model: str) -> Any:
@@ -151,6 +158,13 @@ def two_tools() -> list[Reply]:
 
 
 SCENARIOS = [
+    scenario(
+        "sync",
+        lambda: [*one_tool(), final("two")],
+        limited,
+        ProgramFact("team", nodes=("first", "first", "second"), tools=UPPER).limited(8),
+        name="limit",
+    ),
     scenario("sync", one_tool, kickoff, TEAM),
     scenario("async", one_tool, in_async, TEAM),
     scenario("stream", one_tool, partial(kickoff, stream=True), TEAM),

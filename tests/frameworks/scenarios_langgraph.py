@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
 
 from scenario_types import ProgramFact, Scenario, ToolFact
@@ -137,6 +138,14 @@ def tool_loop(base_url: str, model: str) -> Any:
     return said(tool_graph(base_url, model).invoke(ASK))
 
 
+def limited_tool_loop(base_url: str, model: str, steps: int = 5) -> Any:
+    return said(tool_graph(base_url, model).invoke(ASK, {"recursion_limit": steps}))
+
+
+def limited_planner(base_url: str, model: str) -> Any:
+    return planner(speaker(model_at(base_url, model))).invoke(HI, {"recursion_limit": 9})
+
+
 def sub_graph(base_url: str, model: str) -> Any:
     from langgraph.graph import END, START, StateGraph
 
@@ -208,6 +217,14 @@ LOOP = ProgramFact("loop", nodes=("think", "think"), tools=(ToolFact("upper"),))
 SCENARIOS = [
     scenario("sync", sync, SCRIPT, PLANNED),
     scenario("sync", tool_loop, [use("upper"), "done"], LOOP, name="tools"),
+    # Every other step of such a loop is a turn.
+    scenario("sync", limited_tool_loop, [use("upper"), "done"], LOOP.limited(3), name="limit"),
+    scenario(
+        "error", partial(limited_tool_loop, steps=3), [use("upper")] * 2,
+        LOOP._replace(status="error", tools=(ToolFact("upper"),)).limited(2),
+        name="limit", raises="GraphRecursionError",
+    ),
+    scenario("sync", limited_planner, SCRIPT, PLANNED, name="limit of steps that are no turns"),
     scenario(
         "sync", resumed, ["go on", "more", "worked", "DONE"],
         ProgramFact("planner", nodes=("plan", "plan", "work", "plan"),

@@ -26,7 +26,9 @@ ABSENT = {
 }
 
 
-def agent(base_url: str, model: str, *, provider: str = "openai", responses: bool = False) -> Any:
+def agent(
+    base_url: str, model: str, *, provider: str = "openai", responses: bool = False, **config: Any
+) -> Any:
     from impatient_environment import ImpatientEnvironment
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.models.litellm_model import LitellmModel
@@ -40,6 +42,7 @@ def agent(base_url: str, model: str, *, provider: str = "openai", responses: boo
         ImpatientEnvironment(),
         system_template="You are an agent.",
         instance_template="Do {{task}}.",
+        **config,
     )
 
 
@@ -60,6 +63,12 @@ def run(base_url: str, model: str, **options: Any) -> Any:
 
 def run_on_hosted_vllm(base_url: str, model: str) -> Any:
     return run(base_url, model, provider="hosted_vllm")
+
+
+def run_twice_within_a_limit(base_url: str, model: str) -> Any:
+    """The second run may take what the first one has left."""
+    made = agent(base_url, model, step_limit=4)
+    return [outputs(made, made.run("it")) for _ in range(2)]
 
 
 def run_with_responses(base_url: str, model: str) -> Any:
@@ -118,6 +127,16 @@ SCENARIOS = [
     scenario("sync", run, WORK, WORKED),
     scenario("sync", run_on_hosted_vllm, WORK, WORKED, name="hosted_vllm"),
     scenario("sync", run_with_responses, WORK, WORKED, name="responses"),
+    scenario(
+        "sync",
+        run_twice_within_a_limit,
+        [bash("echo hi"), SUBMIT, SUBMIT],
+        [
+            ProgramFact("first", nodes=(None, None), tools=(ToolFact("bash", "ok", "echo"),) * 2).limited(4),
+            ProgramFact("second", nodes=(None,), tools=(ToolFact("bash", "ok", "echo"),)).limited(2),
+        ],
+        name="limit",
+    ),
     scenario(
         "error",
         broken_environment,

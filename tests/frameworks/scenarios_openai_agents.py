@@ -150,7 +150,8 @@ def scenario(
     *programs: ProgramFact,
     raises: str | None = None,
 ) -> Scenario:
-    """Return a scenario of this framework."""
+    """Return a scenario of this framework, whose runs have a limit of ten turns if nothing else is said."""
+    programs = tuple(each if each.steps_left else each.limited(10) for each in programs)
     return Scenario("openai_agents", row, ("agents",), lambda: script, play, programs, raises, name)
 
 
@@ -179,7 +180,7 @@ SCENARIOS = [
         "turns",
         [SUM, SUM, SUM],
         in_loop(too_many_turns),
-        CLERK._replace(status="error", tools=(ToolFact("add"), ToolFact("add"))),
+        CLERK._replace(status="error", tools=(ToolFact("add"), ToolFact("add"))).limited(2),
         raises="MaxTurnsExceeded",
     ),
     scenario(

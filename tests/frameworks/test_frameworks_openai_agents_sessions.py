@@ -50,6 +50,7 @@ async def test_a_conversation_is_one_program_until_its_session_is_gone(server: F
         await run(clerk, "Go on.", streamed=True, session=conversation)
         before = named(recorded(server, ended=False), "clerk")
         assert (before.ends, before.nodes) == ([], ("clerk", "clerk"))
+        assert before.steps_left == (), "the limit of a run is none of the conversation"
         assert len(before.requests[-1].body["messages"]) > len(before.requests[0].body["messages"])
         conversation.close()
         del conversation
@@ -157,6 +158,7 @@ async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: b
     program = only(recorded(server))
     assert (program.status, program.nodes) == ("ok", ("clerk", "clerk"))
     assert [tool.tool for tool in program.tools] == ["erase"]
+    assert program.steps_left == (9, 8), "of the ten turns that both runs have together"
 
 
 @pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")

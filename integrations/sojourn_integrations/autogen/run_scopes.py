@@ -35,11 +35,11 @@ from sojourn.program import (
 )
 from sojourn.runtime import session
 from sojourn.tools import ToolCall
-from sojourn.user_hints import StepContext
+from sojourn.user_hints import StepContext, step_limit
 from sojourn.valid_ids_and_names import agent_type_of
 
 from sojourn_integrations.autogen.team_graph import node_name
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import count_error, guarded
 
 
 class TeamRun:
@@ -164,25 +164,23 @@ class RunScope:
         if frame.node is not None:
             frame.run.program.enter_node(frame.node)
 
+    @guarded
     def close(self, error: BaseException | None = None) -> None:
         """End the run or turn, with ``error`` if it failed. Repeating it is harmless. Never raises."""
         if not self._open:
             return
         self._open = False
-        try:
-            frame, run, key = self._frame, self._run, self._key
-            program = frame.run.program
-            if frame.node is not None and program.node == frame.node:
-                program.node = None  # the manager that selects the next agent has no node
-            if key is not None and _teams.get(key) is frame:
-                if self._outer is None:
-                    del _teams[key]
-                else:
-                    _teams[key] = self._outer
-            if run is not None:
-                run.close(status_of(error))
-        except Exception:
-            count_error("internal_error")
+        frame, run, key = self._frame, self._run, self._key
+        program = frame.run.program
+        if frame.node is not None and program.node == frame.node:
+            program.node = None  # the manager that selects the next agent has no node
+        if key is not None and _teams.get(key) is frame:
+            if self._outer is None:
+                del _teams[key]
+            else:
+                _teams[key] = self._outer
+        if run is not None:
+            run.close(status_of(error))
 
     def __del__(self) -> None:
         # Without an event loop, Python destroys an async generator without closing it.
@@ -261,9 +259,17 @@ def _run(
     name = str(runner.name)
     if program is None:
         name = agent_type_of(name, getattr(runner, "DEFAULT_NAME", None))  # the default of a team's class
-    program = sojourn.program(name, agent_type=name, aeg=graph(runner)).make().start()
+    scope = sojourn.program(name, agent_type=name, aeg=graph(runner), max_steps=_most_steps(runner))
+    program = scope.make().start()
     run = TeamRun(program, owned=True)
     return run, run, ExecutionContext(program)
+
+
+def _most_steps(runner: Any) -> int | None:
+    """Return a team's limit of turns, or an ``AssistantAgent``'s limit of requests in a turn, if any."""
+    rounds = step_limit(getattr(runner, "_max_tool_iterations", None))
+    reflects = getattr(runner, "_reflect_on_tool_use", None) is True
+    return step_limit(getattr(runner, "_max_turns", None)) or (rounds and rounds + reflects)
 
 
 def _report_graph(program: Program, aeg: Aeg | None) -> None:
@@ -277,8 +283,8 @@ def _report_graph(program: Program, aeg: Aeg | None) -> None:
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:
-    """Return a new tool call and add it to the run's calls in progress. The caller starts the tool call.
-    Returns ``None`` if the running code is already inside this tool call."""
+    """Enter a new tool call, which is in progress for the run too, and return it. Returns ``None`` if the
+    running code is already inside this tool call."""
     here = live_context()
     if here.program is None or resolvers:
         here, _ = find_context(session().counters)
@@ -291,7 +297,7 @@ def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) ->
     call = ToolCall(tool, call_id, tool_class=tool_class)
     if frame is not None and frame.run.program is here.program:
         frame.run.calls.add(call)
-    return call
+    return call.__enter__()
 
 
 def end_call(call: ToolCall) -> None:

@@ -18,7 +18,7 @@ from sojourn.program import current_context
 from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
 
-from sojourn_integrations.safe_scope import Scope, count_error, guarded, leave
+from sojourn_integrations.safe_scope import Scope, guarded, leave
 
 from . import run_scopes
 
@@ -85,21 +85,20 @@ def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any
 
     @functools.wraps(original)
     async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return await original(_with_current_context(self) if active() else self, *args, **kwargs)
+        carrier = _with_current_context(self) if active() else None
+        return await original(self if carrier is None else carrier, *args, **kwargs)
 
     return run
 
 
 @guarded
 def _begin_call(tool_call: Any) -> ToolCall | None:
-    call = run_scopes.begin_call(tool_call.name, tool_call.id)
-    return None if call is None else call.__enter__()
+    return run_scopes.begin_call(tool_call.name, tool_call.id)
 
 
 @guarded
 def _begin_code(blocks: Any) -> ToolCall | None:
-    call = run_scopes.begin_call("code", None, _language(blocks))
-    return None if call is None else call.__enter__()
+    return run_scopes.begin_call("code", None, _language(blocks))
 
 
 @guarded
@@ -133,29 +132,26 @@ def _note_timeout(error: BaseException) -> None:
         call.status = "timeout"
 
 
+@guarded
 def _with_current_context(tool: Any) -> Any:
     """Return a copy of ``tool`` that carries the SDK's current context into the thread of its function.
     Returns ``tool`` itself if its function is ``async``."""
-    try:
-        function = tool._func
-        if inspect.iscoroutinefunction(function):
-            return tool
-        here = current_context.get()
-
-        def carried(*args: Any, **kwargs: Any) -> Any:
-            token = current_context.set(here)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                current_context.reset(token)
-
-        carried.__wrapped__ = function  # type: ignore[attr-defined]  # for inspect.signature
-        carrier = copy.copy(tool)
-        carrier._func = carried
-        return carrier
-    except Exception:
-        count_error("internal_error")
+    function = tool._func
+    if inspect.iscoroutinefunction(function):
         return tool
+    here = current_context.get()
+
+    def carried(*args: Any, **kwargs: Any) -> Any:
+        token = current_context.set(here)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            current_context.reset(token)
+
+    carried.__wrapped__ = function  # type: ignore[attr-defined]  # for inspect.signature
+    carrier = copy.copy(tool)
+    carrier._func = carried
+    return carrier
 
 
 def _language(blocks: Any) -> str | None:

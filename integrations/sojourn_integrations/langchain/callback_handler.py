@@ -20,7 +20,7 @@ from sojourn.errors import tool_status_of
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.program import Program, ResolvedContext, add_resolver, remove_resolver
 
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import guarded
 
 from .run_tree import RunTree, result_status
 
@@ -129,14 +129,12 @@ def _tree_parent_id(parent_run_id: Any) -> Any:
     return parent_run_id if tree.get(around) is None else around
 
 
+@guarded
 def _leaf_started(parent_run_id: Any) -> None:
     """Note the run in whose name a model or a retriever begins."""
-    try:
-        parent, around = _tree_parent_id(_key(parent_run_id)), _run_around()
-        if parent != around or _named_run.get() is not None:
-            _named_run.set(None if parent is None else (parent, around))
-    except Exception:
-        count_error("internal_error")
+    parent, around = _tree_parent_id(_key(parent_run_id)), _run_around()
+    if parent != around or _named_run.get() is not None:
+        _named_run.set(None if parent is None else (parent, around))
 
 
 def _resolve() -> ResolvedContext | None:
@@ -169,6 +167,7 @@ def handler_class() -> Any:
             _by_hand = True
             _listen()
 
+        @guarded
         def on_chain_start(
             self,
             serialized: Any,
@@ -181,16 +180,13 @@ def handler_class() -> Any:
             run_type: Any = None,
             **kwargs: Any,
         ) -> None:
-            try:
-                tree.chain_started(
-                    _key(run_id),
-                    _tree_parent_id(_key(parent_run_id)),
-                    name=name or _name(serialized),
-                    kind=run_type,
-                    metadata=metadata or {},
-                )
-            except Exception:
-                count_error("internal_error")
+            tree.chain_started(
+                _key(run_id),
+                _tree_parent_id(_key(parent_run_id)),
+                name=name or _name(serialized),
+                kind=run_type,
+                metadata=metadata or {},
+            )
 
         def on_chat_model_start(
             self, serialized: Any, messages: Any, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
@@ -199,46 +195,34 @@ def handler_class() -> Any:
 
         on_llm_start = on_retriever_start = on_chat_model_start
 
+        @guarded
         def on_chain_end(self, outputs: Any, *, run_id: Any, **kwargs: Any) -> None:
-            try:
-                tree.chain_ended(_key(run_id), None)
-            except Exception:
-                count_error("internal_error")
+            tree.chain_ended(_key(run_id), None)
 
+        @guarded
         def on_chain_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
-            try:
-                tree.chain_ended(_key(run_id), error)
-            except Exception:
-                count_error("internal_error")
+            tree.chain_ended(_key(run_id), error)
 
+        @guarded
         def on_tool_start(
             self, serialized: Any, input_str: str, *, run_id: Any, parent_run_id: Any = None, **kwargs: Any
         ) -> None:
-            try:
-                name = _name(serialized) or kwargs.get("name") or "tool"
-                parent = _tree_parent_id(_key(parent_run_id))
-                task = None
-                # LangChain's code for asynchronous runs calls this from a coroutine. A running event loop
-                # proves nothing, since a notebook has one around synchronous runs too.
-                if tree.get(parent) is None and sys._getframe(1).f_code.co_flags & inspect.CO_COROUTINE:
-                    task = asyncio.current_task()
-                tree.tool_started(
-                    _key(run_id), parent, name=name, call_id=kwargs.get("tool_call_id"), task=task
-                )
-            except Exception:
-                count_error("internal_error")
+            name = _name(serialized) or kwargs.get("name") or "tool"
+            parent = _tree_parent_id(_key(parent_run_id))
+            task = None
+            # LangChain's code for asynchronous runs calls this, by ``guarded``, from a coroutine. A running
+            # event loop proves nothing, since a notebook has one around synchronous runs too.
+            if tree.get(parent) is None and sys._getframe(2).f_code.co_flags & inspect.CO_COROUTINE:
+                task = asyncio.current_task()
+            tree.tool_started(_key(run_id), parent, name=name, call_id=kwargs.get("tool_call_id"), task=task)
 
+        @guarded
         def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:
-            try:
-                tree.tool_ended(_key(run_id), result_status(output))
-            except Exception:
-                count_error("internal_error")
+            tree.tool_ended(_key(run_id), result_status(output))
 
+        @guarded
         def on_tool_error(self, error: BaseException, *, run_id: Any, **kwargs: Any) -> None:
-            try:
-                tree.tool_ended(_key(run_id), tool_status_of(error))
-            except Exception:
-                count_error("internal_error")
+            tree.tool_ended(_key(run_id), tool_status_of(error))
 
     Handler.__module__, Handler.__qualname__ = __name__.rpartition(".")[0], "Handler"  # where users import it
     return Handler

@@ -22,6 +22,7 @@ from __future__ import annotations
 from asyncio import Task
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -43,7 +44,7 @@ from sojourn.tools import ToolCall
 from sojourn.valid_ids_and_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
 
 from sojourn_integrations.program_cache import ProgramCache
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import guarded
 
 from .thread_program_ids import thread_program_id
 
@@ -53,25 +54,19 @@ MAX_ROOTS = 10_000
 """Maximum number of open top-level runs. Beyond it the oldest run is dropped, since it may never end."""
 
 
+@dataclass(slots=True, eq=False)
 class GraphStart:
-    """A graph that is about to run. The next LangChain run that begins in this context is the graph's run.
-    ``aeg`` is called to read the graph; ``run`` is ``None`` until the run begins."""
+    """A graph that is about to run. The next LangChain run that begins in this context is the graph's run."""
 
-    __slots__ = ("aeg", "agent_type", "graph", "run", "saver")
-
-    def __init__(
-        self,
-        graph: object,
-        agent_type: str | None,
-        aeg: Callable[[], Aeg | None],
-        saver: object | None,
-    ) -> None:
-        self.graph = graph
-        self.agent_type = agent_type
-        self.aeg = aeg
-        self.saver = saver
-        """The graph's own checkpointer. If it is ``None``, the checkpointer of the outer graph is used."""
-        self.run: RunNode | None = None
+    graph: object
+    agent_type: str | None
+    aeg: Callable[[], Aeg | None]
+    max_steps: Callable[[], int | None]
+    """Function that returns the run's limit of turns, if any."""
+    saver: object | None
+    """The graph's own checkpointer. If it is ``None``, the checkpointer of the outer graph is used."""
+    run: RunNode | None = None
+    """``None`` until the run begins."""
 
 
 starting_graph: ContextVar[GraphStart | None] = ContextVar("sojourn_langgraph_start", default=None)
@@ -351,6 +346,7 @@ class RunTree:
             program.resume_heartbeats()
             if aeg is not None:
                 program.set_graph(aeg)
+        program.steps_left = start.max_steps() if start is not None else None
         run.program, run.owns = program, True
         run.tool, run.node, run.prefix = None, None, run.ns
 
@@ -440,11 +436,9 @@ class RunTree:
         if run.call is not None:
             run.call.stop(status)
 
+    @guarded
     def _task_done(self, run: RunNode, _: Task[Any]) -> None:
-        try:
-            self.give_up(run)
-        except Exception:
-            count_error("internal_error")
+        self.give_up(run)
 
     def program_ended(self, program: Program) -> None:
         """Drop the program's tool calls outside of any chain, since their ends may never be reported. The

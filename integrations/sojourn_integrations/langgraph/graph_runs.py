@@ -12,6 +12,7 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 from sojourn.monkey_patches import Around, Patches, first_anext
+from sojourn.user_hints import step_limit
 
 from ..instance_method_wrapper import overlay_method
 from ..langchain import callback_handler
@@ -207,7 +208,19 @@ def _start(graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphSt
     # checkpointer with each run.
     saver = graph.checkpointer or (config.get("configurable") or {}).get("__pregel_checkpointer")
     saver = None if isinstance(saver, bool) else saver
-    return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), saver)
+    most = functools.partial(_most_turns, graph, config.get("recursion_limit"))
+    return GraphStart(graph, graph.get_name(), functools.partial(graph_of, graph), most, saver)
+
+
+@guarded
+def _most_turns(graph: Any, steps: Any) -> int | None:
+    """Return how many turns fit into the limit of steps that the user gave this run, if any. Known of a loop
+    of one model and its tools, where every other step is a turn. Other graphs may have nodes without a
+    request, or with many."""
+    steps, aeg = step_limit(steps), graph_of(graph)
+    if steps is None or aeg is None or len(aeg.nodes) != 2 or sum(map(bool, aeg.nodes.values())) != 1:
+        return None
+    return (steps + 1) // 2
 
 
 def _may_hit_breakpoint(graph: Any, kwargs: dict[str, Any]) -> bool:

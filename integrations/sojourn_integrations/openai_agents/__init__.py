@@ -30,7 +30,7 @@ from sojourn.errors import status_of
 from sojourn.monkey_patches import Patches
 from sojourn.program import remove_resolver
 
-from sojourn_integrations.safe_scope import count_error, guarded
+from sojourn_integrations.safe_scope import guarded
 
 from .agent_graph import graph_of
 from .run_hooks import HOOKS, BaseHooks, Run, chain_hook, record_tool_errors, resolve, running
@@ -163,7 +163,7 @@ class _Runner:
         """Run the agent with the inner runner, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
         with _inside(run):
-            result = await self._inner.run(starting_agent, input, **_with_hooks(run, kwargs))
+            result = await self._inner.run(starting_agent, input, **(_with_hooks(run, kwargs) or kwargs))
         if run is not None:
             end(run, "ok", result)
         return result
@@ -172,7 +172,7 @@ class _Runner:
         """Run the agent with the inner runner, inside a program."""
         run = self._begin(starting_agent, input, kwargs)
         with _inside(run):
-            result = self._inner.run_sync(starting_agent, input, **_with_hooks(run, kwargs))
+            result = self._inner.run_sync(starting_agent, input, **(_with_hooks(run, kwargs) or kwargs))
         if run is not None:
             end(run, "ok", result)
         return result
@@ -182,7 +182,7 @@ class _Runner:
         stream."""
         run = self._begin(starting_agent, input, kwargs)
         with _inside(run):
-            result = self._inner.run_streamed(starting_agent, input, **_with_hooks(run, kwargs))
+            result = self._inner.run_streamed(starting_agent, input, **(_with_hooks(run, kwargs) or kwargs))
         if run is not None:
             _end_with_stream(run, result)
         return result
@@ -191,7 +191,7 @@ class _Runner:
         # If another library's runner is between two of ours, the outer one of ours reports.
         if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._reports(agent):
             return None
-        return begin(agent, given, kwargs.get("session"))
+        return begin(agent, given, kwargs.get("session"), kwargs.get("max_turns"))
 
     def _reports(self, agent: Any) -> bool:
         return True
@@ -223,18 +223,15 @@ def _inside(run: Run | None) -> Iterator[None]:
         run.leave()
 
 
+@guarded
 def _with_hooks(run: Run | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if run is None:
+    """Return ``kwargs`` with our hooks; unchanged if the run is not reported."""
+    kinds, theirs = _kinds(), kwargs.get("hooks")
+    # The framework itself rejects an object that is not a RunHooks.
+    chained = not isinstance(theirs, kinds.Hooks) and isinstance(theirs, (kinds.RunHooks, type(None)))
+    if run is None or not chained:
         return kwargs
-    try:
-        kinds, theirs = _kinds(), kwargs.get("hooks")
-        # The framework itself rejects an object that is not a RunHooks.
-        if isinstance(theirs, kinds.Hooks) or not isinstance(theirs, (kinds.RunHooks, type(None))):
-            return kwargs
-        return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}
-    except Exception:
-        count_error("internal_error")
-        return kwargs
+    return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}
 
 
 @guarded

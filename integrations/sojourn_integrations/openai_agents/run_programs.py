@@ -27,6 +27,7 @@ import sojourn
 from sojourn import Aeg
 from sojourn.program import Program, add_resolver, find_context, live_context, process_programs
 from sojourn.runtime import session
+from sojourn.user_hints import step_limit
 
 from sojourn_integrations.program_cache import ProgramCache
 from sojourn_integrations.safe_scope import guarded
@@ -40,11 +41,15 @@ _interrupted = ProgramCache(status="cancelled")
 
 
 @guarded
-def begin(agent: Any, given: Any, conversation: Any) -> Run:
+def begin(agent: Any, given: Any, conversation: Any, max_turns: Any) -> Run:
     """Enter a run of ``agent`` and return it. ``given``: the run's input. ``conversation``: the run's session
-    object, if any. Returns ``None`` after an internal error. Never raises."""
+    object, if any. ``max_turns``: the run's limit. Returns ``None`` after an internal error. Never raises."""
     add_resolver(resolve)
     run = _run_for(agent, given, conversation)
+    if run.owned and run.conversation is None:  # a conversation goes on after the run
+        # A run that is resumed has the limit of its state.
+        max_turns = step_limit(getattr(given, "_max_turns", max_turns))
+        run.program.steps_left = max_turns and max(0, max_turns - getattr(given, "_current_turn", 0))
     run.program.start()
     run.enter()
     return run

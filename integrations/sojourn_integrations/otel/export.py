@@ -35,7 +35,7 @@ from sojourn.program import Program
 from sojourn.token_usage import TokenUsage
 from sojourn.tools import ToolCall
 
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import count_error, guarded
 
 from .source import NO_PROVIDER_MESSAGE, SCOPE, is_unexported
 
@@ -354,16 +354,14 @@ def _turns(config: Config, program_id: str) -> dict[str, Turn]:
     return {turn["request_id"]: turn for turn in turns if isinstance(turn.get("request_id"), str)}
 
 
+@guarded
 def _finish(
     span: Any, usage: TokenUsage, how: str, error: str | None, ended_ns: int, turn: Turn | None
 ) -> None:
     if not span.is_recording():
         return  # finished before
-    try:
-        span.set_attributes(outcome_attributes(usage, turn or {}))
-        _end(span, how, error, ended_ns)
-    except Exception:
-        count_error("internal_error")
+    span.set_attributes(outcome_attributes(usage, turn or {}))
+    _end(span, how, error, ended_ns)
 
 
 def outcome_attributes(usage: TokenUsage, turn: Turn) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from sojourn.program import (
 from sojourn.tools import ToolCall
 
 from sojourn_integrations.langchain.thread_program_ids import thread_program_id
-from sojourn_integrations.safe_scope import count_error
+from sojourn_integrations.safe_scope import guarded
 
 from . import MODEL, TOOL, WORKFLOW, SpanMeaning, meaning_of, text
 
@@ -115,43 +115,37 @@ class SojournSpanProcessor(SpanProcessor):
 
     # ---- what OpenTelemetry and the SDK call
 
+    @guarded
     def on_start(self, span: Any, parent_context: Any = None) -> None:
         """Report the program, node or tool call that the starting span stands for, if any."""
-        try:
-            if self.closed or not runtime.session().online or _scope(span) == SCOPE:
-                return
-            if not self._listening:
-                self._listening = True
-                add_resolver(self._resolve)
-            parent = trace.get_current_span(parent_context)
-            above = self._entry_of(parent) if parent.get_span_context().is_valid else None
-            meaning = self._meaning(span)
-            if above is not None or meaning is not None:
-                self._enter(span, meaning, above)
-        except Exception:
-            count_error("internal_error")
+        if self.closed or not runtime.session().online or _scope(span) == SCOPE:
+            return
+        if not self._listening:
+            self._listening = True
+            add_resolver(self._resolve)
+        parent = trace.get_current_span(parent_context)
+        above = self._entry_of(parent) if parent.get_span_context().is_valid else None
+        meaning = self._meaning(span)
+        if above is not None or meaning is not None:
+            self._enter(span, meaning, above)
 
+    @guarded
     def on_end(self, span: Any) -> None:
         """End the program, node or tool call that was reported for the span."""
-        try:
-            key = _key(span.context)
-            self._late.pop(key, None)
-            entry = self._spans.pop(key, None)
-            if entry is not None and entry.program is not None:
-                self._ended(span, entry, entry.program)
-        except Exception:
-            count_error("internal_error")
+        key = _key(span.context)
+        self._late.pop(key, None)
+        entry = self._spans.pop(key, None)
+        if entry is not None and entry.program is not None:
+            self._ended(span, entry, entry.program)
 
+    @guarded
     def shutdown(self) -> None:
         """Drop all state. Programs that are still open end as cancelled."""
         self.closed = True
         remove_resolver(self._resolve)
-        try:
-            spans, self._spans = self._spans, OrderedDict()
-            for key, entry in reversed(spans.items()):
-                self._forget(key, entry)
-        except Exception:
-            count_error("internal_error")
+        spans, self._spans = self._spans, OrderedDict()
+        for key, entry in reversed(spans.items()):
+            self._forget(key, entry)
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
         """Return True, since nothing is buffered here; ``sojourn.flush()`` sends the events."""
