@@ -215,6 +215,7 @@ class RequestContext:
         hints = program.hints
         if step is not None and step.hints is not NO_HINTS:
             hints = step.hints.with_defaults(hints)
+        left = hints.expected_steps_left
         ours = SojournContext(
             emitter=self._emitter if carried else None,
             agent_type=program.agent_type,
@@ -223,9 +224,7 @@ class RequestContext:
             heartbeat=program.heartbeat,
             final=bool(hints.final),
             tenant=program.tenant,
-            expected_steps_left=(
-                self._steps_left if hints.expected_steps_left is None else hints.expected_steps_left
-            ),
+            expected_steps_left=self._steps_left if left is None else left,
             events=carried or [],
         )
         deadline_s: float | None = None

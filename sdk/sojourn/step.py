@@ -68,11 +68,7 @@ def step(
         final=final,
         expected_steps_left=expected_steps_left,
     )
-    return Step(
-        node if node is None else str(node),
-        step_id if step_id is None else str(step_id),
-        hints,
-    )
+    return Step(None if node is None else str(node), None if step_id is None else str(step_id), hints)
 
 
 def _valid_hints(counters: Counters, **hints: object) -> UserHints:
