@@ -217,10 +217,10 @@ def _most_turns(graph: Any, steps: Any) -> int | None:
     """Return how many turns fit into the limit of steps that the user gave this run, if any. Known of a loop
     of one model and its tools, where every other step is a turn. Other graphs may have nodes without a
     request, or with many."""
-    steps, aeg = step_limit(steps), graph_of(graph)
-    if steps is None or aeg is None or len(aeg.nodes) != 2 or sum(map(bool, aeg.nodes.values())) != 1:
+    most, aeg = step_limit(steps), graph_of(graph)
+    if most is None or aeg is None or len(aeg.nodes) != 2 or sum(map(bool, aeg.nodes.values())) != 1:
         return None
-    return (steps + 1) // 2
+    return (most + 1) // 2
 
 
 def _may_hit_breakpoint(graph: Any, kwargs: dict[str, Any]) -> bool:
