@@ -91,7 +91,7 @@ class ProgramTierView:
     new_service_s: tuple[float, ...] = ()
     """Equally likely total seconds of service of a new program, ascending; empty: unknown."""
     work_stated: bool = False
-    """Whether it is known for sure, from the client, how many turns the program has left."""
+    """Whether it is known for sure, from the client or a to-do list, how many turns the program has left."""
     pending: bool = False
     """Whether the policy has decided that the program leaves the device after its turn. Requests of this turn
     may finish. Later requests wait until the program has moved."""
