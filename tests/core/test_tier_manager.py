@@ -320,7 +320,7 @@ def test_a_tool_takes_as_long_as_the_client_expects_if_such_estimates_were_right
         histories = engine.program_scheduler.state.histories
         histories.tools.observe(tool, duration_s)
         if len(seen_s) == 8:
-            histories.tool_estimates.learn("stated", tool, 40.0, duration_s)
+            histories.tool_estimates.learn(tool, 40.0, duration_s)
     request = engine.come("p", 2)
     order(engine, policy, "p", DEVICE)
     engine.admit(request)
@@ -841,8 +841,10 @@ def test_a_policy_sees_what_clients_state() -> None:
         engine.finish(hinted(engine, "p", 2, **hint))
         last = shown(policy, engine, "p").gap_durations_s
     assert last == pytest.approx([14.0] * 8, rel=0.1), "it asks for half of the time that it needs"
-    engine.finish(hinted(engine, "q", 2, sojourn={"expected_steps_left": 0}))
-    assert shown(policy, engine, "q").return_chance == 0.0
+    for number, chance in enumerate([1.0] * 8 + [0.0]):  # believed when it was right eight times
+        engine.finish(hinted(engine, f"q{number}", 2, sojourn={"expected_steps_left": 0}))
+        assert shown(policy, engine, f"q{number}").return_chance == chance
+        engine.end(f"q{number}")
 
 
 def test_a_program_is_worth_more_near_the_end_of_its_plan() -> None:

@@ -619,6 +619,12 @@ def test_who_is_due_soon_or_more_important_than_most_enters_first() -> None:
     assert first(due_s=NOW - URGENT_S - 1.0) == "b0", "its deadline has long passed"
 
 
+def test_one_that_is_less_important_makes_no_other_urgent() -> None:
+    here = acting("a", 15, (1.0,), rebuild_s=2.0)
+    others = (program("r", DEVICE, REASONING, 1), program("low", WAITING, READY, 90, importance=-1))
+    assert not answer(here, *others, program("b", WAITING, READY, 19))
+
+
 def test_an_urgent_program_is_worth_more() -> None:
     for due_s, leaves in ((NOW + 10.0, True), (NOW + 9999.0, False)):
         waiting = program("b", WAITING, READY, 19, due_s=due_s)

@@ -2,7 +2,7 @@
 
 import pytest
 from sojourn_server.programs.program_state import ProgramState
-from sojourn_server.programs.statements import ENOUGH_RATIOS, STATED, RatioHistory, StepsLeftHistory
+from sojourn_server.programs.statements import ENOUGH_RATIOS, PLAN, STATED, RatioHistory, StepsLeftHistory
 
 
 def run(history: StepsLeftHistory, turns: int, stated, agent_type: str = "a", source: str = STATED) -> None:
@@ -79,13 +79,45 @@ def test_an_endless_number_is_clipped():
 
 def test_assumed_numbers_fill_up_what_is_not_learned():
     history = RatioHistory()
-    assert history.expected(STATED, "pytest", 4.0, (1.0, 2.0, 3.0)) == (1.0, 2.0, 3.0)
+    assert history.expected("pytest", 4.0, (1.0, 2.0, 3.0)) == (1.0, 2.0, 3.0)
     for known in range(ENOUGH_RATIOS):
-        assert len(history.expected(STATED, "pytest", 4.0, (1.0, 2.0, 3.0))) == (
-            ENOUGH_RATIOS if known else 3
-        )
-        history.learn(STATED, "pytest", 5.0, 50.0)
-    assert history.expected(STATED, "pytest", 4.0, (1.0, 2.0, 3.0)) == (40.0,) * ENOUGH_RATIOS
-    assert history.expected(STATED, "pytest", 400.0, (1.0,)) == (4000.0,) * ENOUGH_RATIOS, (
-        "of another size: as all"
-    )
+        assert len(history.expected("pytest", 4.0, (1.0, 2.0, 3.0))) == (ENOUGH_RATIOS if known else 3)
+        history.learn("pytest", 5.0, 50.0)
+    assert history.expected("pytest", 4.0, (1.0, 2.0, 3.0)) == (40.0,) * ENOUGH_RATIOS
+    assert history.expected("pytest", 400.0, (1.0,)) == (1.0,), "of another size"
+
+
+def test_a_ratio_is_clipped():
+    history = RatioHistory()
+    for stated in (1e-320, 1e300):
+        history.learn("pytest", stated, 1.0)
+    RatioHistory().restore(history.snapshot())
+    assert history.expected("pytest", 1e-320, (1.0,))[-1] == 1.0
+
+
+@pytest.mark.parametrize(("limit", "sure"), [(250, False), (5, True)])
+def test_a_limit_that_is_seldom_reached_is_not_sure(limit: int, sure: bool):
+    history = StepsLeftHistory()
+    for turns in (2, 3, 5, 9, 14, 20, 30, 50):
+        run(history, min(turns, limit) if not sure else limit, lambda left, turns=turns: limit - 1.0)
+    program = ProgramState("q", 0, 0.0)
+    history.state(program, STATED, limit - 1.0)
+    mean, is_sure = history.turns_left(program, "a")
+    assert is_sure is sure
+    assert mean < 20.0
+    program.turns = 60
+    assert history.turns_left(program, "a")[0] == 0.0
+
+
+def test_a_new_to_do_list_replaces_the_old_one():
+    history, program = StepsLeftHistory(), ProgramState("p", 0, 0.0)
+    history.state(program, PLAN, 8)
+    for turn, items in enumerate((6, 3, 0), 1):
+        program.turns = turn
+        history.state(program, PLAN, items)
+    program.turns = 9
+    history.state(program, PLAN, 8)
+    assert program.steps_left.after == 9
+    program.turns = 17
+    history.learn_end(program, "a")
+    assert history.values(PLAN) == [8 / 9], "of the last list"

@@ -32,6 +32,7 @@ from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
+from ..programs.workflow_history import agent_type_name
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
 from .events_and_actions import Action, Event, PolicySwitched
@@ -266,9 +267,13 @@ class EngineService:
         return program.context_tokens if blocks >= full else int(blocks * per_block)
 
     def _steps_left(self, program: ProgramState, requests: Sequence[RequestState]) -> float | None:
-        """Return the expected number of turns that have not ended: by the client's hint, or else the
-        pending nodes of the declared graph. ``None``: unknown. ``requests``: the program's open requests."""
+        """Return the expected number of turns that have not ended: by the client's hint, corrected by what
+        such hints were worth, or else the pending nodes of the declared graph. ``None``: unknown.
+        ``requests``: the program's open requests."""
         left, node = program.expected_steps_left, program.node
+        known = self._state.histories.steps_left.turns_left(program, agent_type_name(program))
+        if known is not None:
+            return round(known[0], 3)
         if left is None and program.graph_hash and node is not None:
             graph = self._state.graphs.get(program.graph_hash)
             left = graph.steps_after(node) if graph is not None else None

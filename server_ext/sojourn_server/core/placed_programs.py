@@ -15,7 +15,7 @@ from ..policies.placement.placement_views import ProgramActivity, ProgramTierVie
 from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
-from ..programs.statements import STATED, TTL, StepsLeft, within
+from ..programs.statements import SURE_SPREAD, TTL, StepsLeft, within
 from ..programs.windowed_history import estimated_durations
 from ..programs.workflow_history import agent_type_name
 from .request_table import RequestState
@@ -30,8 +30,6 @@ MIN_PROGRAMS_SEEN = 8
 seconds that its requests run) is predicted."""
 MIN_RUN_SHARE = 0.05
 """Minimum share of a sub-agent's time in which it runs, so that its end is finite."""
-SURE_SPREAD = 0.4
-"""Maximum spread of a prediction of the work left by which programs are ordered."""
 TURN_WEIGHT = 1 / 32
 """Weight of the newest turn in the mean service of a turn."""
 TURNS_ASSUMED = 2
@@ -186,13 +184,9 @@ class PlacedProgramViews:
         return program.steps_left if is_believed else None
 
     def _turns_left(self, program: ProgramState) -> float | None:
-        """Mean number of turns that the program has left; ``None``: it is not stated, or not for sure."""
-        stated = self._statement(program)
-        if stated is None:
-            return None
-        totals = self._histories.steps_left.total_turns(agent_type_name(program), stated)
-        since = program.turns - stated.after
-        return _mean_left(totals, since) if _spread(totals, since) < SURE_SPREAD else None
+        """Number of turns that the program has left, at least 1; ``None``: it is not known for sure."""
+        left = self._histories.steps_left.turns_left(program, agent_type_name(program))
+        return max(1.0, left[0]) if left is not None and left[1] else None
 
     def _rebuild_s(self, place: PlacedProgram) -> float:
         """Seconds to compute again what the next prompt is expected to reuse of the context, without the
@@ -252,16 +246,16 @@ class PlacedProgramViews:
         running = place.program.running_tool()
         if running is not None and running.expected_s is not None and 0 < running.expected_s < math.inf:
             assumed = estimated_durations(running.expected_s, running.expected_p95_s, GAP_SAMPLES)
-            return self._histories.tool_estimates.expected(STATED, running.key, running.expected_s, assumed)
+            return self._histories.tool_estimates.expected(running.key, running.expected_s, assumed)
         if ttl_s := place.program.hinted_ttl_s:
-            return self._histories.tool_estimates.expected(TTL, tool or "", ttl_s, within(ttl_s))
+            return self._histories.tool_estimates.expected(f"{TTL}/{tool}", ttl_s, within(ttl_s))
         known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
         return tools.quantiles(known, GAP_SAMPLES)
 
     def _children_s(self, children: Iterable[PlacedProgram]) -> tuple[float, ...]:
         """Return equally likely seconds until the last of these programs ends, from the end of their newest
         turn on. Of each, the mean service that it has left counts, with its share of time in tools."""
-        longest_s = 0.0
+        longest_s = RETURN_S
         for child in children:
             work = self._work(child.program)
             service_s, attained_s = work["service_s"], work["attained_s"]

@@ -25,7 +25,6 @@ from ..programs.program_status import (
     ProgramSignal,
     ProgramStatus,
 )
-from ..programs.statements import STATED
 from .events_and_actions import (
     ClientEventReceived,
     EventAnswered,
@@ -236,7 +235,7 @@ class ProgramLifecycle:
         histories = self._state.histories
         histories.tools.observe(tool.key, duration_s)
         if tool.expected_s is not None and 0 < tool.expected_s < math.inf and duration_s > 0:
-            histories.tool_estimates.learn(STATED, tool.key, tool.expected_s, duration_s)
+            histories.tool_estimates.learn(tool.key, tool.expected_s, duration_s)
         program.gap_reported = True
         program.add_tool_time(tool, duration_s, now)
         self._tier_manager.tool_known(program, now)

@@ -228,7 +228,7 @@ class ProgramScheduler:
                     self.histories.tools.observe(tool, gap_s)
                     program.gap_inferred_s = now
             if program.hinted_ttl_s and gap_s > 0:
-                self.histories.tool_estimates.learn(TTL, tool or "", program.hinted_ttl_s, gap_s)
+                self.histories.tool_estimates.learn(f"{TTL}/{tool}", program.hinted_ttl_s, gap_s)
             program.gap_started_s = program.gap_tool_time = None
             self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
         program.tools.clear()

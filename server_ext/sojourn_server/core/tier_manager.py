@@ -106,6 +106,7 @@ class TierManager:
         if place is None:
             since_s, returning = request_state.waits_since_s, program.turns > 0
             place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, now, returning)
+            place.attained_s = program.attained_s
             self._places[program.id] = place
             parent = self._parent(program)
             if parent is not None and program.blocks_parent:
@@ -285,6 +286,7 @@ class TierManager:
         for request_state in requests:
             hashes = request_state.block_hashes or ()
             self.arrived(request_state, now, hashes)
+            self._start_wait(request_state, min(now, request_state.arrived_s))
             if request_state.admitted:
                 move = self.admitted(request_state, now, hashes)
                 if move is not None and request_state.program is not None:
@@ -469,3 +471,6 @@ class TierManager:
     def _changed(self, place: PlacedProgram) -> None:
         """Record an event of a program after which the policy must be asked."""
         place.view, self._event = None, True
+        parent = self._parent(place.program)
+        if parent is not None and place.program.id in parent.children:
+            parent.view = None

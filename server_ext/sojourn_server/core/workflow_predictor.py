@@ -315,7 +315,7 @@ class WorkflowPredictor:
     def _predict(self, program: ProgramState, now: float) -> None:
         step = WorkflowStepView(
             final=program.turn_final,
-            steps_left=program.turn_steps_left,
+            steps_left=self._turns_left(program),
             declared=self._declared(program),
             hints_reliable=self._workflows.hints_reliable(program),
             inferred=self._workflows.successors(program),
@@ -331,6 +331,15 @@ class WorkflowPredictor:
         program.successor = expected.successor
         program.p_reuse = self._p_reuse(program, expected)
         self.eviction_key_changed(program)
+
+    def _turns_left(self, program: ProgramState) -> float | None:
+        """Return the number of turns that the program has left. SAGA takes the client's number as it is.
+        Beside a placement by price, it counts as corrected, and only if such numbers are right: a limit of
+        turns says little of the next one."""
+        if not self._preset.placement.reads_costs:
+            return program.turn_steps_left
+        left = self._steps_left.turns_left(program, agent_type_name(program))
+        return left[0] if left is not None and left[1] else None
 
     def _p_reuse(self, program: ProgramState, expected: NextStepPrediction) -> float | None:
         """Return the probability that the cached context is reused, Σ P(u)·overlap(u) over the successors u

@@ -84,8 +84,8 @@ class ProgramTierView:
     return_chance: float = 1.0
     """Probability that the program sends another request, as known at the end of its last turn."""
     service_s: tuple[float, ...] = ()
-    """Equally likely seconds of service (running requests), ascending; empty: unknown. Of a program of this
-    type from its begin on or, if ``work_stated``, of this program from the statement on."""
+    """Equally likely seconds of service (running requests), ascending; empty: unknown. Of programs of this
+    type from their begin on, or of this program since something was stated of its turns."""
     attained_s: float = 0.0
     """Seconds of service since then."""
     new_service_s: tuple[float, ...] = ()

@@ -242,7 +242,7 @@ class ResidencyPricePlan(PlacementPlan):
     def _is_urgent(self, program: ProgramTierView) -> bool:
         """Whether a program is more important than programs are in the mean, or due soon."""
         is_due = abs(program.due_s - self._now) < URGENT_S
-        return is_due or program.importance > self._mean_importance
+        return is_due or program.importance > max(0.0, self._mean_importance)
 
     @cached_property
     def _mean_importance(self) -> float:
