@@ -159,7 +159,7 @@ def _operation(
     ]  # fmt: skip
     for name, schema in parameters.get("properties", {}).items():
         own = _without_null({key: value for key, value in schema.items() if key != "description"})
-        parameter = {"name": name, "in": "query", "required": False, "schema": own}
+        parameter = {"name": name, "in": "query", "required": "default" not in schema, "schema": own}
         if "description" in schema:
             parameter["description"] = schema["description"]
         document["parameters"].append(parameter)
@@ -292,7 +292,7 @@ class LoadByRank(msgspec.Struct, frozen=True):
 class PolicyQuery(msgspec.Struct):
     """Query parameters of ``POST /policy``."""
 
-    on: bool = True
+    on: bool
     """False: the engine decides as stock vLLM."""
 
 

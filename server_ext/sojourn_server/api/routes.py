@@ -98,7 +98,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
         return JSONResponse({**merge_capabilities(found), "engines": len(engine.engine_ids())})
 
     @router.post("/policy")
-    async def post_policy(on: bool = True) -> JSONResponse:
+    async def post_policy(on: bool) -> JSONResponse:
         """Switch the policy off, so that requests are scheduled as by stock vLLM, or on again. Requests in
         the engine go on. A restarted engine has its policy on."""
         return JSONResponse((await query("policy", on=on))[0])

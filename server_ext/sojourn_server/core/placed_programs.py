@@ -14,8 +14,8 @@ from ..policies.forecasting import MIN_TURNS_SEEN, expected_growth_tokens
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
 from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
-from ..programs.program_state import ProgramState
-from ..programs.statements import SURE_SPREAD, TTL, StepsLeft, within
+from ..programs.program_state import ProgramState, StepsLeft
+from ..programs.statements import SURE_SPREAD, TTL, within
 from ..programs.windowed_history import estimated_durations
 from ..programs.workflow_history import agent_type_name
 from .request_table import RequestState

@@ -208,7 +208,7 @@ class StatusRoutes:
     async def _switch_policy(self, request: Request) -> Response:
         """Switch the policy of all engines off or on. Needs the admin key."""
         self._only_operators(request)
-        if (on := request.query_params.get("on", "true")) not in ("true", "false"):
+        if (on := request.query_params.get("on")) not in ("true", "false"):
             raise ApiError(400, f"on is {on!r}; expected true or false", f"POST {PREFIX}/policy?on=false")
         path = f"{PREFIX}/policy?on={on}"
         found = await self.queries.every(path, engine_authorization(request), body=b"")
