@@ -342,6 +342,13 @@ def test_c7_the_last_step_is_not_kept() -> None:
     assert engine.reasons("keep") == ["final_turn", "final_turn"]
 
 
+def test_a_final_turn_is_believed_until_the_program_goes_on() -> None:
+    engine = VirtualEngine()
+    for _ in range(3):
+        engine.turn("p", prompt(40), expected_resume=False)
+    assert [reason == "final_turn" for reason in engine.reasons("keep")] == [True, False, False]
+
+
 SPARING = replace(load_preset("fixed-ttl"), lease_reclaim=load_preset("continuum").lease_reclaim)
 """A waiting request ends no lease of an earlier program."""
 

@@ -234,6 +234,7 @@ class ProgramScheduler:
         program.tools.clear()
         program.tools_ended_s = now
         self.predictor.eviction_key_changed(program)
+        program.went_on_after_final |= program.turn_final and bool(program.turns)
         self.predictor.arrived(program, request_state)
         request_state.tool, program.pending_tool = tool, None
         program.priority = event.priority
@@ -426,7 +427,7 @@ class ProgramScheduler:
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
-        if request_state.final:
+        if request_state.final and self.predictor.believes_final(program):
             self.tiers.forget(program.id)
             self.lease_manager.log_keep(
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), cached_blocks, now

@@ -98,6 +98,11 @@ class WorkflowPredictor:
         if self._predicts and request_state.steps_left is not None:
             self._steps_left.state(program, STATED, request_state.steps_left)
 
+    def believes_final(self, program: ProgramState) -> bool:
+        """Whether a turn counts as final if it was declared so: unless the program went on after such a turn,
+        or hints about its agent type's next turns are mostly wrong."""
+        return not program.went_on_after_final and self._workflows.hints_reliable(program)
+
     def came_back(self, program: ProgramState, tool: str | None, gap_s: float, prompt_tokens: int) -> None:
         """Learn from a program's first request after a turn: the tool, the length of the gap, and the length
         of the prompt."""
@@ -314,7 +319,7 @@ class WorkflowPredictor:
 
     def _predict(self, program: ProgramState, now: float) -> None:
         step = WorkflowStepView(
-            final=program.turn_final,
+            final=program.turn_final and self.believes_final(program),
             steps_left=self._turns_left(program),
             declared=self._declared(program),
             hints_reliable=self._workflows.hints_reliable(program),
@@ -324,7 +329,7 @@ class WorkflowPredictor:
             resumes=program.turn_resumes,
         )
         expected = self._preset.workflow_prediction.expect(step, now)
-        declared = hinted_continuation_probability(step)
+        declared = 0.0 if program.turn_final else hinted_continuation_probability(step)
         program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
         program.prediction_source = expected.source.value
         program.continuation_probability = expected.continuation_probability

@@ -219,6 +219,8 @@ class ProgramState:
     """Whether the request of the last turn announced another turn."""
     turn_final: bool = False
     """Whether the request of the last turn was declared the final one."""
+    went_on_after_final: bool = False
+    """Whether a turn followed one that was declared the final one."""
     continuation_probability: float | None = None
     """Probability that another turn follows."""
     p_reuse: float | None = None
