@@ -279,7 +279,8 @@ def play(run: Run) -> list[Ended]:
     prepare = know_work if is_oracle else None
     done = run_simulation(spec, arrivals=arrivals, hint_setting=setting(run), prepare=prepare)
     assert not done.hook_failures, (run, done.notes)
-    assert not done.refused_hints, run
+    # Behind a gateway, a program's request may reach its engine before its event of a tool's end.
+    assert load.replicas or not done.refused_hints, run
     work_s: Counter[str] = Counter()
     for program in done.programs:
         work_s[program.parent or program.program_id] += service_s(program)
