@@ -324,9 +324,9 @@ def test_a_load_waits_for_the_stores_of_the_blocks_it_overwrites():
 def test_a_bound_whose_memory_fills_up_says_that_it_is_none(
     bound: Bound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    turns = [{"prompt_tokens": 400 + 110 * turn, "output_tokens": 10, "gap_s": 1.0} for turn in range(4)]
+    recorded = [{"prompt_tokens": 400 + 110 * turn, "output_tokens": 10, "gap_s": 1.0} for turn in range(4)]
     trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"program_id": f"p{n}", "turns": turns}) + "\n" for n in range(6)))
+    trace.write_text("".join(json.dumps({"program_id": f"p{n}", "turns": recorded}) + "\n" for n in range(6)))
     spec = RunSpec(
         policy=bound.value, workload=str(trace), programs=6, rate_per_s=50.0, until_s=None, pool_tokens=1024
     )
