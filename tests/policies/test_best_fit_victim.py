@@ -189,6 +189,9 @@ def test_a_program_that_holds_too_little_is_spared() -> None:
     # Of the first two, at 512 steps, either needs 95 or 57.5 blocks; the small one is gone by then.
     assert BestFitVictim().victim(running, NEED._replace(available_blocks=90), 0.0) == "long"
     assert VictimPolicy().victim(running, NEED, 0.0) is None, "the last, which is the small one"
+    for least_tokens, chosen in ((1000, "long"), (1001, None)):
+        policy = BestFitVictim(least_tokens=least_tokens)
+        assert policy.victim(running, NEED._replace(available_blocks=90), 0.0) == chosen
 
 
 def test_of_those_that_leave_enough_the_one_that_loses_least_goes() -> None:

@@ -8,7 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
 
 from .forecasting import STEP_POINTS, needed_blocks, peak_demand_blocks
 from .policy_views import BlockShortage, RunningRequestView
@@ -65,11 +67,18 @@ class BestFitVictim(VictimPolicy):
     A preempted request is immune until it has generated ``IMMUNE_TOKENS`` more tokens, and for ever after
     ``MOST_PREEMPTIONS`` preemptions. If all requests are immune, those with the fewest preemptions are
     candidates. While no program's request has a predicted output length, the candidate admitted last is the
-    victim. If no running request belongs to a program, the engine chooses.
+    victim. If no running request belongs to a program, the engine chooses. It also chooses while no request
+    is expected to generate ``least_tokens`` more tokens in the mean: where outputs are short, a pause costs
+    more than the choice of the victim saves.
     """
+
+    least_tokens: Annotated[int, Meta(ge=0)] = 0
 
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
         if not any(view.of_program for view in running):
+            return None
+        longest = max(sum(view.remaining or ()) / max(1, len(view.remaining or ())) for view in running)
+        if longest < self.least_tokens:
             return None
         candidates = [view for view in running if not _is_immune(view)]
         if not candidates:
