@@ -14,7 +14,7 @@ from ..policies.forecasting import MIN_TURNS_SEEN, expected_growth_tokens
 from ..policies.placement.placement_views import ProgramActivity, ProgramTierView, Tier
 from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
-from ..programs.program_state import ProgramState, StepsLeft
+from ..programs.program_state import ProgramState
 from ..programs.statements import SURE_SPREAD, TTL, within
 from ..programs.windowed_history import estimated_durations
 from ..programs.workflow_history import agent_type_name
@@ -169,7 +169,7 @@ class PlacedProgramViews:
         program, returns = place.program, place.program.continuation_probability
         started_s = (tool.started_s for tool in program.tools.values())
         began_s = max(place.last_active_s, min(started_s, default=place.last_active_s))
-        began_s = max(began_s, *(child.last_active_s for child in place.children.values()), began_s)
+        began_s = max([began_s, *(child.last_active_s for child in place.children.values())])
         return {
             "gap_durations_s": self._gap_durations_s(place),
             "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
@@ -177,11 +177,6 @@ class PlacedProgramViews:
             "return_chance": 1.0 if returns is None else returns,
             **self._work(program),
         }
-
-    def _statement(self, program: ProgramState) -> StepsLeft | None:
-        """What is stated of the turns that the program has left, unless its statements were mostly wrong."""
-        is_believed = program.credit is None or program.credit.no_worse_than_chance
-        return program.steps_left if is_believed else None
 
     def _turns_left(self, program: ProgramState) -> float | None:
         """Number of turns that the program has left, at least 1; ``None``: it is not known for sure."""
@@ -211,7 +206,7 @@ class PlacedProgramViews:
         known = service.count(agent_type) >= MIN_PROGRAMS_SEEN
         service_s = service.quantiles(agent_type, GAP_SAMPLES) if known else all_s
         found = {"service_s": service_s, "attained_s": program.attained_s, "new_service_s": service_s}
-        if (stated := self._statement(program)) is None or not service_s:
+        if (stated := program.steps_left) is None or not service_s:
             return found
         mean_s = self._turn_s or 1.0
         turn_s = (TURNS_ASSUMED * mean_s + program.attained_s) / (TURNS_ASSUMED + program.turns)
@@ -221,12 +216,7 @@ class PlacedProgramViews:
         spread = _spread(stated_s, since_s)
         if spread >= _spread(service_s, program.attained_s):
             return found
-        return {
-            "service_s": stated_s,
-            "attained_s": since_s,
-            "new_service_s": service_s,
-            "work_stated": spread < SURE_SPREAD,
-        }
+        return {**found, "service_s": stated_s, "attained_s": since_s, "work_stated": spread < SURE_SPREAD}
 
     def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:
         """Return equally likely lengths in seconds of a program's gap from ``gap_since_s`` on; empty if the

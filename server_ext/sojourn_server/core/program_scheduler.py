@@ -234,7 +234,7 @@ class ProgramScheduler:
         program.tools.clear()
         program.tools_ended_s = now
         self.predictor.eviction_key_changed(program)
-        program.went_on_after_final |= program.turn_final and bool(program.turns)
+        program.went_on_after_final |= program.turn_final
         self.predictor.arrived(program, request_state)
         request_state.tool, program.pending_tool = tool, None
         program.priority = event.priority

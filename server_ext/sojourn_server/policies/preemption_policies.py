@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
@@ -77,8 +78,7 @@ class BestFitVictim(VictimPolicy):
     def victim(self, running: Sequence[RunningRequestView], need: BlockShortage, now: float) -> str | None:
         if not any(view.of_program for view in running):
             return None
-        longest = max(sum(view.remaining or ()) / max(1, len(view.remaining or ())) for view in running)
-        if longest < self.least_tokens:
+        if all(fmean(view.remaining or (0.0,)) < self.least_tokens for view in running):
             return None
         candidates = [view for view in running if not _is_immune(view)]
         if not candidates:

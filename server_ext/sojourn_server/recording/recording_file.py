@@ -273,8 +273,8 @@ class RecordingScheduler(ProgramScheduler):
         return type(action).__name__, *fields
 
     def _recorded(self, event: ev.Event) -> ev.Event:
-        """Return the event without texts of clients, and with shortened block hashes, of a chain of which
-        only (number of leading hashes that the program's last recorded chain has, the others) remain."""
+        """Return the event without texts of clients, and with short block hashes. Of a chain, the hashes that
+        the program's last recorded chain begins with are replaced by their number."""
         if isinstance(event, ev.ClientEventReceived):
             return replace(event, event=_event_without_text(event.event))
         if isinstance(event, ev.BlocksEvicted):
@@ -293,7 +293,7 @@ class RecordingScheduler(ProgramScheduler):
         return replace(event, block_hashes=(shared, _joined(hashes[shared:])))
 
     def _restored(self, event: ev.Event) -> ev.Event:
-        """Return the event of which this is the recorded form. Block hashes remain short texts."""
+        """Return the event that was recorded as ``event``. Block hashes remain short texts."""
         if not isinstance(event, _WithHashes) or event.block_hashes is None:
             return event
         shared, text = event.block_hashes

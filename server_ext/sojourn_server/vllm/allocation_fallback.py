@@ -173,7 +173,7 @@ def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCa
     calls it for each running request in each step, and in most decode steps nothing changes.
 
     It is vLLM's method itself for engines without a prefix cache or full attention, with several KV cache
-    groups (of which ``allocate_slots`` also frees blocks), or with hash blocks of another size than KV
+    groups (``allocate_slots`` also frees their blocks), or with hash blocks of another size than KV
     blocks.
     """
     original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots

@@ -113,7 +113,7 @@ class KVPrefetcher:
             self._drop(next(iter(self._filled)))
 
     def uncache_unused(self, program_id: ProgramId) -> None:
-        """Forget the blocks filled for a program of which a request is admitted. Uncache unused ones."""
+        """Forget the blocks filled for a program whose request is admitted. Uncache unused ones."""
         if program_id in self._filled:
             self._drop(program_id)
 

@@ -133,7 +133,7 @@ class ResidencyPricePlacement:
         return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
 
     def promotion_order(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]:
-        """Return ready programs of the same urgency, the first to enter first: those with their context in
+        """Return ready programs, the first to enter first, but for urgent ones: those with their context in
         host memory or on disk, then others that ran before, then new programs.
 
         Contexts in lower tiers are first because their promotion frees blocks in these tiers. So the KV of

@@ -235,9 +235,8 @@ class ResidencyPricePlan(PlacementPlan):
 
     @cached_property
     def _in_promotion_order(self) -> list[ProgramTierView]:
-        urgent = [program for program in self.ready if self._is_urgent(program)]
-        others = [program for program in self.ready if not self._is_urgent(program)]
-        return [*self._policy.promotion_order(urgent), *self._policy.promotion_order(others)]
+        in_order = self._policy.promotion_order(self.ready)
+        return sorted(in_order, key=lambda program: not self._is_urgent(program))
 
     def _is_urgent(self, program: ProgramTierView) -> bool:
         """Whether a program is more important than programs are in the mean, or due soon."""
