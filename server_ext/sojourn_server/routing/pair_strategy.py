@@ -155,7 +155,7 @@ class PairStrategy(RoutingStrategy):
             self._remove(replica)  # the pair scheduler gets a new engine; requests stay at this engine
         self.health_changed(replica, now)
         if seen.role is PairRole.DECODE and (number := self._numbers.get(replica.replica_id)) is not None:
-            self.pairs.set_decode_request_limit(number, seen.max_running or math.inf)
+            self.pairs.decode[number].most_requests = seen.max_running or math.inf
 
     def _add_node(self, name: str, block_s: float) -> None:
         """Add a node to the pair scheduler, or update the speed of its storage NIC."""
@@ -163,7 +163,7 @@ class PairStrategy(RoutingStrategy):
             if len(self._nodes) >= MAX_NODES:
                 used = {getattr(one.seen, "node", "") for one in self._core.fleet.values()}
                 for unused in self._nodes.keys() - used:
-                    self.pairs.remove_node(self._nodes.pop(unused))
+                    del self.pairs.nics[self._nodes.pop(unused)]
             self._nodes[name] = next(self._new_node)
         self.pairs.add_node(self._nodes[name], block_s)
 
@@ -186,11 +186,13 @@ class PairStrategy(RoutingStrategy):
             else:
                 # A node's engines are a group (§6.1).
                 self.pairs.add_decode(number, node, node, seen.capacity_tokens)
-                self.pairs.set_decode_request_limit(number, seen.max_running or math.inf)
-        elif is_up:
-            (self.pairs.resume_prefill if is_prefill else self.pairs.resume_decode)(number)
+                self.pairs.decode[number].most_requests = seen.max_running or math.inf
         else:
-            (self.pairs.suspend_prefill if is_prefill else self.pairs.suspend_decode)(number)
+            engine = self.pairs.prefill[number] if is_prefill else self.pairs.decode[number]
+            if is_up:
+                engine.is_suspended = False
+            else:
+                self.pairs.suspend(engine)
         (self._open.add if is_up else self._open.discard)(number)
 
     def lost(self, replica: Replica, now: float) -> None:
@@ -204,8 +206,8 @@ class PairStrategy(RoutingStrategy):
             return
         del self._names[number], self._places[number]
         self._open.discard(number)
-        role = getattr(replica.seen, "role", None)
-        (self.pairs.remove_prefill if role is PairRole.PREFILL else self.pairs.remove_decode)(number)
+        is_prefill = getattr(replica.seen, "role", None) is PairRole.PREFILL
+        self.pairs.suspend((self.pairs.prefill if is_prefill else self.pairs.decode).pop(number))
         self._engines_changed = True
 
     def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:

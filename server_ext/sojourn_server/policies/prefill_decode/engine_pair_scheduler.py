@@ -7,7 +7,7 @@ engines and nodes. Of equally good engines, the one with the lowest number is ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,22 +89,22 @@ class StorageNic:
 
 @dataclass(slots=True, eq=False)
 class PrefillEngine:
-    """A prefill engine and its load."""
+    """A prefill engine, and its load: the assigned requests that are not prefilled yet."""
 
     number: int
     nic: StorageNic
     tokens: int = 0
-    """Prompt tokens of the requests that are assigned to the engine and not prefilled yet."""
-    is_suspended: bool = False
+    """Prompt tokens of the assigned requests."""
     requests: int = 0
-    """Number of these requests. The end of one counts from the next ``dispatch`` on."""
+    """Number of the assigned requests. The end of one counts from the next ``dispatch`` on."""
+    is_suspended: bool = False
     since_s: float = 0.0
     """While it has requests: the time up to which its work is counted."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeEngine:
-    """A decode engine and its assigned requests that have not ended."""
+    """A decode engine, and its load: the assigned requests that have not ended."""
 
     number: int
     nic: StorageNic
@@ -121,7 +121,8 @@ class DecodeEngine:
     requests: int = 0
     """Number of the assigned requests."""
     most_requests: float = math.inf
-    """Request limit; ``inf``: unknown. The paper has none. A request counts once the engine is chosen."""
+    """Request limit; ``inf``: unknown. The paper has none. Requests on the engine stay there, even above the
+    limit."""
     is_suspended: bool = False
 
     def assign(self, request: PdRequest, sign: int = 1) -> None:
@@ -256,14 +257,9 @@ class PairScheduler:
         """Requests that were submitted and have not ended, in order of arrival."""
         self._side = side or ShorterQueueRead()
         self._high_tokens_ratio = high_tokens_ratio
-        self._groups: dict[int, list[DecodeEngine]] = {}
-        """Decode group → its available engines, at least one."""
-        self._queued: dict[int | str, _RequestInFlight] = {}
-        """Requests with a decode group that lack an engine, in order: the queue for prefill engines and,
-        group by group, those for decode engines."""
-        self._unplaced: dict[int | str, _RequestInFlight] = {}
-        """Requests in no queue: no group below its request limit has an available engine that is large
-        enough."""
+        self._waiting: dict[int | str, _RequestInFlight] = {}
+        """Requests that lack an engine. First those with a decode group, in order: the queue for prefill
+        engines and, group by group, those for decode engines. Then those that no group can take now."""
         self._left: list[tuple[PrefillEngine, int]] = []
         """(engine, prompt tokens) of each request that left a prefill engine since ``dispatch``; 0 tokens if
         its prompt was not computed."""
@@ -273,15 +269,8 @@ class PairScheduler:
     # -- the fleet ---------------------------------------------------------------------
 
     def add_node(self, node: int, block_s: float) -> None:
-        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds, or change its speed. Raises
-        ``ValueError`` unless ``block_s`` is finite and above 0."""
-        if not 0 < block_s < math.inf:
-            raise ValueError(f"node {node}: block_s is {block_s}; expected seconds, finite and above 0")
+        """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds, or change its speed."""
         self.nics.setdefault(node, StorageNic(block_s)).block_s = block_s
-
-    def remove_node(self, node: int) -> None:
-        """Remove a node without engines."""
-        del self.nics[node]
 
     def add_prefill(self, number: int, node: int) -> None:
         """Add a prefill engine, whose number no earlier one had."""
@@ -289,69 +278,34 @@ class PairScheduler:
 
     def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
         """Add a decode engine with KV memory for ``kv_tokens`` tokens, whose number no earlier one had."""
-        engine = self.decode[number] = DecodeEngine(number, self.nics[node], group, kv_tokens, kv_tokens)
-        self._groups.setdefault(group, []).append(engine)
+        self.decode[number] = DecodeEngine(number, self.nics[node], group, kv_tokens, kv_tokens)
 
-    def set_decode_request_limit(self, number: int, most_requests: float) -> None:
-        """Set a decode engine's request limit. Requests on the engine stay there, even above the limit."""
-        self.decode[number].most_requests = most_requests
+    def suspend(self, engine: PrefillEngine | DecodeEngine) -> None:
+        """Make an engine unavailable, until its ``is_suspended`` is reset or for good. The requests that have
+        both engines stay there and count as its load; all others are queued again.
 
-    # A removed or suspended engine keeps the requests that have both engines; a suspended one still counts
-    # them as load. All others are queued again.
-
-    def remove_prefill(self, number: int) -> None:
-        """Remove a prefill engine."""
-        del self.prefill[number]
-        self._requeue_unpaired()
-
-    def remove_decode(self, number: int) -> None:
-        """Remove a decode engine."""
-        self.suspend_decode(number)
-        del self.decode[number]
-
-    def suspend_prefill(self, number: int) -> None:
-        """Make a prefill engine unavailable until ``resume_prefill``."""
-        self.prefill[number].is_suspended = True
-        self._requeue_unpaired()
-
-    def suspend_decode(self, number: int) -> None:
-        """Make a decode engine unavailable until ``resume_decode``."""
-        engine = self.decode[number]
-        if not engine.is_suspended:
-            engine.is_suspended = True
-            self._groups[engine.group].remove(engine)
-        self._requeue_unpaired()
-
-    def resume_prefill(self, number: int) -> None:
-        """Make a suspended prefill engine available again."""
-        self.prefill[number].is_suspended = False
-
-    def resume_decode(self, number: int) -> None:
-        """Make a suspended decode engine available again."""
-        engine = self.decode[number]
-        if engine.is_suspended:
-            engine.is_suspended = False
-            self._groups.setdefault(engine.group, []).append(engine)
+        Requests that have one of the two engines give it up, so that both queues keep the same order. Else
+        there could be a deadlock: request A holds the prefill engine that B needs, and waits for memory that
+        B holds.
+        """
+        engine.is_suspended = True
+        self._waiting = {
+            name: one for name, one in self.in_flight.items() if one.prefill is None or one.decode is None
+        }
+        for flight in self._waiting.values():
+            self._leave_engines(flight)
+            flight.group = flight.prefill = flight.decode = None
 
     def largest_kv_tokens(self) -> int:
         """Return the KV capacity, in tokens, of the largest available decode engine; 0 without one."""
-        return max((one.kv_tokens for engines in self._groups.values() for one in engines), default=0)
+        return max((one.kv_tokens for one in self.decode.values() if not one.is_suspended), default=0)
 
     # -- events ------------------------------------------------------------------------
 
     def submit(self, request: PdRequest) -> None:
-        """Add a request. Raises ``ValueError`` if its id is in flight already, or if all available decode
-        engines are too small: it would block the queue for ever."""
-        if request.request_id in self.in_flight:
-            raise ValueError(f"request {request.request_id!r} is already in flight; expected a new id")
-        if self._groups and request.kv_tokens > (largest := self.largest_kv_tokens()):
-            raise ValueError(
-                f"request {request.request_id!r} needs {request.kv_tokens:,} tokens of KV; expected at "
-                f"most {largest:,}, the capacity of the largest decode engine"
-            )
+        """Add a request, whose id is not in flight. It waits until an engine is large enough."""
         flight = _RequestInFlight(request)
-        self.in_flight[request.request_id] = self._unplaced[request.request_id] = flight
-        self._place_unplaced()
+        self.in_flight[request.request_id] = self._waiting[request.request_id] = flight
 
     def prefilled(self, request_id: int | str) -> None:
         """Record that a request's prompt is computed: no longer load of its prefill engine."""
@@ -362,16 +316,11 @@ class PairScheduler:
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage."""
-        flight = self.in_flight.pop(request_id)
-        self._unplaced.pop(request_id, None)
-        self._queued.pop(request_id, None)
-        self._leave_engines(flight)
+        self._waiting.pop(request_id, None)
+        self._leave_engines(self.in_flight.pop(request_id))
 
     def report(self, node: int, queue_s: float, now: float) -> None:
-        """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC. Raises
-        ``ValueError`` unless ``queue_s`` is finite and ≥ 0."""
-        if not 0 <= queue_s < math.inf:
-            raise ValueError(f"queue_s is {queue_s}; expected seconds, finite and ≥ 0")
+        """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC."""
         nic = self.nics[node]
         # An idle NIC keeps the time at which it became idle.
         nic.busy_until_s = now + queue_s if queue_s else min(nic.busy_until_s, now)
@@ -381,11 +330,42 @@ class PairScheduler:
     def dispatch(self, now: float) -> list[EnginePair]:
         """Assign engines to waiting requests. Returns the pairs that became complete, in order of completion.
         The requests of these pairs can start now."""
-        self._place_unplaced()
+        groups: dict[int, list[DecodeEngine]] = {}
+        for one in self.decode.values():
+            if not one.is_suspended:
+                groups.setdefault(one.group, []).append(one)
+        self._place(groups)
         self._update_token_limit(now)
-        ready: list[_RequestInFlight] = []
-        for flight in self._queued.values():
-            if flight.prefill is not None:
+        ready = [*self._assign_prefill(now), *self._assign_decode(groups)]
+        for flight in ready:
+            del self._waiting[flight.request.request_id]
+        return [self._pair(flight, now) for flight in ready]
+
+    def _place(self, groups: Mapping[int, Sequence[DecodeEngine]]) -> None:
+        """Queue the requests for which a decode group has a large enough engine and is below its request
+        limit. Queued requests count for their group. Otherwise all requests of a burst would go to one."""
+        tokens = {group: sum(one.tokens for one in engines) for group, engines in groups.items()}
+        free = {
+            group: sum(e.most_requests - e.requests for e in engines) for group, engines in groups.items()
+        }
+        largest = {group: max(one.kv_tokens for one in engines) for group, engines in groups.items()}
+        for flight in self._waiting.values():
+            if flight.group is None:
+                needed = flight.request.kv_tokens
+                fitting = [(tokens[one], one) for one in groups if free[one] > 0 and largest[one] >= needed]
+                if not fitting:
+                    continue
+                flight.group = min(fitting)[1]
+            if flight.decode is None:
+                tokens[flight.group] += flight.request.tokens
+                free[flight.group] -= 1
+        # A stable sort: those that were queued earlier stay first.
+        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].group is None))
+
+    def _assign_prefill(self, now: float) -> Iterator[_RequestInFlight]:
+        """Assign queued requests to prefill engines, and yield those that have both engines."""
+        for flight in self._waiting.values():
+            if flight.prefill is not None or flight.group is None:
                 continue
             engine = choose_prefill(
                 self.prefill.values(), self.limits.short_queue_s, self.most_prefill_tokens, now
@@ -398,29 +378,25 @@ class PairScheduler:
                 engine.since_s = now
             engine.requests += 1
             if flight.decode is not None:
-                ready.append(flight)
-        ready += (flight for flight in self._assign_decode() if flight.prefill is not None)
-        for flight in ready:
-            del self._queued[flight.request.request_id]
-        return [self._pair(flight, now) for flight in ready]
+                yield flight
 
-    def _assign_decode(self) -> Iterator[_RequestInFlight]:
-        """Assign queued requests to decode engines, and yield them. The requests of a group come in the order
-        of its queue."""
+    def _assign_decode(self, groups: Mapping[int, Sequence[DecodeEngine]]) -> Iterator[_RequestInFlight]:
+        """Assign queued requests to decode engines, and yield those that have both engines. The requests of a
+        group come in the order of its queue."""
         queues: dict[int | None, list[_RequestInFlight]] = {}
-        for flight in self._queued.values():
+        for flight in self._waiting.values():
             if flight.decode is None:
                 queues.setdefault(flight.group, []).append(flight)
-        for group, engines in self._groups.items() if queues else ():
+        for group, engines in groups.items() if queues else ():
             queue = queues.get(group, [])
             most = high_token_threshold(engines, (one.request for one in queue), self._high_tokens_ratio)
             for flight in queue:
-                engine = choose_decode(engines, flight.request, most)
-                if engine is None:
+                flight.decode = choose_decode(engines, flight.request, most)
+                if flight.decode is None:
                     break
-                flight.decode = engine
-                engine.assign(flight.request)
-                yield flight
+                flight.decode.assign(flight.request)
+                if flight.prefill is not None:
+                    yield flight
 
     def _leave_prefill(self, flight: _RequestInFlight, computed_tokens: int) -> None:
         """Stop counting a request on its prefill engine, if it has one. ``computed_tokens``: length of its
@@ -452,53 +428,6 @@ class PairScheduler:
         if self._work_s >= MIN_SPEED_S and self._worked_tokens:
             tokens_per_s = self._worked_tokens / self._work_s
             self.most_prefill_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
-
-    def _place_unplaced(self) -> None:
-        """Queue those requests of ``_unplaced`` for which a decode group has a large enough engine and is
-        below its request limit."""
-        if not self._unplaced:
-            return
-        # Queued requests count for their group. Otherwise all requests of a burst would go to one group.
-        queued: dict[int | None, list[int]] = {}
-        for flight in self._queued.values():
-            if flight.decode is None:
-                queued.setdefault(flight.group, []).append(flight.request.tokens)
-        loads: dict[int, list[float]] = {}
-        for number, engines in self._groups.items():
-            waiting = queued.get(number, [])
-            free = sum(one.most_requests - one.requests for one in engines) - len(waiting)
-            tokens = sum(one.tokens for one in engines) + sum(waiting)
-            loads[number] = [tokens, free, max(one.kv_tokens for one in engines)]
-        for request_id, flight in list(self._unplaced.items()):
-            request = flight.request
-            fitting = [
-                (tokens, number)
-                for number, (tokens, free, largest) in loads.items()
-                if free > 0 and largest >= request.kv_tokens
-            ]
-            if fitting:
-                flight.group = min(fitting)[1]
-                loads[flight.group][0] += request.tokens
-                loads[flight.group][1] -= 1
-                self._queued[request_id] = flight
-                del self._unplaced[request_id]
-
-    def _requeue_unpaired(self) -> None:
-        """Queue again, in order of arrival, all requests that lack an engine. Called after an engine has
-        left.
-
-        Requests that have one of the two engines give it up, so that both queues keep the same order. Else
-        there could be a deadlock: request A holds the prefill engine that B needs, and waits for memory that
-        B holds.
-        """
-        self._groups = {number: engines for number, engines in self._groups.items() if engines}
-        unpaired = [one for one in self.in_flight.values() if one.prefill is None or one.decode is None]
-        for flight in unpaired:
-            self._leave_engines(flight)
-            flight.group = flight.prefill = flight.decode = None
-        self._queued.clear()
-        self._unplaced = {one.request.request_id: one for one in unpaired}
-        self._place_unplaced()
 
     def _pair(self, flight: _RequestInFlight, now: float) -> EnginePair:
         """Return the pair of a request with both engines, and add its storage read to its node's queue."""
