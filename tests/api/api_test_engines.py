@@ -23,7 +23,7 @@ BATCH = {
         {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"},
     ],
 }
-PERSISTED = {"program_id": "p", "state": "writing", "context_tokens": 70, "stored_tokens": 32}
+PERSISTED = {"program_id": "p", "turns": 2, "state": "writing", "context_tokens": 70, "stored_tokens": 32}
 GETS = (
     "capabilities", "programs", "programs/p", "load", "stats", "decisions", "stream?once=1", "graphs",
     "graphs/h",
@@ -85,7 +85,7 @@ def engine_answers(**changed: Any) -> dict[str, Any]:
         "capabilities": {"name": "sojourn", "wire": [1], "policy": "continuum"},
         "programs": {"programs": [{"program_id": "p", "turns": 2}], "total": 1, "shown": 1},
         "program": lambda payload: {"program_id": "p", "turns": 2} if payload["program_id"] == "p" else None,
-        "persist": lambda payload: {**PERSISTED, "turns": 2} if payload["program_id"] == "p" else None,
+        "persist": lambda payload: PERSISTED if payload["program_id"] == "p" else None,
         "graphs": {"graphs": [{"graph_hash": "h"}], "total": 1, "bytes": 9, "forgotten": 0},
         "graph": lambda payload: {"graph_hash": "h"} if payload["graph_hash"] == "h" else None,
         "snapshot": {"engine": {"engine": "0", "now_s": 1.0}, "programs": [], "total": 0, "full": True},

@@ -10,7 +10,7 @@ from sojourn.aeg import END, START, Aeg
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, WireError
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core.engine_service import MAX_DECISIONS_SHOWN, MAX_PROGRAMS_SHOWN, UnknownOperation
+from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.events_and_actions import RequestArrived
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.metrics.live_frame import PROBE_ID, ProgramRow
@@ -105,16 +105,10 @@ def test_programs_by_status(engine: VirtualEngine, status: str, found: list[str]
     assert told["total"] == len(found)
 
 
-@pytest.mark.parametrize(
-    ("limit", "shown"), [(None, 100), (1, 1), (0, 1), (-5, 1), (10**9, MAX_PROGRAMS_SHOWN), (10**30, 1000)]
-)
-def test_the_number_of_programs_is_clipped(limit: int | None, shown: int) -> None:
-    engine = VirtualEngine()
-    for i in range(1200):
-        engine.send(ProgramStart(program_id=f"p{i}", seq=-1))
-    told = engine.ask("programs", limit=limit)
-    assert told["shown"] == len(told["programs"]) == shown
-    assert told["total"] == 1200
+def test_of_many_programs_the_newest_are_listed(engine: VirtualEngine) -> None:
+    told = engine.ask("programs", limit=2)
+    assert [p["program_id"] for p in told["programs"]] == ["c", "b"]
+    assert (told["shown"], told["total"]) == (2, 3)
 
 
 def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
@@ -209,7 +203,7 @@ def test_graphs(engine: VirtualEngine) -> None:
     assert (told["total"], told["forgotten"]) == (2, 0)
     assert engine.ask("program", program_id="a")["graph_hash"] == second.hash
     told = engine.ask("graph", graph_hash=first.hash)
-    assert told["nodes"] == [{"id": "act", "tools": ["bash"]}, {"id": "plan", "tools": []}]
+    assert told["nodes"] == [{"id": "act", "tools": ["bash"]}, {"id": "plan"}]
     assert {"source": "act", "target": END, "probability": 0.5} in told["edges"]
     assert (told["node_count"], told["edge_count"]) == (2, 3)
     assert engine.ask("graph", graph_hash="nobody's") is None
@@ -239,8 +233,6 @@ def test_decisions_page_by_page(engine: VirtualEngine) -> None:
         since = told["next"]
     assert seen == [("keep", "a"), ("keep", "c"), ("drop", "c")]
     assert since == told["next"] == 3
-    assert engine.ask("decisions", limit=0)["next"] == 1
-    assert len(engine.ask("decisions", limit=10**9)["decisions"]) == 3 < MAX_DECISIONS_SHOWN
 
 
 def test_metrics_are_handed_out_once_and_the_catalogue_knows_them_all(engine: VirtualEngine) -> None:
@@ -266,7 +258,7 @@ def test_a_state_the_catalogue_does_not_know_would_be_noticed(engine: VirtualEng
 
 @pytest.mark.parametrize("operation", ["", "shutdown", "Events", "__class__"])
 def test_an_unknown_operation_is_refused(engine: VirtualEngine, operation: str) -> None:
-    with pytest.raises(UnknownOperation, match="expected one of events, event_batches, capabilities"):
+    with pytest.raises(WireError, match="expected capabilities, policy"):
         engine.ask(operation)
 
 
@@ -285,7 +277,7 @@ def test_arguments_of_another_type_are_refused(engine: VirtualEngine, arguments:
         engine.service.call("decisions", json.dumps(arguments), engine.now)
 
 
-@pytest.mark.parametrize("payload", ["", "{}", "null"])
+@pytest.mark.parametrize("payload", ["", "{}"])
 def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
     assert json.loads(engine.service.call("programs", payload, engine.now))["total"] == 3
 
@@ -295,16 +287,7 @@ def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> Non
         return engine.program_scheduler.decisions._next, len(engine.leases), len(engine.done)
 
     before = decided()
-    for operation in [
-        "capabilities",
-        "programs",
-        "program",
-        "graphs",
-        "graph",
-        "stats",
-        "decisions",
-        "drain_metrics",
-    ]:
+    for operation in EngineService.OPERATIONS:
         engine.ask(operation)
     assert decided() == before
 

@@ -27,7 +27,6 @@ from sojourn.wire_codec import (
     encode,
 )
 from sojourn.wire_events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
-from sojourn_server.core.engine_service import UnknownOperation
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
@@ -277,7 +276,7 @@ ENGINE_DECODERS: dict[str, Decoder] = {
             ),
         ),
         refused=(json_bytes(["x" * 5000]), b"event_batches\n{"),
-        errors=(WireError, UnknownOperation),
+        errors=(WireError,),
     ),
     "request identity": Decoder(
         decode=identify, examples=(json_bytes({"session_id": "s", "vllm_xargs": XARGS}),)

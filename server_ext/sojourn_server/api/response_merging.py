@@ -65,13 +65,6 @@ def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     return max(known, key=lambda program: program.get("turns", 0)) if known else None
 
 
-def merge_persisted(answers: Sequence[Any]) -> dict[str, Any] | None:
-    """Return the answer that ``merge_program`` selects, without the field ``turns``; ``None`` if no engine
-    knows the program."""
-    best = merge_program(answers)
-    return {name: value for name, value in best.items() if name != "turns"} if best is not None else None
-
-
 def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
     """Return one answer, whose list of graphs has no duplicates. Each engine gets all graphs and may forget
     some."""

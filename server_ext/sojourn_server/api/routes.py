@@ -40,7 +40,6 @@ from .response_merging import (
     encode_json,
     merge_capabilities,
     merge_graphs,
-    merge_persisted,
     merge_program,
     merge_programs,
     merge_stats,
@@ -147,7 +146,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
     async def post_persist(program_id: str) -> JSONResponse:
         """Write the KV of a program's last turn to the engine's disk. The answer shows the progress."""
         return JSONResponse(
-            _require_program(merge_persisted(await query_id(PERSIST_OPERATION, program_id=program_id)))
+            _require_program(merge_program(await query_id(PERSIST_OPERATION, program_id=program_id)))
         )
 
     @router.get("/graphs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from sojourn.wire_events import AegEdge, AegNode
 
 from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
@@ -254,6 +255,8 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Why nothing is written."""
     shared: bool
     """Whether other engines may read what is written."""
+    turns: int
+    """Number of the program's finished turns. Of several engines, the one with the most answers."""
     context_tokens: int
     stored_tokens: int
     """Number of leading tokens of the context that are on disk, up to the first block that is not."""
@@ -263,14 +266,6 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float | None
     """Estimated seconds for this engine to compute the context again, from the engine's profile or measured
     steps; ``None``: unknown."""
-
-
-class EnginePersistProgress(PersistProgress, frozen=True, kw_only=True):
-    """``PersistProgress`` of one of several engines."""
-
-    turns: int
-    """Number of the program's finished turns. If several engines answer, the answer with the most turns is
-    used."""
 
 
 class GraphSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,27 +290,11 @@ class GraphList(msgspec.Struct, frozen=True, kw_only=True):
     """Number of graphs that were removed to make room."""
 
 
-class GraphNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of an agent."""
-
-    id: str
-    tools: list[str]
-
-
-class GraphEdge(msgspec.Struct, frozen=True, kw_only=True):
-    """``target`` may follow ``source``. ``__start__`` and ``__end__`` stand for the start and end of a
-    run."""
-
-    source: str
-    target: str
-    probability: float | None
-
-
 class GraphDetail(GraphSummary, frozen=True, kw_only=True):
     """One execution graph with its nodes and edges."""
 
-    nodes: list[GraphNode]
-    edges: list[GraphEdge]
+    nodes: list[AegNode]
+    edges: list[AegEdge]
 
 
 class LeaseTotals(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
-from sojourn.errors import InputError
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
@@ -37,14 +36,10 @@ from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
 from .events_and_actions import Action, Event, PolicySwitched
 from .program_scheduler import ProgramScheduler
-from .request_hints import HINTED_TTL, unused_fields, unused_hint_fields
+from .request_hints import HINTED_TTL, unused_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
-MAX_PROGRAMS_SHOWN = 1000
-MAX_DECISIONS_SHOWN = 5000
-MAX_TOOLS_SHOWN = 256
-"""Maximum number of a program's tools in a reply, longest-running first; ``tools_running`` counts all."""
 MAX_REFUSALS = 1024
 """Maximum number of refusals kept; the oldest is dropped first."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
@@ -61,16 +56,12 @@ class _Arguments(msgspec.Struct):
     request_id: str = ""
     status: str | None = None
     limit: int | None = None
-    since: int | None = None
+    since: int = 0
     changed_within_s: float | None = None
     on: bool | None = None
 
-    def limit_from(self, default: int, most: int) -> int:
-        """Return ``limit``, but 1 to ``most``; ``default`` if it is absent."""
-        return default if self.limit is None else max(1, min(self.limit, most))
 
-
-_arguments = msgspec.json.Decoder(_Arguments | None)
+_arguments = msgspec.json.Decoder(_Arguments)
 
 
 class KVTransferStatus(Protocol):
@@ -128,14 +119,14 @@ class EngineView:
         return {"reason": "there is no disk"}
 
 
-class UnknownOperation(InputError):
-    """The engine has no operation of this name."""
-
-
 class EngineService:
-    """Carries out the operations in ``_OPERATIONS``, ``events`` and ``event_batches``.
+    """Carries out ``events``, ``event_batches`` and ``OPERATIONS``: each of these is a method that takes the
+    arguments and the time."""
 
-    Each operation is a method that takes the arguments and the time."""
+    OPERATIONS = (
+        "capabilities", "policy", "programs", "program", "load", "explain", "persist", "graphs", "graph",
+        "stats", "snapshot", "decisions", "refusal", "drain_metrics",
+    )  # fmt: skip
 
     def __init__(self, program_scheduler: ProgramScheduler, view: EngineView) -> None:
         self._program_scheduler = program_scheduler
@@ -147,20 +138,17 @@ class EngineService:
         """Requests that the engine refused, as noted by the vLLM adapter."""
 
     def call(self, operation: str, payload: str, now: float) -> str:
-        """Carry out one operation; returns JSON. Raises ``UnknownOperation`` or ``WireError``."""
+        """Carry out one operation; returns JSON. Raises ``WireError``."""
         apply_batch = self.client_event_decoder.apply_batch
-        carry_out = _OPERATIONS.get(operation)
         try:
             if operation == "events":
                 answer: Any = apply_batch(payload.encode("utf-8", "replace"), now)
             elif operation == "event_batches":
                 answer = [apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
-            elif carry_out is not None:
-                arguments = _arguments.decode(payload) if payload else None
-                answer = carry_out(self, arguments or _Arguments(), now)
+            elif operation in self.OPERATIONS:
+                answer = getattr(self, f"_{operation}")(_arguments.decode(payload or "{}"), now)
             else:
-                expected = ", ".join(["events", "event_batches", *_OPERATIONS])
-                raise UnknownOperation(f"unknown operation {operation!r}; expected one of {expected}")
+                raise WireError(f"unknown operation {operation!r}; expected {', '.join(self.OPERATIONS)}")
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise WireError(f"{operation}: invalid arguments: {error}") from error
         return encode(answer).decode()
@@ -194,14 +182,14 @@ class EngineService:
         return answers.PolicyState(self._state.preset.name, self._program_scheduler.own_preset.name)
 
     def _programs(self, arguments: _Arguments, now: float) -> answers.ProgramList:
-        programs, limit = self._state.programs, arguments.limit_from(100, MAX_PROGRAMS_SHOWN)
+        programs = self._state.programs
         chosen = [one for one in programs if arguments.status in (None, one.status.value)]
         chosen.sort(key=lambda program: program.rank, reverse=True)
+        shown = [
+            answers.ProgramSummary(**self._summary(program, now)) for program in chosen[: arguments.limit]
+        ]
         return answers.ProgramList(
-            programs=[answers.ProgramSummary(**self._summary(program, now)) for program in chosen[:limit]],
-            shown=min(limit, len(chosen)),
-            total=len(chosen),
-            forgotten=programs.forgotten,
+            programs=shown, shown=len(shown), total=len(chosen), forgotten=programs.forgotten
         )
 
     def _program(self, arguments: _Arguments, now: float) -> answers.ProgramDetail | None:
@@ -217,7 +205,7 @@ class EngineService:
                 elapsed_s=round(max(0.0, now - tool.started_s), 3),
                 expected_s=tool.expected_s,
             )
-            for call_id, tool in longest[:MAX_TOOLS_SHOWN]
+            for call_id, tool in longest
         ]
         return answers.ProgramDetail(
             **self._summary(program, now),
@@ -282,7 +270,7 @@ class EngineService:
     def _explain(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
         """The program's turns, oldest first and those in progress last, and the decisions about it.
         ``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the preset ignores hinted TTLs.
-        ``max_hinted_ttl_from``: the settings that limit this TTL."""
+        ``max_hinted_ttl_from``: what limits this TTL."""
         state = self._state
         program = state.programs.get(ProgramId(arguments.program_id))
         if program is None:
@@ -291,18 +279,15 @@ class EngineService:
         live.sort(key=lambda record: record.arrived_s)
         records = state.ledger.of_program(program.id)
         records += [replace(record, finished_s=now, outcome="running") for record in live]
-        bounds_s = {"--sojourn-max-ttl-s": state.limits.max_hinted_ttl_s, "the policy's maximum": MAX_TTL_S}
-        least_s = min(bounds_s.values())
-        reads_ttl = HINTED_TTL not in unused_hint_fields(state.preset)
-        bound_by = " and ".join(name for name, bound_s in bounds_s.items() if bound_s == least_s)
+        limit_s, reads_ttl = state.limits.max_hinted_ttl_s, HINTED_TTL not in unused_fields(state.preset)
         return {
             "program_id": program.id,
             "turns": program.turns,
             "ledger": [self._with_estimates(record) for record in records],
             "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
             "decisions_since_s": state.decisions.oldest_s,
-            "max_hinted_ttl_s": least_s if reads_ttl else None,
-            "max_hinted_ttl_from": bound_by if reads_ttl else "",
+            "max_hinted_ttl_s": min(limit_s, MAX_TTL_S) if reads_ttl else None,
+            "max_hinted_ttl_from": "--sojourn-max-ttl-s" if limit_s < MAX_TTL_S else "the policy's maximum",
         }
 
     def _with_estimates(self, record: TurnRecord) -> dict[str, Any]:
@@ -317,19 +302,18 @@ class EngineService:
             "saved_estimate_s": round(seconds(reused), 6) if known else None,
         }
 
-    def _persist(self, arguments: _Arguments, now: float) -> answers.EnginePersistProgress | None:
+    def _persist(self, arguments: _Arguments, now: float) -> answers.PersistProgress | None:
         program = self._state.programs.get(ProgramId(arguments.program_id))
         if program is None:
             return None
         progress = self._view.persist(self._state.contexts.get(program.id) or ())
         pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
-        return answers.EnginePersistProgress(
+        return answers.PersistProgress(
             program_id=program.id,
             state="unsupported" if "reason" in progress else "writing" if pending else "done",
             reason=progress.get("reason"),
             shared=progress.get("shared", False),
-            turns=program.turns,
-            context_tokens=program.context_tokens,
+            **_same(program, "turns context_tokens"),
             stored_tokens=progress.get("stored_blocks", 0) * block_size,
             pending_tokens=pending * block_size,
             bytes=progress.get("pending_bytes", 0),
@@ -349,9 +333,7 @@ class EngineService:
         if known is None:
             return None
         summary, graph = _graph_summary(known, self._state.graphs.types()), known.aeg.wire()
-        nodes = [answers.GraphNode(id=node.id, tools=node.tools) for node in graph.nodes]
-        edges = [answers.GraphEdge(**_same(edge, "source target probability")) for edge in graph.edges]
-        return answers.GraphDetail(**summary, nodes=nodes, edges=edges)
+        return answers.GraphDetail(**summary, nodes=graph.nodes, edges=graph.edges)
 
     def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
         state, histories, placed = self._state, self._state.histories, self._program_scheduler.tiers.counts()
@@ -386,8 +368,7 @@ class EngineService:
     def _snapshot(self, arguments: _Arguments, now: float) -> EngineSnapshot:
         """The engine's numbers, and a row for each of at most ``limit`` programs, latest contact first: those
         with a request, a lease or contact within ``changed_within_s``; all if that is absent."""
-        state, limit = self._state, arguments.limit
-        within_s, started_s = arguments.changed_within_s, time.thread_time()
+        state, within_s, started_s = self._state, arguments.changed_within_s, time.thread_time()
         chosen = [
             program
             for program in state.programs
@@ -397,9 +378,8 @@ class EngineService:
             or program.id in state.leases
         ]
         chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
-        shown = chosen if limit is None else chosen[: max(1, limit)]
         tiers, totals = self._view.tier_state(), state.ledger.totals
-        rows = [self._row(program) for program in shown]
+        rows = [self._row(program) for program in chosen[: arguments.limit]]
         engine = EngineRow(
             engine="0",
             now_s=now,
@@ -421,12 +401,11 @@ class EngineService:
             untracked_requests=state.requests.untracked_arrivals,
             spent_s=round(time.thread_time() - started_s, 6),
         )
-        full = within_s is None and len(shown) == len(chosen)
+        full = within_s is None and len(rows) == len(chosen)
         return EngineSnapshot(engine=engine, programs=rows, total=len(state.programs), full=full)
 
     def _decisions(self, arguments: _Arguments, now: float) -> answers.DecisionPage:
-        limit = arguments.limit_from(1000, MAX_DECISIONS_SHOWN)
-        chosen, following = self._state.decisions.since(max(0, arguments.since or 0), limit)
+        chosen, following = self._state.decisions.since(arguments.since, arguments.limit or 1000)
         return answers.DecisionPage(decisions=[decision.as_dict() for decision in chosen], next=following)
 
     def _refusal(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
@@ -502,14 +481,13 @@ class EngineService:
     def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
         """The fields of a ``ProgramSummary``."""
         lease = self._state.leases.get(program.id)
-        placed = self._program_scheduler.tiers.placed(program.id)
         return {
             **_same(program, "status outcome name agent_type node turns context_tokens"),
             "program_id": program.id,
             "parent_program_id": program.parent_id,
             "root_program_id": program.root_id,
             "requests": len(program.live_requests),
-            "placed": placed.value if placed is not None else None,
+            "placed": self._program_scheduler.tiers.placed(program.id),
             "tool": program.tool_now(),
             "tools_running": len(program.tools),
             "age_s": round(now - program.arrived_s, 3),
@@ -524,15 +502,6 @@ class EngineService:
                 waiting=lease.waiting,
             ),
         }
-
-
-_OPERATIONS: dict[str, Callable[[EngineService, _Arguments, float], Any]] = {
-    name: getattr(EngineService, f"_{name}")
-    for name in (
-        "capabilities", "policy", "programs", "program", "load", "explain", "persist", "graphs", "graph",
-        "stats", "snapshot", "decisions", "refusal", "drain_metrics",
-    )
-}  # fmt: skip
 
 
 class StockEngineService:
@@ -606,7 +575,6 @@ class RefusedRequests:
 
     def record_refusal(self, request_id: str, waited_s: float) -> None:
         """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
-        self._waited_s.pop(request_id, None)
         self._waited_s[request_id] = waited_s
         if len(self._waited_s) > MAX_REFUSALS:
             del self._waited_s[next(iter(self._waited_s))]

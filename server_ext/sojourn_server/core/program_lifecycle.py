@@ -31,7 +31,7 @@ from .events_and_actions import (
     RequestArrived,
 )
 from .lease_manager import LeaseManager
-from .request_hints import unused_event_fields
+from .request_hints import unused_fields
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
@@ -57,7 +57,7 @@ class ProgramLifecycle:
         self._state, self._programs, self._leases = state, state.programs, state.leases
         self._lease_manager, self._tier_manager = lease_manager, tier_manager
         self._workflow_predictor = workflow_predictor
-        self._unused_fields = unused_event_fields(state.preset)
+        self._unused_fields = unused_fields(state.preset)
         self._handlers = {
             ProgramStart: self._program_start,
             ToolStart: self._tool_start,
@@ -152,7 +152,8 @@ class ProgramLifecycle:
         outcome, reason = self._apply(EmitterId(received.emitter), event, now) or (Outcome.APPLIED, "")
         unused: tuple[str, ...] = ()
         if outcome in (Outcome.APPLIED, Outcome.DEFERRED):
-            fields = self._unused_fields.get(type(event), ())
+            prefix = f"{event.__struct_config__.tag}."
+            fields = (name.removeprefix(prefix) for name in self._unused_fields if name.startswith(prefix))
             unused = tuple(field for field in fields if getattr(event, field) is not None)
         program_id, seq = event.program_id, event.seq
         return EventAnswered(

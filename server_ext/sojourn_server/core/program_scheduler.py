@@ -36,7 +36,7 @@ from . import events_and_actions as ev
 from .demand_forecaster import AdmissionController, DemandForecaster
 from .lease_manager import LeaseManager
 from .program_lifecycle import ProgramLifecycle
-from .request_hints import clipped, has_unused_field, unused_hint_fields
+from .request_hints import clipped, has_unused_field, unused_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
@@ -106,7 +106,7 @@ class ProgramScheduler:
         self.leased_programs = state.leases.programs
         """Programs with a lease."""
         self._lifecycle = ProgramLifecycle(state, self.lease_manager, self.predictor, self.tiers)
-        self._unused_hints = unused_hint_fields(state.preset)
+        self._unused_hints = unused_fields(state.preset)
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests of programs without an output token, by request id."""
         self._cascades = PreemptionCascades()

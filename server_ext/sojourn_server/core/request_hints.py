@@ -8,7 +8,6 @@ from typing import Any
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId, id_problem
 from sojourn.wire_codec import Outcome, WireError, read_context
-from sojourn.wire_events import AegReport, Event, ProgramStart, ToolStart
 
 from ..policies.preset import Preset
 
@@ -40,43 +39,26 @@ class RequestIdentity:
 NO_IDENTITY = RequestIdentity(None, None)
 
 HINTED_TTL = "kv_retention_ttl_seconds"
-_NEVER_USED = ("step_id",)
-"""Fields of vLLM Router's hint that no policy of an engine uses."""
-
-
-def unused_hint_fields(preset: Preset) -> tuple[str, ...]:
-    """Return the fields of requests' hints that an engine with this preset does not use."""
-    unused = list(_NEVER_USED)
-    if not preset.placement.reads_costs:
-        unused += ["blocks_parent", "deadline_seconds", "priority"]
-        if not getattr(preset.retention, "reads_hinted_ttl", False):
-            unused.append(HINTED_TTL)
-    if not getattr(preset.output_length, "hints", False):
-        unused.append("expected_output_length")
-    if not preset.workflow_prediction.is_used:
-        unused += ["expected_resume", "sojourn.expected_steps_left"]
-    return tuple(sorted(unused))
-
-
-def unused_event_fields(preset: Preset) -> dict[type[Event], tuple[str, ...]]:
-    """Return the fields of events that an engine with this preset does not use, by type of event."""
-    unused: dict[type[Event], tuple[str, ...]] = {ProgramStart: ("call_id",)}
-    if not preset.placement.reads_costs:
-        unused[ToolStart] = ("expected_s", "expected_p95_s")
-    if not preset.workflow_prediction.is_used:
-        unused[AegReport] = ("graph_hash", "graph")
-    return unused
 
 
 def unused_fields(preset: Preset) -> list[str]:
-    """Return the names of hint fields and event fields that an engine with this preset does not use. A field
-    of an event is named ``event.field``."""
-    of_events = unused_event_fields(preset).items()
-    named = [f"{event.__struct_config__.tag}.{field}" for event, fields in of_events for field in fields]
-    return [*unused_hint_fields(preset), *named]
+    """Return the names of the fields of hints and events that an engine with this preset does not use. A
+    field of an event is named ``event.field``; ``step_id`` and ``program_start.call_id`` are never used."""
+    hints, events = ["step_id"], ["program_start.call_id"]
+    if not preset.placement.reads_costs:
+        hints += ["blocks_parent", "deadline_seconds", "priority"]
+        events += ["tool_start.expected_s", "tool_start.expected_p95_s"]
+        if not getattr(preset.retention, "reads_hinted_ttl", False):
+            hints.append(HINTED_TTL)
+    if not getattr(preset.output_length, "hints", False):
+        hints.append("expected_output_length")
+    if not preset.workflow_prediction.is_used:
+        hints += ["expected_resume", "sojourn.expected_steps_left"]
+        events += ["aeg.graph_hash", "aeg.graph"]
+    return sorted(hints) + events
 
 
-def has_unused_field(context: AgenticContext, unused: tuple[str, ...]) -> bool:
+def has_unused_field(context: AgenticContext, unused: list[str]) -> bool:
     """Return whether a hint sets a field that is in ``unused``.
 
     A field that is false does not count, because ``expected_resume: false`` ends a program under every
