@@ -32,6 +32,7 @@ from statistics import fmean
 
 import msgspec
 from pd_cluster import PdCluster, PdModel, Trajectory, Workload, load_trajectories, sample_agents
+from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
     EnginePair,
@@ -40,7 +41,6 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     PrefillSelectionLimits,
 )
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
-    AttentionCosts,
     PrefillComputeQuota,
     StepQuotaUsage,
 )
@@ -403,8 +403,8 @@ class PdSimulation:
         lane = machine.compute_nic_bytes_per_s * (1.0 - HIGH_PRIORITY_SHARE * machine.collective_share)
         self._token_copy_s = 0.0 if system.free_io else model.kv_bytes_per_token / lane
         quota = PrefillComputeQuota(
-            costs=AttentionCosts(
-                pair_s=model.pair_flops / flops_per_s, token_s=model.local_token_flops / flops_per_s
+            costs=StepCosts(
+                0.0, model.local_token_flops / flops_per_s, model.pair_flops / flops_per_s, 0.0, 0.0
             ),
             quota_s=cluster.quota_s,
             block_tokens=FULL_BLOCK_TOKENS,

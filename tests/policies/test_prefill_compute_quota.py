@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
-    AttentionCosts,
     PrefillComputeQuota,
     StepQuotaUsage,
 )
 
-FLAT = AttentionCosts(pair_s=0.0, token_s=0.001)
+FLAT = StepCosts(0, 0.001, 0, 0, 0)
 """A millisecond a token, whatever the context."""
 
 
@@ -28,12 +27,10 @@ def pack(quota: PrefillComputeQuota, waiting: list[tuple[int, int]]) -> tuple[St
 
 
 def test_pairs_are_those_of_a_causal_mask() -> None:
-    costs = AttentionCosts(pair_s=1.0)
     # Tokens 5, 6 and 7 (from 1) of a context of four before them look back at 5, 6 and 7 tokens.
-    assert costs.seconds(4, 3) == 5 + 6 + 7
-    assert AttentionCosts(pair_s=0.0, token_s=2.0).seconds(4, 3) == 6.0
-    assert AttentionCosts(pair_s=0.0, kv_token_s=3.0).seconds(4, 3) == 21.0
-    assert AttentionCosts.of(StepCosts(1, 2, 3, 4, 5)) == AttentionCosts(pair_s=3, kv_token_s=4)
+    assert StepCosts(9, 0, 1, 0, 9, 9).chunk_s(4, 3) == 5 + 6 + 7
+    assert StepCosts(9, 2, 0, 0, 9, 9).chunk_s(4, 3) == 6.0
+    assert StepCosts(9, 0, 0, 3, 9, 9).chunk_s(4, 3) == 21.0
 
 
 def test_a_chunk_ends_where_a_block_does() -> None:
@@ -62,14 +59,16 @@ def test_the_walk(case: str, waiting: list[tuple[int, int]], chunks: list[int]) 
 
 
 def test_a_step_in_which_nothing_fits_computes_one_block() -> None:
-    quota = PrefillComputeQuota(costs=AttentionCosts(pair_s=1.0), quota_s=0.3)
+    quota = PrefillComputeQuota(costs=StepCosts(0, 0, 1, 0, 0), quota_s=0.3)
     assert pack(quota, [(10**6, 500), (0, 1)])[1] == [64]
     assert pack(quota, [(10**6, 30), (10**6, 30)])[1] == [30]
 
 
 waiting_lists = st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 9000)), max_size=30)
 costs = st.builds(
-    AttentionCosts,
+    StepCosts,
+    step_s=st.just(0.0),
+    request_s=st.just(0.0),
     pair_s=st.floats(0, 1e-6),
     token_s=st.floats(0, 1e-3),
     kv_token_s=st.floats(0, 1e-6),
@@ -78,11 +77,11 @@ costs = st.builds(
 
 @given(waiting_lists, costs, st.floats(1e-4, 1.0), st.sampled_from([1, 16, 64]))
 def test_never_above_the_quota_but_for_the_floor(
-    waiting: list[tuple[int, int]], cost: AttentionCosts, quota_s: float, block: int
+    waiting: list[tuple[int, int]], cost: StepCosts, quota_s: float, block: int
 ) -> None:
     step, chunks = pack(PrefillComputeQuota(costs=cost, quota_s=quota_s, block_tokens=block), waiting)
     assert bool(chunks) == bool(waiting)  # it always goes on
-    spent_s = sum(cost.seconds(cached, chunk) for (cached, _), chunk in zip(waiting, chunks, strict=False))
+    spent_s = sum(cost.chunk_s(cached, chunk) for (cached, _), chunk in zip(waiting, chunks, strict=False))
     assert step.prompts_s == pytest.approx(spent_s)
     alone = len(chunks) == 1 and chunks[0] <= block
     assert step.prompts_s <= quota_s * (1 + 1e-9) or alone
@@ -92,17 +91,17 @@ def test_never_above_the_quota_but_for_the_floor(
     last = len(chunks) - 1
     assert chunks[:last] == [new for _, new in waiting[:last]]
     cached, new = waiting[last]
-    left_s = quota_s - sum(cost.seconds(*each) for each in waiting[:last])
+    left_s = quota_s - sum(cost.chunk_s(*each) for each in waiting[:last])
     is_cut = chunks[last] < new
     assert step.closed == (is_cut or len(chunks) < len(waiting))
     assert step.cut == (str(last) if is_cut else None)
     if is_cut:
         assert (cached + chunks[last]) % block == 0
-        assert cost.seconds(cached, chunks[last] + block) > left_s * (1 - 1e-9)
+        assert cost.chunk_s(cached, chunks[last] + block) > left_s * (1 - 1e-9)
     elif len(chunks) < len(waiting):
         cached, new = waiting[len(chunks)]
         least = min(new, block - cached % block)
-        assert cost.seconds(cached, least) > (quota_s - step.prompts_s) * (1 - 1e-9)
+        assert cost.chunk_s(cached, least) > (quota_s - step.prompts_s) * (1 - 1e-9)
 
 
 def opened(decodes_s: float = 0.0) -> StepQuotaUsage:

@@ -13,7 +13,6 @@ import pytest
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
-    AttentionCosts,
     PrefillComputeQuota,
     StepQuotaUsage,
 )
@@ -22,7 +21,7 @@ from test_vllm_unchanged_without_hints import random_load
 BLOCK = 16
 PAIR_S = 1e-6
 COSTS = StepCosts(step_s=0.01, token_s=1e-4, pair_s=PAIR_S, kv_token_s=1e-5, request_s=1e-3)
-ATTENTION = AttentionCosts.of(COSTS)
+ATTENTION = COSTS._replace(token_s=0.0)
 SMALL = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
 
 
@@ -78,8 +77,8 @@ def chunks(engine: Any, planned: Any) -> list[Chunk]:
     return told
 
 
-def attention_s(step: list[Chunk], costs: AttentionCosts = ATTENTION) -> float:
-    return sum(costs.seconds(chunk.cached, chunk.new) for chunk in step)
+def attention_s(step: list[Chunk], costs: StepCosts = ATTENTION) -> float:
+    return sum(costs.chunk_s(chunk.cached, chunk.new) for chunk in step)
 
 
 def play(engine: Any, max_steps: int = 10_000) -> list[list[Chunk]]:
@@ -139,7 +138,7 @@ def test_under_load_the_quota_is_kept_and_used(make: Callable[..., Any]) -> None
     engine.ask("drain_metrics")
     for agent, tokens in enumerate(contexts):
         engine.add(f"turn{agent}", prompt(agent, tokens + draw.randrange(200, 4_000)), max_tokens=20)
-    attention = AttentionCosts.of(costs)
+    attention = costs._replace(token_s=0.0)
     for step in play(engine):
         spent_s = attention_s(step, attention)
         assert spent_s <= 0.1 * (1 + 1e-9)
@@ -282,9 +281,7 @@ def stand_in(spec_tokens: int = 0, quota_s: float = 0.3, lookahead: int = 0) -> 
     scheduler = SimpleNamespace(
         num_spec_tokens=spec_tokens, running=[], connector=object(), _reserve_prefill_lookahead=settle
     )
-    quota = PrefillComputeQuota(
-        costs=AttentionCosts(pair_s=0.0, token_s=0.001), quota_s=quota_s, block_tokens=BLOCK
-    )
+    quota = PrefillComputeQuota(costs=StepCosts(0, 0.001, 0, 0, 0), quota_s=quota_s, block_tokens=BLOCK)
     scheduler.quota = PrefillQuota(
         scheduler, quota, SimpleNamespace(recorder=None), lambda call, *args: call(*args)
     )  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from ..core.engine_answers import MissingTiers
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
 from ..launch.kv_options import OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
-from ..policies.prefill_decode.prefill_compute_quota import AttentionCosts
+from ..policies.costs.step_costs import StepCosts
 from ..policies.preset import Preset, parse_preset, preset_text
 from ..policies.preset_store import DEFAULT_PRESET, custom_class_loader
 from ..policies.toml_document import did_you_mean
@@ -140,7 +140,7 @@ class PluginSettings:
         except (OSError, ValueError) as error:
             raise SettingsError(f"profile_file {self.profile_file}: {error}") from error
 
-    def attention_costs(self, *, chunked: bool) -> AttentionCosts | None:
+    def attention_costs(self, *, chunked: bool) -> StepCosts | None:
         """Return the costs for the compute quota, if there is one. Raises ``SettingsError``."""
         if not self.compute_quota_s:
             return None
@@ -161,7 +161,7 @@ class PluginSettings:
                 f"in profile_file {self.profile_file} attention costs nothing, so compute_quota_s would "
                 "limit no step; measure longer contexts: sojourn profile --max-context TOKENS"
             )
-        return AttentionCosts.of(steps)
+        return steps._replace(token_s=0.0)
 
     def limits(self) -> SchedulerLimits:
         names = [field.name for field in fields(SchedulerLimits) if hasattr(self, field.name)]

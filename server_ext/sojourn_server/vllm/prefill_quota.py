@@ -124,7 +124,7 @@ class PrefillQuota:
         return chunk
 
     def _decodes_s(self) -> float:
-        seconds = self.quota.costs.seconds
+        seconds = self.quota.costs.chunk_s
         return sum(
             seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))
             for request in self._scheduler.running

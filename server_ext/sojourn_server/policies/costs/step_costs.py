@@ -41,6 +41,12 @@ class StepCosts(NamedTuple):
         """Return the seconds that these costs predict for a sample."""
         return math.fsum(cost * amount for cost, amount in zip(self, sample[1:], strict=True))
 
+    def chunk_s(self, cached: int, new: int) -> float:
+        """Return the seconds that computing ``new`` tokens of a request after ``cached`` ones adds to a step,
+        without the costs of the step and the request."""
+        pairs = new * (cached + (new + 1) / 2)
+        return self.pair_s * pairs + self.kv_token_s * (cached + new) + self.token_s * new
+
     def relative_error(self, samples: Sequence[StepSample]) -> float:
         """Return the root mean square of (fitted - measured) / max(fitted, measured), 0 to 1; 0.0 without
         samples."""

@@ -14,39 +14,13 @@ from ..costs.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCosts:
-    """Fitted costs of attention in one step, over all layers, in seconds per unit of work.
-
-    The units are attention pairs (a new token and a token that it attends to), new tokens, and tokens whose
-    KV is read. A request with ``cached`` tokens in the KV cache and ``new`` tokens to compute has
-    new·cached + new·(new+1)/2 pairs, and reads the KV of cached + new tokens. Costs of requests add up.
-    """
-
-    pair_s: float
-    token_s: float = 0.0
-    kv_token_s: float = 0.0
-
-    @classmethod
-    def of(cls, costs: StepCosts) -> AttentionCosts:
-        """Return the attention part of a step's fitted costs. Costs per token and per request belong mostly
-        to other layers."""
-        return cls(pair_s=costs.pair_s, kv_token_s=costs.kv_token_s)
-
-    def seconds(self, cached: int, new: int) -> float:
-        """Return the attention seconds that one request adds to a step."""
-        return (
-            self.pair_s * new * (cached + (new + 1) / 2)
-            + self.kv_token_s * (cached + new)
-            + self.token_s * new
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillComputeQuota:
     """Limits the attention of a step's prompts to ``quota_s`` seconds. A prompt that does not fit is cut at a
     block boundary (``block_tokens``)."""
 
-    costs: AttentionCosts
+    costs: StepCosts
+    """Costs of attention. ``token_s`` is 0 unless it is about attention: costs per token belong mostly to
+    other layers."""
     quota_s: float = 0.3
     block_tokens: int = 64
 
@@ -56,14 +30,14 @@ class PrefillComputeQuota:
         ``cached``: number of tokens before the new ones. If not all new tokens fit, the context is cut at a
         block boundary, and the result may be 0. ``first``: whether the request is the first of the step. A
         first request gets tokens up to the next block boundary even if these do not fit."""
-        if self.costs.seconds(cached, new) <= left_s:
+        if self.costs.chunk_s(cached, new) <= left_s:
             return new
         # If the cached context ends within a block, the next block boundary is less than a block away.
         ahead = cached % self.block_tokens
         low, high = 0, (ahead + new) // self.block_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            if self.costs.seconds(cached, middle * self.block_tokens - ahead) <= left_s:
+            if self.costs.chunk_s(cached, middle * self.block_tokens - ahead) <= left_s:
                 low = middle
             else:
                 high = middle - 1
@@ -116,7 +90,7 @@ class StepQuotaUsage:
 
     def take(self, request_id: str, cached: int, chunk: int) -> None:
         """Record that the request computes ``chunk`` tokens in this step."""
-        seconds = self._quota.costs.seconds(cached, chunk)
+        seconds = self._quota.costs.chunk_s(cached, chunk)
         self._taken[request_id] = seconds
         self.prompts_s += seconds
 
