@@ -189,12 +189,6 @@ def test_dynamo_gets_nothing_it_does_not_know(hints):
         assert told.get("speculative_prefill", True) is True
 
 
-@given(contexts)
-def test_aibrix_never_gets_a_session_id_of_our_making(hints):
-    _, headers = DIALECTS["aibrix"].fields(hints)
-    assert [name.lower() for name in headers] == ["x-aibrix-session-key"]
-
-
 def test_two_long_ids_stay_two_for_vllm_router():
     one, other = (DIALECTS["vllm_router"].fields(context("é" * 127 + last))[1] for last in "éè")
     assert one != other

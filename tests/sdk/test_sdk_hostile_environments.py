@@ -35,21 +35,6 @@ def test_a_hostile_environment_never_reaches_an_agent_that_did_not_call_init(pyt
     assert said.stderr.count("sojourn stays off") == 1
 
 
-@pytest.mark.parametrize(("env", "scheme"), HOSTILE)
-def test_init_raises_a_config_error_for_a_hostile_environment(python, env, scheme):
-    code = f"""
-    import sojourn
-    try:
-        sojourn.init("{scheme}://127.0.0.1:9")
-    except sojourn.ConfigError as error:
-        assert error.__cause__ is not None
-    else:
-        raise SystemExit("not told")
-    with sojourn.program("p"): pass
-    """
-    python(code, env={**CLEAR, **env})
-
-
 def test_a_failed_init_leaves_the_session_before_it_alone(online, monkeypatch):
     for name, value in {**CLEAR, "http_proxy": "ftp://x"}.items():
         monkeypatch.setenv(name, value)

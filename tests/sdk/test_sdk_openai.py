@@ -72,21 +72,6 @@ def test_the_responses_api(online, client):
     assert sojourn.stats()["ttft_count"] == 2
 
 
-def test_every_endpoint_async(online):
-    async def main():
-        async with async_client(online) as client, sojourn.program("p") as p:
-            chat = await client.chat.completions.create(model="m", messages=MESSAGES)
-            text = await client.completions.create(model="m", prompt="hi")
-            assert chat.choices[0].message.content == text.choices[0].text == SAID
-            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-            assert len([c async for c in stream]) == 5
-            return p
-
-    all_tagged(online, asyncio.run(main()))
-    assert requests() == {"started": 3, "ended": 3}
-    assert sojourn.stats()["ttft_count"] == 1
-
-
 def test_streams_read_to_the_end(online, client):
     with sojourn.program() as p:
         chat = client.chat.completions.create(model="m", messages=MESSAGES, stream=True)

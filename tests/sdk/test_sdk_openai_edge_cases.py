@@ -6,7 +6,7 @@ import openai
 import pytest
 import sojourn
 from openai import AzureOpenAI, OpenAI
-from sojourn.testing import FakeServer, refusing_url
+from sojourn.testing import refusing_url
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -104,19 +104,6 @@ def test_events_of_a_failed_request_are_sent_again(server):
     assert delivered(server) == [(p.id, seq) for seq in range(4)]
     assert sojourn.stats()["events_returned"] == 3
     assert server.requests == []
-
-
-def test_a_replica_gets_the_program_id_but_no_events(server):
-    with FakeServer() as replica:
-        sojourn.init(server.url, hosts=[replica.host])
-        sojourn.runtime.session().event_sender._linger_s = 30
-        with sojourn.program() as p, OpenAI(api_key="k", base_url=replica.base_url) as client:
-            client.chat.completions.create(model="m", messages=MESSAGES)
-            with OpenAI(api_key="k", base_url=server.base_url) as ours:
-                ours.chat.completions.create(model="m", messages=MESSAGES)
-        assert replica.requests[-1].context.program_id == p.id
-        assert replica.requests[-1].events == []
-        assert len(server.requests[-1].events) == 1
 
 
 def test_returned_events_respect_the_queue_and_never_cross_a_fork():

@@ -91,48 +91,6 @@ def test_a_forked_child_speaks_for_itself_only(python, server):
     assert sorted(ends) == ["kid", "parent"]  # the child left the parent's block too, and said nothing of it
 
 
-@pytest.mark.parametrize("kind", ["Process", "Pool", "ProcessPoolExecutor"])
-def test_forked_workers_deliver_though_they_skip_atexit(python, server, kind):
-    use = {
-        "Process": """
-            workers = [context.Process(target=work, args=(n,)) for n in range(3)]
-            [w.start() for w in workers]
-            [w.join() for w in workers]
-            """,
-        "Pool": """
-            with context.Pool(2) as pool:
-                pool.map(work, range(3), chunksize=1)
-                pool.close()
-                pool.join()
-            """,
-        "ProcessPoolExecutor": """
-            from concurrent.futures import ProcessPoolExecutor
-            with ProcessPoolExecutor(2, mp_context=context) as pool:
-                list(pool.map(work, range(3)))
-            """,
-    }[kind]
-    code = script(
-        server,
-        """
-        import multiprocessing
-        context = multiprocessing.get_context("fork")
-        def work(n):
-            with sojourn.tool_call(f"w{n}"):
-                return n
-        from multiprocessing import util
-        def tell(_): util.Finalize(None, lambda: print(sojourn.stats()), exitpriority=0)
-        util.register_after_fork(util, tell)
-        with sojourn.program("parent"):
-        """
-        + use,
-    )
-    said = python(code)
-    tools = sorted(e.tool for e in server.events() if isinstance(e, ToolStart))
-    assert tools == ["w0", "w1", "w2"], f"{server.events()}\n{said.stdout}\n{said.stderr}"
-    seen = numbers(server)
-    assert len(seen) == len(set(seen))
-
-
 def test_forks_while_other_threads_hold_every_lock(python, server):
     code = script(
         server,

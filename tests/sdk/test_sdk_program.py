@@ -197,33 +197,6 @@ def test_an_abandoned_generator_ends_its_program_as_cancelled(online):
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
-def test_async_generators_keep_their_program_between_items_and_end_it(online):
-    seen = []
-
-    @sojourn.program("agen")
-    async def events():
-        try:
-            for i in range(3):
-                seen.append(sojourn.current_program().id)
-                got = yield i
-                seen.append(got)
-        finally:
-            seen.append("closed")
-
-    async def main():
-        running = events()
-        assert await anext(running) == 0
-        assert sojourn.current_program() is None
-        assert await running.asend("x") == 1
-        await running.aclose()
-
-    asyncio.run(main())
-    assert seen[1] == "x"
-    assert seen[0] == seen[2]
-    assert seen[-1] == "closed"
-    assert told(online, 2)[-1].status == "cancelled"
-
-
 def test_requests_outside_any_program_belong_to_a_flagged_one_of_the_process(online):
     body, headers = sojourn.request_parts()
     assert headers == sojourn.headers()

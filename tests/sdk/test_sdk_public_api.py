@@ -102,15 +102,6 @@ def test_the_url_of_the_environment_is_enough(python, server):
     assert {start.program_id, end.program_id} == {said}
 
 
-def test_a_bad_environment_does_not_break_an_agent_that_never_called_init(python):
-    code = """
-    import sojourn
-    with sojourn.program("p"):
-        assert sojourn.request_parts() == ({}, {})
-    """
-    assert "sojourn stays off" in python(code, env={"SOJOURN_URL": "nonsense"}).stderr
-
-
 def test_wrap_and_instrument_refuse_what_they_do_not_know():
     with pytest.raises(sojourn.ArgumentError, match="cannot wrap a dict"):
         sojourn.wrap({})

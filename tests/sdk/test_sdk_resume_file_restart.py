@@ -69,20 +69,6 @@ def test_a_killed_client_comes_back_as_the_same_program(server, path, number):
     assert len({batch.emitter for batch in server.batches}) == 2, "numbers of the two can not collide"
 
 
-def test_two_processes_at_once_are_two_programs(server, path):
-    first, its_id = started(server, path)
-    second, other = started(server, path, then="pass")
-    assert second.wait(10) == 0
-    second.stdout.close()
-    assert other != its_id
-    assert path.read_text() == its_id + "\n", "whoever does not hold it leaves it alone"
-    killed(first)
-    third, again = started(server, path, then="pass")
-    assert third.wait(10) == 0
-    third.stdout.close()
-    assert again == its_id
-
-
 @pytest.mark.parametrize(
     "error", [ValueError(), KeyboardInterrupt(), asyncio.CancelledError(), SystemExit(1)]
 )
@@ -100,22 +86,6 @@ def test_only_a_clean_end_removes_the_file(path, error):
     assert run(path) == ids[0]
     assert not path.exists()
     assert run(path) != ids[0]
-
-
-def test_attempt_after_attempt_is_one_program(online, path):
-    ids = []
-    for attempt in range(3):
-        try:
-            with sojourn.program("fix", resume=path) as p:
-                ids.append(p.id)
-                if attempt < 2:
-                    raise ValueError
-        except ValueError:
-            pass
-    assert len(set(ids)) == 1
-    assert sojourn.flush(60)
-    ends = [e.status for e in online.events() if isinstance(e, ProgramEnd)]
-    assert ends == ["error", "error", "ok"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The wire round-trips, and hostile bytes end in ``WireError`` or nothing."""
+"""What the wire refuses, and its bounds. ``tests/fuzz`` has round trips and any other bytes."""
 
 from __future__ import annotations
 
@@ -7,116 +7,18 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sojourn import wire_codec, wire_events
-from sojourn.hints import AgenticContext, SojournContext
+from sojourn.hints import AgenticContext
 from sojourn.wire_codec import (
     MAX_BATCH_BYTES,
     MAX_BATCH_EVENTS,
     EventBatch,
-    EventOutcome,
-    Outcome,
-    OutcomeBatch,
     WireError,
     decode_batch,
     decode_context,
     decode_event,
-    decode_outcomes,
     encode,
 )
-
-ids = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=60)
-names = st.none() | ids
-seconds = st.floats(0, 1e9)
-whole = st.integers(0, 2**60)
-base = {"program_id": ids, "seq": whole, "age_s": seconds}
-some_event = st.one_of(
-    st.builds(
-        wire_events.ProgramStart,
-        **base,
-        name=names,
-        agent_type=names,
-        parent_program_id=names,
-        root_program_id=names,
-        call_id=names,
-        heartbeat=st.booleans(),
-    ),
-    st.builds(
-        wire_events.ToolStart, **base, call_id=ids, tool=ids, tool_class=names, expected_s=st.none() | seconds
-    ),
-    st.builds(
-        wire_events.ToolStop,
-        **base,
-        call_id=ids,
-        duration_s=seconds,
-        status=st.sampled_from(["ok", "timeout"]),
-    ),
-    st.builds(wire_events.Heartbeat, **base),
-    st.builds(wire_events.AegReport, **base, graph_hash=ids),
-    st.builds(wire_events.ProgramEnd, **base, status=st.sampled_from(["ok", "error", "cancelled"])),
-)
-context = st.builds(
-    AgenticContext,
-    program_id=ids,
-    parent_program_id=names,
-    root_program_id=names,
-    blocks_parent=st.none() | st.booleans(),
-    expected_resume=st.none() | st.booleans(),
-    step_id=names,
-    priority=st.none() | st.integers(-(2**63), 2**63 - 1),
-    deadline_seconds=st.none() | seconds,
-    expected_output_length=st.none() | whole,
-    kv_retention_ttl_seconds=st.none() | seconds,
-    sojourn=st.none()
-    | st.builds(
-        SojournContext,
-        emitter=names,
-        agent_type=names,
-        node=names,
-        heartbeat=st.booleans(),
-        final=st.booleans(),
-    ),
-)
-
-
-@given(some_event)
-def test_events_round_trip(event):
-    assert decode_event(encode(event)) == event
-
-
-@given(st.lists(some_event, max_size=20), ids, whole)
-def test_batches_round_trip(said, emitter, dropped):
-    batch = EventBatch(
-        v=1, emitter=emitter, events=[msgspec.Raw(encode(event)) for event in said], dropped=dropped
-    )
-    heard = decode_batch(encode(batch))
-    assert (heard.emitter, heard.dropped) == (emitter, dropped)
-    assert [decode_event(raw) for raw in heard.events] == said
-
-
-@given(context)
-def test_contexts_round_trip(said):
-    assert decode_context(encode(said)) == said
-    assert decode_context(encode(said).decode()) == said
-
-
-@given(
-    st.lists(
-        st.builds(
-            EventOutcome,
-            outcome=st.sampled_from(Outcome),
-            reason=st.text(max_size=30).filter(str.isprintable),
-        )
-    )
-)
-def test_outcomes_round_trip(said):
-    assert decode_outcomes(encode(OutcomeBatch(outcomes=said))).outcomes == said
-
-
-def survives(decoder, data):
-    with contextlib.suppress(WireError):
-        decoder(data)
 
 
 def test_batches_are_bounded_in_bytes_and_events():
@@ -169,8 +71,9 @@ def test_an_id_has_no_control_character(text):
 def test_lone_surrogates_do_not_get_through():
     with pytest.raises(WireError):
         encode(wire_events.Heartbeat(program_id="\ud800", seq=0))
-    survives(decode_context, '{"program_id":"\\ud800"}')
-    survives(decode_context, '{"program_id":"\ud800"}')
+    for text in ('{"program_id":"\\ud800"}', '{"program_id":"\ud800"}'):
+        with contextlib.suppress(WireError):
+            decode_context(text)
 
 
 @pytest.mark.parametrize("version", [0, 2, -1, 10**30])
