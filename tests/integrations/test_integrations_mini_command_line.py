@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_openai_server import MiniServer, calls
 from sojourn.testing import FakeServer, LlmRequest, ToolUse
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 WHERE = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -26,41 +25,32 @@ OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
 SOJOURN = (sys.executable, "-c", "from sojourn_server.cli import main; main()")
-SCRIPT = [calls("echo hi"), calls("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+SCRIPT = [
+    ToolUse("bash", {"command": command}, f"call-{number}")
+    for number, command in enumerate(("echo hi", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
+]
 
 pytestmark = pytest.mark.skipif(MINI is None, reason="the mini command is not installed")
 
 
-def run_mini(
-    server: MiniServer, cwd: Path, *, before: tuple[str, ...] = (), after: tuple[str, ...] = (), url: str = ""
-) -> None:
-    settings = [f"model.model_kwargs.api_base={server.url}/v1", "model.model_kwargs.api_key=x"]
-    line = [*before, str(MINI), "-c", "mini.yaml", *(part for text in settings for part in ("-c", text))]
-    line += ["-m", "openai/m", "-y", "--exit-immediately", "-t", "it", "-o", str(cwd / "run.json"), *after]
-    environment = {
-        **os.environ,
-        **OFFLINE,
-        "MSWEA_GLOBAL_CONFIG_DIR": str(cwd / "config"),
-        **({"SOJOURN_URL": url} if url else {}),
-    }
-    result = subprocess.run(
-        line, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-def assert_one_program(server: MiniServer, agent_type: str) -> None:
-    assert [event["agent_type"] for event in server.told("program_start")] == [agent_type]
-    assert [event["call_id"] for event in server.told("tool_start")] == ["call-0-0", "call-1-0"]
-    assert len(server.told("tool_stop")) == 2
-    assert len(server.told("program_end")) == 1
-    assert all("agentic_context" in body["vllm_xargs"] for _, body, _ in server.requests)
-
-
 def test_sojourn_run_needs_no_change_to_the_command(tmp_path: Path) -> None:
-    with MiniServer(SCRIPT) as server:
-        run_mini(server, tmp_path, before=(*SOJOURN, "run", "--url", server.url, "--"))
-        assert_one_program(server, "InteractiveAgent")
+    with FakeServer(SCRIPT) as server:
+        settings = [f"model.model_kwargs.api_base={server.base_url}", "model.model_kwargs.api_key=x"]
+        line = [*SOJOURN, "run", "--url", server.url, "--", str(MINI), "-c", "mini.yaml"]
+        line += [part for text in settings for part in ("-c", text)]
+        line += ["-m", "openai/m", "-y", "--exit-immediately", "-t", "it", "-o", str(tmp_path / "run.json")]
+        environment = {**os.environ, **OFFLINE, "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config")}
+        result = subprocess.run(
+            line, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=120,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        events = [event for event in server.program_events() if not isinstance(event, Heartbeat)]
+    kinds = [type(event) for event in events]
+    assert kinds == [ProgramStart, *[ToolStart, ToolStop] * 2, ProgramEnd]
+    assert [event.agent_type for event in events if isinstance(event, ProgramStart)] == ["InteractiveAgent"]
+    assert [event.call_id for event in events if isinstance(event, ToolStart)] == ["call-0", "call-1"]
+    assert all(request.context is not None for request in server.requests)
 
 
 INSTANCES = ("toy__repo-1", "toy__repo-2", "toy__repo-3")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -23,9 +22,15 @@ os.environ.update(
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 import sojourn
-from fake_openai_server import MiniServer, calls
+from sojourn.testing import FakeServer, ToolUse
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
-SUBMIT = calls("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
+
+def bash(command: str, id: str | None = None) -> ToolUse:
+    return ToolUse("bash", {"command": command}, id)
+
+
+SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +44,13 @@ def offline_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def make_agent(
-    server: MiniServer, cwd: Path, *, kind: Any = None, model: str = "openai/m", **options: Any
+    server: FakeServer, cwd: Path, *, kind: Any = None, model: str = "openai/m", **options: Any
 ) -> Any:
     from impatient_environment import ImpatientEnvironment
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.models.litellm_model import LitellmModel
 
-    settings = {"api_base": server.url + "/v1", "api_key": "x", "num_retries": 0, "max_retries": 0}
+    settings = {"api_base": server.base_url, "api_key": "x", "num_retries": 0, "max_retries": 0}
     return (kind or DefaultAgent)(
         options.pop("model_class", LitellmModel)(
             model_name=model, model_kwargs=settings | options.pop("model_kwargs", {})
@@ -69,62 +74,36 @@ def attached(agent: Any) -> Any:
     return attach(agent)
 
 
-def contexts(server: MiniServer) -> list[dict[str, Any]]:
-    return [json.loads(body["vllm_xargs"]["agentic_context"]) for _, body, _ in server.requests]
+def told(server: FakeServer, kind: type) -> list[Any]:
+    return [event for event in server.program_events() if isinstance(event, kind)]
 
 
 def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
+    ids = [f"call-{number}" for number in range(5)]
     script = [
-        calls("echo hi", "cd . && test -f nothing"),  # two calls of one message run one after the other
-        calls("sleep 60"),  # longer than the environment's limit
-        calls("touch made"),
-        SUBMIT,
+        [bash("echo hi", ids[0]), bash("cd . && test -f nothing", ids[1])],  # run one after the other
+        bash("sleep 60", ids[2]),  # longer than the environment's limit
+        bash("touch made", ids[3]),
+        SUBMIT._replace(id=ids[4]),
     ]
-    with MiniServer(script) as server:
+    with FakeServer(script) as server:
         only_attached(server.url)
         result = attached(make_agent(server, tmp_path)).run("it")
         assert sojourn.flush(60)
     assert result["exit_status"] == "Submitted"
     assert (tmp_path / "made").exists()
-    (start,) = server.told("program_start")
-    assert (start["name"], start["agent_type"]) == ("DefaultAgent", "DefaultAgent")
-    (end,) = server.told("program_end")
-    assert (end["program_id"], end.get("status", "ok")) == (start["program_id"], "ok")
-    starts, stops = server.told("tool_start"), server.told("tool_stop")
-    assert [event["tool_class"] for event in starts] == ["echo", "test", "sleep", "touch", "echo"]
-    assert {event["tool"] for event in starts} == {"bash"}
-    ids = ["call-0-0", "call-0-1", "call-1-0", "call-2-0", "call-3-0"]
-    assert [event["call_id"] for event in starts] == [event["call_id"] for event in stops] == ids
-    statuses = [event.get("status", "ok") for event in stops]
-    assert statuses == ["ok", "nonzero", "timeout", "ok", "ok"]
-    assert 0.1 <= stops[2]["duration_s"] < 60
-    assert {context["program_id"] for context in contexts(server)} == {start["program_id"]}
-    assert {headers["x-session-id"] for _, _, headers in server.requests} == {start["program_id"]}
-    numbered = sorted(
-        (e["seq"], e["type"]) for kind in ("tool_start", "tool_stop") for e in server.told(kind)
-    )
-    assert [kind for _, kind in numbered] == ["tool_start", "tool_stop"] * 5
-
-
-def test_the_users_exception_passes_unchanged(tmp_path: Path) -> None:
-    class Odd(BaseException):
-        pass
-
-    raised = Odd("mine")
-
-    with MiniServer([calls("true")]) as server:
-        only_attached(server.url)
-        agent = make_agent(server, tmp_path)
-
-        def execute(action: Any, cwd: str = "") -> Any:
-            raise raised
-
-        agent.env.execute = execute
-        with pytest.raises(Odd) as caught:
-            attached(agent).run("it")
-        assert caught.value is raised
-        assert sojourn.flush(60)
-        assert [event["status"] for event in server.told("tool_stop")] == ["error"]
+    (start,), (end,) = told(server, ProgramStart), told(server, ProgramEnd)
+    assert (start.name, start.agent_type) == ("DefaultAgent", "DefaultAgent")
+    assert (end.program_id, end.status) == (start.program_id, "ok")
+    starts, stops = told(server, ToolStart), told(server, ToolStop)
+    assert [event.tool_class for event in starts] == ["echo", "test", "sleep", "touch", "echo"]
+    assert {event.tool for event in starts} == {"bash"}
+    assert [event.call_id for event in starts] == [event.call_id for event in stops] == ids
+    assert [event.status for event in stops] == ["ok", "nonzero", "timeout", "ok", "ok"]
+    assert 0.1 <= stops[2].duration_s < 60
+    assert all(after.seq == before.seq + 1 for before, after in zip(starts, stops, strict=True))
+    assert {request.context.program_id for request in server.requests} == {start.program_id}
+    assert {request.headers["x-session-id"] for request in server.requests} == {start.program_id}
 
 
 @pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
@@ -134,14 +113,15 @@ def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
         "extra_headers": {"x-mine": "yes"},
         "temperature": 0.5,
     }
-    with MiniServer([SUBMIT]) as server:
+    with FakeServer([SUBMIT]) as server:
         only_attached(server.url)
         agent = attached(make_agent(server, tmp_path, model=model, model_kwargs=own))
         agent.run("it")
-        ((_, body, headers),) = server.requests
-    assert (body["mine"], body["temperature"], headers["x-mine"]) == (1, 0.5, "yes")
-    assert body["vllm_xargs"]["replay_ids"] == [1, 2, 3]
-    assert "agentic_context" in body["vllm_xargs"]
+        (request,) = server.requests
+    assert (request.body["mine"], request.body["temperature"]) == (1, 0.5)
+    assert request.headers["x-mine"] == "yes"
+    assert request.body["vllm_xargs"]["replay_ids"] == [1, 2, 3]
+    assert request.context is not None
     assert own["extra_body"] == {
         "mine": 1,
         "vllm_xargs": {"replay_ids": [1, 2, 3]},
@@ -156,14 +136,14 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
         pass
 
     before = DefaultAgent.__init__, DefaultAgent.run
-    with MiniServer([calls("true"), SUBMIT]) as server:
+    with FakeServer([bash("true"), SUBMIT]) as server:
         only_attached(server.url)
         mini_swe_agent.instrument()
         mini_swe_agent.instrument()
         attached(make_agent(server, tmp_path, kind=Custom)).run("it")  # attaching on top changes nothing
         assert sojourn.flush(60)
-    assert [event["agent_type"] for event in server.told("program_start")] == ["Custom"]
-    assert len(server.told("tool_start")) == 2
+    assert [event.agent_type for event in told(server, ProgramStart)] == ["Custom"]
+    assert len(told(server, ToolStart)) == 2
     mini_swe_agent.uninstrument()
     assert (DefaultAgent.__init__, DefaultAgent.run) == before
 
@@ -176,7 +156,7 @@ def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
 
     kinds = [DefaultAgent, ImpatientEnvironment, LitellmModel]
     mini_swe_agent.instrument()
-    with MiniServer([SUBMIT]) as server:
+    with FakeServer([SUBMIT]) as server:
         only_attached(server.url)
         agent = mini_swe_agent.attach(make_agent(server, tmp_path))
         copied = copy.deepcopy(agent)
@@ -184,39 +164,17 @@ def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
         agent.run("it")
         copied.env.execute({"command": "true"})  # known to nobody, but silent
         assert sojourn.flush(60)
-        assert server.told("tool_start") == []
+        assert told(server, ToolStart) == []
         # The patched openai client still speaks for the process as a whole.
-        assert {event.get("agent_type") for event in server.told("program_start")} <= {None}
+        assert {event.agent_type for event in told(server, ProgramStart)} <= {None}
         assert [type(part) for part in (agent, agent.env, agent.model)] == kinds
-
-
-def test_an_attached_agent_does_exactly_what_a_plain_one_does(tmp_path: Path) -> None:
-    script = [calls("echo hi", "false"), {"content": "no call"}, calls("sleep 60"), SUBMIT]
-    with MiniServer(script) as server:
-        plain = make_agent(server, tmp_path)
-        plain.run("it")
-        unchanged = plain.serialize()
-    with MiniServer(script) as server:
-        only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path))
-        agent.run("it")
-    assert _comparable(agent.serialize()) == _comparable(unchanged)
-
-
-def _comparable(document: Any) -> Any:
-    if isinstance(document, dict):
-        volatile = ("timestamp", "api_base", "created", "id")
-        return {key: _comparable(value) for key, value in document.items() if key not in volatile}
-    if isinstance(document, list):
-        return [_comparable(item) for item in document]
-    return document
 
 
 def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a fault of ours")
 
-    with MiniServer([calls("true"), SUBMIT]) as server:
+    with FakeServer([bash("true"), SUBMIT]) as server:
         only_attached(server.url)
         agent = attached(make_agent(server, tmp_path))
         for name in ("program", "tool_call"):
@@ -229,7 +187,7 @@ def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Path) -> None:
     from sojourn_integrations import mini_swe_agent
 
-    with MiniServer([]) as server:
+    with FakeServer() as server:
         agent, plain = make_agent(server, tmp_path), make_agent(server, tmp_path)
         parts = lambda of: (of, of.env, of.model)  # noqa: E731
         mini_swe_agent.attach(mini_swe_agent.attach(agent))
