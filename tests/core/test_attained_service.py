@@ -167,11 +167,11 @@ def test_the_victim_policy_sees_what_running_requests_have_run() -> None:
     e.admit(old)
     e.admit(new)
     views = [RunningRequestView(old, 1, 0, 10), RunningRequestView(new, 2, 1, 11)]
-    assert e.program_scheduler.victim(views, 1, e.now) == old
+    assert e.program_scheduler.victim(views, e.now) == old
     # 7 s in, the new one has used up the quanta of 1, 2 and 4 s; the old one entered a queue further down
     # and has used up 2 and 4 there, so both stand in the fourth: the last admitted goes.
     e.wait(7.0)
-    assert e.program_scheduler.victim(views, 1, e.now) == new
+    assert e.program_scheduler.victim(views, e.now) == new
 
 
 def test_a_turns_waste_is_weighed_against_the_others_that_run() -> None:

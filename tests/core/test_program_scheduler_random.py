@@ -167,7 +167,7 @@ class Life(RuleBasedStateMachine):
             RunningRequestView(name, 1, place, 2, context_tokens=8, output_tokens=1, most_tokens=20)
             for place, name in enumerate(requests)
         ]
-        event = ev.DemandSampled(used, views) if sample else ev.VictimNeeded(2, views, used)
+        event = ev.DemandSampled(used, views) if sample else ev.VictimNeeded(views, used)
         chosen = ev.answer_of(self.handle(event), ev.RequestChosen)
         assert chosen is None or chosen.request_id in requests
 

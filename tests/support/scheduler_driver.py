@@ -112,8 +112,8 @@ class SchedulerDriver(ProgramScheduler):
         event = ev.AdmissionRequested(request_state.request_id, need_blocks, free_blocks, **more)
         return ev.answer_of(self.handle(event, now), ev.RequestChosen) is not None
 
-    def victim(self, running: Sequence[Any], short_blocks: int, now: float) -> str | None:
-        return self._chosen(ev.VictimNeeded(short_blocks, running), now)
+    def victim(self, running: Sequence[Any], now: float) -> str | None:
+        return self._chosen(ev.VictimNeeded(running), now)
 
     def plan_proactive_offload(
         self, running: Sequence[Any], used_blocks: int, now: float, **more: Any

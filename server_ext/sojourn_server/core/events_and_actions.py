@@ -42,7 +42,7 @@ class RequestArrived(_Event, frozen=True):
     priority, see ``ReclaimRequest.priority``."""
     block_hashes: Sequence[Any] | None = None
     """Chained hashes of the prompt's full blocks, which tell side requests from turns
-    (``ProgramLifecycle.join_turn``). ``None``: not known, or the request names no program."""
+    (``ProgramScheduler``). ``None``: not known, or the request names no program."""
 
 
 class RequestAdmitted(_Event, frozen=True):
@@ -163,7 +163,6 @@ class VictimNeeded(_Event, frozen=True):
     """A running request finds no free block, so one request must be preempted. The answer is
     ``RequestChosen``. Without an answer the engine chooses."""
 
-    short_blocks: int
     running: Sequence[RunningRequestView]
     """The candidates: running requests, then requests that hold blocks into which KV is being loaded."""
     used_blocks: int = 0

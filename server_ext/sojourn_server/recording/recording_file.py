@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 encode_record = msgspec.json.Encoder().encode
 
-RECORDING_VERSION = 15
+RECORDING_VERSION = 16
 """Version of the format. To replay an older recording, use the version of sojourn that wrote it."""
 
 MAX_RECORDING_BYTES = 1 << 30

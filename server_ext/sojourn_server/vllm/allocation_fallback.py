@@ -298,9 +298,7 @@ class AllocationFallback:
         if blocks is None and not running and request.num_computed_tokens and not self._groups.is_single:
             self._starved = request
         while blocks is None and running:
-            victim = self._choose_victim(
-                request, lambda: self._missing_blocks(request, args, kwargs, running)
-            )
+            victim = self._choose_victim(request)
             if victim.status == RequestStatus.RUNNING:
                 break
             self._give_up_load(victim)
@@ -357,7 +355,7 @@ class AllocationFallback:
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))
 
-    def _choose_victim(self, request: Request, missing_blocks: Callable[[], int]) -> Request:
+    def _choose_victim(self, request: Request) -> Request:
         """Return the request to preempt for ``request``: the policy's choice, or else vLLM's own. In place of
         ``request`` itself, vLLM's own choice is the last loading request, if there is one. A running victim
         gets the lowest priority, so that vLLM's priority branch preempts it next; the caller makes a loading
@@ -367,7 +365,7 @@ class AllocationFallback:
         if self._by_user_priority:
             lowest = max(candidate.priority for candidate in candidates)
             candidates = [candidate for candidate in candidates if candidate.priority == lowest]
-        chosen = self._guarded(self._policy_victim, candidates, missing_blocks)
+        chosen = self._guarded(self._policy_victim, candidates)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
             running = [c for c in candidates if c.status == RequestStatus.RUNNING]
@@ -404,12 +402,11 @@ class AllocationFallback:
         if others:
             self._give_up_load(others[-1])
 
-    def _policy_victim(self, candidates: list[Request], missing_blocks: Callable[[], int]) -> str | None:
+    def _policy_victim(self, candidates: list[Request]) -> str | None:
         known = [self._program_scheduler.request(candidate.request_id) for candidate in candidates]
         if not any(each is not None and each.program_id is not None for each in known):
             return None  # without hints the choice is vLLM's
-        views = self._demand_monitor.views(candidates)
-        event = VictimNeeded(missing_blocks(), views, self._pinned.used_blocks())
+        event = VictimNeeded(self._demand_monitor.views(candidates), self._pinned.used_blocks())
         chosen = answer_of(self._handle(event, self._clock()), RequestChosen)
         return chosen.request_id if chosen is not None else None
 
