@@ -14,7 +14,7 @@ from sojourn.ids import ProgramId
 from sojourn.program import Program
 from sojourn.testing import FakeServer
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart
-from sojourn_server.core.leases import SILENCE_EXTENSION_S
+from sojourn_server.core.leases import SILENCE_S
 from waiting import wait_until
 
 
@@ -69,7 +69,7 @@ def test_no_silence_of_an_open_program_is_as_long_as_the_server_allows():
             program.running_tools.clear()
     gaps_s = [after - before for before, after in pairwise(heard_s)]
     # One batch may take as long as the SDK waits for its answer.
-    assert max(gaps_s) + config.send_timeout_s < SILENCE_EXTENSION_S
+    assert max(gaps_s) + config.send_timeout_s < SILENCE_S
 
 
 def test_a_program_that_was_let_go_falls_silent(beats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..policies.policy_protocols import DecisionReason, EndedKvHandling, Retenti
 from ..policies.policy_views import FinishedTurnView, LeaseView, ReclaimRequest
 from ..programs.program_state import ProgramState
 from .events_and_actions import EngineAction, EngineActionKind, LeaseGranted, RequestAdmitted
-from .leases import SILENCE_INITIAL_S, Lease
+from .leases import SILENCE_S, Lease
 from .scheduler_state import SchedulerState
 
 _LOSS_CAUSE_OF_LEASE_END = {
@@ -31,8 +32,8 @@ class LeaseManager:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._leases = state.leases
-        self._refused: tuple[ReclaimRequest, int] | None = None
-        """The last ``need`` for which ``make_room`` ended no lease, and ``LeaseTable.changes`` then."""
+        self._refused: ReclaimRequest | None = None
+        """The last ``need`` for which ``make_room`` ended no lease, if leases have not changed since."""
 
     def grant(
         self,
@@ -81,15 +82,15 @@ class LeaseManager:
             granted_s=now,
             ttl_s=keep.ttl_s,
             expires_s=now + keep.ttl_s,
-            silent_s=now + SILENCE_INITIAL_S if program.heartbeats else None,
+            silent_s=now + SILENCE_S if program.heartbeats else math.inf,
             block_ids=block_ids,
             reload_s=view.restore_s,
             reason=keep.reason,
             tenant=program.tenant,
-            own_blocks=more,
             limit_s=now + max(keep.ttl_s, state.limits.max_held_s),
         )
         leases.grant(lease)
+        self._refused = None
         program.gap_leased = True
         state.actions.append(LeaseGranted(program.id, block_ids))
         return lease
@@ -117,8 +118,8 @@ class LeaseManager:
         of_hints = [lease for lease in leases if lease.reason is DecisionReason.HINTED]
         for lease in sorted(of_hints, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
             if excess > 0 and hinted[lease.tenant] > share:
-                hinted[lease.tenant] -= lease.own_blocks
-                excess -= lease.own_blocks
+                hinted[lease.tenant] -= lease.freed_blocks
+                excess -= lease.freed_blocks
                 self.end(lease.program_id, DecisionReason.PRESSURE, now)
         return False
 
@@ -136,8 +137,7 @@ class LeaseManager:
     def may_reclaim(self, need: ReclaimRequest) -> bool:
         """Whether ``make_room`` could end a lease for ``need``. While requests run, a ``need`` that ended no
         lease is not tried again until leases change, since a waiting request asks in every step."""
-        is_new = not need.anything_running or (need, self._leases.changes) != self._refused
-        return is_new and len(self._leases) > 0
+        return len(self._leases) > 0 and (not need.anything_running or need != self._refused)
 
     def make_room(self, need: ReclaimRequest, views: Sequence[LeaseView], now: float) -> None:
         """End leases for a request that needs blocks. ``views``: all leases.
@@ -156,21 +156,13 @@ class LeaseManager:
         if not chosen and need.priority is not None:
             # The policy goes by the arrival of programs, and the queue by priorities. A less important
             # program that has come back would wait behind this request, and its lease would not expire.
-            less = [view for view in views if self._priority_of(view.program_id) > need.priority]
+            programs = {program.id: program.priority for program in self._state.programs}
+            less = [view for view in views if programs[view.program_id] > need.priority]
             chosen = reclaim_for_overdue(need, less, now)
         for program_id in chosen or ():
             self.end(program_id, DecisionReason.PRESSURE, now)
         if not chosen:
-            self._refused = (need, self._leases.changes)
-
-    def _priority_of(self, program_id: ProgramId) -> int:
-        """Return the user's priority of a program: the priority of its most important request in the engine,
-        or else of its last request; 0 for an unknown program."""
-        program, states = self._state.programs.get(program_id), self._state.requests.states
-        if program is None:
-            return 0
-        live = (states[request_id].priority for request_id in program.live_requests if request_id in states)
-        return min(live, default=program.priority)
+            self._refused = need
 
     def drop(self, program_id: ProgramId, reason: DecisionReason, now: float) -> None:
         """End the lease of a program that is over, and give up its KV. If the preset leaves the KV of ended
@@ -194,16 +186,13 @@ class LeaseManager:
         """End the program's lease, if it has one. The blocks stay cached until they are reused."""
         lease = self._leases.end(program_id)
         if lease is not None:
-            self._release(lease, reason, now)
+            self._state.actions.append(EngineAction(EngineActionKind.RELEASE, program_id, reason))
+            self._ended(lease, reason, now)
 
     def end_expired(self, now: float) -> None:
         """End the leases whose time is over."""
-        for lease, reason in self._leases.pop_expired(now):
-            self._release(lease, reason, now)
-
-    def _release(self, lease: Lease, reason: DecisionReason, now: float) -> None:
-        self._state.actions.append(EngineAction(EngineActionKind.RELEASE, lease.program_id, reason))
-        self._ended(lease, reason, now)
+        for program_id, reason in self._leases.expired(now):
+            self.end(program_id, reason, now)
 
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""
@@ -214,7 +203,7 @@ class LeaseManager:
 
     def _ended(self, lease: Lease, reason: DecisionReason, now: float) -> None:
         """Record the end of a lease that was removed from the table."""
-        state = self._state
+        state, self._refused = self._state, None
         self.record_release(lease.program_id, reason)
         if reason is DecisionReason.PRESSURE:
             state.last_shortage_s = now

@@ -16,12 +16,9 @@ from sojourn.ids import ProgramId
 from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import LeaseView
 
-SILENCE_INITIAL_S = 20.0
-"""A client that promised heartbeats may stay silent for this many seconds after the grant of a lease. Then
-the lease ends. If the client makes the promise during the lease, the seconds count from the promise."""
-SILENCE_EXTENSION_S = 10.0
-"""After each event, such a client may stay silent for this many seconds (it sends heartbeats every 3 s). Then
-the lease ends, but not before ``SILENCE_INITIAL_S`` is over."""
+SILENCE_S = 20.0
+"""The lease of a client that promised heartbeats ends this many seconds after its grant, the promise or the
+client's newest event, whichever is latest. Heartbeats come every 3 s."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,16 +31,14 @@ class Lease:
     ttl_s: float
     expires_s: float
     """Time at which the TTL ends. ``LeaseTable.extend`` postpones it."""
-    silent_s: float | None = None
-    """Time at which the client's silence ends the lease; ``None`` if the client never promised heartbeats."""
+    silent_s: float = math.inf
+    """Time at which the client's silence ends the lease; ``inf`` if the client never promised heartbeats."""
     block_ids: Sequence[int]
     """The distinct blocks that the lease holds, in context order."""
     reload_s: float
     """Estimated seconds to restore the program's KV if it is evicted."""
     reason: DecisionReason
     tenant: str | None = None
-    own_blocks: int = 0
-    """Number of blocks that no lease held before the grant. They count against the tenant's share."""
     freed_blocks: int = 0
     """Number of blocks that are held for this lease. A block of several leases is held for that of the
     earliest program, which usually ends last. So the numbers of all leases add up to the blocks held."""
@@ -60,7 +55,7 @@ class Lease:
         return len(self.block_ids)
 
     def deadline_s(self) -> float:
-        return self.expires_s if self.silent_s is None else min(self.expires_s, self.silent_s)
+        return min(self.expires_s, self.silent_s)
 
     def view(self, score: tuple[float, ...]) -> LeaseView:
         """The lease as input of policies. ``score``: the program's eviction score."""
@@ -75,8 +70,6 @@ class LeaseTable:
 
     def __init__(self, budget_blocks: int) -> None:
         self.budget_blocks = budget_blocks
-        self.changes = 0
-        """Number of leases granted or ended so far."""
         self._leases: dict[ProgramId, Lease] = {}
         self.get = self._leases.get
         self.programs: KeysView[ProgramId] = self._leases.keys()
@@ -110,18 +103,17 @@ class LeaseTable:
         return sum(block_id not in self._holders for block_id in block_ids)
 
     def hinted_blocks(self) -> Counter[str | None]:
-        """Return the number of ``own_blocks`` of leases whose TTL the client chose, by tenant."""
+        """Return the number of blocks held for leases whose TTL the client chose, by tenant."""
         found: Counter[str | None] = Counter()
         for lease in self:
             if lease.reason is DecisionReason.HINTED:
-                found[lease.tenant] += lease.own_blocks
+                found[lease.tenant] += lease.freed_blocks
         return found
 
     def grant(self, lease: Lease) -> None:
         """Add a lease. The program must not have another."""
         assert lease.program_id not in self._leases
         self._leases[lease.program_id] = lease
-        self.changes += 1
         holder = (lease.rank, lease.program_id)
         for block_id in lease.block_ids:
             holders = self._holders.setdefault(block_id, [])
@@ -130,14 +122,13 @@ class LeaseTable:
                 lease.freed_blocks += 1
                 if len(holders) > 1:
                     self._leases[holders[1][1]].freed_blocks -= 1
-        self._note_deadline(lease)
+        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
 
     def end(self, program_id: ProgramId) -> Lease | None:
         """Remove and return the program's lease."""
         lease = self._leases.pop(program_id, None)
         if lease is None:
             return None
-        self.changes += 1
         holder = (lease.rank, program_id)
         for block_id in lease.block_ids:
             holders = self._holders[block_id]
@@ -150,17 +141,11 @@ class LeaseTable:
         return lease
 
     def heard(self, program_id: ProgramId, now: float, *, promised: bool = False) -> None:
-        """Record that the client sent an event, which may promise heartbeats. After a promise, its silence
-        ends the lease: ``SILENCE_INITIAL_S`` after the promise or ``SILENCE_EXTENSION_S`` after the newest
-        event, whichever is later."""
+        """Record that the client sent an event, which may promise heartbeats (``SILENCE_S``)."""
         lease = self._leases.get(program_id)
-        if lease is None:
-            return
-        if lease.silent_s is not None:
-            lease.silent_s = max(lease.silent_s, now + SILENCE_EXTENSION_S)
-        elif promised:
-            lease.silent_s = now + SILENCE_INITIAL_S
-            self._note_deadline(lease)
+        if lease is not None and (promised or lease.silent_s < math.inf):
+            lease.silent_s = now + SILENCE_S
+            self.next_deadline_s = min(self.next_deadline_s, lease.silent_s)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> None:
         """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``."""
@@ -171,23 +156,17 @@ class LeaseTable:
     def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
         """Record whether a request of the program waits. Returns whether the program has a lease."""
         lease = self._leases.get(program_id)
-        if lease is None:
-            return False
-        lease.waiting = waiting
-        self._note_deadline(lease)
-        return True
+        if lease is not None:
+            lease.waiting = waiting
+            self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
+        return lease is not None
 
-    def pop_expired(self, now: float) -> list[tuple[Lease, DecisionReason]]:
-        """Remove and return the expired leases, each with the reason for its end."""
-        due = [lease for lease in self if not lease.waiting and lease.deadline_s() <= now]
-        ended: list[tuple[Lease, DecisionReason]] = []
-        for lease in sorted(due, key=Lease.deadline_s):
-            silent = lease.silent_s is not None and lease.silent_s < lease.expires_s
-            self.end(lease.program_id)
-            ended.append((lease, DecisionReason.SILENT if silent else DecisionReason.TTL))
-        left = (lease.deadline_s() for lease in self if not lease.waiting)
-        self.next_deadline_s = min(left, default=math.inf)
-        return ended
-
-    def _note_deadline(self, lease: Lease) -> None:
-        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
+    def expired(self, now: float) -> list[tuple[ProgramId, DecisionReason]]:
+        """Return the programs of the expired leases, earliest first, each with the reason for the end of its
+        lease."""
+        kept = [lease for lease in self if not lease.waiting]
+        due = sorted((lease for lease in kept if lease.deadline_s() <= now), key=Lease.deadline_s)
+        later = (lease.deadline_s() for lease in kept if lease.deadline_s() > now)
+        self.next_deadline_s = min(later, default=math.inf)
+        silent, ttl = DecisionReason.SILENT, DecisionReason.TTL
+        return [(lease.program_id, silent if lease.silent_s < lease.expires_s else ttl) for lease in due]
