@@ -133,14 +133,6 @@ async def test_the_exposition_says_exactly_what_the_catalogue_lists() -> None:
                 assert not isinstance(allowed, frozenset) or text in allowed
 
 
-async def test_counters_are_there_before_their_first_increment() -> None:
-    engine, registry = CountingEngine(), CollectorRegistry()
-    await drain_once(engine, PrometheusBridge(registry))
-    series = scrape(registry)
-    assert value(series, "sojourn_lease_ends_total", reason="silent") == 0
-    assert value(series, "sojourn_events_total", type="tool_stop", outcome="duplicate") == 0
-
-
 async def test_a_gauge_row_that_is_gone_reads_zero() -> None:
     engine, registry = CountingEngine(), CollectorRegistry()
     bridge = PrometheusBridge(registry)

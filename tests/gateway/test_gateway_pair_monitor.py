@@ -156,17 +156,6 @@ async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
         await engine.kill()
 
 
-async def test_an_engine_that_was_started_anew_has_another_instance_and_epoch() -> None:
-    async with pairs(1, 1) as (it, _, [decode]):
-        before = engines_of(it)[decode.name].seen
-        await decode.kill()
-        await decode.restart()
-        await until(
-            lambda: decode.name in known(it) and engines_of(it)[decode.name].seen.epoch == decode.epoch
-        )
-        assert engines_of(it)[decode.name].seen.instance != before.instance
-
-
 async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
     async with pairs(1, 1) as (it, _, [decode]):
         before = engines_of(it)[decode.name].seen

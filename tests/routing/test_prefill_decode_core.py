@@ -187,10 +187,6 @@ def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
     assert (again.request_id, again.epoch) == ("a", "e2")
 
 
-def known(it: RoutingCore) -> list[tuple[str, int, int]]:
-    return [(one.key[1], one.requests, one.turns) for one in it.programs.values()]
-
-
 def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> None:
     it = core("p1", "d1")
     it.take(asked("a", 640, "p"), 1.0)

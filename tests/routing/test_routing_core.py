@@ -353,15 +353,6 @@ def test_an_idle_replica_steals_the_oldest_movable_request_of_one_twice_as_loade
     assert it.programs.get(("t", "p10")).home == "b"
 
 
-def test_a_replica_that_comes_steals_at_once_if_it_may() -> None:
-    it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
-    it.take(seen("a"), 0.0)
-    for number in range(13):
-        it.take(asked(f"r{number}", f"p{number}"), 0.0)
-    sent = [action for action in it.take(seen("b"), 1.0) if isinstance(action, SendRequest)]
-    assert [one.request_id for one in sent] == ["r10", "r11", "r12"]
-
-
 def test_a_program_with_a_request_at_home_is_not_split() -> None:
     it = core(SessionAffinityRouting(most_load=10.0), WorkStealing(idle_s=0.0), send_below_load=1.0)
     it.take(seen("a"), 0.0)

@@ -149,24 +149,6 @@ def test_requests_without_a_program_do_not_wait() -> None:
     assert len(it.waiting) == 1
 
 
-def test_of_ten_thousand_waiting_requests_one_is_routed_at_a_time() -> None:
-    routing = Noted()
-    it = core(routing, replicas=4, estimator=expectations())
-    keep_busy(it)
-    for number in range(10_000):
-        it.take(asked(f"r{number}", tenant=f"t{number % 7}"), 0.0)
-    assert len(it.waiting) == 10_000 - 4
-    routing.views.clear()
-    assert sends(it.take(routing_events.Tick(), 1.0)) == []
-    assert len(routing.views) == 1
-    first = next(name for name in it.fleet.get("e2").in_flight if name.startswith("r"))  # type: ignore[union-attr]
-    it.take(routing_events.RequestFinished(first, 5, "e2"), 2.0)
-    routing.views.clear()
-    tenant = f"t{int(first[1:]) % 7}"
-    assert len(sends(it.take(routing_events.ProgramEnded(first, tenant), 2.0))) == 1
-    assert len(routing.views) == 2
-
-
 # -- the count is what it would be if everybody were looked at ---------------------------
 
 
