@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -113,74 +113,49 @@ class EngineProfile:
     """The samples that ``steps`` was fitted to."""
 
     def to_toml(self) -> str:
-        """Return the profile as TOML text, which ``from_toml`` reads."""
-        lines = [
-            f"version = {PROFILE_VERSION}",
-            f"model = {_text(self.model)}",
-            f"hardware = {_text(self.hardware)}",
-            f"engine = {_text(self.engine)}",
-            f"block_size = {self.block_size}",
-            f"measured_at = {_text(self.measured_at)}",
-            "",
-            "[prefill]  # seconds = a_s + b_s_per_token * n + c_s_per_token2 * n * n",
-            f"a_s = {_float(self.prefill.a_s)}",
-            f"b_s_per_token = {_float(self.prefill.b_s_per_token)}",
-            f"c_s_per_token2 = {_float(self.prefill.c_s_per_token2)}",
-            f"points = {_points(self.points)}  # [tokens, seconds]",
+        """Return the profile as TOML text, which ``from_toml`` reads. TOML has no null, so values that were
+        not measured are left out."""
+        named = ("model", "hardware", "engine", "block_size", "measured_at")
+        links = ("device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
+        steps = {} if self.steps is None else {**self.steps._asdict(), "samples": self.step_samples}
+        tables: list[tuple[str, Mapping[str, Any]]] = [
+            ("", {"version": PROFILE_VERSION, **{name: getattr(self, name) for name in named}}),
+            (
+                "[prefill]  # seconds = a_s + b_s_per_token * n + c_s_per_token2 * n * n",
+                {**asdict(self.prefill), "points": self.points},
+            ),
+            ("[decode]  # points: context, seconds a token", {"points": self.decode_points}),
+            ("[bandwidth]", {name: getattr(self, name) for name in links}),
+            ("[limits]", asdict(self.limits)),
+            (f"[steps]  # a step's costs; samples: {', '.join(StepSample._fields)}", steps),
+            ("[versions]", {_toml(key): value for key, value in self.versions.items()}),
         ]
-        if self.decode_points:
-            lines += ["", "[decode]", f"points = {_points(self.decode_points)}  # [context, seconds a token]"]
-        bandwidths = [
-            f"{name} = {_float(value)}"
-            for name in ("device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
-            if (value := getattr(self, name)) is not None
-        ]
-        # TOML has no null, so values that were not measured are left out.
-        lines += ["", "[bandwidth]", *bandwidths]
-        limits = [f"{name} = {value}" for name, value in asdict(self.limits).items() if value is not None]
-        lines += ["", "[limits]", *limits]
-        if self.steps is not None:
-            samples = ",\n".join(
-                f"  [{', '.join(_short(v) for v in sample)}]" for sample in self.step_samples
+        texts = (
+            "\n".join(
+                (head, *(f"{key} = {_toml(value)}" for key, value in values.items() if value is not None))
             )
-            lines += [
-                "",
-                "[steps]  # seconds = the sum of each cost times its amount",
-                *(f"{name} = {_float(value)}" for name, value in self.steps._asdict().items()),
-                f"samples = [  # {', '.join(StepSample._fields)}",
-                *([samples] if samples else []),
-                "]",
-            ]
-        lines += ["", "[versions]", *(f"{_text(k)} = {_text(v)}" for k, v in self.versions.items())]
-        return "\n".join(lines) + "\n"
+            for head, values in tables
+            if values
+        )
+        return "\n\n".join(texts).lstrip() + "\n"
 
     @classmethod
     def from_toml(cls, text: str) -> EngineProfile:
         """Read a profile from TOML text. Raises ``ValueError``, whose message names the faulty field and the
         reason."""
         try:
-            document = load_toml(text)
-            read = msgspec.convert(document, _ProfileDocument)
+            read = msgspec.convert(load_toml(text), _ProfileDocument)
         except (TomlError, msgspec.ValidationError) as error:
             raise ValueError(f"engine profile: {error}") from error
-        known = [limit.name for limit in fields(EngineLimits)]
-        unknown = min(set(document.get("limits", ())) - set(known), default=None)
-        if unknown is not None:
-            raise ValueError(f"engine profile: unknown limit {unknown[:64]!r}; expected {', '.join(known)}")
         prefill, steps = read.prefill, read.steps
+        named = ("model", "hardware", "engine", "block_size", "measured_at", "versions", "limits")
         return cls(
-            model=read.model,
-            hardware=read.hardware,
-            engine=read.engine,
-            block_size=read.block_size,
+            **{name: getattr(read, name) for name in named},
             prefill=PrefillCurve(prefill.a_s, prefill.b_s_per_token, prefill.c_s_per_token2),
             points=prefill.points,
             device_to_host_bytes_per_s=read.bandwidth.device_to_host_bytes_per_s,
             host_to_device_bytes_per_s=read.bandwidth.host_to_device_bytes_per_s,
             decode_points=read.decode.points,
-            measured_at=read.measured_at,
-            versions=read.versions,
-            limits=read.limits,
             steps=StepCosts(*(getattr(steps, name) for name in StepCosts._fields)) if steps else None,
             step_samples=tuple(StepSample(*row) for row in steps.samples) if steps else (),
         )
@@ -233,18 +208,7 @@ class _ProfileDocument(msgspec.Struct, frozen=True):
     steps: _Steps | None = None
 
 
-def _text(value: str) -> str:
-    # A JSON string is a valid TOML basic string, except that TOML requires DEL to be escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _float(value: float) -> str:
-    return repr(float(value))
-
-
-def _short(value: float) -> str:
-    return str(int(value)) if value == int(value) else _float(value)
-
-
-def _points(points: Sequence[tuple[int, float]]) -> str:
-    return "[" + ", ".join(f"[{tokens}, {_float(seconds)}]" for tokens, seconds in points) + "]"
+def _toml(value: Any) -> str:
+    # A JSON value is a valid TOML value, except that TOML requires DEL to be escaped.
+    text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return text.replace("], [", "],\n  [")
