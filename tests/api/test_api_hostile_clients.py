@@ -23,13 +23,9 @@ def events_of(count: int) -> dict[str, Any]:
 # tests/fuzz has any other bytes: all end in the same error of the decoder.
 MALFORMED: dict[str, bytes] = {
     "empty": b"",
-    "not json": CANARY.encode(),
-    "other version": b'{"v":2,"emitter":"e","events":[]}',
     "long emitter": json.dumps({**BATCH, "emitter": CANARY * 40}).encode(),
     "too many events": json.dumps(events_of(MAX_BATCH_EVENTS + 1)).encode(),
-    "not utf-8": b'{"v":1,"emitter":"\xff","events":[]}',
     "deep": b'{"v":1,"emitter":"e","events":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-    "gzip": b"\x1f\x8b\x08\x00" + b"\x00" * 20,
 }
 
 
@@ -88,13 +84,10 @@ def test_a_batch_may_be_as_large_as_the_limit_and_no_larger(
     [
         f"programs?limit={CANARY}",
         "programs?limit=0",
-        "programs?limit=-1",
         "programs?limit=1001",
-        "programs?limit=1.5",
         "programs?limit=" + "9" * 5000,
         f"programs?status={CANARY}",
         "decisions?since=-1",
-        "decisions?since=" + "9" * 30,
         "decisions?limit=5001",
         f"decisions?format={CANARY}",
     ],

@@ -164,23 +164,6 @@ def test_how_a_span_ended_is_how_the_call_and_the_program_ended(
     assert [end.status for end in told(server, ProgramEnd)] == [program_status]
 
 
-def test_parallel_tasks_keep_their_programs_apart(server, tracer):
-    async def play() -> None:
-        async def run(name: str) -> None:
-            with agent(tracer, name):
-                async with openai.AsyncOpenAI(base_url=server.base_url, api_key="x") as client:
-                    await client.chat.completions.create(
-                        model=name, messages=[{"role": "user", "content": "hi"}]
-                    )
-
-        await asyncio.gather(*(run(f"a{i}") for i in range(5)))
-
-    asyncio.run(play())
-    ids = {start.name: start.program_id for start in told(server, ProgramStart)}
-    assert len(set(ids.values())) == 5
-    assert {request.body["model"]: request.context.program_id for request in server.requests} == ids
-
-
 def test_the_openinference_spelling(server, tracer):
     def span(name: str, kind: str, **more):
         return tracer.start_as_current_span(name, attributes={"openinference.span.kind": kind, **more})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import queue
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,38 +90,6 @@ def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
             thread.join()
     assert seen == {("in", True): p, ("in", False): p, ("after", True): None, ("after", False): None}
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_every_way_of_asyncio_to_run_something_knows_its_program(online):
-    async def job(n):
-        await asyncio.sleep(0)
-        return sojourn.current_program()
-
-    async def agent(name):
-        async with sojourn.program(name) as p:
-            found = [
-                *await asyncio.gather(job(1), asyncio.create_task(job(2))),
-                await asyncio.wait_for(job(3), 60),
-                await asyncio.shield(asyncio.ensure_future(job(4))),
-                await asyncio.to_thread(sojourn.current_program),
-                await asyncio.get_running_loop().create_task(job(5)),
-            ]
-            if sys.version_info >= (3, 11):
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(job(n)) for n in range(3)]
-                found += [task.result() for task in tasks]
-            called = asyncio.Event()
-            asyncio.get_running_loop().call_soon(
-                lambda: (found.append(sojourn.current_program()), called.set())
-            )
-            await called.wait()
-            assert set(found) == {p}
-        return await job(0)
-
-    async def main():
-        return await asyncio.gather(*(agent(f"a{n}") for n in range(5)))
-
-    assert asyncio.run(main()) == [None] * 5
 
 
 def test_the_executor_of_a_loop_knows_only_when_asked_for(online):

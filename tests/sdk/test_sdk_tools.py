@@ -160,22 +160,6 @@ def test_user_code_runs_exactly_once_and_internal_errors_stay_inside(online, mon
     assert sojourn.stats()["internal_error"] >= 6
 
 
-def test_parallel_calls_of_one_program(online):
-    async def main():
-        async def one(n):
-            async with sojourn.tool_call("t", f"c{n}"):
-                await asyncio.sleep(0.01)
-
-        async with sojourn.program() as p:
-            await asyncio.gather(*(one(n) for n in range(5)))
-            assert not p.running_tools
-
-    asyncio.run(main())
-    events = calls(online)
-    assert sorted(e.call_id for e in events if isinstance(e, ToolStop)) == [f"c{n}" for n in range(5)]
-    assert len({e.seq for e in events}) == 10
-
-
 def test_ids_beyond_the_wire_become_their_hash_on_both_ends(online):
     with sojourn.program(), sojourn.tool_call("t", "x" * 257), sojourn.tool_call("t", ""):
         pass
