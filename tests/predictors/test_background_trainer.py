@@ -186,17 +186,16 @@ def test_a_failure_inside_ends_guesses_and_nothing_else(
 ) -> None:
     background = make(file=file)
     background.queue_hidden_states([("a", 0)], state())
-    wait_until(lambda: background._predictions)
+    assert taken(background)
     background.queue_hidden_states([("a", 0), ("b", 0)], state(3))  # the engine has mixed something up
     wait_until(lambda: not background._thread.is_alive())
     assert background.take_predictions() == {}
     (line,) = said
-    assert "hidden states of shape (3, 48); expected (2, 48)" in line
     assert "predictions continue without it" in line
     for number in range(3 * MAX_QUEUED_MESSAGES):
         background.queue_hidden_states([(f"r{number}", 0)], state())
         background.ended(f"r{number}", 9)
-    assert background._messages.empty(), "no thread reads them, and they hold memory"
+    assert background._messages.empty(), "no thread reads them, and they would hold memory"
     assert background.state()["examples"] == 0
     background.stop()
     assert len(said) == 1

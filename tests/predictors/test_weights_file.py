@@ -63,23 +63,6 @@ def shortened(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def poisoned(path: Path) -> None:
-    values = dict(LengthNetwork(HIDDEN).state_dict())
-    values["last.bias"][3] = float("nan")
-    save_file(values, path, says(path))
-
-
-def too_large(path: Path) -> None:
-    """Finite in the file, and not in the network."""
-    values = dict(LengthNetwork(HIDDEN).state_dict())
-    values["last.bias"] = torch.full_like(values["last.bias"], 1e300, dtype=torch.float64)
-    save_file(values, path, says(path))
-
-
-def of_other_tensors(path: Path) -> None:
-    save_file({"first.weight": torch.zeros(3)}, path, says(path))
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -93,9 +76,6 @@ def of_other_tensors(path: Path) -> None:
         (lambda path: path.write_bytes(b""), "expected weights that sojourn saved, or no file"),
         (lambda path: path.write_bytes(b"\xff" * 4096), "expected weights that sojourn saved"),
         (shortened, "expected weights that sojourn saved, or no file"),
-        (poisoned, "holds numbers that are not finite"),
-        (too_large, "holds numbers that are not finite"),
-        (of_other_tensors, "holds other tensors than a network of hidden size 48"),
     ],
 )
 def test_what_is_not_this_models_is_refused_with_what_was_found_and_expected(
@@ -108,13 +88,3 @@ def test_what_is_not_this_models_is_refused_with_what_was_found_and_expected(
     assert str(file) in str(refused.value)
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
-
-
-def test_where_nothing_can_be_written_nothing_is_left(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        save_weights(tmp_path / "file" / "lengths", LengthNetwork(HIDDEN), model="m", examples=1)
-    (tmp_path / "folder" / "full").mkdir(parents=True)
-    with pytest.raises(OSError, match="folder"):
-        save_weights(tmp_path / "folder", LengthNetwork(HIDDEN), model="m", examples=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}

@@ -162,11 +162,6 @@ class BackgroundTrainer:
                 exc_info=error,
             )
             self._stopping = True
-        with contextlib.suppress(queue.Empty):
-            while True:  # empty the queue, since no message will be read any more
-                self._messages.get_nowait()
-        with self._lock:
-            self._predictions = {}
 
     def _work(self) -> None:
         trainer = self._trainer
@@ -221,8 +216,6 @@ class BackgroundTrainer:
         new = {name: LengthPrediction(written[name], left) for name, left in predicted.items()}
         with self._lock:
             self._predictions.update(new)
-            while len(self._predictions) > 4096:  # predictions are not being collected
-                self._predictions.pop(next(iter(self._predictions)))
 
     def _save(self) -> None:
         if self._file is None or self._trainer.examples == self._saved_examples:

@@ -50,20 +50,12 @@ class LengthNetwork(nn.Module):
 
     Hidden states are normalised, since their scale depends on the model. The number of generated tokens is a
     second input, which the paper's network has to infer. The initial weights depend only on ``seed``, because
-    torch's global random state belongs to the engine. Raises ``ValueError`` for a hidden size below 1, or so
-    large that ``PARAMETER_COUNT`` leaves fewer than two units for the hidden layer.
+    torch's global random state belongs to the engine.
     """
 
     def __init__(self, hidden_size: int, *, seed: int = 0) -> None:
         super().__init__()
-        width = (
-            round((PARAMETER_COUNT - BIN_COUNT) / (hidden_size + 2 + BIN_COUNT)) if hidden_size >= 1 else 0
-        )
-        if width < 2:
-            raise ValueError(
-                f"hidden size {hidden_size}; expected 1 to "
-                f"{2 * (PARAMETER_COUNT - BIN_COUNT) // 3 - BIN_COUNT - 2}"
-            )
+        width = round((PARAMETER_COUNT - BIN_COUNT) / (hidden_size + 2 + BIN_COUNT))
         self.hidden_size = hidden_size
         self.first = nn.utils.skip_init(nn.Linear, hidden_size + 1, width)
         self.last = nn.utils.skip_init(nn.Linear, width, BIN_COUNT)

@@ -14,10 +14,9 @@ from .length_network import LengthNetwork, bin_of, quantiles_of_bins
 MAX_STATES_PER_REQUEST = 16
 """Maximum number of hidden states kept per output. The kept states are a random sample."""
 
-MAX_REQUESTS = 4096
 MAX_RUNNING_STATES_BYTES = 256 << 20
-"""Maximum size in bytes of the hidden states of all running outputs. ``MAX_REQUESTS`` limits the number of
-these outputs. The least recently seen outputs are dropped."""
+"""Maximum size in bytes of the hidden states of all running outputs. The least recently seen outputs are
+dropped."""
 
 MAX_EXAMPLES = 8192
 MAX_EXAMPLES_BYTES = 64 << 20
@@ -61,9 +60,7 @@ class LengthTrainer:
             self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )
         self._running: OrderedDict[str, _RunningOutput] = OrderedDict()
-        self._max_running_outputs = min(
-            MAX_REQUESTS, max(1, MAX_RUNNING_STATES_BYTES // (4 * hidden_size * MAX_STATES_PER_REQUEST))
-        )
+        self._max_running_outputs = MAX_RUNNING_STATES_BYTES // (4 * hidden_size * MAX_STATES_PER_REQUEST)
         most = max(BATCH_SIZE, min(MAX_EXAMPLES, MAX_EXAMPLES_BYTES // (4 * hidden_size)))
         # The operating system allocates these pages only when they are written.
         self._states = torch.empty(most, hidden_size)
@@ -97,13 +94,8 @@ class LengthTrainer:
 
         ``requests`` are pairs of an id and the number of tokens generated so far. Returns ``points`` equally
         likely numbers of remaining tokens per id. Before enough training the result is empty. A request whose
-        hidden state is not finite is left out. Raises ``ValueError`` unless ``states`` has one row per
-        request, of the model's hidden size.
+        hidden state is not finite is left out.
         """
-        if states.shape != (len(requests), self.hidden_size):
-            raise ValueError(
-                f"hidden states of shape {tuple(states.shape)}; expected {(len(requests), self.hidden_size)}"
-            )
         states = states.float()
         finite = torch.isfinite(states).all(dim=1)
         rows = [row for row, good in enumerate(finite.tolist()) if good]

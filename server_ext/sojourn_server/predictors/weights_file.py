@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from .length_network import BIN_COUNT, LengthNetwork
 from .weights_format import FORMAT, VERSION, WeightsError, read_weights_metadata
@@ -26,14 +23,9 @@ def save_weights(path: Path, network: LengthNetwork, *, model: str, examples: in
     }
     content = save({name: value.contiguous() for name, value in network.state_dict().items()}, metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
 def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork | None:
@@ -42,11 +34,6 @@ def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork |
     metadata = read_weights_metadata(path)
     if not metadata:
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            values = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — no dict
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path}: {error}; expected weights that sojourn saved, or no file") from error
     expected = {"model": model, "hidden_size": str(hidden_size), "bins": str(BIN_COUNT)}
     for what, value in expected.items():
         if metadata.get(what) != value:
@@ -55,12 +42,5 @@ def load_weights(path: Path, *, model: str, hidden_size: int) -> LengthNetwork |
                 "Name another file for this model"
             )
     network = LengthNetwork(hidden_size)
-    try:
-        network.load_state_dict(values)
-    except RuntimeError as error:
-        raise WeightsError(
-            f"{path} holds other tensors than a network of hidden size {hidden_size}"
-        ) from error
-    if not all(bool(torch.isfinite(value).all()) for value in network.parameters()):
-        raise WeightsError(f"{path} holds numbers that are not finite")
+    network.load_state_dict(load_file(path))
     return network
