@@ -31,17 +31,6 @@ MAX_WAIT_S = 1.5
 below the SDK's ``send_timeout_s``."""
 
 
-class _EventLabel(msgspec.Struct):
-    """Fields that are read from an invalid event, so that its outcome can name the event."""
-
-    type: Any = None
-    program_id: Any = None
-    seq: Any = None
-
-
-_label_decoder = msgspec.json.Decoder(_EventLabel)
-
-
 class ClientEventDecoder:
     """Decodes client events and passes each to the scheduler. An event that cannot be decoded is only
     counted, and its outcome names the reason."""
@@ -58,16 +47,11 @@ class ClientEventDecoder:
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
         """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
-        Further events are rejected without decoding. Events without a valid emitter id are ignored. Call this
-        method before the scheduler handles the request's ``RequestArrived``."""
+        Events without a valid emitter id are ignored. Call this method before the scheduler handles the
+        request's ``RequestArrived``."""
         ours = identity.context.sojourn if identity.context is not None else None
         if ours is None or not ours.events or not ours.emitter or id_problem(ours.emitter) is not None:
             return []
-        excess = len(ours.events) - MAX_ATTACHED_EVENTS
-        if excess > 0:
-            self._recorder.count(
-                "sojourn_events_total", excess, type="unknown", outcome=Outcome.REJECTED.value
-            )
         return [self._one(ours.emitter, raw, now) for raw in ours.events[:MAX_ATTACHED_EVENTS]]
 
     def _one(self, emitter: str, raw: msgspec.Raw, now: float) -> EventOutcome:
@@ -88,19 +72,22 @@ def undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome
     """Return the type under which an event that cannot be decoded is counted, and its outcome. ``error``: why
     it cannot be decoded."""
     try:
-        label = _label_decoder.decode(raw)
+        label = msgspec.json.decode(raw, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        label = _EventLabel()
+        label = {}
+    given, program_id, seq = label.get("type"), label.get("program_id"), label.get("seq")
     kind, outcome = "unknown", Outcome.REJECTED
-    if isinstance(label.type, str):
-        if label.type in EVENT_TYPES:
-            kind = label.type
-        else:
-            outcome = Outcome.UNSUPPORTED
-            error = f"unknown event type {label.type[:64]!r}; expected {', '.join(EVENT_TYPES)}"
-    program_id = label.program_id[:MAX_ID_BYTES] if isinstance(label.program_id, str) else None
-    seq = label.seq if isinstance(label.seq, int) and not isinstance(label.seq, bool) else None
-    return kind, EventOutcome(outcome=outcome, reason=error, program_id=program_id, seq=seq)
+    if given in EVENT_TYPES:
+        kind = given
+    elif isinstance(given, str):
+        outcome = Outcome.UNSUPPORTED
+        error = f"unknown event type {given[:64]!r}; expected {', '.join(EVENT_TYPES)}"
+    return kind, EventOutcome(
+        outcome=outcome,
+        reason=error,
+        program_id=program_id[:MAX_ID_BYTES] if isinstance(program_id, str) else None,
+        seq=seq if type(seq) is int else None,
+    )
 
 
 class EventTimeBudget:

@@ -31,6 +31,7 @@ from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
+from ..programs.windowed_history import recent_entry
 from ..programs.workflow_history import agent_type_name
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
@@ -258,13 +259,13 @@ class EngineService:
         """Return the expected number of turns that have not ended: by the client's hint, corrected by what
         such hints were worth, or else the pending nodes of the declared graph. ``None``: unknown.
         ``requests``: the program's open requests."""
-        left, node = program.expected_steps_left, program.node
+        left = program.expected_steps_left
         known = self._state.histories.steps_left.turns_left(program, agent_type_name(program))
         if known is not None:
             return round(known[0], 3)
-        if left is None and program.graph_hash and node is not None:
-            graph = self._state.graphs.get(program.graph_hash)
-            left = graph.steps_after(node) if graph is not None else None
+        graph = self._state.graphs.get(program.graph_hash) if program.graph_hash else None
+        if left is None and graph is not None and program.node is not None:
+            left = graph.steps_after(program.node)
         return round(left + len(requests), 3) if left is not None else None
 
     def _explain(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
@@ -308,6 +309,7 @@ class EngineService:
             return None
         progress = self._view.persist(self._state.contexts.get(program.id) or ())
         pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
+        reload = self._state.reload
         return answers.PersistProgress(
             program_id=program.id,
             state="unsupported" if "reason" in progress else "writing" if pending else "done",
@@ -317,7 +319,7 @@ class EngineService:
             stored_tokens=progress.get("stored_blocks", 0) * block_size,
             pending_tokens=pending * block_size,
             bytes=progress.get("pending_bytes", 0),
-            compute_s=self._state.compute_s(program.context_tokens),
+            compute_s=reload.seconds(program.context_tokens) if reload.known else None,
         )
 
     def _graphs(self, arguments: _Arguments, now: float) -> answers.GraphList:
@@ -425,11 +427,11 @@ class EngineService:
             "preset": state.preset.name,
             "adapter": "active",
         }
-        placed = self._program_scheduler.tiers.counts()
+        placed = self._program_scheduler.tiers.counts().items()
         gauges: dict[str, list[tuple[dict[str, str], float]]] = {
             "sojourn_programs": [({"state": name}, count) for name, count in _by_status(state).items()],
             "sojourn_leases": [({}, len(state.leases))],
-            "sojourn_placed_programs": [({"tier": tier.value}, count) for tier, count in placed.items()],
+            "sojourn_placed_programs": [({"tier": tier.value}, count) for tier, count in placed],
             "sojourn_build_info": [(build, 1)],
             "sojourn_kv_blocks": list(_by_state("device", device, 1)),
             "sojourn_kv_bytes": list(_by_state("device", device, state.pool.block_bytes)),
@@ -575,9 +577,7 @@ class RefusedRequests:
 
     def record_refusal(self, request_id: str, waited_s: float) -> None:
         """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
-        self._waited_s[request_id] = waited_s
-        if len(self._waited_s) > MAX_REFUSALS:
-            del self._waited_s[next(iter(self._waited_s))]
+        recent_entry(self._waited_s, request_id, lambda: waited_s, MAX_REFUSALS)
 
     def take(self, api_server_id: str) -> float | None:
         """Remove the refusal of the request with this id of the API server, since a client may use the id

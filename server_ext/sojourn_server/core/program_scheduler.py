@@ -1,5 +1,9 @@
 """The state machine of one engine: it takes events, returns actions, and has read-only queries.
 
+A *turn* lasts until the last of its program's parallel requests has left. A *gap* lasts from there until the
+program's next request; its tools run in it. The tool history learns the durations that clients report.
+Without a report, it learns the gap as the tool's duration.
+
 Only ``handle`` changes the tables. This module uses no engine, no clock and no network. An adapter reports
 events with ``now`` (virtual time in the simulator) and carries out the returned actions. The same events
 always give the same decisions, so a recorded run can be replayed.
@@ -18,9 +22,11 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sojourn.ids import ProgramId
-from sojourn.wire_codec import Outcome
+from sojourn.ids import CallId, EmitterId, ProgramId
+from sojourn.wire_codec import EventOutcome, Outcome
+from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
+from ..metrics.live_frame import PROBE_ID
 from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length, split_tokens
 from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
@@ -29,19 +35,32 @@ from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, LeaseView, WaitingRequestView
 from ..policies.preset import switched_off
-from ..programs.program_state import ProgramState
-from ..programs.program_status import OVER_STATUSES, ProgramSignal
+from ..programs.declared_graphs import GraphError
+from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
+from ..programs.program_status import (
+    OVER_STATUSES,
+    REPORTED_OUTCOMES,
+    ProgramOutcome,
+    ProgramSignal,
+    ProgramStatus,
+)
 from ..programs.statements import TTL
+from ..programs.windowed_history import recent_entry
 from . import events_and_actions as ev
-from .demand_forecaster import AdmissionController, DemandForecaster
+from .demand_forecaster import DemandForecaster
 from .lease_manager import LeaseManager
-from .program_lifecycle import ProgramLifecycle
 from .request_hints import clipped, has_unused_field, unused_fields
 from .request_table import RequestState
-from .scheduler_state import SchedulerState
+from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
+MAX_TOOLS_PER_PROGRAM = 256
+MAX_EMITTERS_PER_PROGRAM = 16
+CALLS_BEFORE_WARNING = 8
+"""Number of tool calls of a program without any request after which a warning is given, once per program."""
+_Refusal = tuple[Outcome, str]
+"""Outcome of a client's event that was not applied, and the reason."""
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
 """Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
 
@@ -86,32 +105,25 @@ class ProgramScheduler:
         self._leases = state.leases
         self.owners = state.owners
         self._outbox = state.actions
-        self._reset_leases: list[ProgramId] = []
-        """Programs whose leases ended when the latest reset of the cache started."""
         self.lease_manager = LeaseManager(state)
         self.predictor = WorkflowPredictor(state)
         self.forecaster = DemandForecaster(state)
-        self._admission = AdmissionController(state, self.forecaster)
         self.tiers = TierManager(state)
-        # Queries that need no rule of their own.
-        self.request: Callable[[str], RequestState | None] = state.requests.states.get
-        """Returns the state of a request in the engine, which only ``core`` changes; ``None``: unknown id."""
-        self.program: Callable[[ProgramId], ProgramState | None] = state.programs.get
-        """Returns a program, which only ``core`` changes; ``None``: unknown id."""
-        self.context: Callable[[ProgramId], Sequence[Any] | None] = state.contexts.get
+        self.request, self.program = state.requests.states.get, state.programs.get
+        """Return a request in the engine and a program, which only ``core`` changes; ``None``: unknown id."""
+        self.context = state.contexts.get
         """Returns the hashes of the blocks of a program's context after its newest turn; ``None``: the hashes
         were dropped."""
-        self.turns_of: Callable[[str], Sequence[TurnRecord]] = state.ledger.of_program
+        self.turns_of = state.ledger.of_program
         """Returns the records of a program's newest turns, oldest first."""
         self.leased_programs = state.leases.programs
         """Programs with a lease."""
-        self._lifecycle = ProgramLifecycle(state, self.lease_manager, self.predictor, self.tiers)
-        self._unused_hints = unused_fields(state.preset)
+        self._unused_fields = unused_fields(state.preset)
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests of programs without an output token, by request id."""
         self._cascades = PreemptionCascades()
-        self._steps = 0
-        """Number of completed engine steps."""
+        self._arrivals = self._steps = 0
+        """Numbers of requests that have arrived, and of completed engine steps."""
         self._now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
         self._handlers: dict[type, Callable[[Any, float], ev.Answer | None]] = {
@@ -120,10 +132,10 @@ class ProgramScheduler:
             ev.FirstToken: self._first_token,
             ev.RequestPreempted: self._preempted,
             ev.TurnFinished: self._finished,
-            ev.ClientEventReceived: self._lifecycle.apply_event,
+            ev.ClientEventReceived: self._client_event,
             ev.Tick: self._tick,
             ev.StepCompleted: self._step_completed,
-            ev.AdmissionRequested: self._admission.try_admit,
+            ev.AdmissionRequested: self.forecaster.try_admit,
             ev.BlocksNeeded: self._blocks_needed,
             ev.VictimNeeded: self.forecaster.victim_needed,
             ev.DemandSampled: self.forecaster.demand_sampled,
@@ -139,10 +151,7 @@ class ProgramScheduler:
         """Apply one event; return the actions for the engine, in order. If the event gets an answer (see the
         event's docstring), the last action is this ``Answer``. Raises exceptions of policies; actions that
         were added before an exception are returned with the next event."""
-        handler = self._handlers.get(type(event))
-        if handler is None:
-            raise TypeError(f"{type(event).__name__} is not an event; expected one of {ev.Event}")
-        answer = handler(event, now)
+        answer = self._handlers[type(event)](event, now)
         actions = self._outbox.copy()
         self._outbox.clear()
         if answer is not None:
@@ -174,24 +183,35 @@ class ProgramScheduler:
         program_id, context = event.identity.program_id, event.identity.context
         # A client that sends hints names each conversation itself, so all its requests are turns.
         hashes = event.block_hashes if context is None else None
-        program = named = self._lifecycle.open(program_id, now) if program_id is not None else None
+        program = named = self._open(program_id, now) if program_id is not None else None
         if program is not None and hashes is not None:
-            sides = self._lifecycle.join_turn(program, event, now)
+            sides = self._side_requests(program, event, now)
             if event.request_id in sides:
                 self._log_side_request(program.id, event.prompt_tokens, now)
                 program = None
             else:
                 for side in sides:
                     self._become_side_request(self._requests.states[side], now)
-        request_state = self._requests.enter(
-            event.request_id, program, now, event.prompt_tokens, ranked_as=named
+        if named is None:
+            self._requests.untracked_arrivals += PROBE_ID not in event.request_id
+        self._arrivals += 1
+        request_state = self._requests.states[event.request_id] = RequestState(
+            event.request_id,
+            named.rank if named is not None else self._programs.next_rank(),
+            self._arrivals,
+            program,
+            arrived_s=now,
+            since_s=now,
+            attained_s=program.attained_s if program is not None else 0.0,
+            prompt_tokens=event.prompt_tokens,
+            priority=event.priority,
+            block_hashes=hashes,
         )
-        request_state.priority, request_state.block_hashes = event.priority, hashes
         outcome = event.identity.outcome
         if program is not None and context is not None:
             ttl_clipped = request_state.apply_hint(context, self.limits.max_hinted_ttl_s)
             # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
-            if outcome is not Outcome.CLIPPED and has_unused_field(context, self._unused_hints):
+            if outcome is not Outcome.CLIPPED and has_unused_field(context, self._unused_fields):
                 outcome = Outcome.UNSUPPORTED
             elif ttl_clipped:
                 outcome = Outcome.CLIPPED
@@ -204,6 +224,84 @@ class ProgramScheduler:
             self.tiers.arrived(request_state, now, event.block_hashes or ())
             if self.tiers.is_parked(request_state):
                 self._programs.signal(program, ProgramSignal.GATE)
+
+    def _open(self, program_id: ProgramId, now: float) -> ProgramState:
+        """Return the program of a request that has arrived. An unknown id or the id of an ended program
+        begins a new program with a new rank."""
+        program = self._contacted(program_id, now)
+        is_over = program.status is ProgramStatus.ENDED
+        if is_over or not program.ranked:  # the first request determines the rank, a program_start does not
+            program.rank, program.ranked = self._programs.next_rank(), True
+        if is_over:
+            program.reset_for_reuse(now)
+        return program
+
+    def _contacted(self, program_id: ProgramId, now: float) -> ProgramState:
+        """Find or create a program whose client was heard from, and forget those that were removed from a
+        full table for it."""
+        program, forgotten = self._programs.open(program_id, now)
+        for each in forgotten:
+            self.tiers.forget(each.id)
+            self.lease_manager.drop(each.id, DecisionReason.SUPERSEDED, now)
+            # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
+            self.state.contexts.drop(each.id)
+            self.owners.contexts.pop(each.id, None)
+            self.state.release_reasons.pop(each.id, None)
+        self._leases.heard(program_id, now)
+        program.disconnected = False
+        return program
+
+    def _side_requests(self, program: ProgramState, event: ev.RequestArrived, now: float) -> list[str]:
+        """Return the ids of the requests that are *side requests* from now on: that of ``event`` if it is no
+        turn of its program, or else those that it takes out of the running turn.
+
+        A side request, such as one for a title, a count of tokens or a sub-agent without an id, has its
+        program's place in the queue. Else it is served like a request without a program.
+
+        The program's *main context* is the longest prompt of its running turn, or else the context that its
+        last turn left. The main context *waits* while the program is in a tool and has a lease or reported
+        the tool (at most ``max_held_s``). A request is a turn in four cases:
+
+        1. There is no main context: the program is new or over, or the hashes were dropped.
+        2. It continues the main context: it begins with the last prompt, since clients rewrite outputs, or
+           with at least half of it, if no turn runs (a rewind, an edited history).
+        3. A turn runs, and the request is longer. The turn's requests become side requests.
+        4. No turn runs, the main context does not wait, and the request is at least half as long, or it
+           continues the *branch*, the newest side request since the last turn. The conversation has moved
+           on, for example after a compaction.
+
+        A turn's context replaces the main context when the turn ends, and drops the branch.
+        """
+        hashes, before, contexts = event.block_hashes, None, self.state.contexts
+        found = (self.state.requests.states[request_id] for request_id in program.live_requests)
+        # Not those of an earlier program of this id. Sorted, since the order of a set differs by process.
+        live = sorted((one for one in found if one.rank == program.rank), key=lambda one: one.arrival)
+        if live:
+            longest = max(live, key=lambda request: request.prompt_tokens)
+            before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
+        elif program.turns and program.status not in OVER_STATUSES:
+            before, prompt_tokens = contexts.get(program.id), program.prompt_tokens
+        if hashes is None or before is None or any(request.block_hashes is None for request in live):
+            return []
+        prompt_blocks = min(len(before), prompt_tokens // self.state.pool.block_size)
+        shared = common_prefix_length(before, hashes)
+        # The last block of a prompt may hold tokens that only begin an answer.
+        if shared >= prompt_blocks - 1 or (not live and 2 * shared >= prompt_blocks):
+            return []
+        if live:
+            is_longer = event.prompt_tokens > prompt_tokens
+            return [request.request_id for request in live] if is_longer else [event.request_id]
+        waits = program.gap_started_s is not None and program.tool_now() is not None
+        if waits and program.id not in self._leases:
+            in_gap_s = now - (program.gap_started_s or 0.0)
+            waits = bool(program.tools) and in_gap_s < self.state.limits.max_held_s
+        if not waits:
+            branch = contexts.branch(program.id)
+            is_branch = 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]
+            if is_branch or 2 * event.prompt_tokens >= program.context_tokens:
+                return []
+        contexts.put_branch(program.id, list(hashes))
+        return [event.request_id]
 
     def _begin_turn(
         self, program: ProgramState, request_state: RequestState, event: ev.RequestArrived, now: float
@@ -283,7 +381,6 @@ class ProgramScheduler:
         program, record = request_state.program, request_state.record
         if program is None or record is None:
             return
-        self._admission.admitted(request_state)
         if not first:
             if event.resumed:
                 record.recomputed_after_preemption += max(0, event.tokens - event.cached_tokens)
@@ -306,11 +403,8 @@ class ProgramScheduler:
         shared: int | None,
         now: float,
     ) -> None:
-        """Record where the KV of an admitted request's prompt came from.
-
-        ``before``: block hashes of the program's context after its last turn. ``shared``: how many of these
-        blocks the prompt begins with. Both are ``None`` if the hashes are unknown.
-        """
+        """Record where the KV of an admitted request's prompt came from. ``before``: block hashes of the
+        program's context after its last turn; the prompt begins with ``shared``. ``None``: unknown."""
         cause, evicted_block = self.lease_manager.loss_cause(program, before, event)
         if evicted_block is not None:
             record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
@@ -345,7 +439,6 @@ class ProgramScheduler:
         request_state = self._requests.states.get(event.request_id)
         answer, mode, numbers = None, "load", {"tokens": event.tokens}
         self.forecaster.request_left(event.request_id)
-        self._admission.holding.pop(event.request_id, None)
         if request_state is not None:
             # A loading request counts too, so that it is not chosen as victim every time.
             request_state.preemptions += 1
@@ -376,7 +469,6 @@ class ProgramScheduler:
         """Remove a request that has left the engine. If the request is the last of its turn, the turn ends,
         and the program may get a lease."""
         request_state = self._requests.states.pop(event.request_id, None)
-        self._admission.holding.pop(event.request_id, None)
         self.forecaster.request_left(event.request_id)
         if request_state is None:
             return
@@ -483,6 +575,155 @@ class ProgramScheduler:
         # The gap lasts until the slowest of the calls has ended.
         program.pending_tool = self.histories.tools.slowest([call.key for call in event.tool_calls])
 
+    # -- events of clients ----------------------------------------------------------
+
+    def _client_event(self, received: ev.ClientEventReceived, now: float) -> ev.EventAnswered:
+        """Apply one client event to its program and return the outcome for the client. Any event of a known
+        program counts as contact, even if it is then rejected."""
+        event, prefix = received.event, f"{received.event.__struct_config__.tag}."
+        outcome, reason = self._apply(EmitterId(received.emitter), event, now) or (Outcome.APPLIED, "")
+        fields = (name.removeprefix(prefix) for name in self._unused_fields if name.startswith(prefix))
+        unused = tuple(field for field in fields if getattr(event, field) is not None)
+        if outcome not in (Outcome.APPLIED, Outcome.DEFERRED):
+            unused = ()
+        program_id, seq = event.program_id, event.seq
+        return ev.EventAnswered(
+            EventOutcome(outcome=outcome, reason=reason, program_id=program_id, seq=seq, unsupported=unused)
+        )
+
+    def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Refusal | None:
+        program_id = ProgramId(event.program_id)
+        if not isinstance(event, ProgramStart) and program_id not in self._programs:
+            return Outcome.MISSING, "unknown program; its next request or program_start opens it"
+        program = self._contacted(program_id, now)
+        if not recent_entry(program.seen, emitter, SequenceWindow, MAX_EMITTERS_PER_PROGRAM).admit(event.seq):
+            return Outcome.DUPLICATE, "sequence number seen before, or too far behind"
+        if self._programs.signal(program, ProgramSignal.CONTACT):
+            self.predictor.eviction_key_changed(program)
+        refusal: _Refusal | None = getattr(self, f"_{event.__struct_config__.tag}")(program, event, now)
+        return refusal
+
+    def _program_start(self, program: ProgramState, event: ProgramStart, now: float) -> None:
+        program.name = event.name or program.name
+        program.agent_type = event.agent_type or program.agent_type
+        if event.parent_program_id:
+            program.parent_id = ProgramId(event.parent_program_id)
+        if event.root_program_id:
+            program.root_id = ProgramId(event.root_program_id)
+        program.tenant = event.tenant or program.tenant
+        if event.heartbeat:
+            self._heartbeat(program, event, now)
+
+    def _heartbeat(self, program: ProgramState, event: AnyEvent, now: float) -> None:
+        program.heartbeats = True
+        self._leases.heard(program.id, now, promised=True)
+
+    def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> _Refusal | None:
+        if program.status is ProgramStatus.ENDED:
+            return Outcome.MISSING, "the program has ended; its next request opens it again"
+        if len(program.tools) >= MAX_TOOLS_PER_PROGRAM:
+            return Outcome.REJECTED, f"{MAX_TOOLS_PER_PROGRAM} tool calls of the program already run"
+        key = f"{event.tool}:{event.tool_class}" if event.tool_class else event.tool
+        started_s = now - min(event.age_s, now)
+        learned = program.gap_inferred_s is not None and started_s <= program.gap_inferred_s
+        if learned or (not program.live_requests and started_s < program.tools_ended_s):
+            # A history already has the tool's duration, the gap between the two requests, or the gap is over.
+            return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
+        program.tools[CallId(event.call_id)] = RunningTool(
+            key, started_s, event.expected_s, event.expected_p95_s, event.tool, event.tool_class
+        )
+        if program.live_requests:
+            return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
+        self.tiers.tool_known(program, now)
+        lease = self._leases.get(program.id)
+        is_new = program.pending_tool != key
+        if lease is not None and not lease.anchored:
+            lease.anchored = True  # only once per gap, since the TTL was chosen for a tool that starts now
+            self._leases.extend(program.id, started_s + lease.ttl_s)
+        if is_new and (lease is not None or self.state.contexts.get(program.id) is not None):
+            program.pending_tool = key
+            self.predictor.tool_reported(program, now)
+            # Without a lease, the output showed no call of this tool. A gap gets at most one lease.
+            if lease is None and not program.gap_leased and program.status not in OVER_STATUSES:
+                block_ids = self.state.cached_context(program.id)
+                if block_ids:
+                    self.lease_manager.grant(program, program.tool_now(), block_ids, now, "late_keep")
+        return None
+
+    def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> _Refusal | None:
+        tool = program.tools.pop(CallId(event.call_id), None)
+        if tool is None:
+            return Outcome.MISSING, "no such tool call runs: its tool_start is missing or a request ended it"
+        duration_s = event.duration_s
+        if duration_s is None:
+            duration_s = max(0.0, now - event.age_s - tool.started_s)
+        histories = self.state.histories
+        histories.tools.observe(tool.key, duration_s)
+        if tool.expected_s is not None and 0 < tool.expected_s < math.inf and duration_s > 0:
+            histories.tool_estimates.learn(tool.key, tool.expected_s, duration_s)
+        program.gap_reported = True
+        program.add_tool_time(tool, duration_s, now)
+        self.tiers.tool_known(program, now)
+        if not program.tools:
+            self._leases.extend(program.id, now + self.state.limits.return_grace_s)
+        program.calls_before_request += not program.ranked
+        if not program.ranked and program.calls_before_request == CALLS_BEFORE_WARNING:
+            # Not in the outcome: with data parallelism every rank gets the events, and one the requests.
+            warning = (
+                "tool calls are reported, but no request with this program id has reached this engine: "
+                "send the client's requests to this server, with the id"
+            )
+            self.state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
+        return None
+
+    def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Refusal | None:
+        agent_type = event.agent_type or program.agent_type
+        try:
+            known = self.state.graphs.follow(event.graph_hash, event.graph, agent_type)
+        except GraphError as error:
+            return Outcome.REJECTED, str(error)
+        if not known:
+            return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
+        program.agent_type = agent_type
+        program.graph_hash = event.graph_hash
+        return None
+
+    def _program_end(self, program: ProgramState, event: ProgramEnd, now: float) -> None:
+        outcome = ProgramOutcome(event.status) if event.status in REPORTED_OUTCOMES else ProgramOutcome.ERROR
+        self._end_program(program, ProgramSignal.END, outcome, now)
+
+    def _end_program(
+        self, program: ProgramState, signal: ProgramSignal, outcome: ProgramOutcome, now: float
+    ) -> None:
+        """End a program because it is done (``END``) or was silent for too long (``SILENCE``). The histories
+        learn its turns and workflow steps. ``END`` drops the program's KV; ``SILENCE`` only ends its
+        lease."""
+        state, predictor = self.state, self.predictor
+        if not self._programs.signal(program, signal):
+            return
+        program.outcome = outcome
+        if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
+            program.tools.clear()
+        self.tiers.forget(program.id)
+        if program.turns != program.turns_at_last_end:
+            program.turns_at_last_end = program.turns
+            state.histories.turns.observe(program.turns)
+            # An expired program counts as ended. A cancelled program does not, since it could have gone on.
+            has_ended = outcome is not ProgramOutcome.CANCELLED
+            # A program without a turn had no service. Clients could flood the history with such programs.
+            if program.turns and has_ended:
+                state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
+            predictor.learn_ended_program(program, ended=has_ended)
+            state.recorder.count("sojourn_programs_finished_total", outcome=outcome.value)
+            state.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
+        predictor.eviction_key_changed(program)
+        if signal is ProgramSignal.END:
+            self.lease_manager.drop(program.id, DecisionReason.END, now)
+        else:
+            self.lease_manager.end(program.id, DecisionReason.SILENT, now)
+
+    # -- memory and time --------------------------------------------------------------
+
     def _blocks_needed(self, event: ev.BlocksNeeded, now: float) -> None:
         """End leases for a request that needs blocks."""
         need = event.need
@@ -492,33 +733,30 @@ class ProgramScheduler:
             self.lease_manager.make_room(need, self._lease_views(), now)
 
     def _lease_views(self) -> list[LeaseView]:
-        scored = self.preset.eviction.by_program
-        return [lease.view(self._score(lease.program_id) if scored else ()) for lease in self._leases]
+        if not self.preset.eviction.by_program:
+            return [lease.view(()) for lease in self._leases]
+        standing, score = self.owner_standing, self.owner_score
+        return [lease.view(score(standing(lease.program_id))) for lease in self._leases]
 
     def _evicted(self, event: ev.BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
         state, taker_request_id = self.state, event.taker_request_id
         taker = state.requests.states.get(taker_request_id) if taker_request_id is not None else None
         evictor = taker.program_id if taker is not None else None
-        entries: dict[ProgramId | None, tuple[EvictedBlock, list[Any]]] = {}
+        evicted: dict[ProgramId | None, list[Any]] = {}
         owners = self.owners.remove_evicted([block_id for block_id, _ in event.blocks])
         for owner, (_, block_hash) in zip(owners, event.blocks, strict=True):
-            if owner not in entries:
-                program = state.programs.get(owner) if owner is not None else None
-                if program is not None and program.status not in OVER_STATUSES:
-                    state.last_shortage_s = now
-                cause = self.lease_manager.release_cause(owner) or LossCause.EVICTED
-                entries[owner] = EvictedBlock(cause, owner, evictor, now, event.score), []
             if block_hash is not None:
-                entries[owner][1].append(block_hash)
-        for entry, hashes in entries.values():
-            state.eviction_log.add(hashes, entry)
-            lost, blocks = {"tier": "device", "cause": entry.cause.value}, len(hashes)
+                evicted.setdefault(owner, []).append(block_hash)
+        for owner, hashes in evicted.items():
+            program = state.programs.get(owner) if owner is not None else None
+            if program is not None and program.status not in OVER_STATUSES:
+                state.last_shortage_s = now
+            cause = self.lease_manager.release_cause(owner) or LossCause.EVICTED
+            state.eviction_log.add(hashes, EvictedBlock(cause, owner, evictor, now, event.score))
+            lost, blocks = {"tier": "device", "cause": cause.value}, len(hashes)
             self.recorder.count("sojourn_evictions_total", blocks, **lost)
             self.recorder.count("sojourn_evicted_bytes_total", blocks * self.pool.block_bytes, **lost)
-
-    def _score(self, program_id: ProgramId) -> tuple[float, ...]:
-        return self.owner_score(self.owner_standing(program_id))
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         self._now_s = now
@@ -532,7 +770,7 @@ class ProgramScheduler:
             for program_id, reason in pressed(views, used_blocks, self.pool.blocks, now):
                 self.lease_manager.end(program_id, reason, now)
         for silent in self._programs.silent(now):
-            self._lifecycle.end(silent, ProgramSignal.SILENCE, silent.silent_outcome(), now)
+            self._end_program(silent, ProgramSignal.SILENCE, silent.silent_outcome(), now)
         # Only parts that the preset uses.
         if self.preset.workflow_prediction.is_used:
             self.predictor.observe_open_gap(now)
@@ -559,23 +797,21 @@ class ProgramScheduler:
             self.recorder.observe("sojourn_preemption_cascade_length", length)
 
     def _cache_reset_started(self, event: ev.CacheResetStarted, now: float) -> None:
-        self._reset_leases = self.lease_manager.end_all(DecisionReason.RESET, now)
-        # The engine may refuse the reset. Then the blocks of these leases stay cached.
-        for program_id in self._reset_leases:
+        for program_id in self.lease_manager.end_all(DecisionReason.RESET, now):
+            # The engine may refuse the reset. Then the blocks of these leases stay cached.
             self.state.release_reasons.pop(program_id, None)
 
     def _cache_reset(self, event: ev.CacheReset, now: float) -> None:
         contexts = self.state.contexts
         if event.device:
             self.lease_manager.end_all(DecisionReason.RESET, now)
-            lost = [*self._reset_leases, *contexts.clear()]
+            lost = contexts.clear()
             self.owners.clear()
             self.predictor.cache_reset()
         else:
             lost = [each for each in contexts.programs() if self.tiers.tier(each) is not Tier.DEVICE]
             for program_id in lost:
                 contexts.drop(program_id)
-        self._reset_leases = []
         for program_id in lost:
             self.lease_manager.record_release(program_id, DecisionReason.RESET)
         self.tiers.cache_reset(device=event.device)
@@ -634,7 +870,7 @@ class ProgramScheduler:
         queue_state = QueueState.OPEN
         if self.tiers.places and self.tiers.is_parked(state):
             queue_state = QueueState.PARKED
-        elif not overdue and self._admission.applies_to(state, preempted):
+        elif not overdue and self.forecaster.decides_admission(state, preempted):
             queue_state = QueueState.GATED
         key = (0.0, not view.preempted, state.arrival) if overdue else (1.0, *order.key(view))
         # A request of a program looks again each time it has waited so long, since another may be overdue.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
 
-from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting import RemainingTokens
 from ..programs.program_state import ProgramState
-from ..programs.program_table import ProgramTable
 from .request_hints import clipped
 
 
@@ -28,8 +25,9 @@ class RequestState:
     arrival: int
     """Number of the request in order of arrival."""
     program: ProgramState | None
-    record: TurnRecord | None
+    """``None``: a request of no program, or a side request, which has its program's ``rank``."""
     arrived_s: float
+    record: TurnRecord | None = None
     priority: int = 0
     """The user's priority; a larger number is less important."""
     waits_since_s: float = 0.0
@@ -112,23 +110,20 @@ class RequestState:
     def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float) -> bool:
         """Store a hint here and in the state of the program, which must be known. Returns whether the hinted
         TTL was out of bounds and was clipped."""
-        program, was_clipped = self.program, False
+        program, ttl_s = self.program, context.kv_retention_ttl_seconds
         assert program is not None
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
             program.blocks_parent = context.blocks_parent is True
         if context.root_program_id:
             program.root_id = ProgramId(context.root_program_id)
-        ttl_s = context.kv_retention_ttl_seconds
         if ttl_s is not None:
             self.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
-            was_clipped = self.hinted_ttl_s != ttl_s
         program.importance = context.priority or 0
         if context.deadline_seconds is not None:
             program.due_s = self.arrived_s + context.deadline_seconds
-        self.final = context.expected_resume is False
-        self.resumes = context.expected_resume is True
-        if context.expected_output_length is not None and context.expected_output_length > 0:
+        self.final, self.resumes = context.expected_resume is False, context.expected_resume is True
+        if (context.expected_output_length or 0) > 0:
             self.hinted_tokens = context.expected_output_length
         ours = context.sojourn
         if ours is not None:
@@ -138,21 +133,19 @@ class RequestState:
             program.node = clipped(ours.node) or program.node
             program.tenant = clipped(ours.tenant) or program.tenant
             left = ours.expected_steps_left
-            program.expected_steps_left = left if left is not None and 0 <= left < math.inf else None
+            program.expected_steps_left = left if left is not None and left >= 0 else None
             self.steps_left, self.node = program.expected_steps_left, clipped(ours.node)
             self.final = self.final or ours.final
-        return was_clipped
+        return self.hinted_ttl_s != ttl_s
 
 
 class RequestTable:
     """The requests of one engine, by id."""
 
-    def __init__(self, programs: ProgramTable) -> None:
-        self._programs = programs
+    def __init__(self) -> None:
         self.states: dict[str, RequestState] = {}
         self.untracked_arrivals = 0
         """Number of requests that named no program, except those of ``sojourn doctor``."""
-        self._arrivals = 0
         self.idle_since_s: float | None = None
         """Time of the first ``idle_s`` without a running request, since a request ran."""
 
@@ -160,28 +153,6 @@ class RequestTable:
     def running_tokens(self) -> int:
         """Prompt tokens of all running requests."""
         return sum(state.prompt_tokens for state in self.states.values() if state.running)
-
-    def enter(
-        self,
-        request_id: str,
-        program: ProgramState | None,
-        now: float,
-        prompt_tokens: int,
-        *,
-        ranked_as: ProgramState | None,
-    ) -> RequestState:
-        """Add a request that has reached the engine, and return its state. A request of no program has a rank
-        of its own, unless it is ``ranked_as`` a program (a side request)."""
-        self._arrivals += 1
-        if ranked_as is None:
-            self.untracked_arrivals += PROBE_ID not in request_id
-        rank = ranked_as.rank if ranked_as is not None else self._programs.next_rank()
-        attained_s = program.attained_s if program is not None else 0.0
-        request_state = self.states[request_id] = RequestState(
-            request_id, rank, self._arrivals, program, None, now, prompt_tokens=prompt_tokens,
-            attained_s=attained_s, since_s=now,
-        )  # fmt: skip
-        return request_state
 
     def idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which no request has run; 0.0 if ``anything_running``.

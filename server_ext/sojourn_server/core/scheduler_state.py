@@ -180,7 +180,7 @@ class SchedulerState:
             idle_s=self.limits.idle_program_s,
             promised_s=self.limits.silent_program_s,
         )
-        self.requests = RequestTable(self.programs)
+        self.requests = RequestTable()
         self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
         self.owners = BlockOwners()
         self.used_blocks: int | None = None
@@ -206,10 +206,6 @@ class SchedulerState:
         # Several KV cache groups list their blocks one after the other, and a hit needs blocks of each.
         is_single = not pool.fixed_blocks and pool.tokens_per_block == pool.block_size
         return found if is_single or len(found) == len(self.owners.contexts.get(program_id, ())) else []
-
-    def compute_s(self, tokens: int) -> float | None:
-        """Return the seconds to compute a context of ``tokens`` tokens; ``None``: unknown."""
-        return self.reload.seconds(tokens) if self.reload.known else None
 
     def copy_back_s(self, tokens: int) -> float | None:
         """Return the seconds to copy a context back from host memory, including the wait for queued copies;
