@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from sojourn.ids import ProgramId
-from sojourn_server.policies.placement import residency_price_plan
+from sojourn_server.policies.placement import residency_price
 from sojourn_server.policies.placement.placement_plan import has_elapsed
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
@@ -37,8 +37,7 @@ POLICIES = [
 ]
 POLICIES += [RelativeIdlenessPlacement(patience_s=math.inf, standstill_s=math.inf)]
 BY_PRICE = [
-    ResidencyPricePlacement(patience_s=PATIENCE_S, order=order, reserve=reserve, overdue_gap_s=gap_s)
-    for order in ("arrival", "size")
+    ResidencyPricePlacement(patience_s=PATIENCE_S, reserve=reserve, overdue_gap_s=gap_s)
     for reserve in (0.0, 0.7)
     for gap_s in (0.0, 3.0)
 ]
@@ -322,7 +321,7 @@ class World(RuleBasedStateMachine):
     def is_futile(self) -> bool:
         """Whether all ready programs enter at once."""
         below = self.capacity[HOST] + self.capacity[DISK]
-        return self.by_price and self.exchanged_share > residency_price_plan.FUTILE_SHARE and not below
+        return self.by_price and self.exchanged_share > residency_price.FUTILE_SHARE and not below
 
     def is_mark(self, move: TierMove) -> bool:
         """Whether a move only marks a program that stays on the device."""
@@ -528,7 +527,7 @@ class World(RuleBasedStateMachine):
         )
 
     def turn_after_turn(self, owed: dict[ProgramId, int], *, ends: bool, returns: bool) -> None:
-        patience_s = residency_price_plan.BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
+        patience_s = residency_price.BEGIN_PATIENCE * PATIENCE_S if self.is_gated else PATIENCE_S
         limit = int(patience_s) + int(8 + self.policy.overdue_gap_s) * len(self.agents) + 8
         for _ in range(limit):
             if not owed:
@@ -563,7 +562,7 @@ class World(RuleBasedStateMachine):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time until a program is overdue is spent in steps of a second."""
-    monkeypatch.setattr(residency_price_plan, "BEGIN_PATIENCE", 2.0)
+    monkeypatch.setattr(residency_price, "BEGIN_PATIENCE", 2.0)
 
 
 TestWorld = World.TestCase

@@ -17,14 +17,11 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.residency_price import (
-    MAX_WORTH,
-    ResidencyPricePlacement,
-    program_worth,
-)
-from sojourn_server.policies.placement.residency_price_plan import (
     FUTILE_SHARE,
+    MAX_WORTH,
     SMALL_PATIENCE_S,
     URGENT_S,
+    ResidencyPricePlacement,
     ResidencyPricePlan,
 )
 from sojourn_server.policies.preset import load_preset
@@ -115,10 +112,12 @@ def test_the_rate_is_the_best_chance_per_second(
 
 def test_a_program_that_should_be_over_soon_is_worth_more() -> None:
     new = program("p", WAITING, READY, 5)
-    assert program_worth(new) == 1.0, "no program has ended yet"
+    assert ResidencyPricePlacement().worth(new) == 1.0, "no program has ended yet"
     sizes = (10.0, 10.0, 10.0, 1000.0)
     young, near, old = (
-        program_worth(program("p", WAITING, READY, 5, service_s=sizes, attained_s=attained_s))
+        ResidencyPricePlacement().worth(
+            program("p", WAITING, READY, 5, service_s=sizes, attained_s=attained_s)
+        )
         for attained_s in (0.0, 9.0, 20.0)
     )
     assert young == 1.0, "a new program, whatever the sizes"
@@ -521,7 +520,7 @@ def test_in_a_burst_of_new_programs_a_move_values_its_program_alone() -> None:
     class Counted(ResidencyPricePlacement):
         def worth(self, program: ProgramTierView) -> float:
             valued.append(program)
-            return program_worth(program)
+            return ResidencyPricePlacement().worth(program)
 
     valued: list[ProgramTierView] = []
     worth_little = {"peak": 20, "service_s": (1.0, 1.0, 1.0, 1000.0), "attained_s": 2.0}
@@ -586,7 +585,6 @@ def test_of_new_programs_those_of_the_smallest_size_class_enter_first_and_of_the
     ]
     assert list(answer(*line, device=15)) == ["small", "less"]
     assert list(answer(*line[:2], device=15)) == ["large"], "8 to 15 blocks count as equal"
-    assert list(answer(*line, device=15, policy={"order": "arrival"})) == ["large"]
 
 
 def test_a_program_that_waited_for_too_long_enters_whatever_it_costs() -> None:
@@ -681,7 +679,6 @@ def test_one_program_enters_beside_requests_without_a_program_that_fill_the_devi
         ({"reserve": 1.5}, "reserve is 1.5; expected 0 to 1"),
         ({"relax_s": 0}, "relax_s is 0; expected seconds > 0, or inf to reserve always"),
         ({"patience_s": float("nan")}, "patience_s is nan; expected seconds ≥ 0, or inf for never"),
-        ({"order": "work"}, 'order is \'work\'; expected "size" or "arrival"'),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:
