@@ -72,11 +72,6 @@ def test_waiting_for_the_scheduler_counts_in_neither() -> None:
     assert shown.at(gated.now + 1e6) == shown.at(gated.now) == pytest.approx(0.25), "nor does the wait itself"
 
 
-def test_a_clock_of_k_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"k is 0; expected ≥ 1"):
-        IdlenessTracker(0)
-
-
 FACTS = st.tuples(
     st.sampled_from(["arrived", "admitted", "preempted", "finished"]),
     st.sampled_from("abc"),
@@ -101,7 +96,6 @@ def test_whatever_it_is_told_it_stays_within_zero_and_one(
         assert 0.0 <= shown.reasoning_s <= MAX_INTERVAL_S * len(facts)
         assert 0.0 <= shown.acting_s <= MAX_INTERVAL_S * len(facts)
         assert len(clock._earlier) <= k - 1
-        assert clock._running == sum(clock._live.values())
 
 
 @given(cycles=st.lists(st.tuples(*[st.integers(0, 50)] * 4), min_size=1, max_size=12), k=st.integers(1, 6))

@@ -160,22 +160,20 @@ def test_output_lengths_are_those_of_the_narrowest_group_that_is_known_well_enou
 
 
 def test_the_reuse_of_branches_begins_undecided_moves_in_strides_and_learns() -> None:
-    share = BranchReuseRate(at_first=0.5, weight=100.0, stride=0.05)
-    for evicted in range(11):
+    share = BranchReuseRate()
+    for evicted in range(450):
         share.observe(0, evicted)
     assert (share.share, share.changes) == (0.5, 0)
-    share.observe(0, 12)
-    assert (share.share, share.changes) == (pytest.approx(50 / 112), 1)
-    share.observe(900, 900)
-    assert share.share == pytest.approx(950 / 1900)
+    share.observe(0, 4096)
+    assert (share.share, share.changes) == (pytest.approx(2048 / 8192), 1)
+    share.observe(8192, 4096)
+    assert share.share == pytest.approx(10240 / 16384)
 
 
 def test_a_changed_habit_is_learned_again_however_much_was_seen() -> None:
-    share = BranchReuseRate(weight=256.0, window=1000.0)
-    share.observe(0, 1_000_000)
+    share = BranchReuseRate()
+    share.observe(0, 10_000_000)
     assert share.share < 0.05
-    share.observe(1000, 1_000_000)
-    assert share.share > 0.3
-    for again in range(2000, 11_000, 1000):
-        share.observe(again, 1_000_000)
+    for again in range(0, 1_000_000, 10_000):
+        share.observe(again, 10_000_000)
     assert share.share > 0.9

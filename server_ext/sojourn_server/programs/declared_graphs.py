@@ -15,7 +15,7 @@ from functools import cache
 
 from sojourn.aeg import END, Aeg
 from sojourn.errors import ArgumentError, InputError
-from sojourn.wire_codec import MAX_GRAPH_BYTES, encode
+from sojourn.wire_codec import encode
 from sojourn.wire_events import AegGraph
 
 MAX_STEPS_AFTER = 64
@@ -65,18 +65,14 @@ class KnownGraph:
 
 
 class GraphStore:
-    """Stores graphs of agents: at most ``max_graphs``, and at most ``max_bytes`` of JSON together.
+    """Stores graphs of agents: at most ``max_graphs``, and at most ``max_bytes`` of JSON together, which is
+    enough for one graph.
 
     The least recently used graph is removed first; ``use`` and ``follow`` count as uses. As Python objects,
     graphs take about seven times the memory of their JSON.
     """
 
     def __init__(self, max_graphs: int = 256, max_bytes: int = 4 * 1024 * 1024) -> None:
-        if max_graphs < 1 or max_bytes < MAX_GRAPH_BYTES:
-            raise ValueError(
-                f"max_graphs is {max_graphs} and max_bytes {max_bytes}; "
-                f"expected at least 1 and {MAX_GRAPH_BYTES}"
-            )
         self.max_graphs = max_graphs
         self.max_bytes = max_bytes
         self.bytes = 0

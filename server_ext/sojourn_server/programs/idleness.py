@@ -17,6 +17,7 @@ ended. A sub-agent is a program with its own idleness. For its parent, the sub-a
 
 from __future__ import annotations
 
+from collections import deque
 from enum import Enum
 from typing import NamedTuple
 
@@ -76,31 +77,12 @@ class IdlenessTracker:
     when the first request after a gap runs, not when it arrives. So a request that is aborted before it runs
     begins no cycle. Events may be repeated or out of order, and the first ones may be missing. If ``now`` is
     earlier than at the last event (a clock jump), no time is counted for the interval, and the next interval
-    begins at ``now``. Raises ``ValueError`` for ``k`` below 1.
+    begins at ``now``.
     """
 
-    __slots__ = (
-        "_acting_s",
-        "_counting",
-        "_earlier",
-        "_earlier_acting_s",
-        "_earlier_reasoning_s",
-        "_in_gap",
-        "_k",
-        "_live",
-        "_ran",
-        "_reasoning_s",
-        "_running",
-        "_since_s",
-    )
-
     def __init__(self, k: int = WINDOW_CYCLES) -> None:
-        if k < 1:
-            raise ValueError(f"k is {k}; expected ≥ 1 cycle")
-        self._k = k
         self._live: dict[str, bool] = {}
         """The program's requests in the engine → whether the request runs."""
-        self._running = 0
         self._counting = IdlenessPhase.NOTHING
         self._since_s = 0.0
         self._ran = False
@@ -109,9 +91,8 @@ class IdlenessTracker:
         """Whether the inference of the current cycle is over."""
         self._reasoning_s = self._acting_s = 0.0
         """Reasoning and acting seconds of the current cycle."""
-        self._earlier: list[tuple[float, float]] = []
-        """(reasoning, acting) seconds of the finished cycles in the window, oldest first; at most k − 1."""
-        self._earlier_reasoning_s = self._earlier_acting_s = 0.0
+        self._earlier: deque[tuple[float, float]] = deque(maxlen=k - 1)
+        """(reasoning, acting) seconds of the finished cycles in the window, oldest first."""
 
     def arrived(self, request_id: str, now: float) -> None:
         """Record that a request arrived and waits. The arrival ends the program's acting time."""
@@ -123,41 +104,38 @@ class IdlenessTracker:
         """Record that a request runs, for the first time or after a preemption. The request need not have
         been passed to ``arrived`` before."""
         self._pass_time(now)
-        if not self._live.get(request_id, False):
-            self._live[request_id] = True
-            self._running += 1
-        self._ran = True
+        self._live[request_id] = self._ran = True
         if self._in_gap:
-            self._next_cycle()
+            self._earlier.append((self._reasoning_s, self._acting_s))
+            self._reasoning_s = self._acting_s = 0.0
+            self._in_gap = False
         self._count()
 
     def preempted(self, request_id: str, now: float) -> None:
         """Record that a running request was preempted and waits again. An unknown request is ignored."""
         self._pass_time(now)
-        if self._live.get(request_id, False):
+        if request_id in self._live:
             self._live[request_id] = False
-            self._running -= 1
         self._count()
 
     def finished(self, request_id: str, now: float) -> None:
         """Record that a request was answered or aborted. If it was the program's last request in the engine,
         acting time begins."""
         self._pass_time(now)
-        if self._live.pop(request_id, False):
-            self._running -= 1
+        self._live.pop(request_id, None)
         self._count()
 
     def reading(self) -> Idleness:
-        """Return a snapshot that gives the idleness at any time until the next event, in O(1)."""
+        """Return a snapshot that gives the idleness at any time until the next event."""
         return Idleness(
-            self._earlier_reasoning_s + self._reasoning_s,
-            self._earlier_acting_s + self._acting_s,
+            sum(reasoning_s for reasoning_s, _ in self._earlier) + self._reasoning_s,
+            sum(acting_s for _, acting_s in self._earlier) + self._acting_s,
             self._counting,
             self._since_s,
         )
 
     def idleness(self, now: float) -> float:
-        """Return the idleness ι in [0, 1] at ``now`` seconds, as ``Idleness.at`` does, in O(1)."""
+        """Return the idleness ι in [0, 1] at ``now`` seconds, as ``Idleness.at`` does."""
         return self.reading().at(now)
 
     def _pass_time(self, now: float) -> None:
@@ -168,22 +146,13 @@ class IdlenessTracker:
         self._since_s = now
 
     def _count(self) -> None:
-        if self._running:
+        if any(self._live.values()):
             self._counting = IdlenessPhase.REASONING
         elif self._live or not self._ran:
             # The time before a program's first inference is not a gap.
             self._counting = IdlenessPhase.NOTHING
         else:
             self._counting, self._in_gap = IdlenessPhase.ACTING, True
-
-    def _next_cycle(self) -> None:
-        self._earlier.append((self._reasoning_s, self._acting_s))
-        del self._earlier[: max(0, len(self._earlier) - (self._k - 1))]
-        # Summed anew, because adding the newest and subtracting the oldest would gather rounding errors.
-        self._earlier_reasoning_s = sum(reasoning_s for reasoning_s, _ in self._earlier)
-        self._earlier_acting_s = sum(acting_s for _, acting_s in self._earlier)
-        self._reasoning_s = self._acting_s = 0.0
-        self._in_gap = False
 
 
 def _elapsed_s(since_s: float, now: float) -> float:

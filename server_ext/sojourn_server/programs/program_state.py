@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ from sojourn.ids import CallId, EmitterId, ProgramId
 from .program_status import ProgramOutcome, ProgramStatus
 from .windowed_history import Amount
 
-MAX_INTERVALS = 32
-"""Maximum number of separate intervals that ``GapToolTime`` keeps."""
+MAX_GAP_CALLS = 256
+"""Maximum number of calls that ``GapToolTime`` keeps, the last reported ones."""
 SEQ_WINDOW = 1024
 """Number of sequence numbers that are tracked per emitter (the sender of events in one client process).
 A number that is further behind the newest number counts as seen."""
@@ -56,10 +56,7 @@ class RunningTool:
 class GapToolTime:
     """The seconds of one gap in which reported tool calls ran: the length of the union of their intervals. So
     the time of calls at once counts once, and the time between calls does not count. Reports may come in any
-    order. Of the oldest of more than ``MAX_INTERVALS`` intervals only the sum is kept, and a call that is
-    reported later counts only from their end on. Times are seconds on the engine's clock."""
-
-    __slots__ = ("_counted_s", "_counted_until_s", "_intervals", "last_started_s", "last_tool")
+    order. Times are seconds on the engine's clock."""
 
     def __init__(self, gap_started_s: float = -math.inf) -> None:
         """``gap_started_s``: time at which the gap began. What a call ran before it does not count."""
@@ -67,34 +64,24 @@ class GapToolTime:
         """History key of the call that began last."""
         self.last_started_s = -math.inf
         """Time at which this call began; it may lie before the gap."""
-        self._intervals: list[tuple[float, float]] = []
-        """Disjoint intervals (start, end), in order."""
-        self._counted_s, self._counted_until_s = 0.0, gap_started_s
-        """Seconds and end of the older intervals, which are no longer kept."""
+        self._gap_started_s = gap_started_s
+        self._calls: deque[tuple[float, float]] = deque(maxlen=MAX_GAP_CALLS)
+        """Start and end of each call."""
 
     @property
     def seconds(self) -> float:
         """The seconds in which at least one call ran."""
-        return self._counted_s + sum(end_s - start_s for start_s, end_s in self._intervals)
+        total_s, counted_until_s = 0.0, self._gap_started_s
+        for start_s, end_s in sorted(self._calls):
+            total_s += max(0.0, end_s - max(start_s, counted_until_s))
+            counted_until_s = max(counted_until_s, end_s)
+        return total_s
 
     def add(self, tool: str, start_s: float, end_s: float) -> None:
         """Add the interval of one call. ``tool``: its history key."""
         if start_s >= self.last_started_s:
             self.last_tool, self.last_started_s = tool, start_s
-        start_s = max(start_s, self._counted_until_s)
-        if end_s <= start_s:
-            return
-        apart = []
-        for one in self._intervals:
-            if one[1] < start_s or one[0] > end_s:
-                apart.append(one)
-            else:
-                start_s, end_s = min(one[0], start_s), max(one[1], end_s)
-        insort(apart, (start_s, end_s))
-        if len(apart) > MAX_INTERVALS:
-            first_s, self._counted_until_s = apart.pop(0)
-            self._counted_s += self._counted_until_s - first_s
-        self._intervals = apart
+        self._calls.append((start_s, end_s))
 
 
 @dataclass(slots=True)

@@ -31,8 +31,6 @@ class ProgramTable:
     def __init__(
         self, max_programs: int = 2_000, *, idle_s: float = math.inf, promised_s: float = math.inf
     ) -> None:
-        if max_programs < 1:
-            raise ValueError(f"max_programs is {max_programs}; expected at least 1")
         self.max_programs = max_programs
         self.forgotten = 0
         self._idle_s = idle_s

@@ -4,12 +4,11 @@ vLLM's own parsers (``--tool-call-parser``) read most models' formats. This pars
 models write as text, and what vLLM's parsers do not read without the request's tools. It tries these forms in
 this order and uses the first that yields a call, since an output uses a single form:
 
-    OpenAI JSON      {"type": "function_call", "name": …} and its variants, "tool_calls": […]
-    hermes, Qwen     <tool_call>{"name": …, "arguments": …}</tool_call>
-    tagged           <function=name>…, <function name="name">…, <invoke name="name">…, to=functions.name
-    bare JSON        {"name": …, "arguments" or "parameters": …}      (Llama 3.1, Mistral, Cohere)
-    terminal-bench   {"commands": [{"keystrokes": …}]}
-    fenced           exactly one ```bash or ```mswea_bash_command block  (mini-swe-agent)
+    tagged   <function=name>…, <function name="name">…, <invoke name="name">…, to=functions.name
+    JSON     {"type": "function_call", "name": …} and its variants, "tool_calls": […]    (OpenAI, Anthropic)
+             {"name": …, "arguments" or "parameters": …}    (hermes, Qwen, Llama 3.1, Mistral, Cohere)
+             {"commands": [{"keystrokes": …}]}    (terminal-bench)
+    fenced   exactly one ```bash or ```mswea_bash_command block    (mini-swe-agent)
 
 Fenced shell blocks are removed before the other forms are tried, so a ``curl -d '{"name": …}'`` inside a
 block is no function call. The thoughts of a reasoning model (up to the last ``</think>``) are ignored.
@@ -23,6 +22,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from sojourn.shell_command import command_of, is_shell_tool, main_head
@@ -56,43 +56,24 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
     also empty if the only candidates are two or more fenced shell blocks."""
     text = answer_text(text)
     prose, blocks = _split_fenced_blocks(text)
-    values = list(_json_values(prose))
-    for calls in (
-        _openai_calls(values),
-        _hermes_calls(prose),
-        _tagged_calls(prose),
-        _bare_json_calls(values),
-        _terminal_calls(values),
-    ):
-        if calls:
-            return tuple(calls[:MAX_CALLS])
-    # As in mini-swe-agent, two blocks would be two different actions, so neither counts.
-    return (ParsedToolCall("bash", main_head(blocks[0])),) if len(blocks) == 1 else ()
+    in_json = (call for value in _json_values(prose) for call in _json_calls(value, depth=4))
+    calls = tuple(islice(_tagged_calls(prose), MAX_CALLS)) or tuple(islice(in_json, MAX_CALLS))
+    if not calls and len(blocks) == 1:
+        # As in mini-swe-agent, two blocks would be two different actions, so neither counts.
+        return (ParsedToolCall("bash", main_head(blocks[0])),)
+    return calls
+
+
+_END_MARKS = re.compile(r"(?:\s|</s>|<eos>|<end_of_turn>|<｜end▁of▁sentence｜>|<\|[^|<>]{1,28}\|>)+\Z")
+"""Special tokens such as ``<|im_end|>``. Only outputs decoded without ``skip_special_tokens`` have them."""
+_END_CHARS = 256
 
 
 def answer_text(text: str) -> str:
     """Return the last ``MAX_TEXT_CHARS`` characters of an output, without thoughts and without special tokens
     at the end."""
-    return _without_end_marks(text[-MAX_TEXT_CHARS:].rpartition("</think>")[2])
-
-
-_END_MARKS = ("</s>", "<eos>", "<end_of_turn>", "<｜end▁of▁sentence｜>")
-_MAX_MARK_CHARS = 32
-_MAX_MARKS = 8
-
-
-def _without_end_marks(text: str) -> str:
-    """Remove special tokens such as ``<|im_end|>`` from the end of ``text``. Only outputs decoded without
-    ``skip_special_tokens`` have them."""
-    for _ in range(_MAX_MARKS):
-        text = text.rstrip()
-        if text.endswith(_END_MARKS):
-            text = text[: text.rindex("<")]
-        elif text.endswith("|>") and (start := text.rfind("<|", -_MAX_MARK_CHARS)) >= 0:
-            text = text[:start]
-        else:
-            break
-    return text
+    text = text[-MAX_TEXT_CHARS:].rpartition("</think>")[2]
+    return text[:-_END_CHARS] + _END_MARKS.sub("", text[-_END_CHARS:])
 
 
 # --- fenced shell blocks ------------------------------------------------------------------------
@@ -164,60 +145,28 @@ def _json_values(text: str) -> Iterator[Any]:
             yield value
 
 
-def _openai_calls(values: list[Any]) -> list[ParsedToolCall]:
-    return [call for value in values for call in _openai_blocks(value, depth=4)]
+_CALL_TYPES = ("function_call", "function", "tool_use", "tool_call")
+_ARGUMENTS = ("arguments", "parameters", "args")
 
 
-def _openai_blocks(value: Any, depth: int) -> Iterator[ParsedToolCall]:
-    """Yield the function calls in ``value``, down to ``depth`` levels of nesting. The formats are those of
-    OpenAI's chat completions and responses, and of Anthropic's messages."""
+def _json_calls(value: Any, depth: int) -> Iterator[ParsedToolCall]:
+    """Yield the tool calls in ``value``, down to ``depth`` levels of nesting."""
     if depth == 0:
         return
     if isinstance(value, list):
         for item in value[:MAX_CALLS]:
-            yield from _openai_blocks(item, depth - 1)
+            yield from _json_calls(item, depth - 1)
     elif isinstance(value, dict):
         function = value.get("function", value.get("function_call"))
-        if value.get("type") in ("function_call", "function", "tool_use", "tool_call") and "name" in value:
-            yield from _call(value.get("name"), value)
-        elif isinstance(function, dict):
+        if isinstance(function, dict):
             yield from _call(function.get("name"), function)
+        elif value.get("type") in _CALL_TYPES or any(field in value for field in _ARGUMENTS):
+            yield from _call(value.get("name", value.get("tool_name")), value)
+        elif isinstance(value.get("keystrokes"), str):
+            yield ParsedToolCall("bash", main_head(value["keystrokes"]))
         else:
-            for field in ("tool_calls", "output", "content", "message", "choices"):
-                if isinstance(value.get(field), (list, dict)):
-                    yield from _openai_blocks(value[field], depth - 1)
-
-
-def _bare_json_calls(values: list[Any]) -> list[ParsedToolCall]:
-    calls: list[ParsedToolCall] = []
-    for value in values:
-        for item in value[:MAX_CALLS] if isinstance(value, list) else [value]:
-            if isinstance(item, dict) and any(field in item for field in ("arguments", "parameters", "args")):
-                calls += _call(item.get("name", item.get("tool_name")), item)
-    return calls
-
-
-def _terminal_calls(values: list[Any]) -> list[ParsedToolCall]:
-    calls: list[ParsedToolCall] = []
-    for value in values:
-        commands = value.get("commands") if isinstance(value, dict) else None
-        for command in commands[:MAX_CALLS] if isinstance(commands, list) else []:
-            keystrokes = command.get("keystrokes") if isinstance(command, dict) else None
-            if isinstance(keystrokes, str):
-                calls.append(ParsedToolCall("bash", main_head(keystrokes)))
-    return calls
-
-
-def _hermes_calls(text: str) -> list[ParsedToolCall]:
-    calls: list[ParsedToolCall] = []
-    for part in text.split("<tool_call>")[1 : MAX_CALLS + 1]:
-        try:
-            value, _ = _decode(part.lstrip())
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            calls += _call(value.get("name"), value)
-    return calls
+            for field in ("tool_calls", "output", "content", "message", "choices", "commands"):
+                yield from _json_calls(value.get(field), depth - 1)
 
 
 # --- tagged forms -------------------------------------------------------------------------------
@@ -231,16 +180,14 @@ _TAG = re.compile(
 _PARAMETER = re.compile(r"<[^<>\s]{0,32}\s?param(?:eter)?(?:=| name=)[\"']?([\w.-]{1,64})[\"']?[^<>]{0,64}>")
 
 
-def _tagged_calls(text: str) -> list[ParsedToolCall]:
-    calls: list[ParsedToolCall] = []
+def _tagged_calls(text: str) -> Iterator[ParsedToolCall]:
     tags = list(_TAG.finditer(text))[: MAX_CALLS + 1]
     for index, tag in enumerate(tags[:MAX_CALLS]):
         body = text[tag.end() : tags[index + 1].start() if index + 1 < len(tags) else len(text)]
         arguments: Any = _parameters(body)
         if not arguments:
             arguments = next(_json_values(body), {})
-        calls += _call(tag.group(tag.lastgroup or 0), {"arguments": arguments})
-    return calls
+        yield from _call(tag.group(tag.lastgroup or 0), {"arguments": arguments})
 
 
 def _parameters(body: str) -> dict[str, str]:
@@ -279,7 +226,7 @@ def _call(name: Any, block: dict[str, Any]) -> list[ParsedToolCall]:
 
 
 def _arguments(block: dict[str, Any]) -> Any:
-    return next((block[f] for f in ("arguments", "parameters", "args", "input") if f in block), None)
+    return next((block[f] for f in (*_ARGUMENTS, "input") if f in block), None)
 
 
 def _from_json(value: Any) -> Any:

@@ -29,6 +29,9 @@ ESTIMATE_SIGMA = 0.5
 MAX_ESTIMATE_SIGMA = 3.0
 """Maximum standard deviation of a duration's logarithm. It applies if the client's 95th percentile is very
 high."""
+PRIOR_BRANCH_BLOCKS, BRANCH_WINDOW_BLOCKS, BRANCH_STRIDE = 4096.0, 65536.0, 0.05
+"""Numbers of ``BranchReuseRate``: weight of the initial share, in blocks; weight of the observed blocks above
+which their weights are halved; smallest change of the share."""
 
 Key = TypeVar("Key", bound=Hashable)
 Entry = TypeVar("Entry")
@@ -275,36 +278,28 @@ class BranchReuseRate:
     An abandoned branch is the part of a program's earlier context that the program's next turn did not use.
     Older observations count less. While the share is low, such blocks are evicted early, and few can be used
     again. So a low estimate confirms itself, and rises only after memory was ample for a while. ``share``
-    changes in steps of at least ``stride``, so that eviction keys computed with it rarely change. ``changes``
-    counts the steps.
+    changes in steps of at least ``BRANCH_STRIDE``, so that eviction keys computed with it rarely change.
+    ``changes`` counts the steps.
     """
 
-    def __init__(
-        self, *, at_first: float = 0.5, weight: float = 4096.0, window: float = 65536.0, stride: float = 0.05
-    ) -> None:
-        """``at_first``: initial share, which counts as much as ``weight`` observed blocks. When the observed
-        blocks weigh more than ``window`` together, their weights are halved."""
-        self._reused = at_first * weight
-        self._outcomes = weight
-        self._window = window
-        self._stride = stride
+    def __init__(self) -> None:
+        self._reused, self._outcomes = 0.5 * PRIOR_BRANCH_BLOCKS, PRIOR_BRANCH_BLOCKS
         self._seen = (0, 0)
-        self.share = at_first
+        self.share = 0.5
         self.changes = 0
 
     def observe(self, reused: int, evicted: int) -> None:
         """Update the share. ``reused``: number of blocks of abandoned branches that were used again since the
         start. ``evicted``: number of such blocks that were evicted unused since the start."""
-        if (reused, evicted) == self._seen:
-            return
-        self._reused += reused - self._seen[0]
-        self._outcomes += reused - self._seen[0] + evicted - self._seen[1]
+        new = reused - self._seen[0]
+        self._reused += new
+        self._outcomes += new + evicted - self._seen[1]
         self._seen = (reused, evicted)
-        while self._outcomes > self._window:
+        while self._outcomes > BRANCH_WINDOW_BLOCKS:
             self._reused *= 0.5
             self._outcomes *= 0.5
         share = self._reused / self._outcomes
-        if abs(share - self.share) >= self._stride:
+        if abs(share - self.share) >= BRANCH_STRIDE:
             self.share = share
             self.changes += 1
 
