@@ -171,7 +171,7 @@ class Life(RuleBasedStateMachine):
         chosen = ev.answer_of(self.handle(event), ev.RequestChosen)
         assert chosen is None or chosen.request_id in requests
 
-    @rule(request=REQUESTS, left=st.lists(st.floats(allow_nan=True), max_size=3))
+    @rule(request=REQUESTS, left=st.lists(st.floats(1.0, 1e6), min_size=1, max_size=3))
     def predict(self, request: str, left: list[float]) -> None:
         self.handle(ev.OutputLengthPredicted(request, 0, tuple(sorted(left))))
 

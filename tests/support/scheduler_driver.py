@@ -32,7 +32,7 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     assert program_scheduler.awaiting_first_token.keys() <= requests.keys(), (
         "a first token of an unknown request"
     )
-    assert program_scheduler._admission.holding.keys() <= requests.keys(), "an unknown request holds KV"
+    assert program_scheduler.forecaster.holding.keys() <= requests.keys(), "an unknown request holds KV"
     assert all(program_id in programs for program_id in state.release_reasons), "unknown program let go"
     for program in programs:
         for request_id in program.live_requests:
