@@ -75,16 +75,7 @@ and exact predictions the peak demand is 6 % too low; with the powers of two onl
 """
 
 
-class RequestGrowth(NamedTuple):
-    """The data about one request that a demand forecast needs."""
-
-    context_tokens: int
-    remaining: tuple[float, ...] | None
-    shared_blocks: int = 0
-    """Number of the request's blocks that other requests use too."""
-
-
-def needed_blocks(running: Iterable[RequestGrowth | RunningRequestView], block_size: float) -> list[float]:
+def needed_blocks(running: Iterable[RunningRequestView], block_size: float) -> list[float]:
     """Return the expected demand in blocks at each of ``STEP_POINTS``, in O(requests × remaining lengths).
 
     ``block_size``: tokens of context per block. Half a block is added per request, because on average half of
