@@ -1,8 +1,10 @@
-"""``python fake_engine_process.py HOST PORT``: a fake engine as a process of its own, ended by SIGTERM."""
+"""``python fake_engine_process.py HOST PORT [ROLE]``: a fake engine as a process of its own, with a role one
+of a pair, ended by SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -53,9 +55,23 @@ class SlowEngine(FakeEngine):
         return PlainTextResponse(bytes(usual.body).decode() + own)
 
 
-async def main(port: int) -> None:
+def engine_of_a_pair(role: str) -> FakeEngine:
+    """An engine of a pair, as slow as ``SlowEngine`` with requests to prefill and to decode."""
+    from fake_pair_engine import PairEngine
+    from sojourn_server.routing.routing_events import PairRole
+
+    class SlowPairEngine(SlowEngine, PairEngine):
+        pass
+
+    engine = SlowPairEngine(PairRole(role))
+    engine.epoch = f"e{os.getpid()}"
+    engine.queued_s = 0.25
+    return engine
+
+
+async def main(port: int, *roles: str) -> None:
     """Run the engine until SIGTERM."""
-    engine = SlowEngine()
+    engine = engine_of_a_pair(*roles) if roles else SlowEngine()
     engine.port = port
     await engine.start()
     stopped = asyncio.Event()
@@ -65,4 +81,4 @@ async def main(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[2])))
+    asyncio.run(main(int(sys.argv[2]), *sys.argv[3:]))

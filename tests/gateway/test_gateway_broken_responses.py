@@ -35,18 +35,11 @@ class Deadly(FakeEngine):
 
 
 async def test_a_request_that_kills_engines_kills_two() -> None:
-    fakes: list[Any] = [Deadly() for _ in range(4)]
-    for fake in fakes:
-        await fake.start()
-    try:
-        async with world(fakes, preset='routing = "random"', poll_s=3600) as it:
-            await asyncio.gather(*(it.chat(text="warm") for _ in range(24)))
-            assert (await it.chat(text="poison")).status == 502
-            assert sum(fake.died_of_it for fake in fakes) == 2
-    finally:
-        for fake in fakes:
-            if not fake.died_of_it:
-                await fake.kill()
+    fakes = [Deadly() for _ in range(4)]
+    async with running(*fakes), world(fakes, preset='routing = "random"', poll_s=3600) as it:
+        await asyncio.gather(*(it.chat(text="warm") for _ in range(24)))
+        assert (await it.chat(text="poison")).status == 502
+        assert sum(fake.died_of_it for fake in fakes) == 2
 
 
 class Refusing(FakeEngine):
@@ -63,9 +56,7 @@ class Refusing(FakeEngine):
 
 
 async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
-    fake = Refusing()
-    await fake.start()
-    async with world([fake]) as it:
+    async with running(Refusing()) as [fake], world([fake]) as it:
         for status in (400, 401, 500):
             fake.status = status
             assert (await it.chat("p")).status == status
@@ -74,7 +65,6 @@ async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
         fake.status = 200
         await it.chat("p")
         assert await it.home("p") == fake.name
-    await fake.kill()
 
 
 QUOTED = [
@@ -227,14 +217,11 @@ async def test_an_engine_that_is_lost_before_its_first_event_is_passed_on_is_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(proxy_request, "SILENT_ENGINE_S", 0.05)
-    fake = Stalling()
-    await fake.start()
-    async with world([fake], poll_s=3600) as it:
+    async with running(Stalling()) as [fake], world([fake], poll_s=3600) as it:
         client = Client(it, fake.name)
         await asyncio.wait_for(client.run(), 30.0)
         assert b"replica_lost" in client.told
-    fake.goes_on.set()
-    await fake.kill()
+        fake.goes_on.set()
 
 
 # -- Requests through a gateway while its engines fail in any way: each has one whole answer or one error,

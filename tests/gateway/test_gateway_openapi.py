@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from api_contract import Contract
+from fake_engine import running
 from fake_pair_engine import pairs
 from gateway_harness import World, world
 from openapi_spec_validator import validate
@@ -40,51 +41,47 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
     aeg = Aeg({"act": ("bash",)}, [(START, "act"), ("act", END)])
     virtual.send(AegReport(program_id="a", seq=-1, graph_hash=aeg.hash, graph=aeg.wire()))
     virtual.send(ToolStart(program_id="a", seq=-1, call_id="c1", tool="bash"))
-    await fake.start()
-    try:
-        async with world([fake], admin_key="root") as it:
-            contract = Contract(await document_of(it))
-            await asyncio.to_thread(validate, contract.document)  # the gateway serves in this thread
-            assert contract.document["info"]["title"] == "sojourn gateway"
-            assert (await it.chat("a")).status == 200
-            batch = {"v": 1, "emitter": "e", "events": [{"type": "heartbeat", "program_id": "a", "seq": 1}]}
-            await ask(contract, it, "/events", json=batch)
-            await ask(contract, it, "/events", 400, json=[])
-            assert (await ask(contract, it, "/programs?limit=5"))["shown"] == 1
-            await ask(contract, it, "/programs?limit=0", 400)
-            assert (await ask(contract, it, "/programs/a"))["engine"]["turns"] == 1
-            assert (await ask(contract, it, "/programs/a/explain?turn=1"))["replica"] == fake.name
-            await ask(contract, it, "/programs/a/explain?turn=9", 404)
-            await ask(contract, it, "/programs/nobody", 404)
-            [graph] = (await ask(contract, it, "/graphs"))["graphs"]
-            await ask(contract, it, f"/graphs/{graph['graph_hash']}")
-            for url in (
-                "/capabilities",
-                "/stats",
-                "/stream?once=1",
-                "/decisions?limit=2",
-                "/moves",
-                "/replicas",
-            ):
-                await ask(contract, it, url)
-            switched = await ask(contract, it, "/policy?on=false")
-            off = {"policy": "off", "started_with": "fixed-ttl"}
-            assert switched == {"engines": {fake.url: off}, "stock": [], "silent": []}
-            assert virtual.program_scheduler.preset.name == "off"
-            await ask(contract, it, "/policy?on=maybe", 400)
-            lines = await ask(contract, it, "/decisions?format=ndjson")
-            assert json.loads(lines.splitlines()[0])["seq"] == 0
-            await ask(contract, it, f"/replicas/{fake.name}/drain", json={})
-            await ask(contract, it, f"/replicas/{fake.name}/stay", json={})
-            await ask(contract, it, "/openapi.json")
-            assert contract.seen == contract.operations
-            await fake.kill()
-            for url in ("/graphs", "/stats", "/stream?once=1", "/programs/a"):
-                await ask(contract, it, url)
-            for url in ("/capabilities", "/programs/a/explain"):
-                await ask(contract, it, url, 503)
-    finally:
-        await fake.stop()
+    async with running(fake), world([fake], admin_key="root") as it:
+        contract = Contract(await document_of(it))
+        await asyncio.to_thread(validate, contract.document)  # the gateway serves in this thread
+        assert contract.document["info"]["title"] == "sojourn gateway"
+        assert (await it.chat("a")).status == 200
+        batch = {"v": 1, "emitter": "e", "events": [{"type": "heartbeat", "program_id": "a", "seq": 1}]}
+        await ask(contract, it, "/events", json=batch)
+        await ask(contract, it, "/events", 400, json=[])
+        assert (await ask(contract, it, "/programs?limit=5"))["shown"] == 1
+        await ask(contract, it, "/programs?limit=0", 400)
+        assert (await ask(contract, it, "/programs/a"))["engine"]["turns"] == 1
+        assert (await ask(contract, it, "/programs/a/explain?turn=1"))["replica"] == fake.name
+        await ask(contract, it, "/programs/a/explain?turn=9", 404)
+        await ask(contract, it, "/programs/nobody", 404)
+        [graph] = (await ask(contract, it, "/graphs"))["graphs"]
+        await ask(contract, it, f"/graphs/{graph['graph_hash']}")
+        for url in (
+            "/capabilities",
+            "/stats",
+            "/stream?once=1",
+            "/decisions?limit=2",
+            "/moves",
+            "/replicas",
+        ):
+            await ask(contract, it, url)
+        switched = await ask(contract, it, "/policy?on=false")
+        off = {"policy": "off", "started_with": "fixed-ttl"}
+        assert switched == {"engines": {fake.url: off}, "stock": [], "silent": []}
+        assert virtual.program_scheduler.preset.name == "off"
+        await ask(contract, it, "/policy?on=maybe", 400)
+        lines = await ask(contract, it, "/decisions?format=ndjson")
+        assert json.loads(lines.splitlines()[0])["seq"] == 0
+        await ask(contract, it, f"/replicas/{fake.name}/drain", json={})
+        await ask(contract, it, f"/replicas/{fake.name}/stay", json={})
+        await ask(contract, it, "/openapi.json")
+        assert contract.seen == contract.operations
+        await fake.kill()
+        for url in ("/graphs", "/stats", "/stream?once=1", "/programs/a"):
+            await ask(contract, it, url)
+        for url in ("/capabilities", "/programs/a/explain"):
+            await ask(contract, it, url, 503)
 
 
 async def test_replicas_of_pairs_are_as_the_document_says_too() -> None:

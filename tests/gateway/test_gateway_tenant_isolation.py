@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, world
 from sojourn_server.gateway.http.client_apis import ClientApi
 from starlette.requests import Request
@@ -75,9 +75,8 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
         {"program_id": "bob/p", "evictor": None},
         {"program_id": "bob/p", "evictor": "strangers"},
     ]
-    fake = Told({"program_id": "bob/p", "parent_program_id": "bob/q", "ledger": turns, "status": "acting"})
-    await fake.start()
-    async with world([fake], tenants=TENANTS, admin_key="root") as it:
+    about = {"program_id": "bob/p", "parent_program_id": "bob/q", "ledger": turns, "status": "acting"}
+    async with running(Told(about)) as [fake], world([fake], tenants=TENANTS, admin_key="root") as it:
         await it.chat("p", key="kb")
         engine = (await it.get("/sojourn/v1/programs/p", "kb"))["engine"]
         assert (engine["program_id"], engine["parent_program_id"], engine["status"]) == ("p", "q", "acting")
@@ -86,16 +85,13 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
         assert engine["ledger"][0]["seconds"] == {"wall": 1.0}
         all_of_it = (await it.get("/sojourn/v1/programs/p", "root"))["engine"]["ledger"]
         assert [turn["evictor"] for turn in all_of_it] == ["alice/merger", "q", None, "strangers"]
-    await fake.kill()
 
 
 # -- keys and conversations -------------------------------------------------------
 
 
 async def test_the_operators_key_reaches_no_engine() -> None:
-    fake = Told()
-    await fake.start()
-    async with world([fake], tenants=TENANTS, admin_key="root") as it:
+    async with running(Told()) as [fake], world([fake], tenants=TENANTS, admin_key="root") as it:
         await it.chat("p", key="kb")
         fake.keys.clear()
         for path in ("/sojourn/v1/stats", "/v1/models", "/sojourn/v1/programs/p", "/sojourn/v1/graphs"):
@@ -107,7 +103,6 @@ async def test_the_operators_key_reaches_no_engine() -> None:
         assert set(fake.keys) == {None}
         await it.get("/v1/models", "kb")
         assert fake.keys[-1] == "Bearer kb"
-    await fake.kill()
 
 
 async def test_a_conversation_is_its_tenants() -> None:

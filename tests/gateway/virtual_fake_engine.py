@@ -23,11 +23,6 @@ class VirtualFakeEngine(FakeEngine):
         self.virtual = self.ranks[0]
         self.rpc = VirtualRpc(*self.ranks)
 
-    async def stop(self) -> None:
-        """Kill the engine if it still runs."""
-        if self._task is not None and not self._task.done():
-            await self.kill()
-
     def _app(self) -> Starlette:
         keys = ApiKeys()
         keys.configure([])

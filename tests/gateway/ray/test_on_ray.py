@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 HERE = Path(__file__).parent
 ENGINES = "fake_engine_process.py"
-PAIR_ENGINES = "fake_pair_engine_process.py"
 PREFILL, DECODE = 1, 2
 
 
@@ -149,7 +148,7 @@ class Pairs:
         self._path = cluster.home / "pairs.yaml"
 
         def engines(role: str, number: int) -> dict[str, Any]:
-            command = [sys.executable, str(HERE.parent / PAIR_ENGINES), "{host}", "{port}", role]
+            command = [sys.executable, str(HERE.parent / ENGINES), "{host}", "{port}", role]
             log_dir = str(cluster.home / "e")
             return {"min": number, "num_cpus": 0.1, "drain_s": 5, "log_dir": log_dir, "command": command}
 
@@ -208,7 +207,7 @@ async def test_pairs_serve_while_a_decode_engine_is_killed(pairs: Pairs) -> None
         turns = [asyncio.ensure_future(it.turn(f"slow-{number}", delay_s=1.0)) for number in range(12)]
         victim = at["pair-0"]
         assert victim in decode
-        [pid] = pairs.cluster.pids(f"{PAIR_ENGINES} 127.0.0.1 {victim.rpartition(':')[2]}")
+        [pid] = pairs.cluster.pids(f"{ENGINES} 127.0.0.1 {victim.rpartition(':')[2]}")
         await asyncio.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
         turns += [asyncio.ensure_future(it.turn(f"meanwhile-{number}")) for number in range(12)]
