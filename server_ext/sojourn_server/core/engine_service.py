@@ -219,8 +219,8 @@ class EngineService:
         )
 
     def _load(self, arguments: _Arguments, now: float) -> answers.EngineLoad:
-        state, blocks = self._state, self._view.pool_state()
-        requests = state.requests.states.values()
+        state, blocks, requests = self._state, self._view.pool_state(), self._state.requests.states.values()
+        per_block = state.pool.tokens_per_block
         programs: list[answers.ResidentProgram] = []
         waiting: list[str] = []
         for program in sorted(state.programs, key=lambda one: one.last_contact_s, reverse=True):
@@ -230,30 +230,25 @@ class EngineService:
             if self._program_scheduler.tiers.placed(program.id) is Tier.WAITING:
                 waiting += [program.id] if own else []
                 continue
-            runs = any(one.running for one in own)
-            tokens = program.context_tokens if runs else self._resident_tokens(program)
+            runs, context_tokens = any(one.running for one in own), program.context_tokens
+            found = len(state.owners.blocks.get(program.id, ())) + sum(self._view.below_blocks(program.id))
+            # A context that fills no block counts as there, since nothing of it is kept.
+            is_whole = runs or found >= int(context_tokens / per_block)
+            tokens = context_tokens if is_whole else int(found * per_block)
             if tokens or runs:
-                idle_s, context_tokens = max(0.0, now - program.last_contact_s), program.context_tokens
-                left = self._steps_left(program, own)
-                programs.append(
-                    answers.ResidentProgram(program.id, tokens, context_tokens, round(idle_s, 3), left)
+                idle_s, left = (
+                    round(max(0.0, now - program.last_contact_s), 3),
+                    self._steps_left(program, own),
                 )
+                programs.append(answers.ResidentProgram(program.id, tokens, context_tokens, idle_s, left))
         return answers.EngineLoad(
             requests=len(requests),
             request_tokens=sum(one.prompt_tokens for one in requests),
-            free_tokens=int((blocks["cached"] + blocks["free"]) * state.pool.tokens_per_block),
+            free_tokens=int((blocks["cached"] + blocks["free"]) * per_block),
             programs=programs,
             waiting=waiting,
             **pair_load(self._view.paths),
         )
-
-    def _resident_tokens(self, program: ProgramState) -> int:
-        """Return the number of tokens of a program's context whose KV is in any tier. A context that fills no
-        block counts as there, since nothing of it is kept."""
-        per_block = self._state.pool.tokens_per_block
-        full = int(program.context_tokens / per_block)
-        blocks = len(self._state.owners.blocks.get(program.id, ())) + sum(self._view.below_blocks(program.id))
-        return program.context_tokens if blocks >= full else int(blocks * per_block)
 
     def _steps_left(self, program: ProgramState, requests: Sequence[RequestState]) -> float | None:
         """Return the expected number of turns that have not ended: by the client's hint, corrected by what
