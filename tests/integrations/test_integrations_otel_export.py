@@ -19,11 +19,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sojourn import runtime
 from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer, ToolUse
-from sojourn.token_usage import TokenUsage
 from sojourn_integrations.otel import export as export_module
-from sojourn_integrations.otel.export import SpanExport, export_spans, outcome_attributes
+from sojourn_integrations.otel.export import SpanExport, export_spans
 from sojourn_integrations.otel.source import install
-from virtual_engine import VirtualEngine, prompt
 
 SECRET = "zebra-4711"
 """Stands in every prompt, argument and answer; must stand in no span."""
@@ -375,19 +373,6 @@ def test_source_and_export_together_echo_nothing_and_write_no_span_twice(server,
     starts = [event for event in server.program_events() if type(event).__name__ == "ProgramStart"]
     assert [event.name for event in starts] == ["boss", "sub"]
     assert found[1].attributes["sojourn.turn"] == 3
-
-
-def test_the_real_servers_ledger_is_understood():
-    engine = VirtualEngine("fixed-ttl")
-    engine.turn("p", prompt(40), request_id="r-1")
-    engine.now += 2.0
-    engine.turn("p", prompt(60), request_id="r-2")
-    _, last = engine.ask("program", program_id="p")["ledger"]
-    told = outcome_attributes(TokenUsage(), last)
-    assert (told["sojourn.turn"], told["sojourn.leased"], told["sojourn.lease.ttl_s"]) == (2, True, 10.0)
-    assert told["sojourn.tier_hits.device"] == last["tokens"]["device"] > 0
-    assert told["sojourn.lost_tokens"] == 0
-    assert told["sojourn.gap_s"] == 2.0
 
 
 def test_at_exit_everything_is_written_with_its_outcomes():

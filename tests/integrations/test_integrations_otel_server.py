@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import openai
 import pytest
 import sojourn
 import uvicorn
+from api_contract import VirtualRpc
 from fastapi import FastAPI, Request
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -23,19 +24,6 @@ from waiting import wait_until
 KEY = "correct-horse"
 
 
-class Engines:
-    """The virtual engine as the routes see one."""
-
-    def __init__(self, engine: VirtualEngine) -> None:
-        self._engine = engine
-
-    def engine_ids(self) -> Sequence[str]:
-        return ["0"]
-
-    async def call(self, op: str, payload: str) -> list[str]:
-        return [self._engine.service.call(op, payload, self._engine.now)]
-
-
 @pytest.fixture
 def url() -> Iterator[str]:
     """A server whose model answers nothing and whose cache, leases and ledger are real."""
@@ -43,7 +31,7 @@ def url() -> Iterator[str]:
     app = FastAPI()
     keys = ApiKeys()
     keys.configure([KEY])
-    app.include_router(build_router(Engines(engine), keys))
+    app.include_router(build_router(VirtualRpc(engine), keys))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request):

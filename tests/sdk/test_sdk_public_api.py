@@ -43,7 +43,7 @@ def test_going_online_still_loads_no_framework(python, server):
     code = f"""
     import sys, sojourn
     sojourn.init({server.url!r})
-    print([name for name in ("torch", "vllm", "ray", "openai") if name in sys.modules])
+    print([name for name in ("torch", "vllm", "ray", "openai", "opentelemetry") if name in sys.modules])
     """
     assert python(code).stdout.strip() == "[]"
 
