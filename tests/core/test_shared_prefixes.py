@@ -114,35 +114,6 @@ def counted(engine: VirtualEngine) -> int:
     return sum(sizes) + view.device.untracked_blocks
 
 
-def test_an_aborted_turn_leaves_no_blocks_that_count_for_nobody() -> None:
-    engine = VirtualEngine("sojourn")
-    run(engine, "a", prompt(4 * BLOCK_TOKENS, 1))
-    request = engine.arrive("a", prompt(200 * BLOCK_TOKENS, 2))
-    engine.admit(request)
-    engine.finish(request, outcome=TurnFinishReason.ABORTED)
-    engine.admit(engine.arrive("b", prompt(200 * BLOCK_TOKENS, 2)))
-    engine.step()
-    assert counted(engine) == 4 + 200
-
-
-def test_a_branch_that_ends_first_leaves_no_blocks_that_count_for_nobody() -> None:
-    engine = VirtualEngine("sojourn")
-    long = engine.arrive("a", prompt(300 * BLOCK_TOKENS, 1), step_id="hinted")
-    short = engine.arrive("a", prompt(3 * BLOCK_TOKENS, 2), step_id="hinted")
-    other = engine.arrive("b", prompt(300 * BLOCK_TOKENS, 1))
-    engine.step()
-    for request in (long, short, other):
-        engine.admit(request)
-    assert counted(engine) == 304, "one block at least counts for each"
-    engine.finish(long)
-    engine.step()
-    assert counted(engine) == 303
-    engine.send(ProgramEnd(program_id="a", seq=-1))
-    engine.admit(engine.arrive(None, prompt(250 * BLOCK_TOKENS, 3)))
-    engine.step()
-    assert counted(engine) == 303 + 250
-
-
 class Contexts(RuleBasedStateMachine):
     """Programs and requests that come, run, branch and go in any order. All begin with one of few prompts."""
 

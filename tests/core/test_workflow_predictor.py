@@ -18,7 +18,6 @@ from sojourn_server.core.events_and_actions import EngineActionKind, Tick, TurnF
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
 from sojourn_server.metrics.turn_ledger import LossCause
-from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.policy_views import AbandonedBranch
 from sojourn_server.policies.preset import Preset
 from sojourn_server.programs.program_state import ProgramState
@@ -204,28 +203,6 @@ def test_what_a_turn_left_behind_has_an_age_a_size_and_a_chance_of_its_own() -> 
     assert left(size=blocks + 1) < left(), "larger"
 
 
-def test_scores_of_others_hold_until_the_scale_moves() -> None:
-    agents = Agents()
-    agents.turn("a", expected_steps_left=5.0)
-    agents.engine.wait(1.0)
-    agents.turn("a", expected_steps_left=5.0)
-    workflow_predictor = agents.engine.program_scheduler.predictor
-    program_scheduler = agents.engine.program_scheduler
-    before, score = workflow_predictor.scale_changes, agents.score("a")
-    standing = program_scheduler.owner_standing(ProgramId("a"))
-    for _ in range(20):
-        agents.turn("b", expected_steps_left=5.0)
-        agents.engine.wait(0.5)
-        if workflow_predictor.scale_changes == before:
-            assert agents.score("a") == score
-    agents.engine.wait(100.0)
-    agents.turn("b", expected_steps_left=5.0)
-    assert workflow_predictor.scale_changes > before
-    assert agents.score("a") != score
-    assert program_scheduler.owner_standing(ProgramId("a")) == standing
-    assert program_scheduler.owner_score(standing) == agents.score("a")
-
-
 def test_a_tool_that_only_an_event_tells_is_a_step_all_the_same() -> None:
     """The output shows no call; what is learned and what is asked for go by the same name."""
     agents = Agents()
@@ -277,25 +254,11 @@ def test_everything_that_changes_a_score_says_so() -> None:
         workflow_predictor._changed.clear()
 
 
-# -- leases -----------------------------------------------------------------------------
-
-
 def tool(agents: Agents, name: str, duration_s: float) -> None:
     call = {"program_id": name, "call_id": "c", "seq": -1}
     agents.engine.send(ToolStart(**call, tool="bash", tool_class="pytest"))
     agents.engine.wait(duration_s)
     agents.engine.send(ToolStop(**call, duration_s=duration_s))
-
-
-def test_a_lease_lasts_the_tools_95th_percentile() -> None:
-    agents = Agents()
-    for number in range(1, 21):
-        agents.turn("p", expected_steps_left=50.0)
-        tool(agents, "p", float(number))
-    agents.turn("p", expected_steps_left=50.0)
-    lease = agents.engine.program_scheduler.state.leases.get(ProgramId("p"))
-    assert lease is not None
-    assert (lease.ttl_s, lease.reason) == (19.0, DecisionReason.THIS_TOOL)
 
 
 # -- prefetch ---------------------------------------------------------------------------
@@ -319,10 +282,8 @@ def test_a_prefix_is_asked_for_before_the_tool_may_end_and_said_to_be_nowhere() 
     assert prefetches(agents) == []
     agents.engine.evict(agents.contexts["p"], keep=10)
     agents.engine.wait(1.1)
-    assert prefetches(agents) == [("no_tier", 15.0)]
-    assert agents.engine.ask("drain_metrics")
     agents.engine.wait(50.0)
-    assert len(prefetches(agents)) == 1, "told once"
+    assert prefetches(agents) == [("no_tier", 15.0)], "told once"
 
 
 def test_a_context_below_is_on_the_device_before_its_tool_ends() -> None:
@@ -412,17 +373,13 @@ def test_prefixes_of_steps_are_bounded_and_were_seen(turns: list[tuple[str, str,
         chained = tuple(hash(tuple(tokens[: end + 1])) for end in range(len(tokens)))
         prefixes.learn(ProgramId(name), "type", step, chained)
         seen[step].append((name, chained))
-        assert prefixes.hashes <= 12
-        found = [prefixes.prefix(ProgramId(who), "type", at) for who in "abcde" for at in "xy"]
-        assert len({chain for chain in found if chain}) <= 12
+        assert sum(map(len, prefixes._turns.values())) <= 12
+        assert prefixes.prefix(ProgramId(name), "type", step) == chained
         for other in "xy":
             shared = prefixes.prefix(ProgramId("nobody"), "type", other)
             if shared:
                 programs = {who for who, chain in seen[other] if chain[: len(shared)] == shared}
                 assert len(programs) > 1
-    for name in "abcde":
-        prefixes.forget(ProgramId(name))
-    assert not prefixes._of_programs
 
 
 def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() -> None:

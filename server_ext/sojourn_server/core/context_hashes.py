@@ -7,124 +7,82 @@ stands at the same place of all contexts that have it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import common_prefix_length
 
+Key = TypeVar("Key", bound=Hashable)
 
-class ContextHashStore:
-    """Stores each program's *context*: the block hashes of its last turn. A program with a context may also
-    have a *branch*: the hashes of its newest side request's prompt. Keeps at most ``max_hashes`` hashes of
-    all programs together, and drops the oldest contexts first.
+
+class HashLists(dict[Key, Sequence[Any]]):
+    """Lists of block hashes by key. At most ``max_hashes`` hashes are kept; the lists added first are dropped
+    first."""
+
+    def __init__(self, max_hashes: int = 1_000_000) -> None:
+        super().__init__()
+        self.max_hashes = max_hashes
+
+    def put(self, key: Key, hashes: Sequence[Any]) -> None:
+        """Replace the list of ``key``."""
+        self.pop(key, None)
+        self[key] = hashes
+        too_many = sum(map(len, self.values())) - self.max_hashes
+        while too_many > 0:
+            too_many -= len(self.pop(next(iter(self))))
+
+
+class ContextHashStore(HashLists[ProgramId]):
+    """Each program's *context*: the block hashes of its last turn.
 
     The hashes show whether a prompt changed or its KV was evicted. A lease that is granted some time after a
     turn uses the hashes to find the turn's blocks. If a program's context was dropped, the ledger records the
     cause ``unknown`` for its lost KV.
     """
 
-    def __init__(self, max_hashes: int = 1_000_000) -> None:
-        self.max_hashes = max_hashes
-        self.hashes = 0
-        self._contexts: OrderedDict[ProgramId, Sequence[Any]] = OrderedDict()
-        self._branches: dict[ProgramId, Sequence[Any]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches: HashLists[ProgramId] = HashLists()
+        """Each program's *branch*: the prompt of its newest side request since the last turn."""
 
-    def put(self, program_id: ProgramId, hashes: Sequence[Any]) -> None:
+    def put(self, key: ProgramId, hashes: Sequence[Any]) -> None:
         """Store the newest context of the program, and drop its branch."""
-        self.drop(program_id)
-        self._contexts[program_id] = hashes
-        self._grow(len(hashes))
-
-    def put_branch(self, program_id: ProgramId, hashes: Sequence[Any]) -> None:
-        """Store the prompt of a program's newest side request. The program must have a context."""
-        more = len(hashes) - len(self.branch(program_id))
-        self._branches[program_id] = hashes
-        self._grow(more)
-
-    def _grow(self, hashes: int) -> None:
-        self.hashes += hashes
-        while self.hashes > self.max_hashes and self._contexts:
-            self.drop(next(iter(self._contexts)))
-
-    def get(self, program_id: ProgramId) -> Sequence[Any] | None:
-        """The block hashes of the program's last turn; ``None`` if none are stored."""
-        return self._contexts.get(program_id)
-
-    def branch(self, program_id: ProgramId) -> Sequence[Any]:
-        """The block hashes of the program's branch; empty without one."""
-        return self._branches.get(program_id, ())
+        super().put(key, hashes)
+        self.branches.pop(key, None)
 
     def drop(self, program_id: ProgramId) -> None:
         """Drop the program's context and branch."""
-        self.hashes -= len(self._contexts.pop(program_id, ())) + len(self._branches.pop(program_id, ()))
-
-    def programs(self) -> list[ProgramId]:
-        """Programs with a context, oldest context first."""
-        return list(self._contexts)
-
-    def clear(self) -> list[ProgramId]:
-        """Drop all contexts; returns their programs."""
-        programs = list(self._contexts)
-        self._contexts.clear()
-        self._branches.clear()
-        self.hashes = 0
-        return programs
+        self.pop(program_id, None)
+        self.branches.pop(program_id, None)
 
 
 class StepPrefixes:
     """Stores the block hashes with which prompts begin at each step of a workflow, for prefetches.
 
     A *step* is a graph node or a tool, as in predictions. Stored are the hashes of each program's newest turn
-    at each step, and for each agent type and step the prefix that turns of different programs share there,
-    such as system prompt and tools. Beyond ``max_hashes`` hashes, the least recently stored programs are
-    dropped, then the least recently stored types.
+    at each step. What the newest turns of two programs of one agent type share there, such as system prompt
+    and tools, is the prefix for other programs of the type.
     """
 
     def __init__(self, max_hashes: int = 1_000_000) -> None:
-        self.max_hashes = max_hashes
-        self.hashes = 0
-        self._of_programs: dict[ProgramId, dict[str, Sequence[Any]]] = {}
-        self._of_types: dict[tuple[str, str], tuple[ProgramId, bool, Sequence[Any]]] = {}
-        """(agent type, step) → (last program at the step, whether several programs share the prefix,
-        prefix)."""
+        self._turns: HashLists[tuple[str, str, ProgramId]] = HashLists(max_hashes)
 
     def learn(self, program_id: ProgramId, agent_type: str, step: str, hashes: Sequence[Any]) -> None:
         """Learn the block hashes of a turn at a step."""
-        if not hashes:
-            return
-        steps = self._of_programs[program_id] = self._of_programs.pop(program_id, {})
-        last, shared, kept = self._of_types.pop((agent_type, step), (program_id, False, ()))
-        self.hashes -= len(steps.get(step, ())) + len(kept)
-        steps[step] = hashes
-        if last != program_id:
-            kept = kept[: common_prefix_length(kept, hashes)]
-            shared = bool(kept)
-        elif not shared:
-            kept = hashes
-        kept = kept or hashes
-        self._of_types[agent_type, step] = program_id, shared, kept
-        self.hashes += len(hashes) + len(kept)
-        # Hashes of single programs are dropped first, because they are long and serve one program only.
-        while self.hashes > self.max_hashes and self._of_programs:
-            self.forget(next(iter(self._of_programs)))
-        while self.hashes > self.max_hashes:
-            self.hashes -= len(self._of_types.pop(next(iter(self._of_types)))[2])
+        self._turns.put((agent_type, step, program_id), hashes)
 
     def prefix(self, program_id: ProgramId, agent_type: str, step: str) -> Sequence[Any]:
         """Return the block hashes with which the program's next prompt begins, if its next step is ``step``;
         empty if unknown."""
-        own = self._of_programs.get(program_id, {}).get(step)
+        own = self._turns.get((agent_type, step, program_id))
         if own is not None:
             return own
-        _, shared, kept = self._of_types.get((agent_type, step), (program_id, False, ()))
-        return kept if shared else ()
-
-    def forget(self, program_id: ProgramId) -> None:
-        """Forget the turns of a program."""
-        self.hashes -= sum(map(len, self._of_programs.pop(program_id, {}).values()))
+        at_step = (turn for key, turn in reversed(self._turns.items()) if key[:2] == (agent_type, step))
+        newest = list(islice(at_step, 2))
+        return newest[0][: common_prefix_length(*newest)] if len(newest) == 2 else ()
 
 
 class PrefixTree:

@@ -47,21 +47,18 @@ class LeaseManager:
         tool that runs in the gap, if known. ``kind``: name of the decision in the log."""
         state, leases = self._state, self._leases
         tokens = program.context_tokens
-        reload_s = chunked_reload_s = state.reload.seconds(tokens)
         # A context that is too long for one engine step is computed in several steps.
-        pieces = -(-tokens // state.pool.step_tokens)
-        if pieces > 1:
-            chunked_reload_s = pieces * state.reload.seconds(-(-tokens // pieces))
+        pieces = max(1, -(-tokens // state.pool.step_tokens))
         view = FinishedTurnView(
             program_id=program.id,
             tool=tool,
             context_tokens=tokens,
-            reload_s=reload_s,
+            reload_s=state.reload.seconds(tokens),
             mean_evicted_wait_s=state.histories.evicted_waits.mean(),
             memoryfulness=state.histories.turns.memoryfulness(),
             history=state.histories.tools,
             hinted_ttl_s=program.hinted_ttl_s,
-            chunked_reload_s=chunked_reload_s,
+            chunked_reload_s=pieces * state.reload.seconds(-(-tokens // pieces)),
             host_reload_s=state.copy_back_s(tokens),
             running_tokens=state.requests.running_tokens,
             continuation_probability=program.continuation_probability,
@@ -179,7 +176,7 @@ class LeaseManager:
         # Only programs with KV are logged, so that a flood of invented ids does not fill the log.
         if lease is not None or state.contexts.get(program_id) is not None:
             state.decisions.add(now, "drop", program_id, reason.value)
-            self.record_release(program_id, reason)
+            state.release_reasons[program_id] = _LOSS_CAUSE_OF_LEASE_END.get(reason)
         state.contexts.drop(program_id)
 
     def end(self, program_id: ProgramId, reason: DecisionReason, now: float) -> None:
@@ -204,7 +201,7 @@ class LeaseManager:
     def _ended(self, lease: Lease, reason: DecisionReason, now: float) -> None:
         """Record the end of a lease that was removed from the table."""
         state, self._refused = self._state, None
-        self.record_release(lease.program_id, reason)
+        state.release_reasons[lease.program_id] = _LOSS_CAUSE_OF_LEASE_END.get(reason)
         if reason is DecisionReason.PRESSURE:
             state.last_shortage_s = now
         state.recorder.count("sojourn_lease_ends_total", reason=reason.value)
@@ -223,7 +220,7 @@ class LeaseManager:
         (``None``: unknown).
 
         ``before``: block hashes of the program's last turn; ``None`` if they are no longer stored."""
-        cause = self.release_cause(program.id)
+        cause = self._state.release_reasons.get(program.id)
         missing = event.cached_tokens // self._state.pool.block_size
         if before is None:  # the stored hashes were dropped
             return (cause if cause is LossCause.DROPPED else LossCause.UNKNOWN), None
@@ -237,14 +234,3 @@ class LeaseManager:
         if evicted_block is None:
             return cause or LossCause.UNKNOWN, None
         return (cause or evicted_block.cause), evicted_block
-
-    def release_cause(self, program_id: ProgramId | None) -> LossCause | None:
-        """Return why the program's KV was released, as a cause in the turn ledger; ``None``: it was not
-        released, or the ledger has no cause for that reason."""
-        ended = self._state.release_reasons.get(program_id) if program_id is not None else None
-        return _LOSS_CAUSE_OF_LEASE_END.get(ended) if ended is not None else None
-
-    def record_release(self, program_id: ProgramId, reason: DecisionReason) -> None:
-        """Record why the program's KV was released."""
-        if program_id in self._state.programs:  # bounds the number of entries
-            self._state.release_reasons[program_id] = reason

@@ -296,11 +296,11 @@ class ProgramScheduler:
             in_gap_s = now - (program.gap_started_s or 0.0)
             waits = bool(program.tools) and in_gap_s < self.state.limits.max_held_s
         if not waits:
-            branch = contexts.branch(program.id)
+            branch = contexts.branches.get(program.id, ())
             is_branch = 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]
             if is_branch or 2 * event.prompt_tokens >= program.context_tokens:
                 return []
-        contexts.put_branch(program.id, list(hashes))
+        contexts.branches.put(program.id, list(hashes))
         return [event.request_id]
 
     def _begin_turn(
@@ -752,7 +752,8 @@ class ProgramScheduler:
             program = state.programs.get(owner) if owner is not None else None
             if program is not None and program.status not in OVER_STATUSES:
                 state.last_shortage_s = now
-            cause = self.lease_manager.release_cause(owner) or LossCause.EVICTED
+            known = state.release_reasons.get(owner) if owner is not None else None
+            cause = known or LossCause.EVICTED
             state.eviction_log.add(hashes, EvictedBlock(cause, owner, evictor, now, event.score))
             lost, blocks = {"tier": "device", "cause": cause.value}, len(hashes)
             self.recorder.count("sojourn_evictions_total", blocks, **lost)
@@ -771,9 +772,6 @@ class ProgramScheduler:
                 self.lease_manager.end(program_id, reason, now)
         for silent in self._programs.silent(now):
             self._end_program(silent, ProgramSignal.SILENCE, silent.silent_outcome(), now)
-        # Only parts that the preset uses.
-        if self.preset.workflow_prediction.is_used:
-            self.predictor.observe_open_gap(now)
         if self.preset.prefetch.is_used:
             while (program := self.predictor.pop_due_prefetch(now)) is not None:
                 prefetch = ev.EngineAction(ev.EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
@@ -805,15 +803,16 @@ class ProgramScheduler:
         contexts = self.state.contexts
         if event.device:
             self.lease_manager.end_all(DecisionReason.RESET, now)
-            lost = contexts.clear()
+            lost = list(contexts)
+            contexts.clear()
             self.owners.clear()
             self.predictor.cache_reset()
         else:
-            lost = [each for each in contexts.programs() if self.tiers.tier(each) is not Tier.DEVICE]
+            lost = [each for each in contexts if self.tiers.tier(each) is not Tier.DEVICE]
             for program_id in lost:
                 contexts.drop(program_id)
         for program_id in lost:
-            self.lease_manager.record_release(program_id, DecisionReason.RESET)
+            self.state.release_reasons[program_id] = LossCause.DROPPED
         self.tiers.cache_reset(device=event.device)
 
     def _policy_switched(self, event: ev.PolicySwitched, now: float) -> None:

@@ -10,10 +10,9 @@ from sojourn.ids import ProgramId
 
 from ..metrics.decision_log import DecisionLog
 from ..metrics.metrics_recorder import MetricsRecorder
-from ..metrics.turn_ledger import EvictionLog, TurnLedger
+from ..metrics.turn_ledger import EvictionLog, LossCause, TurnLedger
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
-from ..policies.policy_protocols import DecisionReason
 from ..policies.preset import Preset
 from ..programs.declared_graphs import GraphStore
 from ..programs.program_table import ProgramTable
@@ -186,8 +185,9 @@ class SchedulerState:
         self.used_blocks: int | None = None
         """Number of blocks that requests use or leases hold, as last reported."""
         self.contexts = ContextHashStore()
-        self.release_reasons: dict[ProgramId, DecisionReason] = {}
-        """Program → why its KV was released. The entry is removed when a turn of the program begins."""
+        self.release_reasons: dict[ProgramId, LossCause | None] = {}
+        """Program → why its KV was released, as a cause in the turn ledger; ``None``: a reason for which the
+        ledger has no cause. The entry is removed when a turn of the program begins."""
         self.eviction_log = EvictionLog(max(MIN_LOGGED_EVICTED_BLOCKS, 2 * pool.blocks))
         self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
         self.ledger = TurnLedger(LOGGED_TURNS_AND_DECISIONS)

@@ -37,9 +37,6 @@ REUSED_SHARE_WEIGHT = 0.5
 that the next prompt reuses."""
 MAX_TYPES = 256
 """Maximum number of agent types whose mean reused share is kept."""
-PREFETCH_HORIZON_S = 300.0
-"""Maximum seconds from now to the start of a planned prefetch; a later prefetch is not planned. Equal to the
-default of ``SchedulerLimits.max_hinted_ttl_s``."""
 MAX_PREFETCH_TRIES = 6
 """Maximum number of prefetches begun in one gap. A prefetch is repeated if blocks of the prefix were still on
 disk, or could not be loaded into the device."""
@@ -51,22 +48,12 @@ class WorkflowPredictor:
     """Predicts the next workflow step of each program of one engine, and plans the prefetch of its prefix."""
 
     def __init__(self, state: SchedulerState) -> None:
-        preset = state.preset
-        self._decisions, self._recorder = state.decisions, state.recorder
-        self._preset = preset
-        self._pool = state.pool
-        self._copy_back_s = state.copy_back_s
-        self._reload = state.reload
-        self._host_link = state.host_link
-        self._contexts = state.contexts
+        self._state, self._preset = state, state.preset
+        self._pool, self._contexts = state.pool, state.contexts
         self._prefixes = StepPrefixes()
-        self._workflows = state.histories.workflows
-        self._steps_left = state.histories.steps_left
-        self._tools = state.histories.tools
-        self._graphs = state.graphs
-        self._table = state.programs
-        self._predicts = preset.workflow_prediction.is_used
-        self._evicts_by_program = preset.eviction.by_program
+        self._workflows, self._steps_left = state.histories.workflows, state.histories.steps_left
+        self._predicts = self._preset.workflow_prediction.is_used
+        self._evicts_by_program = self._preset.eviction.by_program
         self._reused_shares: KeyedHistory[str] = KeyedHistory(256, MAX_TYPES, max_all=1)
         """Shares of a context that the next prompt reused, by agent type."""
         self._step_shares: KeyedHistory[tuple[str, str]] = KeyedHistory(64, MAX_TYPES * 8, max_all=1)
@@ -111,22 +98,18 @@ class WorkflowPredictor:
             self._workflows.came_back(program, tool, gap_s, prompt_tokens)
 
     def admitted(
-        self,
-        program: ProgramState,
-        block_hashes: Sequence[Any],
-        before_blocks: int,
-        shared_blocks: int | None,
+        self, program: ProgramState, block_hashes: Sequence[Any], before_blocks: int, shared: int | None
     ) -> None:
         """Learn how much of the last turn's context an admitted request reuses. ``before_blocks``: number of
-        blocks of this context. ``shared_blocks``: number of these blocks that the prompt reuses; ``None``:
-        unknown."""
+        blocks of this context. ``shared``: number of these blocks that the prompt reuses; ``None``: unknown.
+        """
         # With several requests the branch of each is unknown, so no branch is marked as abandoned.
         if self._evicts_by_program and len(program.live_requests) == 1:
             self._begun[program.id] = program.last_active_s
         # A side request, such as one for a title, has a short prompt and leaves a short context.
         context_blocks = max(len(block_hashes), program.peak_tokens // self._pool.block_size)
-        if shared_blocks is not None and before_blocks and 2 * before_blocks >= context_blocks:
-            share = shared_blocks / before_blocks
+        if shared is not None and before_blocks and 2 * before_blocks >= context_blocks:
+            share = shared / before_blocks
             program.reused_share += REUSED_SHARE_WEIGHT * (share - program.reused_share)
             program.kept_share = program.reused_share
             self._reused_shares.observe(agent_type_name(program), share)
@@ -178,7 +161,6 @@ class WorkflowPredictor:
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
         """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
         self._plans.pop(program.id, None)
-        self._prefixes.forget(program.id)
         self._reusing.pop(program.id, None)
         if self._predicts:
             self._workflows.learn_ended_program(
@@ -186,13 +168,6 @@ class WorkflowPredictor:
             )
             if ended:
                 self._steps_left.learn_end(program, agent_type_name(program))
-
-    def observe_open_gap(self, now: float) -> None:
-        """Learn the longest gap that is still open, if it is already longer than all learned gaps."""
-        longest_s = self._workflows.gaps_s.value
-        idle_s = self._table.longest_idle_s(now, longest_s)
-        if idle_s > longest_s:
-            self._workflows.gaps_s.observe(idle_s)
 
     # -- queries ------------------------------------------------------------------
 
@@ -232,10 +207,10 @@ class WorkflowPredictor:
 
     def pop_due_prefetch(self, now: float) -> ProgramState | None:
         """Return the next program whose prefetch is due, and remove that plan; ``None`` if none is due."""
-        while self._plans and min(self._plans.values()) <= now:
-            _, program_id = min((at_s, program_id) for program_id, at_s in self._plans.items())
+        due = sorted((at_s, program_id) for program_id, at_s in self._plans.items() if at_s <= now)
+        for _, program_id in due:
             del self._plans[program_id]
-            program = self._table.get(program_id)
+            program = self._state.programs.get(program_id)
             if program is not None and program.status not in OVER_STATUSES:
                 return program
         return None
@@ -256,47 +231,43 @@ class WorkflowPredictor:
     def prefetch_started(self, event: PrefetchStarted, now: float) -> LoadAheadChosen | None:
         """Record that a prefetch has begun, and plan another one if a lower tier has further blocks of the
         prefix that are not being loaded. Returns what to load into spare blocks; ``None`` for nothing."""
-        program = self._table.get(event.program_id)
-        lost_blocks = event.missing_blocks if event.lost_blocks is None else event.lost_blocks
+        program, state = self._state.programs.get(event.program_id), self._state
+        missing = event.missing_blocks
+        lost_blocks = missing if event.lost_blocks is None else event.lost_blocks
         load, is_first = NO_LOAD_AHEAD, True
         if program is not None and not program.live_requests and program.status not in OVER_STATUSES:
-            load = self._load_ahead(event, now)
-            tries = program.prefetch_tries
-            is_first = not tries
-            program.prefetch_tries += 1
-            blocks_below_device = event.missing_blocks - lost_blocks
-            if blocks_below_device > load.blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
+            load, tries = self._load_ahead(event, now), program.prefetch_tries
+            is_first, program.prefetch_tries = not tries, tries + 1
+            if missing - lost_blocks > load.blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
                 self._plans[program.id] = now + FIRST_RETRY_S * 2**tries
         if is_first or load.blocks:
+            reason = DecisionReason.NO_TIER if lost_blocks == missing else DecisionReason.IN_HOST
             if load.blocks:
                 reason = DecisionReason.TO_DEVICE
             elif event.coming_blocks:
                 reason = DecisionReason.FROM_DISK
-            elif not event.missing_blocks:
+            elif not missing:
                 reason = DecisionReason.IN_PLACE
-            else:
-                is_lost = lost_blocks == event.missing_blocks
-                reason = DecisionReason.NO_TIER if is_lost else DecisionReason.IN_HOST
-            blocks = load.blocks or event.missing_blocks
-            self._decisions.add(now, "prefetch", event.program_id, reason.value, blocks=blocks)
-            self._recorder.count("sojourn_prefetches_total", outcome=reason.value)
+            state.decisions.add(
+                now, "prefetch", event.program_id, reason.value, blocks=load.blocks or missing
+            )
+            state.recorder.count("sojourn_prefetches_total", outcome=reason.value)
         return LoadAheadChosen(*load) if load.blocks else None
 
     def _load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
         """Return how many blocks of a prefetched prefix to load into spare blocks of the device."""
         if not event.host_blocks or not event.spare_blocks:
             return NO_LOAD_AHEAD
-        pool, host_link = self._pool, self._host_link
-        token_s = host_link.load_s_per_token
-        tokens = event.missing_blocks * pool.tokens_per_block
+        pool, link, missing = self._pool, self._state.host_link, event.missing_blocks
+        token_s = link.load_s_per_token
         view = LoadAheadView(
             host_blocks=event.host_blocks,
             spare_blocks=event.spare_blocks,
             reserve_blocks=self.reserve_blocks,
             pool_blocks=pool.blocks,
-            compute_s_per_block=self._reload.seconds(int(tokens)) / event.missing_blocks,
+            compute_s_per_block=self._state.reload.seconds(int(missing * pool.tokens_per_block)) / missing,
             load_s_per_block=None if token_s is None else token_s * pool.tokens_per_block,
-            queue_s=host_link.loads_queued_s,
+            queue_s=link.loads_queued_s,
         )
         return self._preset.prefetch.load_ahead(view, now)
 
@@ -310,12 +281,6 @@ class WorkflowPredictor:
         self._prefixes = StepPrefixes()
 
     # -- inside -------------------------------------------------------------------
-
-    def _plan_gap(self, program: ProgramState, now: float) -> None:
-        """Predict the program's next workflow step, and plan a prefetch for it."""
-        if self._predicts:
-            self._predict(program, now)
-        self._plan_prefetch(program, now)
 
     def _predict(self, program: ProgramState, now: float) -> None:
         step = WorkflowStepView(
@@ -365,27 +330,28 @@ class WorkflowPredictor:
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
         if program.graph_hash is None or program.turn_node is None:
             return ()
-        graph = self._graphs.use(program.graph_hash)
+        graph = self._state.graphs.use(program.graph_hash)
         return graph.following(program.turn_node) if graph is not None else ()
 
-    def _plan_prefetch(self, program: ProgramState, now: float) -> None:
-        prefetch = self._preset.prefetch
+    def _plan_gap(self, program: ProgramState, now: float) -> None:
+        """Predict the program's next workflow step, and plan a prefetch for it."""
+        if self._predicts:
+            self._predict(program, now)
+        prefetch, tools = self._preset.prefetch, self._state.histories.tools
         self._plans.pop(program.id, None)
-        if not prefetch.is_used or program.pending_tool is None:
-            return
-        if program.successor is None:
+        if not prefetch.is_used or program.pending_tool is None or program.successor is None:
             return
         prefix, of_successor = self.expected_prefix(program)
         tokens = len(prefix) * self._pool.block_size if of_successor else program.context_tokens
         start_s = prefetch.plan(
             PrefetchView(
                 continuation_probability=program.continuation_probability,
-                tool_durations_s=self._tools.durations(program.pending_tool) or self._tools.durations(),
-                reload_s=self._copy_back_s(tokens) or 0.0,
+                tool_durations_s=tools.durations(program.pending_tool) or tools.durations(),
+                reload_s=self._state.copy_back_s(tokens) or 0.0,
             ),
             now,
         )
-        if start_s is not None and start_s <= now + PREFETCH_HORIZON_S:
+        if start_s is not None:
             self._plans[program.id] = start_s
 
 

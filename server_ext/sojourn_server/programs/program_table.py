@@ -39,8 +39,6 @@ class ProgramTable:
         self._next_rank = 0
         self._silence_due_s = -math.inf
         """No program is silent before this time."""
-        self._oldest_contact_s = -math.inf
-        """No program between turns has an earlier last contact."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -91,7 +89,7 @@ class ProgramTable:
         """Return the silent programs, the longest silent first."""
         if now < self._silence_due_s:
             return []
-        acting = self._between_turns()
+        acting = [program for program in self if program.status is ProgramStatus.ACTING]
         limit_s = {program.id: self._promised_s if program.heartbeats else self._idle_s for program in acting}
         # After a later contact or promise a program is not silent before this.
         due_s = [now + min(self._promised_s, self._idle_s)]
@@ -99,17 +97,6 @@ class ProgramTable:
         self._silence_due_s = min(due_s)
         silent = [program for program in acting if now - program.last_contact_s > limit_s[program.id]]
         return sorted(silent, key=lambda program: program.last_contact_s)
-
-    def longest_idle_s(self, now: float, above_s: float) -> float:
-        """Return the longest time in seconds for which a program between turns has had no contact. A result
-        up to ``above_s`` may be too long, but not longer than ``above_s``."""
-        if now - self._oldest_contact_s > above_s:
-            contacts = (program.last_contact_s for program in self._between_turns())
-            self._oldest_contact_s = min(contacts, default=now)
-        return now - self._oldest_contact_s
-
-    def _between_turns(self) -> list[ProgramState]:
-        return [program for program in self if program.status is ProgramStatus.ACTING]
 
     def _make_room(self) -> list[ProgramState]:
         idle = [program for program in self if not program.live_requests]
