@@ -7,13 +7,10 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sojourn import Aeg
 from sojourn.aeg import END, START
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
-from sojourn_server.core.context_hashes import StepPrefixes
 from sojourn_server.core.events_and_actions import EngineActionKind, Tick, TurnFinishReason
 from sojourn_server.core.scheduler_state import Histories
 from sojourn_server.core.workflow_predictor import MAX_PREFETCH_TRIES
@@ -358,28 +355,6 @@ def test_where_the_next_step_begins_otherwise_its_prefix_is_loaded() -> None:
     assert agents.engine.loaded_ahead == [("d", len(own))]
     agents.engine.program_scheduler.cache_reset(agents.engine.now)
     assert agents.engine.program_scheduler.prefetch_keys(ProgramId("d")) == ()
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcde"), st.sampled_from("xy"), st.lists(st.integers(0, 2), max_size=6)),
-        max_size=40,
-    )
-)
-def test_prefixes_of_steps_are_bounded_and_were_seen(turns: list[tuple[str, str, list[int]]]) -> None:
-    prefixes = StepPrefixes(max_hashes=12)
-    seen: dict[str, list[tuple[str, tuple[int, ...]]]] = {"x": [], "y": []}
-    for name, step, tokens in turns:
-        chained = tuple(hash(tuple(tokens[: end + 1])) for end in range(len(tokens)))
-        prefixes.learn(ProgramId(name), "type", step, chained)
-        seen[step].append((name, chained))
-        assert sum(map(len, prefixes._turns.values())) <= 12
-        assert prefixes.prefix(ProgramId(name), "type", step) == chained
-        for other in "xy":
-            shared = prefixes.prefix(ProgramId("nobody"), "type", other)
-            if shared:
-                programs = {who for who, chain in seen[other] if chain[: len(shared)] == shared}
-                assert len(programs) > 1
 
 
 def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() -> None:
