@@ -22,7 +22,6 @@ HERE_TOO = {
     "test_frameworks_examples.py",
     "test_frameworks_faults.py",
     "test_frameworks_litellm.py",
-    "test_frameworks_mini.py",
 }
 """Files that need no tox environment. They leave out scenarios whose packages are missing."""
 

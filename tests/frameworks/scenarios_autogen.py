@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
@@ -276,23 +275,6 @@ async def selector(llm: Any) -> Any:
     return said(await SelectorGroupChat(agents, llm, max_turns=2).run(task="hi"))
 
 
-async def magentic_one(llm: Any) -> Any:
-    from autogen_agentchat.teams import MagenticOneGroupChat
-
-    return said(await MagenticOneGroupChat([agent("alice", llm), agent("bob", llm)], llm).run(task="hi"))
-
-
-def ledger(speaker: str, *, done: bool) -> str:
-    answers = {
-        "is_request_satisfied": done,
-        "is_progress_being_made": True,
-        "is_in_loop": False,
-        "instruction_or_question": "go on",
-        "next_speaker": speaker,
-    }
-    return json.dumps({name: {"reason": "so", "answer": answer} for name, answer in answers.items()})
-
-
 async def code_executor(llm: Any) -> Any:
     """Real Python and a real shell, in a folder of their own."""
     from autogen_agentchat.agents import CodeExecutorAgent
@@ -337,12 +319,6 @@ SCENARIOS = [
         selector,
         ["alice", "alice speaks", "I take carol.", "carol speaks"],
         ProgramFact("team", nodes=(None, "alice", None, "carol")).limited(2),
-    ),
-    scene(
-        "sync",
-        magentic_one,
-        ["facts", "plan", ledger("bob", done=False), "bob speaks", ledger("bob", done=True), "the answer"],
-        ProgramFact("team", nodes=(None, None, None, "bob", None, None)).limited(20),
     ),
     scene(
         "sync",

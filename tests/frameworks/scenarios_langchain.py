@@ -83,19 +83,6 @@ def async_stream(base_url: str, model: str) -> Any:
     return asyncio.run(run())
 
 
-def broken_off(base_url: str, model: str) -> Any:
-    for update in agent(base_url, model).stream(ASK, stream_mode="updates"):
-        return sorted(update)
-
-
-def async_broken_off(base_url: str, model: str) -> Any:
-    async def run() -> Any:
-        async for update in agent(base_url, model).astream(ASK, stream_mode="updates"):
-            return sorted(update)
-
-    return asyncio.run(run())
-
-
 def cancelled(base_url: str, model: str) -> Any:
     from langchain_core.tools import tool
 
@@ -184,21 +171,9 @@ SCENARIOS = [
     scenario("stream", stream, ONE_TOOL, ONE, name="messages"),
     scenario("stream", async_stream, ONE_TOOL, ONE, name="updates"),
     scenario(
-        "stream", broken_off, ONE_TOOL, ProgramFact("agent", "cancelled", nodes=("model",)), name="broken off"
-    ),
-    scenario(
-        "stream", async_broken_off, ONE_TOOL, ProgramFact("agent", "cancelled", nodes=("model",)),
-        name="broken off in asyncio",
-    ),
-    scenario(
         "error", sync, [use("broken")],
         ProgramFact("agent", "error", nodes=("model",), tools=(ToolFact("broken", "error"),)),
         raises="ToolBroke",
-    ),
-    scenario(
-        "error", in_async, [use("broken")],
-        ProgramFact("agent", "error", nodes=("model",), tools=(ToolFact("broken", "error"),)),
-        raises="ToolBroke", name="async",
     ),
     scenario("error", sync, [use("unknown"), "done"], ProgramFact("agent", nodes=MODEL), name="no such tool"),
     scenario(

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -100,7 +100,7 @@ class ScriptedEngine:
 def get(url: str, path: str) -> Any:
     """An answer of the engine's own routes; ``None`` for 404."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
-    with _closing(connection):
+    with closing(connection):
         connection.request("GET", path)
         response = connection.getresponse()
         data = response.read()
@@ -116,20 +116,10 @@ def _text(answer: Answer) -> str:
 @lru_cache
 def _tokens(engine: str, text: str) -> tuple[int, ...]:
     connection = http.client.HTTPConnection(engine, timeout=30)
-    with _closing(connection):
+    with closing(connection):
         body = {"model": "tiny", "prompt": text, "add_special_tokens": False}
         connection.request("POST", "/tokenize", json.dumps(body), {"content-type": "application/json"})
         return tuple(json.loads(connection.getresponse().read())["tokens"])
-
-
-class _closing:
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self.connection = connection
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        self.connection.close()
 
 
 class _Http(ThreadingHTTPServer):
@@ -169,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, data: bytes | None) -> None:
         upstream = http.client.HTTPConnection(self.server.proxy.engine, timeout=120)
-        with _closing(upstream):
+        with closing(upstream):
             headers = {k: v for k, v in self.headers.items() if k.lower() not in _NOT_PASSED_ON}
             upstream.request(self.command, self.path, data, headers)
             response = upstream.getresponse()

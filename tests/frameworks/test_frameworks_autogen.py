@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -216,52 +215,6 @@ async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
 
 
 # ---- failure and cancellation
-
-
-class InjectedFault(Exception):
-    """Ours, out of our own inside."""
-
-
-def raise_fault(*args: Any, **kwargs: Any) -> Any:
-    raise InjectedFault
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        "run_scopes.begin_team",
-        "run_scopes.begin_turn",
-        "run_scopes.begin_call",
-        "run_scopes.end_call",
-        "run_scopes.call_under_way",
-        "graph_of",
-        "_patch_user_classes",
-        "tool_calls.ToolCall.__enter__",
-    ],
-)
-async def test_no_internal_error_reaches_the_user(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
-    def late(text: str) -> str:
-        """Too late."""
-        raise TimeoutError
-
-    script = [[COUNT, ToolUse("late", {"text": "x"})], "two", "three"]
-
-    async def play() -> Any:
-        server.script = iter(script)
-        client = llm(server)
-        alice = AssistantAgent("alice", client, tools=[count, late], reflect_on_tool_use=True)
-        return said(
-            await RoundRobinGroupChat([alice, AssistantAgent("bob", client)], max_turns=2).run(task="hi")
-        )
-
-    plain = await play()
-    online(server)
-    monkeypatch.setattr(f"sojourn_integrations.autogen.{broken}", raise_fault)
-    assert await asyncio.wait_for(play(), 60) == plain
-    assert sojourn.current_program() is None
-    assert sojourn.stats()["internal_error"] > 0
 
 
 # ---- on and off

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sojourn
-from openai_agents_fixtures import SUM, OpenAIAgents, add, agents_for, fails, only, recorded, run
+from openai_agents_fixtures import SUM, OpenAIAgents, add, agents_for, only, recorded
 from recorded_programs import recorded_programs
 from sojourn.testing import FakeServer, ToolUse
 
@@ -153,40 +153,6 @@ async def test_only_the_wrapped_agent_is_reported(server: FakeServer) -> None:
 
 
 # ---- faults
-
-
-BREAKING: dict[str, tuple[Any, str]] = {
-    "begin": (belonging, "graph_of"),
-    "end": (belonging, "_keep_interrupted"),
-    "node": (seeing.Run, "enter_node"),
-    "tool": (seeing, "ToolCall"),
-    "stop": (seeing.Call, "stop"),
-    "enter": (seeing.Run, "enter"),
-    "status": (adapter, "_stream_status"),
-    "hooks": (adapter, "_kinds"),
-}
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("what", BREAKING)
-async def test_internal_errors_never_reach_the_user(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, what: str, streamed: bool
-) -> None:
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("ours")
-
-    server.script = [[SUM, ToolUse("fails")], "5"]
-    async with agents_for(server) as factory:
-        owner, name = BREAKING[what]
-        monkeypatch.setattr(owner, name, broken)
-        clerk = factory.agent("clerk", add(), fails())
-        result = await run(clerk, "Go.", streamed=streamed)
-        assert result.final_output.strip() == "5"
-        assert sojourn.current_program() is None
-        await asyncio.sleep(0.01)  # 0.6.0 lets the reader go before the loop's task is done
-        counted = sojourn.stats()["internal_error"]
-        monkeypatch.undo()
-    assert counted > 0 or (what == "status" and not streamed)
 
 
 FOREIGN = """

@@ -13,17 +13,12 @@ pytest.importorskip("opentelemetry.sdk")
 
 import sojourn
 from autogen_agentchat.agents import AssistantAgent
-from autogen_agentchat.conditions import MaxMessageTermination, TextMentionTermination
-from autogen_agentchat.teams import RoundRobinGroupChat
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from recorded_programs import recorded_programs
 from scenarios_autogen import INFO
 from sojourn.testing import FakeServer, ToolUse
-from sojourn_integrations.otel.export import export_spans
 from sojourn_integrations.otel.source import SojournSpanProcessor
 
 pytestmark = pytest.mark.timeout(120)
@@ -79,42 +74,3 @@ def test_one_agent_and_its_tool(server, spans_only):
     assert program.tool_starts[0].call_id.startswith("call_")
     assert len(program.requests) == len(server.requests) == 2
     assert program.late == []
-
-
-async def run_team(server: FakeServer) -> None:
-    first = AssistantAgent("first", llm(server), tools=[count], reflect_on_tool_use=True)
-    second = AssistantAgent("second", llm(server))
-    stop = TextMentionTermination("STOP") | MaxMessageTermination(20)
-    await RoundRobinGroupChat([first, second], termination_condition=stop).run(task="go")
-
-
-TEAM = [ToolUse("count", {"text": "hi"}), "two", "more", "again", "STOP"]
-
-
-def test_with_the_adapter_at_work_the_spans_say_nothing_twice(server, provider):
-    exporter = InMemorySpanExporter()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    sojourn.init(server.url)
-    assert "autogen" in sojourn.stats().instrumented
-    processor = SojournSpanProcessor(workflows=("run_team",))
-    provider.add_span_processor(processor)
-    export = export_spans(provider)
-    server.script = TEAM
-    try:
-        asyncio.run(run_team(server))
-        sojourn.flush(2)
-        (program,) = recorded_programs(server).values()
-        assert program.nodes == ("first", "first", "second", "first", "second")
-        assert [(tool.tool, tool.status) for tool in program.tools] == [("count", "ok")]
-        assert not processor._spans
-        assert export.flush()
-        ours = [
-            span for span in exporter.get_finished_spans() if span.instrumentation_scope.name == "sojourn"
-        ]
-        root = next(span for span in ours if span.name.startswith("invoke_agent"))
-        rest = [span for span in ours if span is not root]
-        assert sorted(span.name for span in rest) == ["chat tiny"] * 5 + ["execute_tool count"]
-        assert {span.parent.span_id for span in rest} == {root.context.span_id}
-    finally:
-        export.close()
-        processor.shutdown()
