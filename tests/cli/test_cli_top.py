@@ -32,6 +32,7 @@ from sojourn_server.cli.turn_table import turn_table
 from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND
+from waiting import wait_until_async
 
 HOSTILE = "<img onerror=x>[bold]\n\x1b[31m" + "x" * 200
 
@@ -279,11 +280,13 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         def head() -> str:
             return "".join(text for line in app.query_one("#header", _Lines).lines for text, _ in line)
 
-        await until(lambda: "next: start it" in head())
+        await wait_until_async(lambda: "next: start it" in head())
         seen.add("up")
-        await until(lambda: "no programs yet: sojourn run --url http://h" in table.render_line(0).text)
+        await wait_until_async(
+            lambda: "no programs yet: sojourn run --url http://h" in table.render_line(0).text
+        )
         seen.add("programs")
-        await until(lambda: len(table.views) == 105)
+        await wait_until_async(lambda: len(table.views) == 105)
         await pilot.pause()
         assert "1/105" in head()
         assert table.scrollable_content_region.width == 80, "no bar hides the last column"
@@ -307,19 +310,19 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         await pilot.press("slash", *"queued", "enter")
         assert [view.row.program_id for view in table.views] == ["queued"]
         await pilot.press("e")
-        await until(lambda: isinstance(app.screen, ExplanationScreen) and asked == ["queued"])
+        await wait_until_async(lambda: isinstance(app.screen, ExplanationScreen) and asked == ["queued"])
         text = app.screen.query_one("#explanation-text")
-        await until(lambda: "[b]because[/b] of queued" in text.render_line(0).text)
+        await wait_until_async(lambda: "[b]because[/b] of queued" in text.render_line(0).text)
         await pilot.press("escape")
         assert not isinstance(app.screen, ExplanationScreen)
         await pilot.press("question_mark")
-        await until(lambda: isinstance(app.screen, ExplanationScreen))
+        await wait_until_async(lambda: isinstance(app.screen, ExplanationScreen))
         meanings = app.screen.query_one("#explanation-text")
 
         def shown_meanings() -> str:
             return "\n".join(meanings.render_line(y).text for y in range(meanings.size.height))
 
-        await until(lambda: all(f"{column.name} " in shown_meanings() for column in COLUMNS))
+        await wait_until_async(lambda: all(f"{column.name} " in shown_meanings() for column in COLUMNS))
         assert "computed again: their KV was lost" in " ".join(shown_meanings().split())
         await pilot.press("question_mark")
         assert not isinstance(app.screen, ExplanationScreen)
@@ -327,17 +330,10 @@ async def test_keys_sort_filter_pause_and_explain() -> None:
         assert len(table.views) == 105
 
         await pilot.press("p")
-        await until(lambda: not app._asking)
+        await wait_until_async(lambda: not app._asking)
         before = frames[0]
         assert "PAUSED" in head()
         await asyncio.sleep(0.3)
         assert frames[0] == before
         await pilot.press("p")
-        await until(lambda: frames[0] > before)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until ``condition`` holds, at most ten seconds."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
+        await wait_until_async(lambda: frames[0] > before)

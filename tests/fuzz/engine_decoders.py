@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tempfile
 import zlib
@@ -12,13 +13,9 @@ from typing import Any
 
 import msgspec
 from decoder import Decoder, in_file, json_bytes, of_text
-from sojourn.aeg import END, START, Aeg
-from sojourn.hints import AgenticContext, SojournContext
+from sojourn.aeg import END, START
 from sojourn.wire_codec import (
     EventBatch,
-    EventOutcome,
-    Outcome,
-    OutcomeBatch,
     WireError,
     decode_batch,
     decode_context,
@@ -26,7 +23,7 @@ from sojourn.wire_codec import (
     decode_outcomes,
     encode,
 )
-from sojourn.wire_events import AegReport, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
@@ -49,38 +46,19 @@ from sojourn_server.vllm.history_file import HistoryFile
 from virtual_engine import VirtualEngine, prompt
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-GRAPH = Aeg(
-    {"plan": (), "act": ("bash", "edit")},
-    [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9), ("act", END, 0.1)],
+WIRE = {
+    name: shown.encode()
+    for name, shown in re.findall(
+        r"<!-- example: (\w+) -->\n```json\n(.*?)\n```",
+        (Path(__file__).parents[2] / "docs" / "wire.md").read_text(encoding="utf-8"),
+        re.DOTALL,
+    )
+}
+"""The examples of docs/wire.md, which ``tests/sdk/test_sdk_wire_doc.py`` compares with the encoder."""
+EVENTS = tuple(
+    WIRE[name] for name in ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 )
-EVENTS = (
-    ProgramStart(program_id="p", seq=0, name="fixer", agent_type="coder", parent_program_id="q", tenant="t"),
-    ToolStart(
-        program_id="p", seq=1, age_s=0.5, call_id="c1", tool="bash", tool_class="pytest", expected_s=2.0
-    ),
-    ToolStop(program_id="p", seq=2, call_id="c1", duration_s=1.25, status="nonzero"),
-    Heartbeat(program_id="p", seq=3, age_s=0.25),
-    AegReport(program_id="p", seq=4, graph_hash=GRAPH.hash, agent_type="coder", graph=GRAPH.wire()),
-    ProgramEnd(program_id="p", seq=5, status="error"),
-)
-CONTEXT = AgenticContext(
-    program_id="p",
-    parent_program_id="q",
-    expected_resume=False,
-    priority=3,
-    expected_output_length=80,
-    kv_retention_ttl_seconds=30.0,
-    sojourn=SojournContext(
-        emitter="e",
-        agent_type="coder",
-        node="plan",
-        tenant="t",
-        expected_steps_left=2.5,
-        events=[msgspec.Raw(encode(event)) for event in EVENTS[:4]],
-    ),
-)
-BATCH = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(event)) for event in EVENTS], dropped=2)
-XARGS = {"session_id": "beside", "agentic_context": encode(CONTEXT).decode()}
+XARGS = {"session_id": "beside", "agentic_context": WIRE["riding"].decode()}
 OPERATIONS = ("capabilities", "programs", "program", "graphs", "graph", "stats", "decisions", "drain_metrics")
 OUTPUTS = (
     b'{"type": "function_call", "name": "bash", "arguments": "{\\"command\\": \\"cd x && pytest | tail\\"}"}',
@@ -240,36 +218,35 @@ PROFILE = EngineProfile(
     decode_points=((1000, 0.01),),
     versions={"vllm": "0.32.0"},
 )
-OUTCOMES = OutcomeBatch(outcomes=[EventOutcome(outcome=Outcome.CLIPPED, reason="x", program_id="p", seq=3)])
 
 ENGINE_DECODERS: dict[str, Decoder] = {
     "event batch": Decoder(
-        decode=whole_batch, encode=encoded_batch, examples=(encode(BATCH),), errors=(WireError,)
+        decode=whole_batch, encode=encoded_batch, examples=(WIRE["batch"],), errors=(WireError,)
     ),
     "event": Decoder(
         decode=lambda data, folder: decode_event(data),
         encode=encode,
-        examples=tuple(map(encode, EVENTS)),
+        examples=EVENTS,
         refused=(json_bytes({"type": "x" * 5000}),),
         errors=(WireError,),
     ),
     "hint": Decoder(
         decode=lambda data, folder: decode_context(data),
         encode=encode,
-        examples=(encode(CONTEXT), b'{"program_id":"p"}'),
+        examples=(WIRE["context"], WIRE["riding"], b'{"program_id":"p"}'),
         errors=(WireError,),
     ),
     "outcomes": Decoder(
         decode=lambda data, folder: decode_outcomes(data),
         encode=encode,
-        examples=(encode(OUTCOMES),),
+        examples=(WIRE["outcomes"],),
         refused=(json_bytes({"outcomes": [{"outcome": "x" * 5000}]}),),
         errors=(WireError,),
     ),
     "engine call": Decoder(
         decode=call_engine,
         examples=(
-            b"event_batches\n[" + encode(BATCH) + b"]",
+            b"event_batches\n[" + WIRE["batch"] + b"]",
             *(
                 f'{name}\n{{"limit": 3, "since": 0, "program_id": "p", "graph_hash": "h"}}'.encode()
                 for name in OPERATIONS
@@ -281,9 +258,7 @@ ENGINE_DECODERS: dict[str, Decoder] = {
     "request identity": Decoder(
         decode=identify, examples=(json_bytes({"session_id": "s", "vllm_xargs": XARGS}),)
     ),
-    "execution graph": Decoder(
-        decode=follow_graph, examples=(encode(EVENTS[4]),), errors=(WireError, GraphError)
-    ),
+    "execution graph": Decoder(decode=follow_graph, examples=(WIRE["aeg"],), errors=(WireError, GraphError)),
     "model output": Decoder(decode=of_text(read_calls), examples=OUTPUTS),
     "peer frame head": Decoder(
         decode=lambda data, folder: decode_head(data),
