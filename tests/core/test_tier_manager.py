@@ -27,7 +27,7 @@ from sojourn_server.policies.placement.placement_policy import (
     MAX_EXCHANGES,
     MoveReason,
     MoveTiming,
-    NoPlacement,
+    PlacementPolicy,
     TierMove,
 )
 from sojourn_server.policies.placement.placement_views import (
@@ -404,7 +404,7 @@ def test_a_context_is_worth_what_the_next_prompt_finds_of_it(
 
 
 def test_nobody_is_placed_where_the_policy_says_stay() -> None:
-    engine = Engine(NoPlacement())
+    engine = Engine(PlacementPolicy())
     request = engine.come("a", 5)
     assert not engine.parked(request)
     engine.admit(request)

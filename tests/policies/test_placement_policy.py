@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.eviction_policies import (
@@ -17,7 +18,7 @@ from sojourn_server.policies.eviction_policies import (
 from sojourn_server.policies.placement.placement_policy import (
     MoveReason,
     MoveTiming,
-    NoPlacement,
+    PlacementPolicy,
     TierMove,
 )
 from sojourn_server.policies.placement.placement_views import (
@@ -464,8 +465,8 @@ def test_on_the_device_the_longest_unused_of_a_label_goes_first_and_what_is_over
 
 def test_no_placement_never_moves_programs() -> None:
     crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
-    assert NoPlacement().moves(crowded, NOW) == ()
-    assert not NoPlacement().is_used
+    assert PlacementPolicy().moves(crowded, NOW) == ()
+    assert not PlacementPolicy().is_used
 
 
 def test_defaults_are_the_papers_where_it_has_them() -> None:
@@ -476,19 +477,9 @@ def test_defaults_are_the_papers_where_it_has_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"k": 0}, "k is 0; expected"),
-        ({"k": 2.5}, "k is 2.5; expected"),
-        ({"tick_s": 0.0}, "tick_s is 0.0; expected"),
-        ({"tick_s": math.inf}, "tick_s is inf; expected"),
-        ({"idle_tick_s": 0.0}, "idle_tick_s is 0.0; expected"),
-        ({"disk_idleness": 1.5}, "disk_idleness is 1.5; expected 0 to 1"),
-        ({"patience_s": -1.0}, "patience_s is -1.0; expected"),
-        ({"standstill_s": math.nan}, "standstill_s is nan; expected"),
-        ({"disk_idleness": math.nan}, "disk_idleness is nan; expected 0 to 1"),
-    ],
+    "options",
+    [{"k": 0}, {"tick_s": 0.0}, {"disk_idleness": 1.5}, {"patience_s": -1.0}, {"disk_idleness": math.nan}],
 )
-def test_settings_that_make_no_sense(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        RelativeIdlenessPlacement(**options)
+def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="Expected"):
+        msgspec.convert(options, RelativeIdlenessPlacement)

@@ -9,9 +9,7 @@ no engine, so the same object runs in vLLM and in the simulator. Policies do not
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple, Protocol
-
-from .policy_views import WorkflowStepView
+from typing import NamedTuple
 
 
 class DecisionReason(str, Enum):
@@ -98,12 +96,3 @@ class LoadAhead(NamedTuple):
 
 
 NO_LOAD_AHEAD = LoadAhead(0, 0.0)
-
-
-class WorkflowPredictionPolicy(Protocol):
-    """Predicts the next step of a program after a turn. ``is_used``: whether workflows are recorded and
-    predicted."""
-
-    is_used: bool
-
-    def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from . import (
     admission_policies,
@@ -21,13 +20,15 @@ from .eviction_policies import EvictionPolicy
 from .forecasting import RemainingTokensPolicy, ShortageForecastPolicy
 from .lease_reclaim_policies import LeaseReclaimPolicy
 from .placement import placement_policy, relative_idleness, residency_price
-from .policy_protocols import EndedKvHandling, WorkflowPredictionPolicy
+from .placement.placement_policy import PlacementPolicy
+from .policy_protocols import EndedKvHandling
 from .preemption_policies import RecoveryPolicy, VictimPolicy
 from .prefetch_policies import PrefetchPolicy
 from .preset_store import PresetError as PresetError
 from .preset_store import PresetStore
 from .queue_order_policies import QueueOrderPolicy
 from .retention_policies import RetentionPolicy
+from .workflow_prediction import WorkflowPredictionPolicy
 
 POLICY_CLASSES: dict[str, dict[str, type]] = {
     "retention": {
@@ -67,11 +68,11 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
         "typed-labels": eviction_policies.TypedLabelEviction,
     },
     "workflow_prediction": {
-        "none": workflow_prediction.NoWorkflowPrediction,
+        "none": workflow_prediction.WorkflowPredictionPolicy,
         "three-tiers": workflow_prediction.ThreeTierPrediction,
     },
     "placement": {
-        "stay": placement_policy.NoPlacement,
+        "stay": placement_policy.PlacementPolicy,
         "relative-idleness": relative_idleness.RelativeIdlenessPlacement,
         "residency-price": residency_price.ResidencyPricePlacement,
     },
@@ -94,7 +95,6 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
     },
 }
 """Question (a key of a preset) → policy name → class."""
-_NO_PLACEMENT: Any = placement_policy.NoPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +110,9 @@ class Preset:
     lease_reclaim: LeaseReclaimPolicy
     victim: VictimPolicy
     eviction: EvictionPolicy
-    workflow_prediction: WorkflowPredictionPolicy = field(
-        default_factory=workflow_prediction.NoWorkflowPrediction
-    )
+    workflow_prediction: WorkflowPredictionPolicy = field(default_factory=WorkflowPredictionPolicy)
     prefetch: PrefetchPolicy = field(default_factory=PrefetchPolicy)
-    placement: placement_policy.PlacementPolicy = field(default_factory=_NO_PLACEMENT)
+    placement: PlacementPolicy = field(default_factory=PlacementPolicy)
     output_length: RemainingTokensPolicy = field(default_factory=RemainingTokensPolicy)
     forecast: ShortageForecastPolicy = field(default_factory=ShortageForecastPolicy)
     recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)

@@ -18,17 +18,18 @@ NO_NEXT_STEP_PREDICTION = NextStepPrediction(PredictionSource.COLD, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoWorkflowPrediction:
-    """Predicts nothing."""
+class WorkflowPredictionPolicy:
+    """Predicts the next step of a program after a turn. The base predicts nothing."""
 
     is_used = False
+    """Whether workflows are recorded and predicted."""
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
         return NO_NEXT_STEP_PREDICTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThreeTierPrediction:
+class ThreeTierPrediction(WorkflowPredictionPolicy):
     """Predicts from hints if they are given and were accurate, else from earlier programs, else nothing.
 
     Without hints, the probability of another turn is 1 minus the probability of an edge to the end. A step
@@ -60,11 +61,9 @@ class ThreeTierPrediction:
                     _going_on(edges),
                 )
         if inferred:
-            ends = math.fsum(p for node, p in step.inferred if node == END)
-            continuation_probability = min(1.0, max(0.0, 1.0 - ends))
             return NextStepPrediction(
                 PredictionSource.INFERRED,
-                continuation_probability,
+                _continuation_probability(step.inferred),
                 _most_likely_successor(step.inferred, CONFIDENCE),
                 _going_on(step.inferred),
             )
@@ -87,9 +86,11 @@ def hinted_continuation_probability(step: WorkflowStepView) -> float | None:
         return step.steps_left / (1.0 + step.steps_left)
     if step.resumes:
         return 1.0
-    if step.declared:
-        return min(1.0, max(0.0, 1.0 - math.fsum(p for node, p in step.declared if node == END)))
-    return None
+    return _continuation_probability(step.declared) if step.declared else None
+
+
+def _continuation_probability(edges: tuple[tuple[str, float], ...]) -> float:
+    return min(1.0, max(0.0, 1.0 - math.fsum(p for node, p in edges if node == END)))
 
 
 def _going_on(edges: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:

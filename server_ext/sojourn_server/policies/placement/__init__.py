@@ -1,4 +1,4 @@
 """Placement: in which tier does each program's KV belong?
 
-Protocol ``PlacementPolicy``; policies ``stay``, ``relative-idleness`` (MORI), ``residency-price`` (ours).
+``PlacementPolicy``, which is ``stay``; policies ``relative-idleness`` (MORI), ``residency-price`` (ours).
 """

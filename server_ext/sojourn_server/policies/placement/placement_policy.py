@@ -1,4 +1,4 @@
-"""The protocol of placement policies: which tier each program's KV belongs in, and moves between tiers."""
+"""Placement (``placement`` in presets): which tier does each program's KV belong in? Moves between tiers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from sojourn.ids import ProgramId
 
@@ -70,30 +70,33 @@ class TierMove(NamedTuple):
     """Names and values of the quantities that decided, for the decision log."""
 
 
-class PlacementPolicy(Protocol):
-    """Decides in which tier each program's KV belongs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPolicy:
+    """Decides in which tier each program's KV belongs. The base moves nothing: the engine evicts as usual.
 
     The scheduler calls ``moves`` after events and every ``tick_s`` seconds. All moves of an answer must be
     applied together, because one move may use blocks that another move frees.
     """
 
-    is_used: bool
+    is_used = False
     """Whether ``moves`` is called. If not, every program counts as on the device."""
-    needs_tiers: bool
+    needs_tiers = False
     """Whether the policy needs host memory. If so, an engine without host memory starts only with
     ``allow_missing_tiers``."""
-    reads_costs: bool
+    reads_costs = False
     """Whether the policy reads the fields of ``ProgramTierView`` for durations, costs and service."""
-    refuses: bool
+    refuses = False
     """True: a request that placement holds back is refused with an error after ``gate_timeout_s``. False: the
     request's program is placed on the device after ``hold_timeout_s``, and the engine's own order applies."""
-    k: int
+    k = WINDOW_CYCLES
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
-    tick_s: float
-    idle_tick_s: float
+    tick_s = math.inf
+    idle_tick_s = math.inf
     """Replaces ``tick_s`` while nothing runs although a program waits."""
 
-    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]: ...
+    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
+        """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
+        return ()
 
 
 def check_times(policy: object, *waits_s: str) -> None:
@@ -107,19 +110,3 @@ def check_times(policy: object, *waits_s: str) -> None:
         value = getattr(policy, name)
         if not value >= 0:
             raise ValueError(f"{name} is {value}; expected seconds ≥ 0, or inf for never")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoPlacement:
-    """Placement off: programs are not moved, and the engine evicts as usual."""
-
-    is_used: bool = False
-    needs_tiers: bool = False
-    reads_costs: bool = False
-    refuses: bool = False
-    k: int = WINDOW_CYCLES
-    tick_s: float = math.inf
-    idle_tick_s: float = math.inf
-
-    def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        return ()

@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
+
+from msgspec import Meta
 
 from ...programs.idleness import WINDOW_CYCLES
 from .placement_plan import PlacementPlan, SortKey, has_elapsed, is_ready
-from .placement_policy import MoveReason, TierMove, check_times
+from .placement_policy import MoveReason, PlacementPolicy, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
+
+Seconds = Annotated[float, Meta(ge=0)]
 
 # Levels of the promotion order.
 _ON_HOST, _ON_DISK, _RETURNING, _NEW = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelativeIdlenessPlacement:
+class RelativeIdlenessPlacement(PlacementPolicy):
     """Places the busiest programs on the device, more idle programs in lower tiers (MORI §4, §7.1; mechanisms
     M2 to M4, M6, M8 and M9).
 
@@ -66,42 +71,31 @@ class RelativeIdlenessPlacement:
        crashed, or may not report the end of programs.
 
     A negative waiting time, after a clock jump, counts as too long, so that programs still move.
-
-    Raises ``ValueError`` for settings out of range.
     """
 
-    is_used: bool = True
-    needs_tiers: bool = True
-    reads_costs: bool = False
-    refuses: bool = True
-    k: int = WINDOW_CYCLES
+    is_used = True
+    needs_tiers = True
+    refuses = True
+    k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
-    tick_s: float = 5.0
+    tick_s: Annotated[float, Meta(gt=0)] = 5.0
     """Seconds without an event after which the policy is asked again (§5)."""
-    idle_tick_s: float = 0.5
+    idle_tick_s: Annotated[float, Meta(gt=0)] = 0.5
     """Replaces ``tick_s`` while nothing runs although a program waits. It bounds the delay of rule 3."""
-    disk_idleness: float = 0.9
+    disk_idleness: Annotated[float, Meta(ge=0, le=1)] = 0.9
     """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""
-    patience_s: float = 300.0
+    patience_s: Seconds = 300.0
     """Seconds until a waiting ready program is overdue; ``inf``: never, as in the paper."""
-    overdue_gap_s: float = 60.0
+    overdue_gap_s: Seconds = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
-    standstill_s: float = 0.5
+    standstill_s: Seconds = 0.5
     """Seconds with nothing running after which programs on the device make way for a ready program (rule
     3)."""
-    absent_s: float = 60.0
+    absent_s: Seconds = 60.0
     """Seconds after which a program that runs a tool makes way for a ready program; ``inf``: never, as in the
     paper. Most tools take less. If a tool takes longer, the client may have crashed."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.k, int) or self.k < 1:
-            raise ValueError(f"k is {self.k}; expected a whole number of cycles ≥ 1")
-        check_times(self, "patience_s", "overdue_gap_s", "standstill_s", "absent_s")
-        if not 0 <= self.disk_idleness <= 1:
-            raise ValueError(f"disk_idleness is {self.disk_idleness}; expected 0 to 1")
-
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
-        """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
         return RelativeIdlenessPlan(self, view, now).decide()
 
     def device_blocks(self, program: ProgramTierView) -> int:

@@ -21,7 +21,7 @@ from ..costs.reload_estimate import restore_s
 from ..forecasting import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, SortKey, has_elapsed
-from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, TierMove, check_times
+from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, PlacementPolicy, TierMove, check_times
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
@@ -52,7 +52,7 @@ MAX_WORTH = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencyPricePlacement:
+class ResidencyPricePlacement(PlacementPolicy):
     """Gives the device's blocks to the programs for which these blocks have the highest value.
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
