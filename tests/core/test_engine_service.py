@@ -15,7 +15,6 @@ from sojourn_server.core.events_and_actions import RequestArrived
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.metrics.live_frame import PROBE_ID, ProgramRow
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG, METRICS_DROPPED
-from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from virtual_engine import TOOL, VirtualEngine, prompt
 
 
@@ -76,14 +75,6 @@ def test_a_snapshot_counts_the_requests_that_came_without_a_program(engine: Virt
         RequestArrived(f"cmpl-{PROBE_ID}-1-0", read_identity(None, None), 8), 0.0
     )
     assert engine.ask("snapshot")["engine"]["untracked_requests"] == 2
-
-
-def test_capabilities_tell_what_is_below_the_device_as_it_is_now(engine: VirtualEngine) -> None:
-    below = {"connector": "X", "on": True}
-    engine.below_device = lambda: below  # type: ignore[method-assign, assignment, return-value]
-    assert engine.ask("capabilities")["tiers"] == below
-    below["on"] = False
-    assert engine.ask("capabilities")["tiers"]["on"] is False
 
 
 def test_programs_latest_first(engine: VirtualEngine) -> None:
@@ -246,16 +237,6 @@ def test_metrics_are_handed_out_once_and_the_catalogue_knows_them_all(engine: Vi
     assert again["gauges"].keys() == told["gauges"].keys()
 
 
-def test_a_state_the_catalogue_does_not_know_would_be_noticed(engine: VirtualEngine) -> None:
-    state = engine.pool_state()
-    engine.pool_state = lambda: {**state, "borrowed": 1}  # type: ignore[method-assign]
-    with pytest.raises(AssertionError, match="borrowed"):
-        engine.ask("drain_metrics")
-    engine.program_scheduler.state.recorder = MetricsRecorder()
-    dropped = engine.ask("drain_metrics")["counters"][METRICS_DROPPED]
-    assert dropped == [[{"reason": "wrong_labels"}, 2]], "blocks and bytes"
-
-
 @pytest.mark.parametrize("operation", ["", "shutdown", "Events", "__class__"])
 def test_an_unknown_operation_is_refused(engine: VirtualEngine, operation: str) -> None:
     with pytest.raises(WireError, match="expected capabilities, policy"):
@@ -275,11 +256,6 @@ def test_arguments_that_are_no_object_are_refused(
 def test_arguments_of_another_type_are_refused(engine: VirtualEngine, arguments: dict[str, Any]) -> None:
     with pytest.raises(WireError, match=next(iter(arguments))):
         engine.service.call("decisions", json.dumps(arguments), engine.now)
-
-
-@pytest.mark.parametrize("payload", ["", "{}"])
-def test_no_arguments_are_fine(engine: VirtualEngine, payload: str) -> None:
-    assert json.loads(engine.service.call("programs", payload, engine.now))["total"] == 3
 
 
 def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:

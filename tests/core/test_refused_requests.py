@@ -35,13 +35,6 @@ def test_a_refusal_is_explained_once_with_all_its_parts() -> None:
     assert refusals.take("cmpl-a") is None
 
 
-def test_an_id_that_is_used_again_has_its_newest_refusal() -> None:
-    refusals = RefusedRequests()
-    refusals.record_refusal("cmpl-a-0-0a1b2c3d", 5.0)
-    refusals.record_refusal("cmpl-a-0-11111111", 6.0)
-    assert refusals.take("cmpl-a") == 6.0
-
-
 def test_the_newest_are_remembered() -> None:
     refusals = RefusedRequests()
     for n in range(MAX_REFUSALS + 2):
