@@ -95,16 +95,16 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def they_agree(self) -> None:
-        assert self.table.programs == self.model.keys()
+        assert self.table.keys() == self.model.keys()
         first: dict[int, str] = {}
-        for held in self.table:
+        for held in self.table.values():
             model = self.model[held.program_id]
             assert (held.expires_s, held.silent_s) == (model.expires_s, model.silent_s)
             for block_id in held.block_ids:
                 first[block_id] = min(first.get(block_id, "z"), held.program_id)
         assert self.table.held_blocks == len(first)
         assert self.table.count_unheld(range(10)) == 10 - len(first)
-        for held in self.table:
+        for held in self.table.values():
             assert held.freed_blocks == list(first.values()).count(held.program_id)
 
 

@@ -132,7 +132,7 @@ class Life(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.now += seconds
         leases = self.scheduler.state.leases
-        due = [lease for lease in leases if lease.deadline_s() <= self.now and not lease.waiting]
+        due = [lease for lease in leases.values() if lease.deadline_s() <= self.now and not lease.waiting]
         before = len(leases)
         self.handle(ev.Tick())
         assert len(leases) <= before - len(due)
@@ -198,9 +198,9 @@ class Life(RuleBasedStateMachine):
     def tables_agree(self) -> None:
         check_tables(self.scheduler)
         state = self.scheduler.state
-        assert self.held == state.leases.programs, "the engine holds what is leased"
+        assert self.held == state.leases.keys(), "the engine holds what is leased"
         assert state.leases.held_blocks <= state.leases.budget_blocks
-        for lease in state.leases:
+        for lease in state.leases.values():
             assert lease.expires_s <= max(lease.limit_s, lease.granted_s + lease.ttl_s)
             assert lease.limit_s <= lease.granted_s + max(lease.ttl_s, LIMITS.max_held_s)
 

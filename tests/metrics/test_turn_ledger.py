@@ -307,9 +307,9 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
                 engine.cached.clear()
                 engine.carry_out()
         engine.wait(chance.random() * 3)
-        assert set(engine.held) == {held.program_id for held in engine.program_scheduler.state.leases}
+        assert set(engine.held) == set(engine.program_scheduler.state.leases)
         assert engine.program_scheduler.state.leases.blocks == sum(
-            held.blocks for held in engine.program_scheduler.state.leases
+            held.blocks for held in engine.program_scheduler.state.leases.values()
         )
         assert len(engine.program_scheduler.state.programs) <= 14 + len(inside)
         assert set(engine.program_scheduler.state.requests.states) == set(inside)

@@ -60,7 +60,7 @@ def test_admit_what_outgrows_the_pool_takes_from_the_latest() -> None:
     contexts = {name: in_a_tool(engine, name, number, 448) for number, name in enumerate("ABC", 1)}
     engine.add("A/1", [*contexts["A"], *prompt(9, 320)], max_tokens=5, program_id="A")
     engine.run()
-    held = {lease.program_id for lease in engine.scheduler.sojourn.program_scheduler.state.leases}
+    held = set(engine.scheduler.sojourn.program_scheduler.state.leases)
     assert held == {"B"}
     engine.add("B/1", [*contexts["B"], *prompt(8, 16)], max_tokens=5, program_id="B")
     planned = engine.step().planned

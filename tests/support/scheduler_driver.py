@@ -19,8 +19,10 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     state = program_scheduler.state
     programs, requests, leases = state.programs, state.requests.states, state.leases
     assert not state.actions, "actions of a handled event are left"
-    held = {block_id for lease in leases for block_id in lease.block_ids}
-    assert leases.held_blocks == len(held) == sum(lease.freed_blocks for lease in leases), "leased blocks"
+    held = {block_id for lease in leases.values() for block_id in lease.block_ids}
+    assert leases.held_blocks == len(held) == sum(lease.freed_blocks for lease in leases.values()), (
+        "leased blocks"
+    )
     owners = state.owners
     for block_id, owner in owners.of.items():
         for program_id in (owner,) if isinstance(owner, str) else owner:
@@ -28,7 +30,7 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     for program_id, owned in owners.blocks.items():
         assert all(program_id in owners.owners_of(each) for each in owned), "a program's block without it"
     assert not owners.orphans.keys() & owners.of.keys(), "an owned orphan"
-    assert all(lease.program_id in programs for lease in leases), "a lease of an unknown program"
+    assert all(lease.program_id in programs for lease in leases.values()), "a lease of an unknown program"
     assert program_scheduler.awaiting_first_token.keys() <= requests.keys(), (
         "a first token of an unknown request"
     )

@@ -369,7 +369,7 @@ def test_with_user_priorities_a_request_does_not_wait_for_the_lease_of_a_less_im
     engine.step()
     assert running.num_output_tokens == 2, "there is no lack of blocks for what runs"
     assert request.num_output_tokens == 1
-    leases = {each.program_id for each in engine.scheduler.sojourn.program_scheduler.state.leases}
+    leases = set(engine.scheduler.sojourn.program_scheduler.state.leases)
     assert leases == {"C"}, "a lease of an equally important program stays"
 
 

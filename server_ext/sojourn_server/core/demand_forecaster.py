@@ -265,7 +265,8 @@ class DemandForecaster:
         growth, turns = state.histories.growth_tokens, state.histories.turns
         view = AdmissionView(
             need_blocks=event.need_blocks,
-            free_blocks=event.free_blocks + sum(lease.blocks for lease in state.leases if lease.rank > rank),
+            free_blocks=event.free_blocks
+            + sum(lease.blocks for lease in state.leases.values() if lease.rank > rank),
             pool_blocks=pool.blocks,
             block_size=pool.tokens_per_block,
             max_context_tokens=pool.max_context_tokens,
@@ -294,7 +295,7 @@ class DemandForecaster:
     def _holding_before(self, rank: int) -> tuple[ProgramGrowthView, ...]:
         """Return the view of each program that arrived before ``rank`` (has a lower rank) and holds KV."""
         holders = [(each.program, each.prompt_tokens) for each in self.holding.values() if each.rank < rank]
-        leased = (self._state.programs.get(lease.program_id) for lease in self._state.leases)
+        leased = map(self._state.programs.get, self._state.leases)
         holders += [(each, each.context_tokens) for each in leased if each is not None and each.rank < rank]
         found: dict[ProgramId, ProgramGrowthView] = {}
         for program, tokens in holders:

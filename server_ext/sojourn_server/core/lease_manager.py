@@ -112,7 +112,7 @@ class LeaseManager:
             return hinted[tenant] + blocks <= share
         # Ended leases may free less than ``excess``, because other leases can share their blocks. So this
         # lease is refused anyway; the next lease may find enough budget.
-        of_hints = [lease for lease in leases if lease.reason is DecisionReason.HINTED]
+        of_hints = [lease for lease in leases.values() if lease.reason is DecisionReason.HINTED]
         for lease in sorted(of_hints, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
             if excess > 0 and hinted[lease.tenant] > share:
                 hinted[lease.tenant] -= lease.freed_blocks
@@ -193,7 +193,7 @@ class LeaseManager:
 
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""
-        ended = list(self._leases.programs)
+        ended = list(self._leases)
         for program_id in ended:
             self.end(program_id, reason, now)
         return ended

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sojourn.ids import ProgramId
@@ -65,33 +65,21 @@ class Lease:
         )  # fmt: skip
 
 
-class LeaseTable:
-    """The leases of one engine, at most one per program."""
+class LeaseTable(dict[ProgramId, Lease]):
+    """The leases of one engine, at most one per program. Only ``grant`` and ``end`` change them."""
 
     def __init__(self, budget_blocks: int) -> None:
+        super().__init__()
         self.budget_blocks = budget_blocks
-        self._leases: dict[ProgramId, Lease] = {}
-        self.get = self._leases.get
-        self.programs: KeysView[ProgramId] = self._leases.keys()
-        """Programs with a lease."""
         self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
         """Block id → (rank, id) of the programs whose leases hold the block, in ascending order."""
         self.next_deadline_s = math.inf
         """A time before which no lease expires."""
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __iter__(self) -> Iterator[Lease]:
-        return iter(self._leases.values())
-
-    def __contains__(self, program_id: object) -> bool:
-        return program_id in self._leases
-
     @property
     def blocks(self) -> int:
         """Blocks held by all leases; a shared block counts for each lease that holds it."""
-        return sum(lease.blocks for lease in self)
+        return sum(lease.blocks for lease in self.values())
 
     @property
     def held_blocks(self) -> int:
@@ -105,15 +93,15 @@ class LeaseTable:
     def hinted_blocks(self) -> Counter[str | None]:
         """Return the number of blocks held for leases whose TTL the client chose, by tenant."""
         found: Counter[str | None] = Counter()
-        for lease in self:
+        for lease in self.values():
             if lease.reason is DecisionReason.HINTED:
                 found[lease.tenant] += lease.freed_blocks
         return found
 
     def grant(self, lease: Lease) -> None:
         """Add a lease. The program must not have another."""
-        assert lease.program_id not in self._leases
-        self._leases[lease.program_id] = lease
+        assert lease.program_id not in self
+        self[lease.program_id] = lease
         holder = (lease.rank, lease.program_id)
         for block_id in lease.block_ids:
             holders = self._holders.setdefault(block_id, [])
@@ -121,12 +109,12 @@ class LeaseTable:
             if holders[0] == holder:
                 lease.freed_blocks += 1
                 if len(holders) > 1:
-                    self._leases[holders[1][1]].freed_blocks -= 1
+                    self[holders[1][1]].freed_blocks -= 1
         self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
 
     def end(self, program_id: ProgramId) -> Lease | None:
         """Remove and return the program's lease."""
-        lease = self._leases.pop(program_id, None)
+        lease = self.pop(program_id, None)
         if lease is None:
             return None
         holder = (lease.rank, program_id)
@@ -137,25 +125,25 @@ class LeaseTable:
             if not holders:
                 del self._holders[block_id]
             elif not place:
-                self._leases[holders[0][1]].freed_blocks += 1
+                self[holders[0][1]].freed_blocks += 1
         return lease
 
     def heard(self, program_id: ProgramId, now: float, *, promised: bool = False) -> None:
         """Record that the client sent an event, which may promise heartbeats (``SILENCE_S``)."""
-        lease = self._leases.get(program_id)
+        lease = self.get(program_id)
         if lease is not None and (promised or lease.silent_s < math.inf):
             lease.silent_s = now + SILENCE_S
             self.next_deadline_s = min(self.next_deadline_s, lease.silent_s)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> None:
         """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``."""
-        lease = self._leases.get(program_id)
+        lease = self.get(program_id)
         if lease is not None:
             lease.expires_s = max(lease.expires_s, min(expires_s, lease.limit_s))
 
     def set_waiting(self, program_id: ProgramId, waiting: bool) -> bool:
         """Record whether a request of the program waits. Returns whether the program has a lease."""
-        lease = self._leases.get(program_id)
+        lease = self.get(program_id)
         if lease is not None:
             lease.waiting = waiting
             self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
@@ -164,7 +152,7 @@ class LeaseTable:
     def expired(self, now: float) -> list[tuple[ProgramId, DecisionReason]]:
         """Return the programs of the expired leases, earliest first, each with the reason for the end of its
         lease."""
-        kept = [lease for lease in self if not lease.waiting]
+        kept = [lease for lease in self.values() if not lease.waiting]
         due = sorted((lease for lease in kept if lease.deadline_s() <= now), key=Lease.deadline_s)
         later = (lease.deadline_s() for lease in kept if lease.deadline_s() > now)
         self.next_deadline_s = min(later, default=math.inf)

@@ -116,7 +116,7 @@ class ProgramScheduler:
         were dropped."""
         self.turns_of = state.ledger.of_program
         """Returns the records of a program's newest turns, oldest first."""
-        self.leased_programs = state.leases.programs
+        self.leased_programs = state.leases.keys()
         """Programs with a lease."""
         self._unused_fields = unused_fields(state.preset)
         self.awaiting_first_token: dict[str, TurnRecord] = {}
@@ -734,9 +734,9 @@ class ProgramScheduler:
 
     def _lease_views(self) -> list[LeaseView]:
         if not self.preset.eviction.by_program:
-            return [lease.view(()) for lease in self._leases]
+            return [lease.view(()) for lease in self._leases.values()]
         standing, score = self.owner_standing, self.owner_score
-        return [lease.view(score(standing(lease.program_id))) for lease in self._leases]
+        return [lease.view(score(standing(lease.program_id))) for lease in self._leases.values()]
 
     def _evicted(self, event: ev.BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
