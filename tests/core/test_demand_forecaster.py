@@ -269,15 +269,3 @@ def test_a_guess_shrinks_with_each_token_and_a_newer_one_is_heard_at_once() -> N
     assert left(e, running(request, output=30)) == (1.0, 80.0, 180.0)
     guess(e, request, 31, 60.0, 70.0, 80.0)
     assert left(e, running(request, output=31)) == (60.0, 70.0, 80.0), "not only after so many tokens more"
-
-
-def test_stats_say_what_there_is_to_judge_by() -> None:
-    e = network()
-    assert e.ask("stats")["output_lengths"] == {
-        "outputs": 41, "network_off": None, "without_off": None, "network": None,
-    }  # fmt: skip
-    judged(e, MIN_JUDGED_OUTPUTS, guessed=20_000.0)
-    known = e.ask("stats")["output_lengths"]
-    assert known["outputs"] == 41 + MIN_JUDGED_OUTPUTS
-    errors = e.program_scheduler.forecaster.prediction_errors
-    assert (known["network_off"], known["without_off"]) == errors
