@@ -495,6 +495,11 @@ def test_a_new_program_waits_while_the_others_use_the_whole_device() -> None:
     assert enters(started(attained_s=50.0), returning=True, attained_s=99.0)
 
 
+def test_an_urgent_program_does_not_wait_for_others_that_use_the_whole_device() -> None:
+    assert not enters(started(attained_s=50.0), due_s=NOW + URGENT_S + 1.0)
+    assert enters(started(attained_s=50.0), due_s=NOW + URGENT_S - 1.0)
+
+
 def test_only_programs_that_are_worth_about_as_much_or_more_keep_a_new_one_out() -> None:
     assert not enters(started(attained_s=0.0)), "as much is left of both: first come, first served"
     long = started(blocks=8, service_s=(1.0, 1.0, 1.0, 1000.0), attained_s=2.0)

@@ -433,7 +433,7 @@ class ResidencyPricePlan(PlacementPlan):
                 continue
             if not self._may_begin(program):
                 continue
-            worth = self._policy.worth(program) * (URGENT_WORTH if self._is_urgent(program) else 1.0)
+            worth = self._worth(program)
             gain = worth * self._headroom
             if fits:
                 self._promote(program, MoveReason.FREE_CAPACITY, worth=worth)
@@ -468,6 +468,9 @@ class ResidencyPricePlan(PlacementPlan):
         here = chain(self._staying.values(), self._entered.values())
         return self._view.device.budget_blocks - math.fsum(self._reserved_blocks(p, reserve) for p in here)
 
+    def _worth(self, program: ProgramTierView) -> float:
+        return self._policy.worth(program) * (URGENT_WORTH if self._is_urgent(program) else 1.0)
+
     def _may_begin(self, program: ProgramTierView) -> bool:
         """Return whether the rules on a full device and on room in all tiers let a program enter."""
         if _has_saved_context(program) or not (self._staying or self._entered):
@@ -484,7 +487,7 @@ class ResidencyPricePlan(PlacementPlan):
         short = self._reserved_blocks(program, share) - (free - share * growth_blocks)
         if short <= 0:
             return True
-        gain = self._policy.worth(program) * self._headroom
+        gain = self._worth(program) * self._headroom
         for hold, _, blocks in self._droppable:
             gain -= hold * blocks
             if gain <= 0:
@@ -503,7 +506,7 @@ class ResidencyPricePlan(PlacementPlan):
         own = demand / max(1.0, mean) * self._with_kv.mean_blocks_of(program)
         room = self._view.device.budget_blocks - own
         # The first condition implies the second one, and is cheaper to check.
-        return demand <= room or self._with_kv.demand_above(self._policy.worth(program) * BEGIN_WORTH) <= room
+        return demand <= room or self._with_kv.demand_above(self._worth(program) * BEGIN_WORTH) <= room
 
     @cached_property
     def _share(self) -> float:
