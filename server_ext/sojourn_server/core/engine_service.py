@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from sojourn.ids import ProgramId
@@ -65,19 +65,15 @@ class _Arguments(msgspec.Struct):
 _arguments = msgspec.json.Decoder(_Arguments)
 
 
-class KVTransferStatus(Protocol):
+class KVTransferStatus:
     """Status of KV transfer in an engine: the entry ``paths`` in the answers to ``capabilities`` and
-    ``stats``; ``None``: unknown, or the engine is in no prefill/decode pair."""
+    ``stats``; ``None``: unknown, or, as it stands, the engine is in no prefill/decode pair."""
 
-    def capabilities(self) -> dict[str, Any] | None: ...
+    def capabilities(self) -> dict[str, Any] | None:
+        return None
 
-    def stats(self) -> dict[str, Any] | None: ...
-
-
-class _NoPair:
-    def capabilities(self) -> None: ...
-
-    def stats(self) -> None: ...
+    def stats(self) -> dict[str, Any] | None:
+        return None
 
 
 class EngineView:
@@ -87,7 +83,7 @@ class EngineView:
     """The entry ``engine`` in the answer to ``capabilities``."""
     missing: answers.MissingTiers | None = None
     """The mechanisms that are off for lack of tiers; ``None``: all are on."""
-    paths: KVTransferStatus = _NoPair()
+    paths = KVTransferStatus()
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Pass an event to the ``ProgramScheduler``, and carry the actions out. Return them."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..core.engine_service import KVTransferStatus
 from ..kv_transfer import transfer_stats
 from ..kv_transfer.rank_transfers import combined_status, jobs_of_rank
 from ..kv_transfer.transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
@@ -361,8 +362,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._store.close()
 
 
-class PairStatusReporter:
-    """Reports the status of an engine in a pair to the ``EngineService``. Implements ``KVTransferStatus``.
+class PairStatusReporter(KVTransferStatus):
+    """Reports the status of an engine in a pair to the ``EngineService``.
 
     The transfer manager runs in the worker's process, but the engine core's process answers the API server.
     When a client asks for the status, the engine core asks the workers, between two steps: first through
