@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.aeg import Aeg
-from sojourn.ids import ProgramId
 from sojourn.request import MAX_PIGGYBACK_EVENTS
-from sojourn.wire_codec import MAX_BATCH_EVENTS, WIRE_VERSION, EventOutcome, WireError
+from sojourn.wire_codec import WIRE_VERSION, EventOutcome, WireError
 from sojourn.wire_events import ProgramEnd, ToolStart
 from sojourn_server.core.client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS
 from sojourn_server.core.program_scheduler import MAX_TOOLS_PER_PROGRAM
-from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, prompt
 
@@ -215,22 +213,6 @@ def test_two_thousand_parallel_tools_are_bounded() -> None:
     assert len(engine.program("p").tools) == MAX_TOOLS_PER_PROGRAM
     engine.arrive("p", prompt(44))
     assert engine.program("p").tools == {}
-
-
-def test_twenty_thousand_invented_programs_are_bounded_and_take_nothing_from_a_real_one() -> None:
-    engine = VirtualEngine(limits=SchedulerLimits(max_programs=1000))
-    engine.turn("p", prompt(40), kv_retention_ttl_seconds=300)
-    decisions = engine.program_scheduler.decisions._next
-    for batch in range(20):
-        start = {"type": "program_start"}
-        events = [{**start, "program_id": f"x{batch}-{i}", "seq": i} for i in range(MAX_BATCH_EVENTS)]
-        assert {o.outcome.value for o in post(engine, *events)} == {"applied"}
-    programs = engine.program_scheduler.state.programs
-    assert len(programs) <= 1000
-    assert len(programs) + programs.forgotten == 20 * MAX_BATCH_EVENTS + 1
-    assert engine.leases.get(ProgramId("p")) is not None
-    assert engine.program_scheduler.decisions._next == decisions, "the log still shows what was decided"
-    assert engine.program_scheduler.state.release_reasons == {}
 
 
 def test_a_program_start_may_ride_on_the_first_request() -> None:

@@ -187,7 +187,8 @@ class ProgramScheduler:
         if program is not None and hashes is not None:
             sides = self._side_requests(program, event, now)
             if event.request_id in sides:
-                self._log_side_request(program.id, event.prompt_tokens, now)
+                tokens = event.prompt_tokens
+                self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
                 program = None
             else:
                 for side in sides:
@@ -354,15 +355,13 @@ class ProgramScheduler:
         """Take a request out of its program's turn."""
         program = request_state.program
         assert program is not None
-        self._log_side_request(program.id, request_state.prompt_tokens, now)
+        tokens = request_state.prompt_tokens
+        self.decisions.add(now, "side_request", program.id, "other_context", tokens=tokens)
         program.live_requests.discard(request_state.request_id)
         self.awaiting_first_token.pop(request_state.request_id, None)
         self.tiers.take_out(request_state, now)
         request_state.program = request_state.record = None
         self._outbox.append(ev.QueuePlaceChanged(request_state.request_id))
-
-    def _log_side_request(self, program_id: ProgramId, tokens: int, now: float) -> None:
-        self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
 
     def _admitted(self, event: ev.RequestAdmitted, now: float) -> None:
         """Record that a request got its blocks. The first admission ends its program's lease."""
@@ -385,26 +384,19 @@ class ProgramScheduler:
             if event.resumed:
                 record.recomputed_after_preemption += max(0, event.tokens - event.cached_tokens)
             return
-        before = self.state.contexts.get(program.id)
-        shared = common_prefix_length(before, event.block_hashes) if before is not None else None
-        self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
         record.admitted_s = now
         self.awaiting_first_token[event.request_id] = record
-        self._record_reuse(record, program, event, before, shared, now)
+        self._record_reuse(program, record, event, now)
         self.lease_manager.end(program.id, DecisionReason.RETURN, now)
         self.state.release_reasons.pop(program.id, None)
 
     def _record_reuse(
-        self,
-        record: TurnRecord,
-        program: ProgramState,
-        event: ev.RequestAdmitted,
-        before: Sequence[Any] | None,
-        shared: int | None,
-        now: float,
+        self, program: ProgramState, record: TurnRecord, event: ev.RequestAdmitted, now: float
     ) -> None:
-        """Record where the KV of an admitted request's prompt came from. ``before``: block hashes of the
-        program's context after its last turn; the prompt begins with ``shared``. ``None``: unknown."""
+        """Record where the KV of an admitted request's prompt came from."""
+        before = self.state.contexts.get(program.id)
+        shared = common_prefix_length(before, event.block_hashes) if before is not None else None
+        self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
         cause, evicted_block = self.lease_manager.loss_cause(program, before, event)
         if evicted_block is not None:
             record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
@@ -515,7 +507,7 @@ class ProgramScheduler:
         cached_blocks = len(event.block_ids)
         self.tiers.turn_finished(program, cached_blocks)
         program.turn_final = request_state.final
-        self.predictor.turn_finished(program, request_state, cached_blocks, now, event.plan_items)
+        self.predictor.turn_finished(program, request_state, event, now)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
