@@ -28,7 +28,7 @@ from ..programs.statements import PLAN, STATED
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
 from .context_hashes import StepPrefixes
-from .events_and_actions import LoadAheadChosen, PrefetchStarted
+from .events_and_actions import LoadAheadChosen, PrefetchStarted, TurnFinished
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -119,20 +119,14 @@ class WorkflowPredictor:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
 
     def turn_finished(
-        self,
-        program: ProgramState,
-        request_state: RequestState,
-        blocks: int,
-        now: float,
-        plan_items: int | None,
+        self, program: ProgramState, request_state: RequestState, event: TurnFinished, now: float
     ) -> None:
         """Predict a program's next workflow step after a turn. ``request_state``: the turn's last request to
-        end. ``blocks``: number of blocks that the turn left in the cache. ``plan_items``: as in
-        ``TurnFinished``."""
-        program.last_turn_s = now
-        program.cached_blocks = blocks
+        end."""
+        name, plan_items = agent_type_name(program), event.plan_items
+        program.last_turn_s, program.cached_blocks = now, len(event.block_ids)
         if program.turns == 1:
-            mean = self._reused_shares.mean(agent_type_name(program), 1)
+            mean = self._reused_shares.mean(name, 1)
             program.kept_share = program.reused_share = program.reused_share if mean is None else mean
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
@@ -142,14 +136,13 @@ class WorkflowPredictor:
             # A plan says less than a client that states its turns.
             if plan_items is not None and (program.steps_left is None or program.steps_left.source == PLAN):
                 self._steps_left.state(program, PLAN, plan_items)
-            self._workflows.context_blocks.observe(float(blocks))
-            if (share := self._reusing.pop(program.id, None)) is not None:
-                for step in _steps(program):
-                    self._step_shares.observe((agent_type_name(program), step), share)
-            if self._preset.prefetch.is_used:
-                hashes = self._contexts.get(program.id) or ()
-                for step in _steps(program):
-                    self._prefixes.learn(program.id, agent_type_name(program), step, hashes)
+            self._workflows.context_blocks.observe(float(program.cached_blocks))
+            share = self._reusing.pop(program.id, None)
+            for step in _steps(program):
+                if share is not None:
+                    self._step_shares.observe((name, step), share)
+                if self._preset.prefetch.is_used:
+                    self._prefixes.learn(program.id, name, step, event.block_hashes)
         self._plan_gap(program, now)
 
     def tool_reported(self, program: ProgramState, now: float) -> None:
