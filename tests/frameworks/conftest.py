@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,10 +48,12 @@ def quick_collections() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def offline_afterwards() -> Iterator[None]:
-    """Remove sessions, patches and listeners after each test."""
+    """Remove sessions, patches and listeners after each test. No run of LangChain's is left open."""
     yield
     sojourn.shutdown()
     gc.collect()
+    langchain = sys.modules.get("sojourn_integrations.langchain.callback_handler")
+    assert langchain is None or len(langchain.tree) == 0
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import sojourn
 from scenario_types import ProgramFact, ToolFact
 from sojourn.hints import SojournContext
 from sojourn.testing import FakeServer, LlmRequest, ToolUse
@@ -81,6 +82,19 @@ def recorded_programs(server: FakeServer) -> dict[str, RecordedProgram]:
         if context is not None and context.program_id in recorded:
             recorded[context.program_id].requests.append(request)
     return recorded
+
+
+def checked_programs(server: FakeServer, *allowed: str) -> dict[str, RecordedProgram]:
+    """The programs, once all has arrived. Fails if a rule that holds for every program is broken, but for
+    sentences with one of ``allowed`` in them, or if there was a fault of ours."""
+    assert sojourn.flush(60), "events were lost or not sent within 60 s"
+    counts = sojourn.stats()
+    faults = ("internal_error", "attach_error", "resolver_error", "context_reset_failed")
+    assert not any(counts[name] for name in faults), f"faults of ours: {counts}"
+    programs = recorded_programs(server)
+    wrong = [text for text in problems(server, programs, []) if not any(each in text for each in allowed)]
+    assert not wrong, "\n".join(["", *wrong])
+    return programs
 
 
 def logical(requests: Iterable[LlmRequest]) -> list[LlmRequest]:

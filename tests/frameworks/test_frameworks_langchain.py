@@ -14,20 +14,11 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda
 from langchain_core.tools import ToolException, tool
 from langchain_core.tracers import context as tracers
-from recorded_programs import problems, recorded_programs
+from recorded_programs import checked_programs
 from scenarios_langchain import ASK, agent, model_at, said, use
 from sojourn.testing import FakeServer
 from sojourn.wire_events import ToolStart
 from sojourn_integrations import langchain
-from sojourn_integrations.langchain import callback_handler
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over():
-    """Every test ends with an empty tree and no fault of ours, unless it says otherwise."""
-    yield
-    sojourn.shutdown()
-    assert len(callback_handler.tree) == 0
 
 
 def init(server: FakeServer, *script: object) -> None:
@@ -35,19 +26,9 @@ def init(server: FakeServer, *script: object) -> None:
     sojourn.init(server.url, probe_timeout_s=5)
 
 
-def recorded(server: FakeServer):
-    """What arrived, checked for all that must hold."""
-    assert sojourn.flush(60)
-    assert sojourn.stats()["internal_error"] == 0
-    assert sojourn.stats()["resolver_error"] == 0
-    programs = recorded_programs(server)
-    assert problems(server, programs, []) == []
-    return programs
-
-
 def shape(server: FakeServer):
     """Programs as (name, parent's name, status, nodes, tools)."""
-    programs = recorded(server)
+    programs = checked_programs(server)
     names = {id: each.start.name for id, each in programs.items()}
     return [
         (
@@ -175,7 +156,7 @@ def test_call_ids_are_the_models_in_parallel_with_equal_arguments(server: FakeSe
     ids = [f"call-{i}" for i in range(8)]
     init(server, [use("upper", id) for id in ids], "done")
     agent(server.base_url, "m").invoke(ASK)
-    recorded(server)
+    checked_programs(server)
     starts = [event.call_id for event in server.program_events() if isinstance(event, ToolStart)]
     assert sorted(starts) == ids
 

@@ -15,41 +15,20 @@ from langgraph.errors import ParentCommand
 from langgraph.graph import END, START, StateGraph
 from langgraph.pregel import Pregel
 from langgraph.types import Command, interrupt
-from recorded_programs import problems, recorded_programs
+from recorded_programs import checked_programs, recorded_programs
 from scenarios_langchain import ASK, model_at, said, tools, use
 from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker, tool_graph
 from sojourn.listeners import ProgramListener, add_listener, remove_listener
 from sojourn.testing import FakeServer
 from sojourn.wire_events import AegReport, ProgramEnd
 from sojourn_integrations import langgraph
-from sojourn_integrations.langchain import (
-    callback_handler,
-)
+from sojourn_integrations.langchain import callback_handler
 from sojourn_integrations.langchain.run_tree import node_path
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_over():
-    """Every test ends with an empty tree."""
-    yield
-    sojourn.shutdown()
-    assert len(callback_handler.tree) == 0
 
 
 def init(server: FakeServer, *script: object) -> None:
     server.script = list(script)
     sojourn.init(server.url, probe_timeout_s=5)
-
-
-def recorded(server: FakeServer, *allowed: str):
-    """What arrived, checked for all that must hold but for sentences with one of ``allowed`` in them."""
-    assert sojourn.flush(60)
-    assert sojourn.stats()["internal_error"] == 0
-    assert sojourn.stats()["resolver_error"] == 0
-    programs = recorded_programs(server)
-    found = [each for each in problems(server, programs, []) if not any(text in each for text in allowed)]
-    assert found == []
-    return programs
 
 
 def thread(id: str = "1") -> dict[str, Any]:
@@ -173,7 +152,7 @@ def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
         graph.invoke(HI)
     with sojourn.program("with its own", aeg=own):
         pass
-    recorded(server)
+    checked_programs(server)
     reports = [event for event in server.program_events() if isinstance(event, AegReport)]
     expected = langgraph.graph_of(graph)
     assert [each.graph_hash for each in reports] == [expected.hash, expected.hash, own.hash]
@@ -216,7 +195,7 @@ def test_nodes_are_reported_in_order_with_requests_and_tools(server: FakeServer)
     assert listened(lambda: graph.invoke(ASK)) == [
         "enter think", "ask at think", "enter tools", "tool upper", "enter think", "ask at think",
     ]  # fmt: skip
-    recorded(server)
+    checked_programs(server)
 
 
 def test_node_paths() -> None:
@@ -252,7 +231,7 @@ def test_a_run_that_waits_goes_on_as_the_same_program(server: FakeServer) -> Non
     assert not sojourn.runtime.session().heartbeats._open  # a person may take days
     time.sleep(0.02)
     graph.invoke(Command(resume="yes"), thread())
-    ((id, program),) = recorded(server).items()
+    ((id, program),) = checked_programs(server).items()
     assert program.nodes == ("plan", "plan")
     (stop,) = program.tool_stops
     assert (program.tool_starts[0].tool, program.tool_starts[0].tool_class) == ("human", "human")
@@ -272,7 +251,7 @@ def test_breakpoints(server: FakeServer, when: str, compiled: bool) -> None:
     graph.invoke(HI, thread(), **({} if compiled else where))
     assert len(callback_handler.tree.waiting) == 1
     graph.invoke(None, thread())
-    (program,) = recorded(server).values()
+    (program,) = checked_programs(server).values()
     assert program.nodes == ("plan", "work", "plan")
     assert [fact.tool for fact in program.tools] == ["human"]
 
@@ -299,7 +278,9 @@ def test_an_interrupt_and_a_command_to_the_parent_are_no_errors_of_a_tool(server
     asking.invoke(Command(resume="yes"), thread())
     inner = StateGraph(State).add_node("hand_over", hand_over).add_edge(START, "hand_over").compile()
     assert graph(inner, "other").invoke(HI)["said"][-1] == "there"
-    facts = [fact[:2] for each in recorded(server).values() for fact in each.tools if fact.tool != "human"]
+    facts = [
+        fact[:2] for each in checked_programs(server).values() for fact in each.tools if fact.tool != "human"
+    ]
     assert sorted(facts) == [("ask", "cancelled"), ("ask", "ok"), ("hand_over", "ok")]
 
 
@@ -315,7 +296,7 @@ def test_an_interrupt_in_a_tool_stops_the_call_until_it_runs_again(server: FakeS
     made.invoke(ASK, thread())
     result = made.invoke(Command(resume="yes"), thread())
     assert said(result)[-2:] == [("tool", "yes"), ("ai", "done")]
-    (program,) = recorded(server, "call-5 started 2").values()
+    (program,) = checked_programs(server, "call-5 started 2").values()
     calls = [(start.tool, start.call_id) for start in program.tool_starts]
     assert [tool for tool, _ in calls] == ["approve", "human", "approve"]
     assert calls[0] == calls[2] == ("approve", "call-5")
@@ -327,7 +308,7 @@ def test_a_thread_bears_one_id_over_many_runs(server: FakeServer) -> None:
     graph = planner(speaker(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
     for id in ("1", "1", "2"):
         graph.invoke(HI, thread(id))
-    recorded(server, "2 times", "a second start", "after its end")
+    checked_programs(server, "2 times", "a second start", "after its end")
     first, again, other = ids(server)
     assert first == again != other
     assert sum(isinstance(event, ProgramEnd) for event in server.program_events()) == 3
@@ -357,7 +338,7 @@ def test_each_of_a_batch_under_a_program_is_a_child(server: FakeServer) -> None:
         graph.batch([HI, HI, HI])
     with sojourn.program("async"):
         asyncio.run(planner(async_speaker(model_at(server.base_url, "m"))).abatch([HI, HI]))
-    programs = recorded(server)
+    programs = checked_programs(server)
     mine, other = (id for id, each in programs.items() if each.start.name in ("mine", "async"))
     parents = [each.start.parent_program_id for each in programs.values() if each.start.name == "planner"]
     assert sorted(parents) == sorted([mine] * 3 + [other] * 2)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import sojourn
 from gc_tools import imports
+from old_release import run_with_release
 from sojourn.testing import FakeServer
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
@@ -189,37 +188,6 @@ def test_bodies_of_every_form_arrive_as_they_are(
 @pytest.mark.slow
 def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
     """All of the above, and the table's rows, in a process of its own with litellm 1.83.0 before this one."""
-    line = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--target",
-        str(tmp_path),
-        "litellm==1.83.0",
-    ]
-    fetched = subprocess.run(line, capture_output=True, text=True)
-    if fetched.returncode:
-        pytest.skip(f"litellm 1.83.0 is not to be had here: {fetched.stderr.strip()[-200:]}")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     files = [__file__, str(Path(__file__).with_name("test_frameworks_scenarios.py"))]
-    tests = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-k",
-        "litellm and not mini",
-        "-m",
-        "not slow and not engine",
-    ]
-    result = subprocess.run(
-        [*tests, "-p", "no:cacheprovider", *files], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout[-3000:]
-    # Its import would take six seconds of a core, and the tests above have done it.
-    code = "from importlib.util import find_spec; print(find_spec('litellm').origin)"
-    where = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert where.stdout.startswith(str(tmp_path))
+    chosen = ["-k", "litellm and not mini", "-m", "not slow and not engine"]
+    run_with_release("litellm==1.83.0", "litellm", tmp_path, *chosen, *files)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ os.environ.update(
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 import sojourn
+from old_release import run_with_release
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 
@@ -101,7 +100,8 @@ def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
     assert [event.call_id for event in starts] == [event.call_id for event in stops] == ids
     assert [event.status for event in stops] == ["ok", "nonzero", "timeout", "ok", "ok"]
     assert 0.1 <= stops[2].duration_s < 60
-    assert all(after.seq == before.seq + 1 for before, after in zip(starts, stops, strict=True))
+    ordered = [type(event) for event in server.program_events()]
+    assert [kind for kind in ordered if kind in (ToolStart, ToolStop)] == [ToolStart, ToolStop] * 5
     assert {request.context.program_id for request in server.requests} == {start.program_id}
     assert {request.headers["x-session-id"] for request in server.requests} == {start.program_id}
 
@@ -217,27 +217,4 @@ def test_agent_classes_for_the_command_line() -> None:
 @pytest.mark.slow
 def test_the_oldest_supported_mini(tmp_path: Path) -> None:
     """All of the above again, in a process of its own, with mini 2.0.0 before the installed one."""
-    fetched = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--target",
-            str(tmp_path),
-            "mini-swe-agent==2.0.0",
-        ],
-        capture_output=True,
-        text=True,
-    )
-    if fetched.returncode:
-        pytest.skip(f"mini-swe-agent 2.0.0 is not to be had here: {fetched.stderr.strip()[-200:]}")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    tests = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(tests, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]
-    code = "import minisweagent; print(minisweagent.__version__)"
-    version = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert version.stdout.strip() == "2.0.0"
+    run_with_release("mini-swe-agent==2.0.0", "minisweagent", tmp_path, "-m", "not slow", __file__)
