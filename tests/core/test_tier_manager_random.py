@@ -494,7 +494,7 @@ class PlacedLife:
 
     def _limit(self, limits: SchedulerLimits) -> None:
         tiers = self.program_scheduler.tiers
-        self.program_scheduler.limits = self.program_scheduler._admission.limits = tiers.limits = limits
+        self.program_scheduler.limits = tiers.limits = limits
         tiers._overdue_at_s = -math.inf
 
     def _who_acts_ends(self) -> None:
