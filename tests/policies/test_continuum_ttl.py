@@ -57,24 +57,6 @@ def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: 
     assert choice == (brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S), DecisionReason.THIS_TOOL)
 
 
-@given(SAMPLES, WHOLE, WHOLE, WHOLE)
-def test_what_costs_more_to_lose_is_kept_no_shorter(
-    durations: list[float], reload_s: float, wait_s: float, more: float
-) -> None:
-    rule, history = ContinuumRetention(min_samples=0), history_of(bash=durations)
-    base = choose(rule, history, reload_s=reload_s, wait_s=wait_s).ttl_s
-    assert choose(rule, history, reload_s=reload_s, wait_s=wait_s + more).ttl_s >= base
-    assert choose(rule, history, reload_s=reload_s + more, wait_s=wait_s).ttl_s >= base
-    assert choose(rule, history, reload_s=reload_s, wait_s=wait_s, eta=0.5).ttl_s <= base
-
-
-@given(SAMPLES, WHOLE)
-def test_a_ttl_never_exceeds_what_it_can_save(durations: list[float], wait_s: float) -> None:
-    choice = choose(ContinuumRetention(min_samples=0), history_of(bash=durations), wait_s=wait_s)
-    assert 0.0 <= choice.ttl_s <= wait_s
-    assert choice.ttl_s == 0.0 or choice.ttl_s in durations
-
-
 def test_too_thin_a_history_falls_back_from_tool_to_all_to_exponential() -> None:
     rule = ContinuumRetention(min_samples=4)
     history = history_of(slow=[8.0] * 4)
@@ -110,11 +92,6 @@ def test_nothing_is_ever_kept_longer_than_the_bound() -> None:
     rule = ContinuumRetention(min_samples=0)
     assert choose(rule, ToolHistory(), wait_s=1e300).ttl_s == MAX_TTL_S
     assert choose(rule, history_of(bash=[1.0, MAX_TTL_S, 400.0, 400.0]), wait_s=1e9).ttl_s == MAX_TTL_S
-
-
-def test_a_tool_that_is_sometimes_endless_is_waited_for_only_while_it_pays() -> None:
-    history = history_of(bash=[1.0] * 9 + [250.0])
-    assert choose(ContinuumRetention(min_samples=0), history, wait_s=30.0).ttl_s == 1.0
 
 
 def test_of_a_long_history_a_bounded_number_is_tried_and_the_answer_stays_close() -> None:

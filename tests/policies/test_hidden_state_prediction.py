@@ -13,7 +13,6 @@ from sojourn_server.policies.forecasting import (
     OutputLengthView,
     SurvivalPrediction,
 )
-from sojourn_server.policies.preset import load_preset, parse_preset
 
 GUESS = (10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0)
 KNOWN = OutputLengthView("r", 5, 10_000, tuple(range(100, 150)))
@@ -63,19 +62,6 @@ def test_where_nothing_else_is_known_a_guess_with_a_record_is_taken() -> None:
     assert HiddenStatePrediction().remaining(few._replace(prediction_error=None), 0.0) is None
 
 
-@pytest.mark.parametrize(("most", "bounded"), [(45, (10, 20, 30, 40, 45, 45, 45, 45)), (1, (1,) * 8)])
-def test_no_guess_exceeds_what_may_be_written(most: int, bounded: tuple[float, ...]) -> None:
-    assert HiddenStatePrediction().remaining(ASKED._replace(most_tokens=most), 0.0) == bounded
-
-
-def test_every_guess_is_of_the_next_token_at_least() -> None:
-    assert HiddenStatePrediction().remaining(ASKED._replace(network_prediction=(0.1, 0.9, 3.0)), 0.0) == (
-        1.0,
-        1.0,
-        3.0,
-    )
-
-
 @given(views, offs, offs)
 def test_without_a_guess_or_a_record_it_is_survival(
     view: OutputLengthView, prediction_error: float, baseline_error: float
@@ -89,39 +75,3 @@ def test_without_a_guess_or_a_record_it_is_survival(
         )
         == known
     )
-
-
-@given(views, st.lists(st.floats(1, 1e6), min_size=1, max_size=8).map(sorted), offs, offs)
-def test_whatever_it_answers_is_in_order_and_in_bounds(
-    view: OutputLengthView, guess: list[float], prediction_error: float, baseline_error: float
-) -> None:
-    left = HiddenStatePrediction().remaining(
-        view._replace(
-            network_prediction=tuple(guess), prediction_error=prediction_error, baseline_error=baseline_error
-        ),
-        0.0,
-    )
-    if left is not None:
-        assert list(left) == sorted(left)
-        assert all(1.0 <= tokens <= view.most_tokens for tokens in left)
-
-
-def test_its_options_are_those_of_survival() -> None:
-    preset = parse_preset(
-        'extends = "tetris"\noutput_length = { policy = "hidden-states", hints = false, min_outputs = 3 }',
-        source="x",
-    )
-    assert preset.output_length == HiddenStatePrediction(hints=False, min_outputs=3)
-
-
-def test_the_preset_differs_from_tetris_in_that_alone() -> None:
-    from sojourn_server.policies.preset import POLICY_CLASSES
-
-    learned, base = load_preset("tetris-learned"), load_preset("tetris")
-    assert (learned.output_length, base.output_length) == (HiddenStatePrediction(), SurvivalPrediction())
-    assert (learned.output_length.reads_hidden_states, base.output_length.reads_hidden_states) == (
-        True,
-        False,
-    )
-    for question in POLICY_CLASSES.keys() - {"output_length"}:
-        assert getattr(learned, question) == getattr(base, question)

@@ -55,25 +55,6 @@ def test_the_need_is_the_mean_over_what_each_may_yet_write(
     assert needed_blocks(running, size) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@given(running=sets, size=sizes, at=st.integers(0, 10))
-def test_needs_add_up(running: list[RunningRequestView], size: int, at: int) -> None:
-    """Demand is additive, so one request can be added or removed without the others."""
-    parts = zip(needed_blocks(running[:at], size), needed_blocks(running[at:], size), strict=True)
-    assert needed_blocks(running, size) == pytest.approx([sum(part) for part in parts], rel=1e-9, abs=1e-9)
-
-
-def test_a_request_grows_by_a_token_a_step_and_is_gone() -> None:
-    """A context of 152 tokens and half a block is ten blocks of sixteen."""
-    needed = dict(zip(STEP_POINTS, needed_blocks([request(152, (64.0,))], 16), strict=True))
-    assert [needed[at] for at in (0, 16, 32)] == [10.0, 11.0, 12.0]
-    assert {need for at, need in needed.items() if at >= 64} == {0.0}, "after 64 more steps it has ended"
-
-
-def test_of_two_chances_each_is_half_a_need() -> None:
-    needed = dict(zip(STEP_POINTS, needed_blocks([request(152, (16.0, 32.0))], 16), strict=True))
-    assert [needed[at] for at in (0, 16, 32)] == [10.0, 5.5, 0.0]
-
-
 @pytest.mark.parametrize("unknown", [None, ()])
 def test_without_history_the_present_demand_is_the_forecast(unknown: tuple[float, ...] | None) -> None:
     assert needed_blocks([request(152, unknown)], 16) == [10.0] * len(STEP_POINTS)

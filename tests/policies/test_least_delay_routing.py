@@ -48,13 +48,6 @@ def test_a_program_of_few_turns_and_one_of_many_choose_differently() -> None:
     assert to(request(50.0, 100, **there)) == RoutingDecision("a", "least_delay"), "the other is gone soon"
 
 
-def test_a_request_that_is_alone_goes_where_the_load_is_least() -> None:
-    view = request(1.0, 100, b=(STAYS,))
-    replicas = [replica("a", load=0.3), replica("b", STAYS, load=0.1)]
-    assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == "b"
-    assert LeastDelayRouting().route(view._replace(turns_left=1.5), replicas, 0.0).replica_id == "a"
-
-
 def test_a_single_turn_request_does_not_wait() -> None:
     full = (ResidentProgramGroup(950, 950, 1, 10.0),)
     assert to(request(1.0, 500, a=full, b=full)) == RoutingDecision("a", "least_loaded", passes=True)
@@ -85,10 +78,6 @@ def test_memory_lasts_where_programs_end_at_different_times() -> None:
     both = request(10.0, 500, a=there["b"], b=there["b"])
     assert to(both) == RoutingDecision(None, "no_room")
     assert to(both).needs_tokens == 0, "later requests wait behind it"
-
-
-def test_a_program_too_large_for_all_goes_to_an_empty_replica() -> None:
-    assert to(request(10.0, 5000, a=(STAYS,))).replica_id == "b"
 
 
 def test_it_stays_at_home_and_a_sub_agent_goes_to_its_parent() -> None:

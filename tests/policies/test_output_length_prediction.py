@@ -100,16 +100,6 @@ def test_points_are_those_of_one_that_sorts_and_counts(lengths: list[int], so_fa
     assert all(1.0 <= point <= most for point in points)
 
 
-def test_the_few_that_came_so_far_count_for_more_than_the_many_that_did_not() -> None:
-    """Twenty outputs of one token, which is a "yes", and three essays: at the second token it is an essay."""
-    lengths = [1] * 20 + [500, 510, 520]
-    assert median(asked(SurvivalPrediction(), lengths, 0)) == 1.0
-    points = asked(SurvivalPrediction(), lengths, 1)
-    # Two of the eight in each of the four gaps: before the three, between them, and after.
-    assert [sum(point <= end for point in points) for end in (499, 509, 519)] == [2, 4, 6]
-    assert points[7] > points[6] > 519 > points[2] > 499
-
-
 # -- the tail -----------------------------------------------------------------------------------------
 
 
@@ -166,15 +156,6 @@ def test_accurate_hints_of_an_agent_type_are_used() -> None:
     assert asked(UNHINTED, SEEN, 0, hinted_tokens=700, hint_error=0.08) == asked(UNHINTED, SEEN, 0)
 
 
-def test_a_hint_is_spread_by_how_far_those_before_it_were_off() -> None:
-    narrow, wide = (
-        asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_error=off) for off in (0.05, 0.5)
-    )
-    assert wide[0] < narrow[0] < 700 < narrow[-1] < wide[-1]
-    exact = asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=700, hint_error=0.0)
-    assert 680 < exact[0] < exact[-1] < 720, "yet never taken for exact"
-
-
 @pytest.mark.parametrize("off", [None, 3.0, 1e300, math.inf, math.nan])
 def test_a_hint_that_says_less_than_what_is_known_anyway_is_ignored(off: float | None) -> None:
     assert asked(SurvivalPrediction(), SEEN, 30, hinted_tokens=700, hint_error=off) == asked(
@@ -214,15 +195,6 @@ def test_a_hint_of_no_length_is_none(hinted: int) -> None:
     assert asked(SurvivalPrediction(), SEEN, 0, hinted_tokens=hinted, hint_error=0.1) == asked(
         UNHINTED, SEEN, 0
     )
-
-
-@pytest.mark.parametrize("off", [0.0, 0.1, 300.0, 1e308])
-def test_a_hint_without_measure_is_bounded_by_what_is_allowed(off: float) -> None:
-    for seen in ((), SEEN):
-        view = OutputLengthView("r", 10, 4096, seen, 10**400, off)
-        points = SurvivalPrediction().remaining(view, 0.0)
-        assert points is not None
-        assert all(1.0 <= point <= 4096 for point in points)
 
 
 @given(
@@ -288,19 +260,3 @@ def test_an_output_that_was_hinted_ends_by_each_point_as_often_as_it_should(off:
     came = [length - so_far for length in lengths if length > so_far]
     shares = [sum(left <= point for left in came) / len(came) for point in points]
     assert shares == pytest.approx(SHARES, abs=0.03)
-
-
-def test_it_is_off_by_less_than_the_mean_where_outputs_are_of_two_kinds() -> None:
-    """Asked every 32 tokens, as the engine does, of outputs that were held back."""
-    random = Random(11)
-    seen, held_back = sample(bimodal, random), sample(bimodal, random, 200)
-    off: list[list[float]] = [[], []]
-    for length in held_back:
-        for so_far in range(0, length, 32):
-            by_mean = max(1.0, fmean(seen) - so_far)
-            for expected, found in zip(
-                (median(asked(SurvivalPrediction(), seen, so_far)), by_mean), off, strict=True
-            ):
-                found.append(abs(math.log((length - so_far) / expected)))
-    survival, mean = map(fmean, off)
-    assert survival < 0.7 * mean

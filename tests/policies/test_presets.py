@@ -43,13 +43,6 @@ def test_the_shipped_presets() -> None:
         assert preset.paper
 
 
-def test_continuum_has_the_papers_defaults() -> None:
-    preset = load_preset("continuum")
-    assert preset.retention == ContinuumRetention(min_samples=100)
-    assert type(preset.order).__name__ == "ProgramFcfs"
-    assert type(preset.lease_reclaim).__name__ == "LatestProgramReclaim"
-
-
 @pytest.mark.parametrize(
     ("name", "retention", "base", "differs"),
     [

@@ -163,22 +163,6 @@ def test_steps_left_say_more_than_the_graph():
     assert hinted_continuation_probability(WorkflowStepView()) is None
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["a", "b", END]), st.floats(0, 1)), max_size=5),
-    st.none() | st.floats(0, 1e300),
-    st.integers(0, 100),
-)
-def test_whatever_is_declared_it_is_a_probability(
-    edges: list[tuple[str, float]], steps_left: float | None, tasks: int
-):
-    for step in (
-        WorkflowStepView(declared=tuple(edges), steps_left=steps_left, tasks=tasks),
-        WorkflowStepView(inferred=tuple(edges), tasks=tasks),
-    ):
-        goes_on = ThreeTierPrediction().expect(step, 0.0).continuation_probability
-        assert goes_on is None or 0.0 <= goes_on <= 1.0
-
-
 # -- tool-type TTL (S4) --------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -82,24 +81,10 @@ def test_a_request_enters_exactly_if_its_whole_demand_fits() -> None:
     assert not EXACTLY.may_admit(replace(crowded, available_blocks=101), 0.0), "though its prompt would fit"
 
 
-def test_a_request_enters_if_another_one_ends_in_time() -> None:
-    leaving = replace(ENTRY, needed_blocks=(89.0, 89.0, *[10.0] * (len(STEP_POINTS) - 2)))
-    assert EXACTLY.may_admit(leaving, 0.0)
-    assert not EXACTLY.may_admit(replace(leaving, needed_blocks=(89.0, 90.0, *NOTHING[2:])), 0.0)
-
-
 def test_a_share_of_the_memory_stays_free() -> None:
     crowded = replace(ENTRY, needed_blocks=(78.0,) * len(STEP_POINTS))
     assert DemandForecastAdmission(reserve=0.1).may_admit(crowded, 0.0)
     assert not DemandForecastAdmission(reserve=0.11).may_admit(crowded, 0.0)
-
-
-def test_a_later_shortage_counts() -> None:
-    long = NEWCOMER._replace(remaining=(2000.0,))
-    later = replace(
-        ENTRY, own=long, needed_blocks=tuple(1000.0 if point > 500 else 0.0 for point in STEP_POINTS)
-    )
-    assert not EXACTLY.may_admit(later, 0.0)
 
 
 FULL: dict[str, Any] = {"needed_blocks": (1e6,) * len(STEP_POINTS), "available_blocks": 1}
@@ -173,15 +158,3 @@ def test_the_preset_of_the_paper_forecasts() -> None:
     assert preset.admission.is_used
     assert preset.admission.forecasts
     assert preset.output_length.predicts, "otherwise demand is unknown"
-
-
-def test_the_horizon_is_the_configured_one() -> None:
-    rising = KvDemandView(tuple(float(point) for point in STEP_POINTS), 512)
-    assert ExpectedDemandForecast(steps=511).steps_until_shortage(rising, 0.0) is None
-    assert ExpectedDemandForecast(steps=512).steps_until_shortage(rising, 0.0) == 512
-    assert (
-        ExpectedDemandForecast(steps=10**9).steps_until_shortage(
-            rising._replace(available_blocks=10**9), math.inf
-        )
-        is None
-    )

@@ -52,14 +52,6 @@ def test_after_thirty_programs_the_next_step_is_known_87_times_in_a_hundred():
     assert mean(ours) >= 0.91 > 0.85 > mean(simple)
 
 
-def test_what_preceded_decides_where_the_step_alone_does_not():
-    transitions = learned(*["act check fix check done"] * 6)
-    assert best(transitions, "act", "check") == "fix"
-    assert best(transitions, "act", "check", "fix", "check") == "done"
-    by_step = dict(transitions.predict("k", ["elsewhere", "check"]))
-    assert by_step["fix"] == pytest.approx(by_step["done"])
-
-
 def test_an_unknown_past_falls_back_on_the_present_and_start_and_end_are_part_of_it():
     transitions = learned(*["a b c"] * 6)
     assert best(transitions, "x", "y", "b") == "c"

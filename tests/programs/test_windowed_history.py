@@ -110,15 +110,6 @@ def test_memoryfulness_is_the_correlation_over_all_pairs(totals: list[int], most
         assert one.memoryfulness() == pytest.approx(naive_memoryfulness(kept), abs=1e-9)
 
 
-def test_geometric_programs_are_memoryless() -> None:
-    history = TurnHistory(100_000)
-    # Exactly half of those alive end at each turn: the geometric distribution without sampling noise.
-    for total in range(1, 15):
-        for _ in range(2 ** (14 - total)):
-            history.observe(total)
-    assert abs(history.memoryfulness()) < 0.02
-
-
 # -- output lengths ----------------------------------------------------------------------
 
 TYPES = st.none() | st.sampled_from(["coder", "critic", ""])

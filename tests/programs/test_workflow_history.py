@@ -6,7 +6,6 @@ import json
 from random import Random
 
 import pytest
-from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.programs.program_state import HintReliability, ProgramState
 from sojourn_server.programs.workflow_history import (
@@ -41,18 +40,6 @@ def at(*tools: str) -> ProgramState:
     run = program()
     run.turns, run.steps, run.pending_tool, run.context_tokens = len(tools), list(tools[:-1]), tools[-1], 100
     return run
-
-
-def test_what_follows_is_learned_from_whole_programs():
-    workflows = WorkflowHistory()
-    for _ in range(40):
-        live(workflows, "ls", "edit", "pytest", "edit", "pytest")
-    assert workflows.finished_programs(program()) == 40
-    assert workflows.successors(at("ls"))[0][0] == "edit"
-    assert workflows.successors(at("ls", "edit"))[0][0] == "pytest"
-    likely = dict(workflows.successors(at("edit", "pytest", "edit", "pytest")))
-    assert likely[END] > 0.9
-    assert dict(workflows.successors(at("ls", "edit", "pytest"))).get(END, 0.0) < 0.1
 
 
 def test_a_changed_workload_is_relearned_within_fifty_tasks():

@@ -15,20 +15,10 @@ from . import (
     retention_policies,
     workflow_prediction,
 )
-from .admission_policies import AdmissionPolicy
-from .eviction_policies import EvictionPolicy
-from .forecasting import RemainingTokensPolicy, ShortageForecastPolicy
-from .lease_reclaim_policies import LeaseReclaimPolicy
 from .placement import placement_policy, relative_idleness, residency_price
-from .placement.placement_policy import PlacementPolicy
 from .policy_protocols import EndedKvHandling
-from .preemption_policies import RecoveryPolicy, VictimPolicy
-from .prefetch_policies import PrefetchPolicy
 from .preset_store import PresetError as PresetError
 from .preset_store import PresetStore
-from .queue_order_policies import QueueOrderPolicy
-from .retention_policies import RetentionPolicy
-from .workflow_prediction import WorkflowPredictionPolicy
 
 POLICY_CLASSES: dict[str, dict[str, type]] = {
     "retention": {
@@ -104,18 +94,22 @@ class Preset:
     name: str
     paper: str
     """The paper and sections that the preset follows, or its purpose."""
-    retention: RetentionPolicy
-    admission: AdmissionPolicy
-    order: QueueOrderPolicy
-    lease_reclaim: LeaseReclaimPolicy
-    victim: VictimPolicy
-    eviction: EvictionPolicy
-    workflow_prediction: WorkflowPredictionPolicy = field(default_factory=WorkflowPredictionPolicy)
-    prefetch: PrefetchPolicy = field(default_factory=PrefetchPolicy)
-    placement: PlacementPolicy = field(default_factory=PlacementPolicy)
-    output_length: RemainingTokensPolicy = field(default_factory=RemainingTokensPolicy)
-    forecast: ShortageForecastPolicy = field(default_factory=ShortageForecastPolicy)
-    recovery: RecoveryPolicy = field(default_factory=RecoveryPolicy)
+    retention: retention_policies.RetentionPolicy
+    admission: admission_policies.AdmissionPolicy
+    order: queue_order_policies.QueueOrderPolicy
+    lease_reclaim: lease_reclaim_policies.LeaseReclaimPolicy
+    victim: preemption_policies.VictimPolicy
+    eviction: eviction_policies.EvictionPolicy
+    workflow_prediction: workflow_prediction.WorkflowPredictionPolicy = field(
+        default_factory=workflow_prediction.WorkflowPredictionPolicy
+    )
+    prefetch: prefetch_policies.PrefetchPolicy = field(default_factory=prefetch_policies.PrefetchPolicy)
+    placement: placement_policy.PlacementPolicy = field(default_factory=placement_policy.PlacementPolicy)
+    output_length: forecasting.RemainingTokensPolicy = field(
+        default_factory=forecasting.RemainingTokensPolicy
+    )
+    forecast: forecasting.ShortageForecastPolicy = field(default_factory=forecasting.ShortageForecastPolicy)
+    recovery: preemption_policies.RecoveryPolicy = field(default_factory=preemption_policies.RecoveryPolicy)
     ended: EndedKvHandling = EndedKvHandling.REUSED_FIRST
 
     def tier_mechanisms(self) -> list[str]:
