@@ -66,8 +66,6 @@ class Scenario(NamedTuple):
     """Name of the class of the exception that ``play`` raises."""
     name: str = ""
     """Distinguishes several scenarios of a row."""
-    only_fake: str = ""
-    """Why no real server can answer in this way; empty if it can."""
 
     @property
     def id(self) -> str:

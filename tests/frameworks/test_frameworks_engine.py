@@ -31,11 +31,7 @@ def test_the_engine_starts(engine: Engine) -> None:
     assert get(engine.url, "/sojourn/v1/capabilities")["name"] == "sojourn"
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [each for each in runnable_scenarios() if not each.only_fake],
-    ids=lambda scenario: scenario.id,
-)
+@pytest.mark.parametrize("scenario", runnable_scenarios(), ids=lambda scenario: scenario.id)
 def test_the_engine_knows_everything(scenario: Scenario, engine: Engine) -> None:
     plain = Model(scenario)
     with ScriptedEngine(engine.url, plain) as proxy:
