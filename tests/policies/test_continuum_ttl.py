@@ -30,7 +30,7 @@ def choose(
     rule: ContinuumRetention,
     history: ToolHistory,
     *,
-    tool: str | None = "bash",
+    tool: str = "bash",
     reload_s: float = 0.0,
     wait_s: float = 0.0,
     eta: float = 1.0,
@@ -39,7 +39,7 @@ def choose(
         program_id="p", tool=tool, history=history, context_tokens=1,
         reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta,
     )  # fmt: skip
-    return rule.ttl(turn)
+    return rule.keep(turn, 0.0)
 
 
 def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> float:
@@ -54,7 +54,8 @@ def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> f
 def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: float, eta: float) -> None:
     rule = ContinuumRetention(min_samples=0)
     choice = choose(rule, history_of(bash=durations), reload_s=reload_s, wait_s=wait_s, eta=eta)
-    assert choice == (brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S), DecisionReason.THIS_TOOL)
+    expected = brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S)
+    assert choice == (expected, DecisionReason.THIS_TOOL if expected else DecisionReason.NOT_WORTH_IT)
 
 
 def test_too_thin_a_history_falls_back_from_tool_to_all_to_exponential() -> None:
@@ -64,7 +65,6 @@ def test_too_thin_a_history_falls_back_from_tool_to_all_to_exponential() -> None
     history.observe("fast", 1.0)
     assert choose(rule, history, tool="slow", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
     assert choose(rule, history, tool="fast", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
-    assert choose(rule, history, tool=None, wait_s=20.0).reason is DecisionReason.ALL_TOOLS
     for _ in range(4):
         history.observe("fast", 1.0)
     assert choose(rule, history, tool="fast", wait_s=20.0) == (1.0, DecisionReason.THIS_TOOL)
@@ -82,8 +82,7 @@ def test_cold_start_is_the_optimum_for_unit_exponential_tools(
     def value(tau: float) -> float:
         return (1 - math.exp(-tau)) * benefit_s - tau
 
-    assert choice.reason is DecisionReason.COLD_START
-    assert choice.ttl_s >= 0.0
+    assert choice.reason is (DecisionReason.COLD_START if choice.ttl_s > 0.0 else DecisionReason.NOT_WORTH_IT)
     for step in range(200):
         assert value(choice.ttl_s) >= value(step * 0.05) - 1e-9
 

@@ -164,22 +164,18 @@ steps = st.builds(
 )  # fmt: skip
 
 
-def recorded(history: ToolHistory) -> Any:
-    return history.snapshot()
-
-
 @pytest.mark.parametrize("policy", registered("retention"))
 @settings(max_examples=40, deadline=None)
 @given(turn=turns, now=times)
 def test_retention(policy: Any, turn: FinishedTurnView, now: float) -> None:
-    before = recorded(turn.history)
+    before = turn.history.snapshot()
     keep = policy.keep(turn, now)
     assert isinstance(keep, RetentionDecision)
     assert isinstance(keep.reason, DecisionReason)
     assert 0.0 <= keep.ttl_s <= getattr(policy, "ttl_s", 300.0), "every lease ends"
     assert policy.keep(turn, now) == keep == copy.deepcopy(policy).keep(turn, now)
     assert policy.keep(turn, now + 1000.0) == keep, "the answer does not depend on the clock"
-    assert recorded(turn.history) == before
+    assert turn.history.snapshot() == before
     if turn.tool is None and turn.hinted_ttl_s is None:
         assert keep.ttl_s == 0.0, "a turn without tool call gets no lease"
 
@@ -395,20 +391,6 @@ PURE_FILES = sorted(path for package in PURE_PACKAGES for path in (SERVER / pack
 def test_pure_packages_have_no_clock_no_io_no_engine(path: Path) -> None:
     tops = {name.partition(".")[0] for name in imports_of(path.read_text(encoding="utf-8"))}
     assert not tops & (BANNED | {"open", "print", "__import__", "input"})
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import time", "time"),
-        ("def f():\n    from os import path", "os"),
-        ("import torch.nn as nn", "torch.nn"),
-        ("open('x')", "open"),
-    ],
-)
-def test_the_import_check_finds_violations(source: str, found: str) -> None:
-    assert found in imports_of(source)
-    assert len(PURE_FILES) > 15
 
 
 def test_core_and_policies_load_without_an_engine() -> None:

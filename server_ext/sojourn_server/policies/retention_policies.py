@@ -121,28 +121,22 @@ class ContinuumRetention(RetentionPolicy):
             return RetentionDecision(min(turn.hinted_ttl_s, MAX_TTL_S), DecisionReason.HINTED)
         if turn.tool is None:
             return NO_TOOL_CALL
-        choice = self.ttl(turn)
-        return choice if choice.ttl_s > 0.0 else NOT_WORTH_IT
-
-    def ttl(self, turn: FinishedTurnView) -> RetentionDecision:
-        """Return the TTL by the formula, without regard to a hinted TTL, and the reason. Of equally good
-        TTLs, the shortest is chosen."""
-        tool, history = turn.tool, turn.history
-        if history.count() <= self.min_samples:
-            # Exp(1), η = 1: (1 − e^{−τ})·B − τ is greatest at τ = ln B.
-            benefit_s = turn.mean_evicted_wait_s + turn.restore_s
-            ttl_s = math.log(benefit_s) if benefit_s > 1.0 else 0.0
-            return RetentionDecision(min(ttl_s, MAX_TTL_S), DecisionReason.COLD_START)
-        if tool is not None and history.count(tool) > self.min_samples:
-            durations, reason = history.durations(tool), DecisionReason.THIS_TOOL
+        durations, reason = turn.history.durations(turn.tool), DecisionReason.THIS_TOOL
+        if len(durations) <= self.min_samples:
+            durations, reason = turn.history.durations(), DecisionReason.ALL_TOOLS
+        if len(durations) > self.min_samples:
+            benefit_s = turn.mean_evicted_wait_s * turn.memoryfulness + turn.restore_s
+            ttl_s = best_ttl_s(durations, benefit_s)
         else:
-            durations, reason = history.durations(), DecisionReason.ALL_TOOLS
-        benefit_s = turn.mean_evicted_wait_s * turn.memoryfulness + turn.restore_s
-        return RetentionDecision(best_ttl_s(durations, benefit_s), reason)
+            # Exp(1), η = 1: (1 − e^{−τ})·B − τ is greatest at τ = ln B.
+            benefit_s, reason = turn.mean_evicted_wait_s + turn.restore_s, DecisionReason.COLD_START
+            ttl_s = min(math.log(benefit_s), MAX_TTL_S) if benefit_s > 1.0 else 0.0
+        return RetentionDecision(ttl_s, reason) if ttl_s > 0.0 else NOT_WORTH_IT
 
 
 def best_ttl_s(durations: Sequence[float], benefit_s: float) -> float:
-    """Return the TTL τ, 0 or one of ``durations``, with the largest P(duration ≤ τ) · ``benefit_s`` − τ.
+    """Return the TTL τ, 0 or one of ``durations``, with the largest P(duration ≤ τ) · ``benefit_s`` − τ; of
+    equally good ones, the shortest.
 
     ``durations``: seconds, ascending."""
     total = len(durations)
