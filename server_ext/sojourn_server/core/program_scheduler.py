@@ -49,7 +49,7 @@ from ..programs.windowed_history import recent_entry
 from . import events_and_actions as ev
 from .demand_forecaster import DemandForecaster
 from .lease_manager import LeaseManager
-from .request_hints import clipped, has_unused_field, unused_fields
+from .request_hints import clipped, unused_fields
 from .request_table import RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
@@ -183,9 +183,20 @@ class ProgramScheduler:
         program_id, context = event.identity.program_id, event.identity.context
         # A client that sends hints names each conversation itself, so all its requests are turns.
         hashes = event.block_hashes if context is None else None
-        program = named = self._open(program_id, now) if program_id is not None else None
-        if program is not None and hashes is not None:
-            sides = self._side_requests(program, event, now)
+        program = None
+        if program_id is None:
+            rank = self._programs.next_rank()
+            self._requests.untracked_arrivals += PROBE_ID not in event.request_id
+        else:
+            program = self._contacted(program_id, now)
+            is_over = program.status is ProgramStatus.ENDED
+            if is_over or not program.ranked:
+                # The first request determines the rank, a program_start does not.
+                program.rank, program.ranked = self._programs.next_rank(), True
+            if is_over:
+                program.reset_for_reuse(now)
+            rank = program.rank
+            sides = self._side_requests(program, event, now) if hashes is not None else []
             if event.request_id in sides:
                 tokens = event.prompt_tokens
                 self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
@@ -193,12 +204,10 @@ class ProgramScheduler:
             else:
                 for side in sides:
                     self._become_side_request(self._requests.states[side], now)
-        if named is None:
-            self._requests.untracked_arrivals += PROBE_ID not in event.request_id
         self._arrivals += 1
         request_state = self._requests.states[event.request_id] = RequestState(
             event.request_id,
-            named.rank if named is not None else self._programs.next_rank(),
+            rank,
             self._arrivals,
             program,
             arrived_s=now,
@@ -210,12 +219,11 @@ class ProgramScheduler:
         )
         outcome = event.identity.outcome
         if program is not None and context is not None:
-            ttl_clipped = request_state.apply_hint(context, self.limits.max_hinted_ttl_s)
+            max_ttl_s, unused = self.limits.max_hinted_ttl_s, self._unused_fields
+            applied = request_state.apply_hint(context, max_ttl_s, unused)
             # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
-            if outcome is not Outcome.CLIPPED and has_unused_field(context, self._unused_fields):
-                outcome = Outcome.UNSUPPORTED
-            elif ttl_clipped:
-                outcome = Outcome.CLIPPED
+            if outcome is not Outcome.CLIPPED:
+                outcome = applied
         if outcome is not None:
             self.recorder.count("sojourn_hints_total", outcome=outcome.value)
         if program is None:
@@ -225,17 +233,6 @@ class ProgramScheduler:
             self.tiers.arrived(request_state, now, event.block_hashes or ())
             if self.tiers.is_parked(request_state):
                 self._programs.signal(program, ProgramSignal.GATE)
-
-    def _open(self, program_id: ProgramId, now: float) -> ProgramState:
-        """Return the program of a request that has arrived. An unknown id or the id of an ended program
-        begins a new program with a new rank."""
-        program = self._contacted(program_id, now)
-        is_over = program.status is ProgramStatus.ENDED
-        if is_over or not program.ranked:  # the first request determines the rank, a program_start does not
-            program.rank, program.ranked = self._programs.next_rank(), True
-        if is_over:
-            program.reset_for_reuse(now)
-        return program
 
     def _contacted(self, program_id: ProgramId, now: float) -> ProgramState:
         """Find or create a program whose client was heard from, and forget those that were removed from a

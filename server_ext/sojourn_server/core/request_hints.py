@@ -58,16 +58,6 @@ def unused_fields(preset: Preset) -> list[str]:
     return sorted(hints) + events
 
 
-def has_unused_field(context: AgenticContext, unused: list[str]) -> bool:
-    """Return whether a hint sets a field that is in ``unused``.
-
-    A field that is false does not count, because ``expected_resume: false`` ends a program under every
-    preset. Fields in the ``sojourn`` part do not count, because the SDK sends them by default."""
-    return any(
-        (value := getattr(context, field, None)) is not None and value is not False for field in unused
-    )
-
-
 def read_identity(session_id: str | None, xargs: dict[str, Any] | None) -> RequestIdentity:
     """Read a request's program from its hint, or from its session header if there is no valid hint. An
     implicit program (``SojournContext.implicit``) counts as none. Never raises. If the hint or a field of it

@@ -8,6 +8,7 @@ from typing import Any
 
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
+from sojourn.wire_codec import Outcome
 
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting import RemainingTokens
@@ -107,9 +108,9 @@ class RequestState:
             self.waited_s += now - self.since_s
         self.running, self.since_s = False, now
 
-    def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float) -> bool:
-        """Store a hint here and in the state of the program, which must be known. Returns whether the hinted
-        TTL was out of bounds and was clipped."""
+    def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float, unused: Sequence[str]) -> Outcome:
+        """Store a hint here and in the state of the program, which must be known. Return whether the hint was
+        applied as it is, has a field of ``unused``, or its TTL was out of bounds and was clipped."""
         program, ttl_s = self.program, context.kv_retention_ttl_seconds
         assert program is not None
         if context.parent_program_id:
@@ -136,7 +137,13 @@ class RequestState:
             program.expected_steps_left = left if left is not None and left >= 0 else None
             self.steps_left, self.node = program.expected_steps_left, clipped(ours.node)
             self.final = self.final or ours.final
-        return self.hinted_ttl_s != ttl_s
+        for field_name in unused:
+            value = getattr(context, field_name, None)
+            # ``expected_resume: false`` ends a program under every preset. Fields in the ``sojourn`` part do
+            # not count, because the SDK sends them by default.
+            if value is not None and value is not False:
+                return Outcome.UNSUPPORTED
+        return Outcome.APPLIED if self.hinted_ttl_s == ttl_s else Outcome.CLIPPED
 
 
 class RequestTable:
