@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from bisect import bisect_right
@@ -13,11 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.simulator.workloads.distributions import (
-    BoundedPowerLaw,
-    LogNormal,
     PercentileDistribution,
-    RoundedNormal,
-    TruncatedExponential,
+    bounded_power_law,
+    rounded_normal,
     split,
 )
 from sojourn_server.simulator.workloads.reasoning_workloads import (
@@ -80,13 +77,8 @@ def test_continuums_share_of_outputs_is_what_was_asked_for(name: str, share: flo
     close([p.max_context_tokens for p in programs], 70_126, 19_732)
 
 
-def test_continuum_tool_times_have_the_published_moments_exactly_and_end_at_the_harness_limit() -> None:
-    tool_s = LogNormal.with_moments(0.925, 3.550, SWE_TOOL_LIMIT_S)
-    mean = tool_s.moment(1)
-    assert mean == pytest.approx(0.925, rel=1e-6)
-    assert math.sqrt(tool_s.moment(2) - mean**2) == pytest.approx(3.550, rel=1e-6)
-    longest = max(gaps(synthetic_programs("continuum-swe-bench", count=COUNT)))
-    assert longest == SWE_TOOL_LIMIT_S
+def test_continuum_tool_times_end_at_the_harness_limit() -> None:
+    assert max(gaps(synthetic_programs("continuum-swe-bench", count=COUNT))) == SWE_TOOL_LIMIT_S
 
 
 @pytest.mark.parametrize("name", DUALPATH)
@@ -114,7 +106,7 @@ def test_dualpath_table_2(name: str) -> None:
 @pytest.mark.parametrize("cv", [0.5, 1.0, 1.5, 2.0])
 def test_the_sweep_of_latencies_keeps_the_mean(cv: float) -> None:
     programs = synthetic_programs(f"latency-cv:{cv}", count=COUNT)
-    # The spread of a long-tailed sample settles slowly; that it is right in the limit is tested below.
+    # The spread of a long-tailed sample settles slowly.
     close(gaps(programs), 1.2, 1.2 * cv, rel=0.04 if cv <= 1.0 else 0.08)
     assert statistics.mean(len(p.turns) for p in programs) == pytest.approx(37, rel=0.04)
     lengths = [len(p.turns) for p in programs]
@@ -195,15 +187,11 @@ def test_a_split_adds_up(parts: int, more: int, seed: int) -> None:
 
 def test_the_shapes_hold_far_out() -> None:
     rng = random.Random(1)
-    steps = TruncatedExponential.with_mean(37, 5, 150)
-    drawn = [steps(rng) for _ in range(40_000)]
-    assert statistics.mean(drawn) == pytest.approx(37, rel=0.01)
-    assert 5 <= min(drawn) <= max(drawn) <= 150
-    power = BoundedPowerLaw(28_639, 32_768)
+    power = bounded_power_law(28_639, 32_768)
     drawn = [power(rng) for _ in range(40_000)]
     assert statistics.mean(drawn) == pytest.approx(28_639, rel=0.01)
     assert max(drawn) <= 32_768
-    turns = RoundedNormal(10.9, 2.1)
+    turns = rounded_normal(10.9, 2.1)
     drawn = [turns(rng) for _ in range(40_000)]
     assert statistics.stdev(drawn) == pytest.approx(2.1, rel=0.01)
     through = PercentileDistribution(((0.5, 1.0), (0.95, 10.0), (0.99, 20.0)))
@@ -289,14 +277,3 @@ def test_the_agent_thinks_before_each_tool_call() -> None:
     for name, kind in AGENT_TOOLS.items():
         times = [run.s or 0.0 for run in calls if run is not None and run.name == name]
         assert statistics.median(times) == pytest.approx(TOOL_LATENCIES[kind].quantile(0.5), rel=0.05)
-
-
-def test_a_log_normal_through_a_point_has_mean_and_point() -> None:
-    drawn = LogNormal.through(6_000, 0.75, 8_192, 16_384)
-    assert drawn.moment(1) == pytest.approx(6_000)
-    assert LogNormal(drawn.mu, drawn.sigma, 8_192).moment(1) < 6_000
-    assert LogNormal.with_mean(12_000, drawn.sigma, 32_768).moment(1) == pytest.approx(12_000)
-    with pytest.raises(ValueError, match="no log-normal up to 16384 has mean 9000"):
-        LogNormal.through(9_000, 0.75, 8_192, 16_384)
-    with pytest.raises(ValueError, match="mean 40000 is not between 0 and 32768"):
-        LogNormal.with_mean(40_000, 1.0, 32_768)

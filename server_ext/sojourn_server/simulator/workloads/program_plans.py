@@ -33,7 +33,7 @@ class NoProgramFitsError(TraceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaybackOptions:
-    """Options of a replay. Raises ``ValueError`` for invalid values."""
+    """Options of a replay."""
 
     max_context_tokens: int | None = None
     """Context limit. The replay of a program ends before the first turn whose prompt and output together have
@@ -44,14 +44,6 @@ class PlaybackOptions:
     """Whether gaps include the response times of people; if false, people respond at once."""
     token_scale: float = 1.0
     """Factor by which the length of every prompt and output is multiplied."""
-
-    def __post_init__(self) -> None:
-        if self.max_context_tokens is not None and self.max_context_tokens < 2:
-            raise ValueError(f"max_context_tokens is {self.max_context_tokens}; expected at least 2")
-        if self.max_gap_s is not None and not self.max_gap_s >= 0:
-            raise ValueError(f"max_gap_s is {self.max_gap_s}; expected ≥ 0")
-        if not self.token_scale > 0:
-            raise ValueError(f"token_scale is {self.token_scale}; expected > 0")
 
     def gap_s(self, turn: TraceTurn) -> float:
         """Seconds that the client idles after ``turn``."""
@@ -106,11 +98,17 @@ class ProgramPlan:
         """The tool after ``turn``, named as in the server's histories of tool times: ``bash:pytest`` for a
         shell command, else the tool's name. ``None`` without a tool."""
         run = self._turns[turn].tool_run
-        return None if run is None else _key(run)
+        if run is None:
+            return None
+        return f"{run.name}:{run.cmd}" if _is_shell(run) else run.name
 
     def tool_runs(self, turn: int) -> tuple[TraceToolRun, ...]:
-        """Tools that the client waits for after ``turn``, as the SDK reports them."""
-        return tuple(_sdk_tool(run) for run in self._turns[turn].tool_runs)
+        """Tools that the client waits for after ``turn``, as the SDK reports them: ``cmd`` is kept only for
+        shell tools."""
+        return tuple(
+            run if _is_shell(run) else msgspec.structs.replace(run, cmd=None)
+            for run in self._turns[turn].tool_runs
+        )
 
     def true_hints(self, turn: int) -> dict[str, Any]:
         """What a client that knows the program's future can state with the request of ``turn``, in the names
@@ -165,11 +163,6 @@ class ProgramPlanner:
                 f"{self._left_out} programs left out: their first turn is beyond the context limit "
                 f"of {self._options.max_context_tokens:,} tokens"
             )
-        if unstarted := self._unstarted_sub_agents():
-            notes.append(
-                f"{unstarted} sub-agents left out: the context limit leaves out their parents or the turns "
-                "that start them"
-            )
         cut = sum(self._fitting_turns(program) < len(program.turns) for program in self._played)
         if cut:
             notes.append(
@@ -179,8 +172,6 @@ class ProgramPlanner:
         gaps = [self._options.gap_s(turn) for root in self.roots for turn in root.turns[:-1]]
         if gaps and not any(gap > 0 for gap in gaps):
             notes.append("no gap takes any time: the trace has no timing, or the options took it away")
-        if self._options.token_scale != 1.0 and any(root.has_block_ids for root in self.roots):
-            notes.append("with a token scale, what sessions share is not taken from the recorded blocks")
         return notes
 
     def plan(self, index: int, copy: int = 0) -> ProgramPlan:
@@ -195,7 +186,9 @@ class ProgramPlanner:
             outline = self._outlines[program.program_id] = PromptPlan(program, self._options.token_scale)
         fitting = self._fitting_turns(program)
         children = []
-        for child in self._started_by(program):
+        for child in self._children.get(program.program_id, ()):
+            if child.parent_turn is not None and child.parent_turn >= fitting:
+                continue  # the context limit ends the program before
             plan = self._plan(child, copy)
             if child.parent_turn is not None:
                 plan.parent_turn = child.parent_turn
@@ -218,25 +211,6 @@ class ProgramPlanner:
             _turns=program.turns,
             _options=self._options,
         )
-
-    def _started_by(self, program: TraceProgram) -> list[TraceProgram]:
-        """Sub-agents that ``program`` starts before the context limit ends it."""
-        children = self._children.get(program.program_id, [])
-        fitting = self._fitting_turns(program) if children else 0
-        return [child for child in children if child.parent_turn is None or child.parent_turn < fitting]
-
-    def _unstarted_sub_agents(self) -> int:
-        """Number of sub-agents that never start, because their parents are cut off or left out. Only
-        sub-agents that fit the context limit count."""
-        if self._options.max_context_tokens is None:
-            return 0
-        started = 0
-        coming = list(self.roots)
-        while coming:
-            children = self._started_by(coming.pop())
-            started += len(children)
-            coming += children
-        return sum(map(len, self._children.values())) - started
 
     def _delay_s(self, turn: TraceTurn, child: TraceProgram) -> float:
         """Seconds between the end of ``turn`` and the start of the sub-agent."""
@@ -270,14 +244,5 @@ class ProgramPlanner:
         )
 
 
-def _sdk_tool(run: TraceToolRun) -> TraceToolRun:
-    """The tool call as the SDK reports it: ``cmd`` is kept only for shell tools."""
-    return run if run.cmd is None or _is_shell(run) else msgspec.structs.replace(run, cmd=None)
-
-
-def _key(run: TraceToolRun) -> str:
-    return f"{run.name}:{run.cmd}" if run.cmd is not None and _is_shell(run) else run.name
-
-
 def _is_shell(run: TraceToolRun) -> bool:
-    return is_shell_tool(run.name)
+    return run.cmd is not None and is_shell_tool(run.name)

@@ -38,11 +38,11 @@ from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun
 
 from .distributions import (
     Distribution,
-    Gamma,
-    LogNormal,
     PercentileDistribution,
-    TruncatedExponential,
-    Uniform,
+    gamma,
+    log_normal,
+    truncated_exponential,
+    uniform,
 )
 from .saga_workloads import FIRST_PROMPT, TOOL_LATENCIES, ProgramGenerator, append_only, draw_tool_run
 
@@ -75,8 +75,9 @@ R1_PROMPT = PercentileDistribution(
 )
 """Prompt tokens of the requests in ``R1_OUTPUT``."""
 
-_PROBLEM = Uniform(40, 200)
-_MATH = LogNormal.through(6_000, 0.75, 8 * 1024, 16 * 1024)
+_PROBLEM = uniform(40, 200)
+_SIGMA = 0.8596474476788896
+"""With ``_SIGMA``, the mean of reasoning-math is 6,000 after clipping, and its third quartile 8K."""
 
 
 class _RequestLengths(NamedTuple):
@@ -88,11 +89,11 @@ class _RequestLengths(NamedTuple):
 
 _TYPES = {
     # A gamma distribution whose mean equals its standard deviation is exponential.
-    "lmsys-chat": _RequestLengths(Gamma(69.83, 69.83), Gamma(182, 182)),
-    "sharegpt-chat": _RequestLengths(Gamma(94.46, 94.46), Gamma(456, 456)),
-    "math": _RequestLengths(_PROBLEM, _MATH),
-    "aime": _RequestLengths(_PROBLEM, LogNormal.with_mean(12_000, _MATH.sigma, 32 * 1024)),
-    "aime-0528": _RequestLengths(_PROBLEM, LogNormal.with_mean(23_000, _MATH.sigma, 64 * 1024)),
+    "lmsys-chat": _RequestLengths(gamma(69.83, 69.83), gamma(182, 182)),
+    "sharegpt-chat": _RequestLengths(gamma(94.46, 94.46), gamma(456, 456)),
+    "math": _RequestLengths(_PROBLEM, log_normal(8.431089955037654, _SIGMA, 16 * 1024)),
+    "aime": _RequestLengths(_PROBLEM, log_normal(9.1242371355976, _SIGMA, 32 * 1024)),
+    "aime-0528": _RequestLengths(_PROBLEM, log_normal(9.765330623639361, _SIGMA, 64 * 1024)),
     "r1-request": _RequestLengths(R1_PROMPT, R1_OUTPUT),
 }
 MIX = ("lmsys-chat", "sharegpt-chat", "math", "aime")
@@ -102,7 +103,7 @@ AGENT_TURNS = (23, 2, 50)
 """Mean, minimum and maximum number of turns of ``reasoning-agent``."""
 AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_execution"}
 """Tool of the agent → SAGA's tool type."""
-_TOOL_RESULT = Uniform(100, 1_000)
+_TOOL_RESULT = uniform(100, 1_000)
 
 
 def _requests(*types: str) -> ProgramGenerator:
@@ -119,7 +120,8 @@ def _requests(*types: str) -> ProgramGenerator:
 
 
 def _agent(rng: random.Random) -> Iterator[TraceProgram]:
-    draw_turns = TruncatedExponential.with_mean(*AGENT_TURNS)
+    # With this rate the mean is that of ``AGENT_TURNS``.
+    draw_turns = truncated_exponential(*AGENT_TURNS[1:], rate=0.015773677940045062)
     while True:
         turns = round(draw_turns(rng))
         tools = [

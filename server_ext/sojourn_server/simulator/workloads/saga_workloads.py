@@ -9,11 +9,11 @@ from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, Trace
 
 from .distributions import (
     Distribution,
-    LogNormal,
     PercentileDistribution,
-    TruncatedExponential,
-    Uniform,
+    log_normal_with,
     split,
+    truncated_exponential,
+    uniform,
 )
 
 TOOL_LATENCIES = {
@@ -25,10 +25,11 @@ TOOL_LATENCIES = {
 """Tool type → latency in seconds (SAGA Table 1)."""
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
 """(class, number of tenants, steps of an agent, tasks per minute of each tenant), SAGA §9.1."""
-FIRST_PROMPT = Uniform(2_000, 4_000)
+_FIRST_PROMPT = (2_000, 4_000)
+FIRST_PROMPT = uniform(*_FIRST_PROMPT)
 """Tokens of a program's first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
 _LONGEST_CONTEXT = 128_000
-_STEP_OUTPUT = Uniform(100, 500)
+_STEP_OUTPUT = uniform(100, 500)
 """Output tokens of a step (SAGA §9.1, SWE-bench)."""
 SWE_STEPS = (37, 5, 150)
 """Mean, minimum and maximum number of steps of a SWE-bench task (SAGA §9.1 and §2.1)."""
@@ -71,9 +72,10 @@ def ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
 def latency_cv(cv: float) -> ProgramGenerator:
     """Return a generator function of the programs of SAGA's Table 10. ``cv`` is the coefficient of variation
     of the tool latencies. Their mean is always ``CV_MEAN_TOOL_S``."""
-    tool_s = LogNormal.with_moments(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
-    mean, least, most = SWE_STEPS
-    draw_steps = TruncatedExponential.with_mean(mean, least, most)
+    tool_s = log_normal_with(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
+    _, least, most = SWE_STEPS
+    # With this rate the mean is that of ``SWE_STEPS``.
+    draw_steps = truncated_exponential(least, most, rate=0.02933303908757992)
 
     def programs(rng: random.Random) -> Iterator[TraceProgram]:
         while True:
@@ -92,7 +94,7 @@ def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int],
     """Draw the lengths of a task of ``steps`` steps. Returns two lists with one element per step: new prompt
     tokens, and output tokens. A task of ``max_steps`` steps would have a final context of
     ``_LONGEST_CONTEXT`` tokens on average."""
-    mean_first = (FIRST_PROMPT.low + FIRST_PROMPT.high) / 2
+    mean_first = sum(_FIRST_PROMPT) / 2
     growth = (_LONGEST_CONTEXT - mean_first) / max_steps
     first = round(FIRST_PROMPT(rng))
     outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]

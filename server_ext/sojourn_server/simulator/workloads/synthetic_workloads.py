@@ -31,7 +31,15 @@ import msgspec
 
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun
 
-from .distributions import BoundedPowerLaw, Gamma, LogNormal, RoundedNormal, split
+from .distributions import (
+    Distribution,
+    bounded_power_law,
+    gamma,
+    log_normal,
+    log_normal_with,
+    rounded_normal,
+    split,
+)
 from .reasoning_workloads import REASONING
 from .saga_workloads import (
     CV_RANGE,
@@ -63,35 +71,34 @@ are unscaled."""
 class _Continuum:
     """One row of Continuum's Table 1."""
 
-    turns: RoundedNormal
-    tool_s: tuple[float, float, float]
-    """Tool seconds: mean, standard deviation, maximum."""
-    tokens: Gamma
+    turns: Distribution
+    tool_s: Distribution
+    tokens: Distribution
     tool: str
 
 
 _SWE_BENCH = _Continuum(
-    turns=RoundedNormal(10.9, 2.1),
-    tool_s=(0.925, 3.550, SWE_TOOL_LIMIT_S),
-    tokens=Gamma(70_126, 19_732),
+    turns=rounded_normal(10.9, 2.1),
+    # After clipping, the mean is 0.925 and the standard deviation 3.550.
+    tool_s=log_normal(-1.9879452855002073, 1.9951980880292188, SWE_TOOL_LIMIT_S),
+    tokens=gamma(70_126, 19_732),
     tool="bash",
 )
 _BFCL_UNSCALED = _Continuum(
-    turns=RoundedNormal(6.3, 2.3),
-    tool_s=(1.923, 2.133, math.inf),
-    tokens=Gamma(93_256, 68_687),
+    turns=rounded_normal(6.3, 2.3),
+    tool_s=log_normal_with(1.923, 2.133),
+    tokens=gamma(93_256, 68_687),
     tool="fetch_url",  # as in Continuum's Figure 5
 )
 _CONTINUUM = {
     "continuum-swe-bench": _SWE_BENCH,
-    "continuum-bfcl": replace(_BFCL_UNSCALED, tokens=Gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE)),
+    "continuum-bfcl": replace(_BFCL_UNSCALED, tokens=gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE)),
     "continuum-bfcl-unscaled": _BFCL_UNSCALED,
 }
 """Workloads whose name may end in ``:X``. The number X replaces ``OUTPUT_SHARE``."""
 
 
 def _continuum_programs(table: _Continuum, output_share: float, rng: random.Random) -> Iterator[TraceProgram]:
-    tool_s = LogNormal.with_moments(*table.tool_s)
     while True:
         turns = int(table.turns(rng))
         total = max(4 * turns, round(table.tokens(rng)))
@@ -102,7 +109,7 @@ def _continuum_programs(table: _Continuum, output_share: float, rng: random.Rand
             output = max(1, round(growth * output_share))
             outputs.append(output)
             appends.append(growth + 1 - output)
-        tools = [draw_tool_run(table.tool, tool_s, rng) for _ in range(turns)]
+        tools = [draw_tool_run(table.tool, table.tool_s, rng) for _ in range(turns)]
         yield append_only(appends, outputs, tools)
 
 
@@ -138,7 +145,7 @@ def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     growth = append + gen
     sigma = math.sqrt(math.log(mean_turns * growth / mean_total))
     turns = max(2, round(rng.lognormvariate(math.log(mean_turns) - sigma * sigma / 2, sigma)))
-    total = max(4 * turns, round(BoundedPowerLaw(mean_total, limit)(rng)))
+    total = max(4 * turns, round(bounded_power_law(mean_total, limit)(rng)))
     written = max(turns, round(total * gen / growth))
     # Mean over turns of (0, c, c + g, …, total − g): total·(1 + c/total − 2/turns)/2.
     after_first = total * (2 * (context + growth) / mean_total - 1)
