@@ -15,14 +15,8 @@ MORE, LESS = 1, -1
 """Directions of a metric: larger or smaller values are better."""
 
 
-class ColumnValue(NamedTuple):
-    """Value of one cell, in the unit of its column."""
-
-    number: float
-    at_least: bool = False
-    """Whether the value is a lower bound."""
-    biased: bool = False
-    """Whether comparing the value with those of other policies would mislead."""
+Value = tuple[float, bool]
+"""A number, and whether it is only a lower bound."""
 
 
 class ResultColumn(NamedTuple):
@@ -42,17 +36,16 @@ class ResultColumn(NamedTuple):
     when: Callable[[RunRow], bool] = lambda row: True
     """Whether a row needs the column. A column that no row needs is left out."""
     of_survivors: bool = False
-    """Whether the values of a closed loop that was cut off are biased, because each policy finishes other
-    programs."""
+    """Whether the values of a closed loop that was cut off are not compared, because each policy finishes
+    other programs."""
 
-    def read(self, row: RunRow) -> ColumnValue | None:
-        """The row's value; ``None`` if it was not measured."""
+    def read(self, row: RunRow) -> Value | None:
+        """The row's value in the unit of the column; ``None`` if it was not measured."""
         if isinstance(self.metric, str):
             number, at_least = read_metric(row, self.metric)
         else:
             number, at_least = self.metric(row), False
-        biased = self.of_survivors and row.loop == "closed" and row.programs_unfinished > 0
-        return None if number is None else ColumnValue(number * self.scale, at_least, biased)
+        return None if number is None else (number * self.scale, at_least)
 
 
 class TableCell(NamedTuple):
@@ -136,7 +129,7 @@ def cells(groups: Sequence[Sequence[RunRow]], column: ResultColumn) -> list[Tabl
     values = [[column.read(row) for row in rows] for rows in groups]
     decimals = column.decimals
     if decimals is None:
-        decimals = _decimals([value.number for found in values for value in found if value is not None])
+        decimals = _decimals([value[0] for found in values for value in found if value is not None])
     return [
         cell
         for rows, found in zip(groups, values, strict=True)
@@ -145,21 +138,23 @@ def cells(groups: Sequence[Sequence[RunRow]], column: ResultColumn) -> list[Tabl
 
 
 def _group_cells(
-    rows: Sequence[RunRow], values: Sequence[ColumnValue | None], column: ResultColumn, decimals: int
+    rows: Sequence[RunRow], values: Sequence[Value | None], column: ResultColumn, decimals: int
 ) -> list[TableCell]:
+    cut_off = any(row.loop == "closed" and row.programs_unfinished for row in rows)
+    better = 0 if column.of_survivors and cut_off else column.better
     # Values that are printed alike count as equal.
-    rounded = [value and value._replace(number=round(value.number, decimals)) for value in values]
-    best = _best(rows, rounded, column.better)
+    rounded = [value and (round(value[0], decimals), value[1]) for value in values]
+    best = _best([value for row, value in zip(rows, rounded, strict=True) if value and not row.limit], better)
     stock = next((value for row, value in zip(rows, values, strict=True) if row.policy in REFERENCES), None)
     made = []
     for row, value, printed in zip(rows, values, rounded, strict=True):
         if value is None or printed is None:
             made.append(TableCell("–"))
             continue
-        text = f"{'≥' if value.at_least else ''}{value.number:,.{decimals}f}"
-        compared = column.compare_to_stock and row.policy not in REFERENCES
-        factor = _factor(value, stock, column.better) if compared and stock else ""
-        made.append(TableCell(text, factor, printed.number == best and not value.at_least and not row.limit))
+        text = f"{'≥' if value[1] else ''}{value[0]:,.{decimals}f}"
+        compared = column.compare_to_stock and better and stock and row.policy not in REFERENCES
+        factor = _factor(value, stock, better) if compared and stock else ""
+        made.append(TableCell(text, factor, printed == (best, False) and not row.limit))
     return made
 
 
@@ -169,49 +164,34 @@ def columns_to_show(rows: Sequence[RunRow], columns: Sequence[ResultColumn] = CO
     return [
         column
         for column in columns
-        if any(map(column.when, rows)) and any(value and value.number for value in map(column.read, rows))
+        if any(map(column.when, rows)) and any(value and value[0] for value in map(column.read, rows))
     ]
 
 
-def _best(rows: Sequence[RunRow], values: Sequence[ColumnValue | None], better: int) -> float | None:
-    """The best value of all policies, which the table marks. Rows of bounds do not count.
-
-    Returns ``None``, and the table marks nothing, in any of these cases:
-
-    - neither larger nor smaller values are better (``better`` is 0)
-    - there are fewer than two values
-    - a value is biased
-    - more than half of the values equal the best one
-    - a value that is only a lower bound may be better
-    """
-    known = [value for row, value in zip(rows, values, strict=True) if value is not None and not row.limit]
-    exact = [value.number for value in known if not value.at_least]
-    if not better or len(known) < 2 or not exact or any(value.biased for value in known):
+def _best(values: Sequence[Value], better: int) -> float | None:
+    """The best of the policies' values, which the table marks; ``None`` if there are fewer than two, if more
+    than half of them equal the best one, or if one that is only a lower bound may be better."""
+    exact = [number for number, at_least in values if not at_least]
+    if not better or len(values) < 2 or not exact:
         return None
     best = max(exact) if better == MORE else min(exact)
     # The value of a lower bound may be larger by any amount.
-    bounds = [value.number for value in known if value.at_least]
-    settled = not bounds if better == MORE else all(bound >= best for bound in bounds)
-    # A value that most policies reach is not marked.
-    return best if settled and 2 * exact.count(best) <= len(known) else None
+    settled = all(better == LESS and number >= best for number, at_least in values if at_least)
+    return best if settled and 2 * exact.count(best) <= len(values) else None
 
 
-def _factor(value: ColumnValue, stock: ColumnValue, better: int) -> str:
+def _factor(value: Value, stock: Value, better: int) -> str:
     above, below = (value, stock) if better == MORE else (stock, value)
-    if value.biased or stock.biased or (above.at_least and below.at_least):
+    if (above[1] and below[1]) or not below[0] or not above[0]:
         return ""
-    if not below.number or not above.number:
-        return ""
-    factor = above.number / below.number
-    bound = "≥" if above.at_least else "≤" if below.at_least else ""
+    factor = above[0] / below[0]
+    bound = "≥" if above[1] else "≤" if below[1] else ""
     return f"{bound}{factor:.{2 if factor < 10 else 1 if factor < 100 else 0}f}×"
 
 
 def _decimals(numbers: Sequence[float]) -> int:
     """Number of decimals, 0 to 3, that shows three digits of the smallest positive number, or two digits if
     that number is below 1."""
-    positive = [number for number in numbers if number > 0]
-    if not positive:
-        return 0
-    magnitude = math.floor(math.log10(min(positive)))
+    least = min((number for number in numbers if number > 0), default=100.0)
+    magnitude = math.floor(math.log10(least))
     return min(_MOST_DECIMALS, max(0, (2 if magnitude >= 0 else 1) - magnitude))

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from .result_columns import REFERENCES, ResultColumn, TableCell, cells, columns_to_show
+from .result_columns import REFERENCES, ResultColumn, cells, columns_to_show
 from .run_row import RunRow
 
 if TYPE_CHECKING:
@@ -144,15 +144,13 @@ def value_cells(column: ResultColumn, groups: Sequence[Sequence[RunRow]]) -> Wra
     """Printable column of values. The rows of a group are compared with one another only."""
     found = cells(groups, column)
     factor_width = max(len(cell.factor) for cell in found)
-    heading = Text(column.title).append(f"\n{column.unit}", style="dim")
-    return WrappedColumn(heading, [_text(cell, factor_width) for cell in found])
-
-
-def _text(cell: TableCell, factor_width: int) -> Text:
-    text = Text(cell.text + ("*" if cell.best else " "), style="bold green" if cell.best else "")
-    if factor_width:
-        text.append(f" {cell.factor:>{factor_width}}", style="not bold dim default")
-    return text
+    texts = []
+    for cell in found:
+        text = Text(cell.text + ("*" if cell.best else " "), style="bold green" if cell.best else "")
+        if factor_width:
+            text.append(f" {cell.factor:>{factor_width}}", style="not bold dim default")
+        texts.append(text)
+    return WrappedColumn(Text(column.title).append(f"\n{column.unit}", style="dim"), texts)
 
 
 _GAP = 2

@@ -87,7 +87,9 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
     finished = [seconds for program in programs if (seconds := program.completion_s) is not None]
     elapsed = [run.virtual_s - program.arrived_s for program in programs if program.finished_s is None]
     is_closed = run.loop == "closed"
-    slow, at_least_slow = slowdowns(programs, run.virtual_s)
+    alone = [(program, program.expected_s) for program in programs if program.expected_s]
+    slow = [program.completion_s / s for program, s in alone if program.completion_s is not None]
+    slow_so_far = [(run.virtual_s - one.arrived_s) / s for one, s in alone if one.finished_s is None]
     causes: Counter[str] = Counter()
     for turn in admitted:
         causes.update(turn.regenerated)
@@ -99,7 +101,7 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         programs_finished=len(finished),
         programs_unfinished=len(elapsed),
         completion_s=censored_statistics(finished, [] if is_closed else elapsed),
-        slowdown=censored_statistics(slow, [] if is_closed else at_least_slow),
+        slowdown=censored_statistics(slow, [] if is_closed else slow_so_far),
         ttft_s=_waits(sent, "first_token_s", run.virtual_s),
         tpot_s=summary_statistics(
             seconds for turn in sent if (seconds := _tpot_s(turn, run.virtual_s)) is not None
@@ -145,22 +147,6 @@ def service_s(program: ProgramLog) -> float:
     if program.expected_s is None:
         return 0.0
     return program.expected_s - math.fsum(turn.gap_s for turn in program.turns)
-
-
-def slowdowns(programs: Iterable[ProgramLog], run_end_s: float) -> tuple[list[float], list[float]]:
-    """Return (slowdowns of the finished programs, lower bounds of the slowdowns of the unfinished programs).
-    A slowdown is the completion time ÷ the completion time alone on an empty engine. Programs without
-    ``ProgramLog.expected_s`` do not count."""
-    exact: list[float] = []
-    lower_bounds: list[float] = []
-    for program in programs:
-        if not program.expected_s:
-            continue
-        if program.completion_s is not None:
-            exact.append(program.completion_s / program.expected_s)
-        else:
-            lower_bounds.append((run_end_s - program.arrived_s) / program.expected_s)
-    return exact, lower_bounds
 
 
 def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -> SummaryStatistics:

@@ -33,10 +33,10 @@ class SweepValue(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def host_text(self) -> str | None:
         """Host memory in GiB or, if bytes are unknown, in tokens; ``None`` if ``host_tokens`` is ``None``."""
-        if self.host_bytes is not None:
-            gib = self.host_bytes / 2**30
-            return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
-        return None if self.host_tokens is None else f"{self.host_tokens:,} tokens"
+        if self.host_bytes is None:
+            return None if self.host_tokens is None else f"{self.host_tokens:,} tokens"
+        gib = self.host_bytes / 2**30
+        return f"{gib:,.0f} GiB" if gib >= 100 else f"{gib:.3g} GiB"
 
 
 class SweepRuns(msgspec.Struct, kw_only=True, frozen=True):
