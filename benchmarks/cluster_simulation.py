@@ -24,18 +24,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from kept_runs import run_arguments, run_kept
+from kept_runs import row_of, run_arguments, run_kept
 from result_pages import FIRST_WORDS, less, marked, opening, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import made_with
+from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import OVERALL, RunRow
-from sojourn_server.simulator.simulation_run import RunSpec
+from sojourn_server.simulator.simulated_clients import agent_type_of
+from sojourn_server.simulator.simulated_gateway import SimulatedGateway
+from sojourn_server.simulator.simulation import Simulation
+from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
+from sojourn_server.simulator.workloads.arrival_processes import OpenLoop, load_programs
+from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from sojourn_server.simulator.workloads.saga_workloads import TENANTS
 
 Run = Callable[[Sequence[RunSpec]], list[RunRow]]
@@ -71,6 +78,8 @@ TENANT_HARDWARE, TENANT_MODEL, TENANT_TP = "a100-80gb", "llama-3.1-70b", 4
 SEEN = 300
 """Number of finished programs that the policies know before the run, because SAGA profiles its agents
 (§6.1)."""
+HISTORY_SEED = 1_000_003
+"""Added to a run's seed, this gives the seed of these programs."""
 AT_ONCE_PER_S = 1000.0
 """Arrivals per second. At this rate all programs are present almost at once."""
 
@@ -130,8 +139,28 @@ def tenant_spec(
         policy=policy, workload="synthetic:saga-ten-tenants", hardware=TENANT_HARDWARE, model=TENANT_MODEL,
         tp=TENANT_TP, replicas=TENANT_REPLICAS, programs=TENANT_PROGRAMS,
         rate_per_s=rate_per_s, until_s=None, seed=options.seed if seed is None else seed,
-        history_programs=SEEN,
     )  # fmt: skip
+
+
+def tenant_row(spec: RunSpec) -> RunRow:
+    """The metrics of a run. Gateway and clients have seen ``SEEN`` programs of another seed before it."""
+    seed = spec.seed + HISTORY_SEED
+
+    def prepare(simulation: Simulation) -> None:
+        limits = PlaybackOptions(max_context_tokens=simulation.replicas[0].engine.options.max_model_len)
+        planner = ProgramPlanner(load_programs(spec.workload, seed), limits)
+        learn(simulation, (plan for _, plan in OpenLoop(planner, 1.0, SEEN, seed).initial()))
+
+    return summarize_run(run_simulation(spec, prepare=prepare))
+
+
+def learn(simulation: Simulation, plans: Iterable[ProgramPlan]) -> None:
+    """Let clients and gateway know ``plans``, as if each had run alone on an engine."""
+    for plan in plans:
+        kind = agent_type_of(plan)
+        simulation.clients.history.observe_end(kind, len(plan.plans))
+        if isinstance(simulation.front, SimulatedGateway):
+            simulation.front.observe_program(plan, kind, simulation.expected_s(plan))
 
 
 def scale_spec(options: argparse.Namespace) -> RunSpec:
@@ -145,13 +174,13 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     began = time.monotonic()
 
-    def run(specs: Sequence[RunSpec]) -> list[RunRow]:
-        return run_kept(specs, options.cache, options.jobs)
+    def run(specs: Sequence[RunSpec], work: Callable[[RunSpec], RunRow] = row_of) -> list[RunRow]:
+        return run_kept(specs, options.cache, options.jobs, work)
 
     if {"mori", "scale"} & set(options.only):
         write_cluster(options, run, began)
     if "tenants" in options.only:
-        write_tenants(options, run, began)
+        write_tenants(options, partial(run, work=tenant_row), began)
 
 
 def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -298,60 +297,38 @@ def play_in_simulator(
 
     Raises ``BenchmarkError`` if the simulator reports a fault of its own.
     """
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from sojourn_server.simulator.event_queue import VirtualClock
-    from sojourn_server.simulator.latency.latency_selection import load_latency_model
-    from sojourn_server.simulator.run_log import RunLog
-    from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-    from sojourn_server.simulator.simulation import Simulation
-    from sojourn_server.simulator.simulator_policies import find_policy
+    from sojourn_server.simulator.simulated_clients import SimulatedOutputs
+    from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
     from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
 
-    chosen = find_policy(policy)
-    latency, shape = load_latency_model(str(profile_file))
-    if repeat:
-        seed = f"{scenario.seed}/{policy}/{at_once}/{repeat}"
-        latency = Noisy(latency, measured_off(profile_file), seed)
-    clock = VirtualClock()
-    engine = SimulatedEngine(
-        SimulatedEngineOptions(
-            blocks=shape.kv_pool_tokens // shape.block_size,
-            block_size=shape.block_size,
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.max_num_batched_tokens,
-            max_model_len=shape.max_context_tokens,
-            sojourn=chosen.settings,
+    adapters: list[Any] = []
+
+    def prepare(simulation: Any) -> None:
+        (replica,) = simulation.replicas
+        if repeat:
+            seed = f"{scenario.seed}/{policy}/{at_once}/{repeat}"
+            replica.latency = Noisy(replica.latency, measured_off(profile_file), seed)
+        if replica.engine.adapter is not None:
+            adapters.append(replica.engine.adapter)
+            # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
+            replica.engine.adapter.reader = SimulatedOutputs()
+
+    planner = ProgramPlanner(programs, PlaybackOptions(token_scale=scenario.token_scale))
+    log = run_simulation(
+        RunSpec(
+            policy=policy, workload=scenario.workload, hardware=str(profile_file), programs=at_once,
+            until_s=None, seed=scenario.seed,
         ),
-        clock,
-    )
-    log = RunLog(
-        policy=policy, programs_wanted=at_once, hardware=shape.hardware, model=shape.model,
-        trace=scenario.workload, seed=scenario.seed, loop="closed",
+        arrivals=FiniteClosedLoop(planner, at_once, stagger_s=scenario.stagger_s),
+        prepare=prepare,
     )  # fmt: skip
-    Simulation(
-        [(engine, None)],
-        clock,
-        latency,
-        FiniteClosedLoop(
-            ProgramPlanner(programs, PlaybackOptions(token_scale=scenario.token_scale)),
-            at_once,
-            stagger_s=scenario.stagger_s,
-        ),
-        log,
-        front=chosen.request_router(),
-        standalone=True,
-        with_hints=chosen.settings is not None,
-        # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
-        with_tool_calls=False,
-    ).run()
     if log.notes or log.hook_failures or log.refused_hints:
         raise BenchmarkError(
             f"the simulation went wrong: {log.notes}, {log.hook_failures} failed hooks, "
             f"{log.refused_hints} refused hints"
         )
-    adapter = getattr(engine.scheduler, "sojourn", None)
-    taken = adapter.program_scheduler.decisions.since(0, 5000)[0] if adapter is not None else ()
+    taken = [each for adapter in adapters for each in adapter.program_scheduler.decisions.since(0, 5000)[0]]
     return _played(log, counted(decision.as_dict() for decision in taken))
 
 

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from sojourn_server.replay.completions_client import Completion, CompletionsClient
 from sojourn_server.replay.program_announcer import NullAnnouncer
-from sojourn_server.simulator.request_router import RequestRouterView, RoutableRequest, RoutedProgramView
+from sojourn_server.routing.routing_events import (
+    AnyRoutingEvent,
+    ProgramEnded,
+    ReplicaRegistered,
+    RequestFinished,
+    RequestReceived,
+    Tick,
+)
 from sojourn_server.simulator.thunderagent_router import ThunderAgentRouter
 
 _PROGRAM: ContextVar[str] = ContextVar("program")
@@ -57,52 +64,36 @@ class ThunderAgentGate:
 
     def __init__(self, capacity_tokens: int) -> None:
         self._router = ThunderAgentRouter()
-        self._capacity_tokens = capacity_tokens
-        self._programs: dict[str, RoutedProgramView] = {}
-        self._waiting: dict[str, tuple[RoutableRequest, asyncio.Event]] = {}
+        self._last: dict[str, RequestReceived] = {}
+        """Program → its last request."""
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._take(ReplicaRegistered("engine", "1", capacity_tokens))
 
     async def enter(self, program_id: str, prompt_tokens: int) -> None:
-        now, entered = time.monotonic(), asyncio.Event()
-        known = self._programs.get(program_id) or RoutedProgramView(program_id, "waiting", 0, now, 0, now)
-        turn = known.turns
-        request_id = f"{program_id}#{turn}"
-        self._waiting[request_id] = RoutableRequest(request_id, program_id, prompt_tokens, now, turn), entered
-        self._programs[program_id] = known._replace(state="waiting", since_s=now)
-        self._select()
+        entered = asyncio.Event()
+        request_id = f"{program_id}#{time.monotonic()}"
+        self._waiting[request_id] = entered
+        self._last[program_id] = RequestReceived(request_id, "", prompt_tokens, program_id=program_id)
+        self._take(self._last[program_id])
         while not entered.is_set():
             # The router acts at its own interval, when it is called after that.
             try:
                 await asyncio.wait_for(entered.wait(), self._router.tick_s / 5)
             except TimeoutError:
-                self._select()
+                self._take(Tick())
 
     def turn_ended(self, program_id: str, context_tokens: int) -> None:
-        known = self._programs[program_id]
-        self._programs[program_id] = known._replace(
-            state="acting", context_tokens=context_tokens, since_s=time.monotonic(), turns=known.turns + 1
-        )
-        self._select()
+        last = self._last[program_id]
+        self._take(RequestFinished(last.request_id, context_tokens - last.context_tokens))
 
     def program_ended(self, program_id: str) -> None:
-        self._programs.pop(program_id, None)
-        mine = [key for key, (request, _) in self._waiting.items() if request.program_id == program_id]
-        for request_id in mine:
-            del self._waiting[request_id]
-        self._select()
+        self._last.pop(program_id, None)
+        self._take(ProgramEnded(program_id, ""))
 
-    def _select(self) -> None:
+    def _take(self, event: AnyRoutingEvent) -> None:
         now = time.monotonic()
-        view = RequestRouterView(
-            waiting=tuple(request for request, _ in self._waiting.values()),
-            programs=tuple(self._programs.values()),
-            capacity_tokens=self._capacity_tokens,
-        )
-        for request_id in self._router.select_requests(view, now):
-            request, entered = self._waiting.pop(request_id)
-            self._programs[request.program_id] = self._programs[request.program_id]._replace(
-                state="reasoning", since_s=now
-            )
-            entered.set()
+        for sent in (*self._router.take(event, now), *self._router.take(Tick(), now)):
+            self._waiting.pop(sent.request_id).set()
 
 
 class GatedAnnouncer(NullAnnouncer):

@@ -23,7 +23,7 @@ from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.policies.preset_store import DEFAULT_PRESET
-from sojourn_server.simulator.simulator_policies import BASELINES
+from sojourn_server.simulator.simulator_policies import policy_names
 from sojourn_server.vllm.plugin_settings import PluginSettings
 
 DOCS = ROOT / "docs"
@@ -278,7 +278,7 @@ def test_a_mechanism_says_whether_the_default_uses_it() -> None:
 def test_baselines_of_our_own_making_have_a_row() -> None:
     ours = {row[0] for row in BASELINE_ROWS}
     assert ours == {"admit", "autellix", "infercept", "thunderagent", "static-ttl"}
-    assert ours <= set(BASELINES)
+    assert ours <= set(policy_names())
 
 
 @pytest.mark.parametrize("row", [*MECHANISM_ROWS, *BASELINE_ROWS], ids=lambda row: row[0])

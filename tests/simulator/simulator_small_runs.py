@@ -9,8 +9,15 @@ from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
 from sojourn_server.simulator.event_queue import VirtualClock
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
+from sojourn_server.simulator.simulated_gateway import SimulatedGateway
 from sojourn_server.simulator.simulation import Simulation
-from sojourn_server.simulator.simulator_policies import Bound, SimulatorPolicy, find_policy
+from sojourn_server.simulator.simulator_policies import (
+    Bound,
+    ClusterPolicy,
+    SimulatorPolicy,
+    find_cluster_policy,
+    find_policy,
+)
 from sojourn_server.simulator.tier_transfers import TierTransfers
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 
@@ -18,73 +25,86 @@ POOL_BLOCKS = 100
 
 
 class SmallRun:
-    """Result of a run: the log, and ``decisions`` as (virtual seconds, decision)."""
+    """Result of a run: the log, ``decisions`` as (virtual seconds, decision), and the final state of the
+    router or gateway and of the engines. ``replicas``: engines behind a gateway; ``None``: one without."""
 
     def __init__(
         self,
-        policy: str | SimulatorPolicy,
-        loop: SmallLoop,
+        policy: str | SimulatorPolicy | ClusterPolicy,
+        loop: Any,
         *,
+        replicas: int | None = None,
         blocks: int = POOL_BLOCKS,
         host_blocks: int = 200,
         disk_blocks: int = 0,
         until_s: float | None = None,
         call_s: float = 0.0,
+        max_num_seqs: int = 8,
         asynchronous: bool = False,
-        prepare: Callable[[Simulation], None] | None = None,
+        prepare: Callable[[Simulation], None] = lambda simulation: None,
     ) -> None:
-        chosen = find_policy(policy) if isinstance(policy, str) else policy
+        find = find_policy if replicas is None else find_cluster_policy
+        chosen = find(policy) if isinstance(policy, str) else policy
+        engine = chosen.engine
         self.clock = VirtualClock()
         self.decisions: list[tuple[float, Any]] = []
         latency = FlatLatency(call_s)
-        if chosen.bound is Bound.FREE_IO:
+        if engine.bound is Bound.FREE_IO:
             host_blocks = 5000
-        if not chosen.host_cache:
+        if not engine.host_cache:
             host_blocks = 0
-        settings = chosen.settings
-        self.engine = SimulatedEngine(
-            SimulatedEngineOptions(
-                blocks=2000 if chosen.bound is Bound.UNLIMITED else blocks,
+        settings = engine.settings
+        make = TierTransfers if engine.own_tiers else VllmOffloadTransfers
+        self.engines: list[tuple[SimulatedEngine, Any]] = []
+        for _ in range(replicas or 1):
+            options = SimulatedEngineOptions(
+                blocks=2000 if engine.bound is Bound.UNLIMITED else blocks,
                 block_size=BLOCK,
-                max_num_seqs=8,
+                max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=256,
                 max_model_len=(blocks - 1) * BLOCK,
                 asynchronous=asynchronous,
                 host_blocks=host_blocks,
-                own_tiers=chosen.own_tiers,
+                own_tiers=engine.own_tiers,
                 disk_blocks=disk_blocks,
                 sojourn=None if settings is None else {**settings, "strict": True},
-            ),
-            self.clock,
-        )
+            )
+            copies = make(latency, 0 if engine.bound is Bound.FREE_IO else 64) if host_blocks else None
+            self.engines.append((SimulatedEngine(options, self.clock), copies))
+        self.engine = self.engines[0][0]
         self._watch()
+        programs = loop.programs if isinstance(loop, SmallLoop) else []
         self.log = RunLog(
-            policy=chosen.name, programs_wanted=len(loop.programs), hardware="none", model="none",
+            policy=chosen.name, programs_wanted=len(programs), hardware="none", model="none",
             trace="small", seed=0, loop="open",
         )  # fmt: skip
-        request_router = chosen.request_router()
-        self._watch_door(request_router)
-        make = TierTransfers if chosen.own_tiers else VllmOffloadTransfers
-        copies = make(latency, 0 if chosen.bound is Bound.FREE_IO else 64) if host_blocks else None
+        self.front: Any = chosen.front()
+        if replicas is None:
+            self._watch_router()
         simulation = Simulation(
-            [(self.engine, copies)],
+            self.engines,
             self.clock,
             latency,
             loop,
             self.log,
-            front=request_router,
-            standalone=True,
+            front=self.front,
+            standalone=replicas is None,
             with_hints=settings is not None,
             until_s=until_s,
         )
-        if prepare is not None:
-            prepare(simulation)
+        prepare(simulation)
         simulation.run()
         adapter = getattr(self.engine.scheduler, "sojourn", None)
         if adapter is not None:
             for decision in adapter.program_scheduler.decisions.since(0, 100_000)[0]:
                 self.decisions.append((decision.at_s, ("decision", decision.as_dict())))
         self.decisions.sort(key=lambda entry: entry[0])
+
+    @property
+    def core(self) -> Any:
+        """The routing core, if the policy has one."""
+        assert isinstance(self.front, SimulatedGateway)
+        return self.front.core
 
     def before(self, at_s: float) -> list[tuple[float, Any]]:
         """The decisions before ``at_s``."""
@@ -107,13 +127,20 @@ class SmallRun:
 
         self.engine.plan = watched  # type: ignore[method-assign]
 
-    def _watch_door(self, request_router: Any) -> None:
-        select_requests = request_router.select_requests
+    def _watch_router(self) -> None:
+        take = self.front.take
 
-        def watched(view: Any, now: float) -> Any:
-            entering = list(select_requests(view, now))
-            if entering:
-                self.decisions.append((now, ("door", tuple(entering))))
-            return entering
+        def watched(event: Any, now: float) -> Any:
+            actions = take(event, now)
+            if actions:
+                self.decisions.append((now, ("router", tuple(actions))))
+            return actions
 
-        request_router.select_requests = watched
+        self.front.take = watched
+
+
+class SmallCluster(SmallRun):
+    """A run on several replicas: three, where a test does not say."""
+
+    def __init__(self, policy: str | ClusterPolicy, loop: Any, *, replicas: int = 3, **options: Any) -> None:
+        super().__init__(policy, loop, replicas=replicas, **options)

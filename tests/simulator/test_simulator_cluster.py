@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from simulator_small_clusters import SmallCluster
-from simulator_small_runs import SmallRun
+from simulator_small_runs import SmallCluster, SmallRun
 from simulator_small_workload import (
     BLOCK,
     PlannedTurn,
@@ -149,23 +148,11 @@ def test_who_waits_for_a_full_replica_is_stolen_by_an_idle_one():
     assert sum(logs["stealing"].routes.values()) == len(turns(logs["stealing"]))
 
 
-class _ChangedGateway(SimulatedGateway):
-    """A gateway whose ``take`` may change what its routing core answers."""
-
-    def __init__(self) -> None:
-        super().__init__(load_cluster_preset("round-robin"))
-        self.take_unchanged = self.core.take
-        self.core.take = self.take
-
-    def take(self, event: Any, now: float) -> list[Any]:
-        raise NotImplementedError
-
-
-class _Recaller(_ChangedGateway):
+class _Recaller(SimulatedGateway):
     """Takes each request of some programs back once, a moment after it was sent, and sends it elsewhere."""
 
     def __init__(self, after_s: float) -> None:
-        super().__init__()
+        super().__init__(load_cluster_preset("round-robin"))
         self.tick_s = 0.01
         self._after_s = after_s
         self._due: dict[str, tuple[float, str]] = {}
@@ -173,7 +160,7 @@ class _Recaller(_ChangedGateway):
         self.recalled: list[str] = []
 
     def take(self, event: Any, now: float) -> list[Any]:
-        actions = self.take_unchanged(event, now)
+        actions = list(super().take(event, now))
         if isinstance(event, RequestReceived):
             for action in actions:
                 if isinstance(action, SendRequest) and event.program_id in ("p1", "p4", "p7"):
@@ -211,7 +198,7 @@ def test_a_request_that_is_taken_back_is_answered_elsewhere(engine: str, after_s
     recaller = _Recaller(after_s)
 
     class Policy(ClusterPolicy):
-        def front(self, replicas: int) -> SimulatedGateway:
+        def front(self) -> SimulatedGateway:
             return recaller
 
     known = find_cluster_policy(f"round-robin/{engine}")
@@ -243,7 +230,7 @@ def test_tenants_reach_the_core_and_state_no_deadlines():
             return super().take(event, now)
 
     class Policy(ClusterPolicy):
-        def front(self, replicas: int) -> SimulatedGateway:
+        def front(self) -> SimulatedGateway:
             return Listening(load_cluster_preset("saga"))
 
     known = find_cluster_policy("saga/saga")
@@ -270,17 +257,15 @@ def test_a_request_that_no_replica_could_ever_compute_is_refused_and_its_program
 
 
 def test_a_gateway_that_holds_everybody_back_is_given_up():
-    class Shut(_ChangedGateway):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tick_s = 1.0
+    class Shut(SimulatedGateway):
+        tick_s = 1.0
 
         def take(self, event: Any, now: float) -> list[Any]:
-            return [] if isinstance(event, RequestReceived) else self.take_unchanged(event, now)
+            return [] if isinstance(event, RequestReceived) else super().take(event, now)
 
     class Policy(ClusterPolicy):
-        def front(self, replicas: int) -> SimulatedGateway:
-            return Shut()
+        def front(self) -> SimulatedGateway:
+            return Shut(load_cluster_preset("round-robin"))
 
     known = find_cluster_policy("round-robin/stock")
     run = SmallCluster(Policy(routing="shut", engine=known.engine), small_workload(seed=9, programs=3))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
 
-from simulator_small_clusters import SmallCluster
+from script_modules import benchmark
+from simulator_small_runs import SmallCluster
 from simulator_small_workload import SmallLoop, small_workload
 from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS
 from sojourn_server.routing.routing_records import RoutedProgram
-from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_programs
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -25,11 +28,20 @@ def named(world: SmallLoop, prefix: str) -> SmallLoop:
     return world
 
 
-def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
+@pytest.fixture(scope="module")
+def learn() -> Iterator[Any]:
+    with benchmark("cluster_simulation") as module:
+        yield module.learn
+
+
+def test_what_was_seen_is_known_when_the_first_program_comes(learn: Any) -> None:
     before = named(small_workload(seed=9, programs=2 * MIN_FINISHED_PROGRAMS), "before").programs
     for program in before:
         program.tenant = "t"
-    run = SmallCluster("sojourn/saga", named(small_workload(seed=3), "p"), seen=before, until_s=0.001)
+    run = SmallCluster(
+        "sojourn/saga", named(small_workload(seed=3), "p"), until_s=0.001,
+        prepare=lambda simulation: learn(simulation, before),
+    )  # fmt: skip
     expected = run.core.estimator
     new = {kind: RoutedProgram(("t", kind), kind, None, 0.0, 0.0) for kind in ("even", "odd")}
     turns = sorted(len(program.turns) for program in before[::2])
@@ -41,22 +53,11 @@ def test_what_was_seen_is_known_when_the_first_program_comes() -> None:
     assert expected.work_s(new["even"]) > expected.work_s(new["odd"]) > 0.0
 
 
-def test_nothing_seen_changes_nothing_and_what_was_seen_is_none_of_the_runs_programs() -> None:
-    without = SmallCluster("sojourn/saga", small_workload(seed=3))
-    seen = SmallCluster(
-        "sojourn/saga", named(small_workload(seed=3), "p"), seen=small_workload(seed=9).programs
+@pytest.mark.parametrize("policy", ["sojourn/saga", "thunderagent"])
+def test_what_was_seen_is_none_of_the_runs_programs(learn: Any, policy: str) -> None:
+    before = small_workload(seed=9).programs
+    run = SmallCluster(
+        policy, named(small_workload(seed=3), "p"), prepare=lambda simulation: learn(simulation, before)
     )
-    assert len(seen.log.programs) == len(without.log.programs) == 12
-    assert all(program.finished_s is not None for program in seen.log.programs)
-
-
-def test_a_router_of_its_own_has_seen_nothing_and_runs() -> None:
-    run = SmallCluster("thunderagent", small_workload(seed=3), seen=small_workload(seed=9).programs)
+    assert len(run.log.programs) == 12
     assert all(program.finished_s is not None for program in run.log.programs)
-
-
-def test_programs_seen_are_others_than_those_that_come() -> None:
-    from sojourn_server.simulator.simulation_run import HISTORY_SEED
-
-    here, before = (synthetic_programs("saga-ten-tenants", seed=seed, count=20) for seed in (0, HISTORY_SEED))
-    assert [p.turns[0].prompt_tokens for p in here] != [p.turns[0].prompt_tokens for p in before]

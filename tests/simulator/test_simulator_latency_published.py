@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 
 import pytest
 from hypothesis import given
@@ -44,49 +43,23 @@ def layer_ms(roofline: RooflineLatency, tokens: int) -> float:
     return step_s / layers * 1e3
 
 
-@pytest.mark.parametrize(
-    ("tokens", "measured_ms"),
-    # a100/meta-llama/Meta-Llama-3-8B/mlp.csv
-    [
-        (1, 0.303),
-        (8, 0.312),
-        (32, 0.341),
-        (64, 0.351),
-        (128, 0.412),
-        (256, 0.609),
-        (512, 1.083),
-        (1024, 2.348),
-        (2048, 4.431),
-        (4096, 8.529),
-        (8192, 16.956),
-        (16384, 33.836),
-    ],
-)
+TOKENS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+A100_MS = (0.303, 0.312, 0.341, 0.351, 0.412, 0.609, 1.083, 2.348, 4.431, 8.529, 16.956, 33.836)
+"""a100/meta-llama/Meta-Llama-3-8B/mlp.csv"""
+H100_MS = (0.175, 0.172, 0.181, 0.183, 0.199, 0.286, 0.375, 0.657, 1.26, 2.60)
+"""h100/meta-llama/Llama-2-7b-hf/mlp.csv"""
+
+
+@pytest.mark.parametrize(("tokens", "measured_ms"), zip(TOKENS, A100_MS, strict=True))
 def test_a_layer_on_a100(tokens: int, measured_ms: float) -> None:
     roofline = RooflineLatency(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-8b"))
     assert layer_ms(roofline, tokens) == pytest.approx(measured_ms, rel=0.15)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "measured_ms"),
-    # h100/meta-llama/Llama-2-7b-hf/mlp.csv
-    [
-        (1, 0.175),
-        (8, 0.172),
-        (32, 0.181),
-        (64, 0.183),
-        (128, 0.199),
-        (256, 0.286),
-        (512, 0.375),
-        (1024, 0.657),
-        (2048, 1.26),
-        (4096, 2.60),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "measured_ms"), zip(TOKENS[:10], H100_MS, strict=True))
 def test_a_layer_on_h100(tokens: int, measured_ms: float) -> None:
-    assert layer_ms(RooflineLatency(load_hardware_profile("h100"), LLAMA_2_7B), tokens) == pytest.approx(
-        measured_ms, rel=0.2
-    )
+    roofline = RooflineLatency(load_hardware_profile("h100"), LLAMA_2_7B)
+    assert layer_ms(roofline, tokens) == pytest.approx(measured_ms, rel=0.2)
 
 
 def test_one_request_decodes_as_fast_as_nvidia_says() -> None:
@@ -160,21 +133,6 @@ def test_two_steps_take_at_least_as_long_as_one_with_both(
 def test_copies_grow_with_their_bytes(roofline: RooflineLatency, few: int, more: int, to_host: bool) -> None:
     assert 0 < roofline.copy_s(few, to_host=to_host) < roofline.copy_s(few + more, to_host=to_host)
     assert roofline.copy_s(0, to_host=to_host) == 0.0
-
-
-def test_a_step_takes_few_calls_however_many_requests_it_has() -> None:
-    roofline = ROOFLINES[2]
-
-    def calls(requests: int) -> int:
-        work, events = work_of([(1, 5000)] * requests), []
-        sys.setprofile(lambda frame, event, argument: events.append(event))
-        try:
-            roofline.step_s(work)
-        finally:
-            sys.setprofile(None)
-        return sum(event in ("call", "c_call") for event in events)
-
-    assert calls(1) == calls(64) < 20
 
 
 def test_decoding_reads_weights_and_prefill_computes() -> None:

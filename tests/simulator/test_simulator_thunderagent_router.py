@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.simulator.request_router import (
-    RequestRouterView,
-    RoutableRequest,
-    RoutedProgramView,
+from sojourn_server.routing.routing_events import (
+    AnyRoutingEvent,
+    ProgramEnded,
+    ReplicaRegistered,
+    RequestFinished,
+    RequestReceived,
+    Tick,
 )
 from sojourn_server.simulator.thunderagent_router import (
     BUFFER_TOKENS,
@@ -23,46 +26,44 @@ class Street:
     """What is before the router and behind it."""
 
     def __init__(self, capacity_tokens: int, backends: int = 1) -> None:
-        self.capacity_tokens = capacity_tokens
-        self.request_router = ThunderAgentRouter(backends)
+        self.request_router = ThunderAgentRouter()
         self.now = 0.0
-        self.programs: dict[str, RoutedProgramView] = {}
-        self.waiting: dict[str, RoutableRequest] = {}
+        self.prompts: dict[str, int] = {}
+        """Program with an unanswered request → tokens of its prompt."""
+        self.waiting: set[str] = set()
+        for backend in range(backends):
+            self.take(ReplicaRegistered(str(backend), "1", capacity_tokens))
 
-    def ask(self, *over: RoutedProgramView) -> dict[str, int]:
-        """Ask; returns the backend of every program that was let in."""
-        view = RequestRouterView(
-            waiting=tuple(self.waiting.values()),
-            programs=(*self.programs.values(), *over),
-            capacity_tokens=self.capacity_tokens,
-        )
+    @property
+    def reasoning(self) -> set[str]:
+        return set(self.prompts) - self.waiting
+
+    def take(self, event: AnyRoutingEvent) -> dict[str, int]:
+        """Report an event; returns the backend of every program that was let in."""
         gone = {}
-        for request_id in self.request_router.select_requests(view, self.now):
-            name = self.waiting.pop(request_id).program_id
-            self.programs[name] = self.programs[name]._replace(state="reasoning")
-            gone[name] = self.request_router.replica_of(name)
+        for action in self.request_router.take(event, self.now):
+            self.waiting.remove(action.request_id)
+            gone[action.request_id] = int(action.replica_id)
         return gone
 
     def arrive(self, name: str, tokens: int) -> dict[str, int]:
-        new = RoutedProgramView(name, "waiting", 0, self.now, 0, 0.0)
-        program = self.programs[name] = self.programs.get(name, new)._replace(state="waiting")
-        request_id = f"{name}/{program.turns}"
-        self.waiting[request_id] = RoutableRequest(request_id, name, tokens, self.now, program.turns)
-        return self.ask()
+        self.prompts[name] = tokens
+        self.waiting.add(name)
+        return self.take(RequestReceived(name, "", tokens, program_id=name))
 
     def finish(self, name: str, tokens: int) -> dict[str, int]:
         """A turn is over, and a tool runs."""
-        program = self.programs[name]
-        self.programs[name] = program._replace(state="acting", context_tokens=tokens, turns=program.turns + 1)
-        return self.ask()
+        return self.take(RequestFinished(name, tokens - self.prompts.pop(name)))
 
     def end(self, name: str) -> dict[str, int]:
-        return self.ask(self.programs.pop(name)._replace(state="over"))
+        if name in self.prompts:
+            self.finish(name, self.prompts[name])
+        return self.take(ProgramEnded(name, ""))
 
     def tick(self) -> dict[str, int]:
         """The next of the router's ticks."""
         self.now += CHECK_EVERY_S
-        return self.ask()
+        return self.take(Tick())
 
 
 def full_street() -> Street:
@@ -116,7 +117,6 @@ def test_resume_prefers_those_who_come_back_then_new_ones_then_idle_ones() -> No
         street.finish(name, tokens)
     street.tick()  # 2100 + 300 over 2000: idle, the smaller, goes
     assert street.arrive("new", 300) == {}
-    street.programs["stays"] = street.programs["stays"]._replace(context_tokens=800)
     assert street.end("stays") == {}
     # 2000 - (700 + 100) = 1200: of new (300 + 100) and idle (600 + 100) both fit; new first.
     assert street.tick() == {"new": 0}
@@ -142,12 +142,11 @@ steps = st.lists(
 def live(street: Street, story: Sequence[tuple[str, str, int]]) -> None:
     """Play a story, leaving out what is not possible."""
     for what, name, tokens in story:
-        program = street.programs.get(name)
-        if what == "arrive" and (program is None or program.state == "acting"):
+        if what == "arrive" and name not in street.prompts:
             street.arrive(name, tokens)
-        elif what == "finish" and program is not None and program.state == "reasoning":
+        elif what == "finish" and name in street.reasoning:
             street.finish(name, tokens)
-        elif what == "end" and program is not None and program.state == "reasoning":
+        elif what == "end" and name in street.reasoning:
             street.end(name)
         elif what == "tick":
             street.tick()
@@ -157,11 +156,11 @@ def live(street: Street, story: Sequence[tuple[str, str, int]]) -> None:
 @given(story=steps)
 def test_nobody_is_dropped_or_let_in_twice_and_all_get_through(story: list[tuple[str, str, int]]) -> None:
     street = Street(1000)
-    live(street, story)  # ``fetch_stats`` fails where an id is let in that does not wait
+    live(street, story)  # ``take`` fails where an id is let in that does not wait
     for _ in range(int(2 * FORCE_RESUME_AFTER_S / CHECK_EVERY_S)):
         if not street.waiting:
             break
-        for name in [name for name, program in street.programs.items() if program.state == "reasoning"]:
+        for name in street.reasoning:
             street.end(name)
         street.tick()
     assert not street.waiting
@@ -201,7 +200,6 @@ def test_a_new_program_goes_where_it_fits_and_the_fewest_tokens_are() -> None:
 
 def test_who_is_paused_may_go_on_elsewhere_and_who_is_not_stays() -> None:
     street = Street(10_000, 2)
-    street.ask()  # its clock begins
     assert street.arrive("a", 6_000) == {"a": 0}
     assert street.arrive("b", 5_000) == {"b": 1}
     assert street.arrive("c", 2_000) == {"c": 1}
@@ -219,7 +217,6 @@ def test_who_is_paused_may_go_on_elsewhere_and_who_is_not_stays() -> None:
 
 def test_who_has_waited_for_half_an_hour_goes_on_where_it_was_or_where_few_are() -> None:
     street = Street(10_000, 2)
-    street.ask()
     assert street.arrive("x", 9_000) == {"x": 0}
     assert street.arrive("y", 9_000) == {"y": 1}
     street.finish("y", 9_950)
@@ -228,6 +225,6 @@ def test_who_has_waited_for_half_an_hour_goes_on_where_it_was_or_where_few_are()
     assert street.arrive("new", 9_950) == {}
     assert street.arrive("last", 9_960) == {}
     street.end("x")
-    street.now += FORCE_RESUME_AFTER_S + CHECK_EVERY_S
+    street.now += FORCE_RESUME_AFTER_S
     # Nobody's room is enough for any of them. y was on 1, so that fewer are on 0, and then as many.
-    assert street.ask() == {"y": 1, "new": 0, "last": 0}
+    assert street.tick() == {"y": 1, "new": 0, "last": 0}

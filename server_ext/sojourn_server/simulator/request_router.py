@@ -1,83 +1,49 @@
-"""Interface of routers in front of simulated engines, and the views that routers get."""
+"""Interface of routers in front of simulated engines, in the gateway's own events and actions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from sojourn_server.routing.routing_events import (
+    AnyRoutingAction,
+    AnyRoutingEvent,
+    ReplicaRegistered,
+    RequestReceived,
+    SendRequest,
+)
 
 UNLIMITED_S = 1e9
 """Value, in seconds, of settings that require a time limit. No simulation reaches this limit."""
 
 
-class RoutableRequest(NamedTuple):
-    """A request that waits at the router."""
-
-    request_id: str
-    program_id: str
-    prompt_tokens: int
-    since_s: float
-    """Time at which the request arrived at the router."""
-    turn: int
-    """Number of the turn, counted from 0."""
-
-
-class RoutedProgramView(NamedTuple):
-    """A program, as seen by a router through which all its requests and answers pass."""
-
-    program_id: str
-    state: str
-    """``reasoning``: its request was sent to the engine. ``waiting``: its request is at the router.
-    ``acting``: between two turns. ``over``: its last turn has just finished; shown once."""
-    context_tokens: int
-    """Prompt and output tokens of the program's last finished turn; 0 before the first."""
-    since_s: float
-    """Time at which ``state`` began."""
-    turns: int
-    """Number of finished turns."""
-    arrived_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRouterView:
-    """State that a router sees now, without any knowledge of the future."""
-
-    waiting: tuple[RoutableRequest, ...]
-    """Waiting requests in order of arrival."""
-    programs: tuple[RoutedProgramView, ...]
-    capacity_tokens: int
-    """Tokens of the device's KV pool."""
-
-
 class RequestRouter(Protocol):
-    """Selects the waiting requests that enter the engine now. A request that is not selected keeps waiting,
-    and is in the next view again. A router may keep state."""
+    """Decides when a request enters an engine, and which. A router may keep state."""
 
-    is_open: bool
-    """Whether every request enters at once. If so, ``select_requests`` is not called."""
-    tick_s: float
-    """Virtual seconds between two ticks, which are calls of ``select_requests`` without an event; ``inf`` for
-    no ticks."""
+    tick_s: float = float("inf")
+    """Virtual seconds between two ``Tick`` events; ``inf`` for no ticks."""
+    reads_prefixes: bool = False
+    """Whether ``RequestReceived`` has the hashes of the prompt's pieces."""
+    reads_residency: bool = False
+    """Whether the router gets ``KvReported`` events of engines with sojourn's adapter."""
 
-    def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
-        """Ids of waiting requests that enter now, in this order. Called after every arrival, finished turn,
-        program end and tick."""
+    def take(self, event: AnyRoutingEvent, now: float) -> Sequence[AnyRoutingAction]:
+        """Take one event at ``now`` virtual seconds, and return the actions that follow. The events are
+        ``ReplicaRegistered`` (for every engine, before all others), ``RequestReceived``, ``FirstByteSent``,
+        ``RequestFinished``, ``ProgramEnded``, ``Tick`` and ``KvReported``. The actions are ``SendRequest``,
+        ``RecallRequest``, ``RejectRequest`` and ``ReleaseProgramKv``."""
         ...
 
 
-class ClusterRouter(RequestRouter, Protocol):
-    """A router in front of several engines."""
+class PassThroughRouter(RequestRouter):
+    """Sends every request to the first engine at once."""
 
-    def replica_of(self, program_id: str) -> int:
-        """Number, from 0, of the engine for the program's request that was just selected."""
-        ...
+    def __init__(self) -> None:
+        self._replica_id = ""
 
-
-class PassThroughRouter:
-    """Admits every request at once."""
-
-    is_open = True
-    tick_s = float("inf")
-
-    def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
-        return [request.request_id for request in view.waiting]
+    def take(self, event: AnyRoutingEvent, now: float) -> Sequence[AnyRoutingAction]:
+        if isinstance(event, ReplicaRegistered):
+            self._replica_id = self._replica_id or event.replica_id
+        if isinstance(event, RequestReceived):
+            return [SendRequest(event.request_id, self._replica_id, "only")]
+        return ()

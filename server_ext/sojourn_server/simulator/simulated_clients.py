@@ -9,14 +9,29 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
+from sojourn_server.routing.routing_events import (
+    AnyRoutingEvent,
+    FirstByteSent,
+    KvReported,
+    ProgramEnded,
+    RecallRequest,
+    RejectRequest,
+    ReleaseProgramKv,
+    ReplicaRegistered,
+    RequestFinished,
+    RequestReceived,
+    ResidentKv,
+    SendRequest,
+    Tick,
+)
 from sojourn_server.traces.trace_schema import TraceToolRun
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory, HintSetting, StatedHints
 from .event_queue import EventQueue
-from .request_router import RequestRouter, RequestRouterView, RoutableRequest, RoutedProgramView
+from .request_router import RequestRouter
 from .run_log import ProgramLog, RunLog, TurnLog
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
@@ -29,6 +44,13 @@ GATEWAY_EMITTER = "gateway"
 ACCEPTED_OUTCOMES = ("applied", "deferred")
 """Outcomes of a client event that do not count as a defect. ``deferred``: a ``tool_start`` arrived while a
 request of its program was in the engine, as may happen on a network."""
+
+DEFAULT_TENANT = "lab"
+"""Tenant of programs that have none in the workload."""
+RESIDENCY_POLL_S = 5.0
+"""Virtual seconds between two polls. A poll asks each engine which programs' KV it has."""
+PREFIX_CHUNK_TOKENS = 256
+"""Prompt tokens per hash that the routing core compares to find common prefixes."""
 
 
 class SimulatedOutputs:
@@ -70,31 +92,35 @@ class ActiveProgram:
     """Sub-agents that start after one of the program's turns and have not been scheduled yet."""
     awaited: set[str] = field(default_factory=set)
     """Unfinished sub-agents for which the next turn waits."""
-    hashes: list[Any] = field(default_factory=list)
-    """Block hashes of the program's last turn."""
-    state: str = "waiting"
-    """``reasoning``, ``waiting``, ``acting`` or ``over`` (see ``RoutedProgramView.state``)."""
-    since_s: float = 0.0
-    """Time at which ``state`` began."""
-    context_tokens: int = 0
+
+    @property
+    def tenant(self) -> str:
+        return self.plan.tenant or DEFAULT_TENANT
 
 
-class RequestInTransit(NamedTuple):
-    """A request between client and engine."""
+@dataclass(slots=True)
+class UnansweredRequest:
+    """A request that has been sent and is not answered."""
 
     active: ActiveProgram
     log: TurnLog
     prompt: list[int]
-    known: list[Any]
-    """Hashes of the prompt's leading blocks, known from the program's previous turn."""
     events: list[dict[str, Any]]
     """Client events that the request carries."""
     context: dict[str, Any] | None
     """Additional fields of the request's ``agentic_context``; ``None`` without hints."""
+    replica: str = ""
+    """Name of the engine that the router chose."""
+    attempt: int = 0
+    """How often the request has been withdrawn from an engine."""
 
 
 class SimulatedClients:
-    """All clients of a run, behind a router in front of one or several engines."""
+    """All clients of a run, behind a router in front of one or several engines.
+
+    Without a ``HintSetting`` they state no deadlines. The gateway's routing core then derives them from the
+    mean duration of earlier programs of the same agent type.
+    """
 
     def __init__(
         self,
@@ -116,26 +142,22 @@ class SimulatedClients:
         clients send hints and events. ``hint_setting``: what they state; ``None``: no future."""
         self._event_queue = event_queue
         self._loop = loop
-        self._request_router: Any = request_router
+        self._request_router = request_router
         self._log = log
         self._standalone = standalone
         self._expected_s = expected_s
         self._call_s = call_s
         self._with_hints = with_hints
         self._hint_setting = hint_setting
-        self._history = ClientHistory()
+        self.history = ClientHistory()
         self._sim_replicas = {sim_replica.replica: sim_replica for sim_replica in sim_replicas}
-        self._names = list(self._sim_replicas)
         self._first_engine = sim_replicas[0].engine
         self.replicas_with_messages: set[str] = set()
         """Names of engines whose inbox has an undelivered message."""
         self.outputs = SimulatedOutputs()
         self.active: dict[str, ActiveProgram] = {}
         """Programs that have arrived and are not over."""
-        self._waiting_at_router: dict[str, RoutableRequest] = {}
-        self._submitted: dict[str, RequestInTransit] = {}
-        self._attempts: dict[str, int] = {}
-        """How often each unanswered request has been withdrawn from an engine."""
+        self._submitted: dict[str, UnansweredRequest] = {}
         self._homes: dict[str, str] = {}
         """Name of the engine that received each program's last request."""
         self._moved: set[str] = set()
@@ -147,18 +169,27 @@ class SimulatedClients:
         self._arrivals: Iterable[tuple[float, ProgramPlan]] = ()
 
     def begin(self) -> None:
-        """Schedule the first arrival and the router's ticks."""
+        """Register the engines, and schedule the first arrival, the router's ticks and its reports."""
+        for sim_replica in self._sim_replicas.values():
+            options = sim_replica.engine.options
+            # As the real gateway: of vLLM's own connector an engine reports no blocks of host memory.
+            host_blocks = options.host_blocks if options.own_tiers else 0
+            self._take(
+                ReplicaRegistered(
+                    sim_replica.replica,
+                    "1",
+                    (options.blocks - 1) * options.block_size,
+                    host_tokens=host_blocks * options.block_size,
+                    max_running=options.max_num_seqs,
+                    max_context_tokens=options.max_model_len,
+                )
+            )
         self._arrivals = iter(self._loop.initial())
         self._schedule_next_arrival()
         if self._request_router.tick_s != float("inf"):
             self._tick()
-
-    def observe_program(self, plan: ProgramPlan) -> str:
-        """Add a program that ended before the run to the statistics of its agent type. Returns the agent
-        type."""
-        kind = agent_type_of(plan)
-        self._history.observe_end(kind, len(plan.plans))
-        return kind
+        if self._request_router.reads_residency and self._first_engine.adapter is not None:
+            self._schedule_residency_poll()
 
     # -- programs -------------------------------------------------------------------
 
@@ -191,11 +222,11 @@ class SimulatedClients:
         if self._with_hints:
             kind = agent_type_of(plan, is_child=parent is not None)
             if (stated := self._hint_setting) is None:
-                hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self._history)
+                hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self.history)
             else:
                 hints = StatedHints(plan, log.parent, kind, stated, self._event_queue)
         root = None if parent is None else parent.root or parent
-        active = ActiveProgram(plan, log, root, hints, since_s=now)
+        active = ActiveProgram(plan, log, root, hints)
         if root is not None:
             root.family += 1
         self.active[plan.instance_id] = active
@@ -214,54 +245,56 @@ class SimulatedClients:
     def _submit(self, active: ActiveProgram) -> None:
         now = self._event_queue.now_s
         plan, turn = active.plan, active.turn
-        lengths = plan.plans[turn]
         prompt = plan.prompt(turn)
         log = TurnLog(
             program_id=plan.instance_id,
             turn=turn,
             submitted_s=now,
             prompt_tokens=len(prompt),
-            output_tokens=lengths.output_tokens,
+            output_tokens=plan.plans[turn].output_tokens,
             tool=plan.tool(turn),
         )
         active.log.turns.append(log)
-        active.state, active.since_s = "waiting", now
         request_id = log.request_id
-        continues = lengths.base is not None and lengths.base == turn - 1
-        reused_blocks = lengths.reused_tokens // self._first_engine.options.block_size
-        known = active.hashes[:reused_blocks] if continues else []
         riding = active.hints.pop_unsent(now) if active.hints is not None else []
         context = active.hints.context() if active.hints is not None else None
-        self._submitted[request_id] = RequestInTransit(active, log, prompt, known, riding, context)
-        self._route_request(RoutableRequest(request_id, plan.instance_id, len(prompt), now, turn))
+        self._submitted[request_id] = UnansweredRequest(active, log, prompt, riding, context)
+        deadline_s = (context or {}).get("deadline_seconds")
+        self._take(
+            RequestReceived(
+                request_id,
+                active.tenant,
+                len(prompt),
+                program_id=plan.instance_id,
+                parent_id=active.log.parent,
+                agent_type=agent_type_of(plan, is_child=active.log.parent is not None),
+                deadline_s=None if deadline_s is None else now + deadline_s,
+                prefix=prefix_hashes(prompt) if self._request_router.reads_prefixes else (),
+                exact=True,
+            )
+        )
 
-    def _route_request(self, request: RoutableRequest) -> None:
-        if self._request_router.is_open:
-            self._send_to_engine(request.request_id)
-        else:
-            self._waiting_at_router[request.request_id] = request
-            self._query_router()
-
-    def _send_to_engine(self, request_id: str) -> None:
-        """Send a request to its engine, where it arrives after ``call_s`` seconds."""
+    def _send_to_engine(self, request_id: str, replica: str) -> None:
+        """Send a request to an engine, where it arrives after ``call_s`` seconds."""
         sent = self._submitted[request_id]
-        program_id = sent.log.program_id
-        replica = self._target_replica(request_id)
-        if self._homes.get(program_id, replica) != replica:
+        program_id, attempt = sent.log.program_id, sent.attempt
+        sent.replica = replica
+        if self._homes.setdefault(program_id, replica) != replica:
             self._moved.add(program_id)
-        self._homes[program_id] = replica
+            self._homes[program_id] = replica
         if not self._standalone:
             sent.log.replica = replica
-        attempt = self._attempts.setdefault(request_id, 0)
-        sent.active.state, sent.active.since_s = "reasoning", self._event_queue.now_s
-        self._after_call_delay(lambda: self._arrive(request_id, attempt, replica))
 
-    def _target_replica(self, request_id: str) -> str:
-        """Name of the engine for a request that the router has just admitted."""
-        if self._standalone:
-            return self._names[0]
-        number: int = self._request_router.replica_of(self._submitted[request_id].log.program_id)
-        return self._names[number]
+        def arrive() -> None:
+            if sent.attempt == attempt:
+                sent.log.entered_s = self._event_queue.now_s
+                self._post(replica, add)
+
+        def add() -> None:
+            if sent.attempt == attempt:
+                self._add_to_engine(self._sim_replicas[replica], sent)
+
+        self._after_call_delay(arrive)
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
         """Call ``what`` after ``call_s`` seconds, the delay of the API server. Calls keep their order."""
@@ -270,68 +303,47 @@ class SimulatedClients:
         else:
             what()
 
-    def _arrive(self, request_id: str, attempt: int, replica: str) -> None:
-        if self._is_attempt_stale(request_id, attempt):
-            return
-        sent = self._submitted[request_id]
-        now = sent.log.entered_s = self._event_queue.now_s
-
-        def add() -> None:
-            if not self._is_attempt_stale(request_id, attempt):
-                self._add_to_engine(self._sim_replicas[replica], sent, attempt, now)
-
-        self._post(replica, add)
-
-    def _add_to_engine(
-        self, sim_replica: SimulatedReplica, sent: RequestInTransit, attempt: int, now: float
-    ) -> None:
-        active, log, prompt, known, riding, context = sent
+    def _add_to_engine(self, sim_replica: SimulatedReplica, sent: UnansweredRequest) -> None:
+        active, log = sent.active, sent.log
         self._apply_events(sim_replica, self._unsent_events.pop(log.program_id, []))
-        self._apply_events(sim_replica, riding)
-        riding.clear()  # later attempts carry no events, because this one has delivered them
-        request_id = engine_request_id(log.request_id, attempt)
+        self._apply_events(sim_replica, sent.events)
+        sent.events = []  # later attempts carry no events, because this one has delivered them
+        request_id = engine_request_id(log.request_id, sent.attempt)
         turn = sim_replica.account.live[request_id] = InFlightTurn(log, active.plan.planned_output(log.turn))
         turn.request = sim_replica.engine.add(
             request_id,
-            prompt,
+            sent.prompt,
             # A client does not know the length of the answer, so the request allows the longest answer.
-            max_tokens=sim_replica.engine.options.max_model_len - len(prompt),
+            max_tokens=sim_replica.engine.options.max_model_len - len(sent.prompt),
             program_id=active.plan.instance_id if active.hints is not None else None,
-            context=context,
-            arrival_s=now,
-            known_hashes=known,
+            context=sent.context,
+            arrival_s=log.entered_s or 0.0,
         )
         self.outputs.set_calls(turn.request.output_token_ids, active.plan.tool_runs(log.turn))
 
     def _recall(self, request_id: str) -> None:
         """Withdraw a request that has no token yet from its engine. The request waits for an engine again."""
         sent = self._submitted[request_id]
-        attempt = self._attempts[request_id]
-        self._attempts[request_id] = attempt + 1
-        replica = sent.log.replica
-        assert replica is not None
-        turn = self._sim_replicas[replica].cancel(engine_request_id(request_id, attempt))
+        turn = self._sim_replicas[sent.replica].cancel(engine_request_id(request_id, sent.attempt))
+        sent.attempt += 1
         if turn is not None:
             self.outputs.forget(turn.request.output_token_ids)
-            self.replicas_with_messages.add(replica)
+            self.replicas_with_messages.add(sent.replica)
         sent.log.entered_s = sent.log.admitted_s = None
         sent.log.recalls += 1
-        sent.active.state, sent.active.since_s = "waiting", self._event_queue.now_s
-
-    def _is_attempt_stale(self, request_id: str, attempt: int) -> bool:
-        return self._attempts.get(request_id) != attempt
 
     def first_token(self, turn: InFlightTurn) -> None:
-        """Handle the first token of an answer. Without a gateway, this has no effect."""
+        """Handle the first token of an answer."""
+        request_id = turn.log.request_id
+        self._take(FirstByteSent(request_id, self._submitted[request_id].replica))
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
         now = self._event_queue.now_s
-        self._submitted.pop(turn.log.request_id)
-        self._attempts.pop(turn.log.request_id, None)
+        # The router gets the event first, so that the client's next request finds the freed capacity.
+        replica = self._submitted.pop(turn.log.request_id).replica
+        self._take(RequestFinished(turn.log.request_id, turn.log.output_tokens, replica))
         active = self.active[turn.log.program_id]
-        active.hashes = turn.hashes
-        active.context_tokens = turn.log.prompt_tokens + turn.log.output_tokens
         number = active.turn
         started = [child for child in active.children if child.parent_turn == number]
         active.awaited = {child.instance_id for child in started if child.blocks_parent}
@@ -347,12 +359,10 @@ class SimulatedClients:
             return
         gap_s = active.plan.gap_s(number)
         turn.log.gap_s = gap_s
-        active.state, active.since_s = "acting", now
         if active.hints is not None:
             self._send_tool_events(active.hints, active.plan.tool_runs(number), number, gap_s)
         if not active.awaited:  # else the end of the last sub-agent sends the next request
             self._event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
-        self._query_router()
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
         (parent.root or parent).family -= 1  # the child has counted since its parent began
@@ -377,7 +387,6 @@ class SimulatedClients:
     def _end_program(self, active: ActiveProgram) -> None:
         """End a program that has finished, or whose request was rejected."""
         now = self._event_queue.now_s
-        active.state, active.since_s = "over", now
         del self.active[active.plan.instance_id]
         ending = active.hints.end_events() if active.hints is not None else []
         if active.hints is not None:
@@ -394,7 +403,8 @@ class SimulatedClients:
             if following is not None:
                 at_s, plan = following
                 self._event_queue.schedule_at(max(now, at_s), lambda: self._begin(plan, None))
-        self._query_router(over=active)
+        # All simulated clients report the end of a program, with hints or without.
+        self._take(ProgramEnded(active.plan.instance_id, active.tenant))
         if not ending:  # an event about the end still needs the engine's name
             self._forget(active.plan.instance_id)
 
@@ -416,7 +426,7 @@ class SimulatedClients:
     def _deliver_events(self, events: list[dict[str, Any]]) -> None:
         """Deliver events of one program to its engine, or keep them for its first request."""
         program_id = events[0]["program_id"]
-        replica = self._names[0] if self._standalone else self._homes.get(program_id)
+        replica = self._homes.get(program_id)
         if replica is None:
             self._unsent_events[program_id] += events
             return
@@ -456,33 +466,62 @@ class SimulatedClients:
     # -- the router in front ----------------------------------------------------------
 
     def _tick(self) -> None:
-        self._query_router()
+        self._take(Tick())
         self._event_queue.schedule_at(
             self._event_queue.now_s + self._request_router.tick_s, self._tick, background=True
         )
 
-    def _query_router(self, over: ActiveProgram | None = None) -> None:
-        if self._request_router.is_open:
-            return
-        for request_id in self._request_router.select_requests(
-            self._router_view(over), self._event_queue.now_s
-        ):
-            if self._waiting_at_router.pop(request_id, None) is not None:
-                self._send_to_engine(request_id)
+    def _schedule_residency_poll(self) -> None:
+        due_s = self._event_queue.now_s + RESIDENCY_POLL_S
+        self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
 
-    def _router_view(self, over: ActiveProgram | None) -> RequestRouterView:
-        engine = self._first_engine
-        active = list(self.active.values()) + ([over] if over is not None else [])
-        return RequestRouterView(
-            waiting=tuple(self._waiting_at_router.values()),
-            programs=tuple(
-                RoutedProgramView(
-                    p.plan.instance_id, p.state, p.context_tokens, p.since_s, p.turn, p.log.arrived_s
+    def _poll_residency(self) -> None:
+        """Report to the router the programs that have their KV on an engine."""
+        for name, sim_replica in self._sim_replicas.items():
+            load = sim_replica.engine.ask("load")
+            programs = (
+                ResidentKv(
+                    active.tenant,
+                    one["program_id"],
+                    one["tokens"],
+                    one["context_tokens"],
+                    one.get("idle_s", 0.0),
                 )
-                for p in active
-            ),
-            capacity_tokens=(engine.pool.num_gpu_blocks - 1) * engine.options.block_size,
-        )
+                for one in load["programs"]
+                if (active := self.active.get(one["program_id"])) is not None
+            )
+            waiting = tuple(
+                (self.active[one].tenant if one in self.active else DEFAULT_TENANT, one)
+                for one in load["waiting"]
+            )
+            self._take(KvReported(replica_id=name, instance="1", programs=tuple(programs), waiting=waiting))
+        self._schedule_residency_poll()
+
+    def _take(self, event: AnyRoutingEvent) -> None:
+        """Pass an event to the router, and execute its actions."""
+        for action in self._request_router.take(event, self._event_queue.now_s):
+            if isinstance(action, SendRequest):
+                self._send_to_engine(action.request_id, action.replica_id)
+            elif isinstance(action, RejectRequest):
+                refused = self._submitted.pop(action.request_id)
+                self._log.notes.append(f"{action.request_id} was refused: {action.message}")
+                self._end_program(refused.active)
+            elif isinstance(action, ReleaseProgramKv):
+                self._release(action.program_id, action.replica_id)
+            elif isinstance(action, RecallRequest):
+                self._recall(action.request_id)
+            else:
+                raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")
+
+
+def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
+    """Chained hashes of a prompt's full chunks of ``PREFIX_CHUNK_TOKENS`` tokens."""
+    chain = 0
+    found = []
+    for start in range(0, len(prompt) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):
+        chain = hash((chain, *prompt[start : start + PREFIX_CHUNK_TOKENS]))
+        found.append(chain)
+    return tuple(found)
 
 
 def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:

@@ -107,7 +107,6 @@ class SimulatedEngine:
         self.options = options
         self.tokens: Callable[[Request], int] = lambda request: DUMMY_TOKEN
         """Function that returns the next output token of a request."""
-        self._known_hashes: dict[str, Sequence[BlockHash]] = {}
         spec = FullAttentionSpec(
             block_size=options.block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
         )
@@ -141,15 +140,11 @@ class SimulatedEngine:
         context: dict[str, Any] | None = None,
         priority: int = 0,
         arrival_s: float = 0.0,
-        known_hashes: Sequence[BlockHash] = (),
     ) -> Request:
-        """Add a request. ``context``: additional fields of its ``agentic_context``. ``known_hashes``: hashes
-        of its leading blocks, known from an earlier request."""
+        """Add a request. ``context``: additional fields of its ``agentic_context``."""
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}
-        if known_hashes:
-            self._known_hashes[request_id] = known_hashes
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -243,12 +238,9 @@ class SimulatedEngine:
         if request.num_tokens < (done + 1) * size:
             return []
         added: list[BlockHash] = []
-        if not done and self._known_hashes:
-            added.extend(self._known_hashes.pop(request.request_id, ()))
-        previous = added[-1] if added else request.block_hashes[-1] if done else b""
-        chain = int.from_bytes(previous, "little", signed=True)
+        chain = int.from_bytes(request.block_hashes[-1] if done else b"", "little", signed=True)
         tokens = request.all_token_ids
-        for start in range((done + len(added)) * size, request.num_tokens - size + 1, size):
+        for start in range(done * size, request.num_tokens - size + 1, size):
             chain = hash((chain, *tokens[start : start + size]))
             added.append(BlockHash(chain.to_bytes(8, "little", signed=True)))
         return added

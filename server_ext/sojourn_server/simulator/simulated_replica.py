@@ -74,7 +74,7 @@ class SimulatedReplica:
         self.blocked_since_s: float | None = None
         """Time since which the engine has requests but can run none; ``None`` otherwise."""
         self.due_s = NEVER_S
-        self._latency = latency
+        self.latency = latency
         self._clock = clock
         self._on_first_token = on_first_token
         self._on_finished = on_finished
@@ -176,7 +176,7 @@ class SimulatedReplica:
         work, sampled = self.account.step(planned, self.engine.scheduler.requests, now)
         over_s = host.begin_step(orders, begins_s) if host is not None else begins_s
         if work.tokens:
-            took_s = self._latency.step_s(work)
+            took_s = self.latency.step_s(work)
             self.steps += 1
             self.busy_s += took_s
             over_s += took_s

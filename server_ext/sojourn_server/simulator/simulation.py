@@ -7,9 +7,8 @@ Policies see what a real server would: requests when they arrive, and events whe
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .client_hints import HintSetting
@@ -19,7 +18,7 @@ from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, ReplicaLog, RunLog
 from .simulated_clients import SimulatedClients
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
-from .simulated_gateway import GatewayClients, SimulatedGateway, isolated_completion_s
+from .simulated_gateway import SimulatedGateway, isolated_completion_s
 from .simulated_replica import NEVER_S, SimulatedReplica
 from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
 from .workloads.arrival_processes import ArrivalProcess
@@ -27,9 +26,8 @@ from .workloads.program_plans import ProgramPlan
 
 STALL_TIMEOUT_S = 3600.0
 """Virtual seconds without progress after which a run is aborted."""
-CLUSTER_STALL_CHECK_PASSES = 4096
-"""Iterations of the loop between two stall checks of a cluster. A standalone engine is checked in every
-iteration."""
+_CHECK_PASSES = 256
+"""Iterations of the loop between two checks for a stall."""
 MAX_VIRTUAL_S = 30 * 86400.0
 """End of a run without ``until_s``. A run that reaches it gets a note."""
 
@@ -39,13 +37,10 @@ class Simulation:
 
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
     have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
-    clients send hints and events; ``hint_setting``: which. ``with_tool_calls``: whether a finished output has
-    its tool calls, as a real output does; if false, servers know of tools by client events only. ``until_s``:
-    end of the run; with ``None`` it ends when all programs have finished. ``on_progress`` gets the log and
-    the virtual seconds so far.
+    clients send hints and events; ``hint_setting``: which. ``until_s``: end of the run; with ``None`` it ends
+    when all programs have finished. ``on_progress`` gets the log and the virtual seconds so far.
 
-    ``standalone`` means a single engine outside a cluster. Its logs name no replica. Client events that occur
-    during a step keep their own times, but are handled at the end of the step.
+    ``standalone`` means a single engine outside a cluster. Its logs name no replica.
     """
 
     def __init__(
@@ -56,11 +51,10 @@ class Simulation:
         loop: ArrivalProcess,
         log: RunLog,
         *,
-        front: SimulatedGateway | RequestRouter,
+        front: RequestRouter,
         standalone: bool = False,
         with_hints: bool,
         hint_setting: HintSetting | None = None,
-        with_tool_calls: bool = True,
         until_s: float | None = None,
         on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
     ) -> None:
@@ -69,10 +63,10 @@ class Simulation:
         self._log = log
         self._until_s = until_s
         self._standalone = standalone
-        self._front = front
+        self.front = front
         self._on_progress = on_progress
         self._event_queue = EventQueue()
-        computed: set[bytes] | None = None if standalone else set()
+        computed: set[bytes] | None = None if len(engines) == 1 else set()
         self.latency = latency
         self.replicas = [
             SimulatedReplica(
@@ -87,33 +81,29 @@ class Simulation:
             )
             for number, (engine, host) in enumerate(engines)
         ]
-        self._numbers = {sim_replica.replica: number for number, sim_replica in enumerate(self.replicas)}
-        batched = self.replicas[0].engine.options.max_num_batched_tokens
-        self._expected_s: Callable[[ProgramPlan], float] = lambda plan: isolated_completion_s(
-            plan, latency, batched
-        )
-        make: Any = GatewayClients if isinstance(front, SimulatedGateway) else SimulatedClients
-        self.clients: SimulatedClients = make(
+        self.clients = SimulatedClients(
             self.replicas,
             self._event_queue,
             loop,
             front,
             log,
             standalone=standalone,
-            expected_s=self._expected_s,
+            expected_s=self.expected_s,
             call_s=latency.call_s,
             with_hints=with_hints,
             hint_setting=hint_setting,
         )
-        self._due: list[tuple[float, int]] = []
-        """Heap of (due time, engine number). An entry is stale if its time is not the engine's ``due_s``."""
-        self._replicas_in_step = 0
         self._stepped_s = 0.0
         """End of the latest step."""
         for sim_replica in self.replicas:
-            self._script_outputs(sim_replica, with_tool_calls)
+            self._script_outputs(sim_replica)
 
-    def _script_outputs(self, sim_replica: SimulatedReplica, with_tool_calls: bool) -> None:
+    def expected_s(self, plan: ProgramPlan) -> float:
+        """Seconds that a program takes alone on an empty engine, tools included."""
+        batched = self.replicas[0].engine.options.max_num_batched_tokens
+        return isolated_completion_s(plan, self.latency, batched)
+
+    def _script_outputs(self, sim_replica: SimulatedReplica) -> None:
         """Make an engine emit the planned output tokens of each request."""
         live = sim_replica.account.live
 
@@ -124,21 +114,8 @@ class Simulation:
             return output[index] if index + 1 < len(output) else STOP_TOKEN
 
         sim_replica.engine.tokens = next_token
-        if sim_replica.engine.adapter is not None and with_tool_calls:
+        if sim_replica.engine.adapter is not None:
             sim_replica.engine.adapter.reader = self.clients.outputs
-
-    def observe_programs(self, programs: Iterable[ProgramPlan]) -> None:
-        """Let clients and gateway learn from ``programs``, as if each program had run alone on an engine
-        before this run. Call this before ``run``."""
-        for plan in programs:
-            kind = self.clients.observe_program(plan)
-            if isinstance(self._front, SimulatedGateway):
-                last = plan.plans[-1]
-                tokens = last.prompt_tokens + last.output_tokens
-                tools_s = sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
-                self._front.observe_program(
-                    plan.tenant, kind, len(plan.plans), tokens, self._expected_s(plan), tools_s
-                )
 
     # -- the loop -----------------------------------------------------------------
 
@@ -151,12 +128,10 @@ class Simulation:
         passes = 0
         while True:
             event_queue.run_due_events(clock.now_s)
-            over = self._pop_due_replicas()
+            over = [sim_replica for sim_replica in self.replicas if sim_replica.due_s <= clock.now_s]
             for sim_replica in over:
                 if sim_replica.is_stepping:
                     sim_replica.end_step()
-                    self._replicas_in_step -= not sim_replica.is_stepping
-                    self._schedule_wakeup(sim_replica)
                     self._stepped_s = clock.now_s
             if over:
                 event_queue.run_due_events(clock.now_s)
@@ -164,40 +139,25 @@ class Simulation:
                 break
             if clock.now_s < end_s:
                 self._begin_steps(over)
-            elif not self._replicas_in_step:
-                break
-            next_s = self._next_s()
-            if not (self._standalone and self._replicas_in_step):
-                next_s = min(event_queue.next_s(), next_s)
+                next_s = min(sim_replica.due_s for sim_replica in self.replicas)
+            else:
+                next_s = min((one.due_s for one in self.replicas if one.is_stepping), default=NEVER_S)
+                if next_s == NEVER_S:
+                    break
+            next_s = min(event_queue.next_s(), next_s)
             # Only a step may end after the end of the run.
-            clock.advance_to(next_s if self._replicas_in_step else min(end_s, next_s))
+            is_stepping = any(sim_replica.is_stepping for sim_replica in self.replicas)
+            clock.advance_to(next_s if is_stepping else min(end_s, next_s))
             passes += 1
-            if passes % 256 == 0 and time.perf_counter() - shown > 0.2:
-                shown = time.perf_counter()
-                self._on_progress(self._log, clock.now_s)
-            if (self._standalone or passes % CLUSTER_STALL_CHECK_PASSES == 0) and self._is_stuck():
-                break
+            if passes % _CHECK_PASSES == 0:
+                if self._is_stuck():
+                    break
+                if time.perf_counter() - shown > 0.2:
+                    shown = time.perf_counter()
+                    self._on_progress(self._log, clock.now_s)
         if self._until_s is None and clock.now_s >= end_s:
             self._log.notes.append(f"given up after {end_s:.0f} virtual s")
         return self._close(started)
-
-    def _next_s(self) -> float:
-        due = self._due
-        while due and self.replicas[due[0][1]].due_s != due[0][0]:
-            heapq.heappop(due)
-        return due[0][0] if due else NEVER_S
-
-    def _pop_due_replicas(self) -> list[SimulatedReplica]:
-        """Remove the engines that are due now from the heap, and return them in order of their numbers."""
-        numbers = set()
-        while self._next_s() <= self._clock.now_s:
-            number = heapq.heappop(self._due)[1]
-            numbers.add(number)
-        return [self.replicas[number] for number in sorted(numbers)]
-
-    def _schedule_wakeup(self, sim_replica: SimulatedReplica) -> None:
-        if sim_replica.due_s != NEVER_S:
-            heapq.heappush(self._due, (sim_replica.due_s, self._numbers[sim_replica.replica]))
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
         """Begin the next step of each engine that is between two steps and has a reason to act: a message, or
@@ -207,26 +167,16 @@ class Simulation:
         step now runs, and the engine plans one more.
         """
         now, messages = self._clock.now_s, self.clients.replicas_with_messages
-        numbers = {self._numbers[replica] for replica in messages}
-        numbers.update(
-            self._numbers[sim_replica.replica]
-            for sim_replica in over
-            if sim_replica.due_s <= now or sim_replica.is_stepping
-        )
-        if len(self.replicas) == 1 and not over:
-            # A single engine that can run no request retries after every event.
-            numbers.add(0)
+        # A single engine that can run no request retries after every event.
+        retries = len(self.replicas) == 1 and not over
+        for sim_replica in self.replicas:
+            acts = sim_replica in over and (sim_replica.due_s <= now or sim_replica.is_stepping)
+            waits = not sim_replica.is_stepping and (retries or sim_replica.replica in messages)
+            if acts or waits:
+                sim_replica.begin_next_step()
+                if sim_replica.is_stepping and sim_replica.due_s <= now and not sim_replica.is_computing:
+                    sim_replica.end_step()
         messages.clear()
-        for number in sorted(numbers):
-            sim_replica = self.replicas[number]
-            stepping = sim_replica.is_stepping
-            if stepping and sim_replica not in over:
-                continue
-            sim_replica.begin_next_step()
-            if sim_replica.is_stepping and sim_replica.due_s <= now and not sim_replica.is_computing:
-                sim_replica.end_step()
-            self._replicas_in_step += sim_replica.is_stepping - stepping
-            self._schedule_wakeup(sim_replica)
 
     def _is_stuck(self) -> bool:
         now = self._clock.now_s
@@ -239,7 +189,7 @@ class Simulation:
                     f"given up at {now:.0f} s"
                 )
                 return True
-        if not self._standalone and self._event_queue.is_over and now - self._stepped_s > STALL_TIMEOUT_S:
+        if self._event_queue.is_over and now - self._stepped_s > STALL_TIMEOUT_S:
             self._log.notes.append(
                 f"nothing happened for {STALL_TIMEOUT_S:.0f} s although requests waited at the gateway; "
                 f"given up at {now:.0f} s"
@@ -258,12 +208,11 @@ class Simulation:
     def _close(self, started: float) -> RunLog:
         log = self._log
         log.virtual_s = self._clock.now_s
-        if isinstance(self._front, SimulatedGateway):
-            log.routes = dict(sorted(self._front.core.counts.routes.items()))
+        if isinstance(self.front, SimulatedGateway):
+            log.routes = dict(sorted(self.front.core.counts.routes.items()))
         for number, sim_replica in enumerate(self.replicas):
             host = sim_replica.host
-            if self._standalone:
-                sim_replica.deliver()
+            sim_replica.deliver()
             log.steps += sim_replica.steps
             log.busy_s += sim_replica.busy_s / len(self.replicas)
             log.scheduler_s += sim_replica.scheduler_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sojourn_server.traces.trace_schema import TraceError
@@ -12,7 +12,7 @@ from sojourn_server.traces.trace_schema import TraceError
 from .event_queue import VirtualClock
 from .latency.latency_protocol import DeviceShape, LatencyModel
 from .run_log import RunLog
-from .simulator_policies import Bound, SimulatorPolicy, find_cluster_policy, find_policy
+from .simulator_policies import Bound, ClusterPolicy, SimulatorPolicy, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ UNBOUNDED_HOST_TOKENS = 40_000_000
 """Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The KV pool of
 ``unlimited`` has at least four tenths of this size. If a run recomputes tokens because its memory filled up,
 the log has a note."""
-
-HISTORY_SEED = 1_000_003
-"""Added to a run's seed, this gives the seed of the programs of ``RunSpec.history_programs``."""
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: which policies have a disk."""
@@ -84,10 +81,6 @@ class RunSpec:
     that of the model. vLLM requires that one request of this length fits the pool."""
     max_context_tokens: int | None = None
     """Programs end before a turn with more tokens. ``None`` means the engine's longest context."""
-    history_programs: int = 0
-    """Number of programs from which gateway and clients learn about each agent type before the run. These
-    programs are made with another seed. Only for synthetic workloads with ``replicas``: of a recorded trace
-    they would be the ones simulated."""
 
 
 def run_simulation(
@@ -105,15 +98,14 @@ def run_simulation(
     simulation before it runs. For an invalid specification, raises ``SimulatorError``, ``PolicyError``,
     ``TraceError`` or ``LatencyProfileError`` before the run starts.
     """
-    policy = engine_policy(spec)
-    latency, shape = device_for_run(spec, _cpu_ratio(spec, policy))
-    shape = _context_fitting_pool(shape)
+    chosen = chosen_policy(spec)
+    policy = chosen.engine
+    latency, shape = device_for_run(spec, policy)
     loop = arrivals or _arrival_process(spec, shape)
     from .simulation import Simulation
 
-    replicas = spec.replicas
     clock = VirtualClock()
-    engines = [_build_engine(spec, policy, shape, clock) for _ in range(replicas or 1)]
+    engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas or 1)]
     log = _new_run_log(spec, shape, engines[0])
 
     def report_progress(log: RunLog, now: float) -> None:
@@ -125,18 +117,13 @@ def run_simulation(
         latency,
         loop,
         log,
-        front=policy.request_router()
-        if replicas is None
-        else find_cluster_policy(spec.policy).front(replicas),
-        standalone=replicas is None,
+        front=chosen.front(),
+        standalone=spec.replicas is None,
         with_hints=policy.settings is not None,
         hint_setting=hint_setting,
         until_s=spec.until_s,
         on_progress=report_progress,
     )
-    if spec.history_programs:
-        before = replace(spec, seed=spec.seed + HISTORY_SEED, programs=spec.history_programs, rate_per_s=1.0)
-        simulation.observe_programs(plan for _, plan in _arrival_process(before, shape).initial())
     if prepare is not None:
         prepare(simulation)
     simulation.run()
@@ -144,54 +131,36 @@ def run_simulation(
     return log
 
 
-def engine_policy(spec: RunSpec) -> SimulatorPolicy:
-    """The policy of each engine. Raises ``PolicyError``."""
-    if spec.replicas is None:
-        return find_policy(spec.policy)
-    return find_cluster_policy(spec.policy).engine
-
-
-def _policy_name(spec: RunSpec) -> str:
-    """The policy's name in logs and tables. Raises ``PolicyError``."""
-    if spec.replicas is None:
-        return find_policy(spec.policy).name
-    return find_cluster_policy(spec.policy).name
+def chosen_policy(spec: RunSpec) -> SimulatorPolicy | ClusterPolicy:
+    """The policy of a run. Raises ``PolicyError``."""
+    return find_policy(spec.policy) if spec.replicas is None else find_cluster_policy(spec.policy)
 
 
 def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
     """Check ``specs`` without running them. Returns notes for the user. Raises like ``run_simulation``."""
     notes: dict[str, None] = {}
-    seen = set()
+    planned = set()
     sources: dict[str, str] = {}
     _check_disk_is_used(specs)
     for spec in specs:
-        policy, name = engine_policy(spec), _policy_name(spec)
+        name, policy = chosen_policy(spec).name, chosen_policy(spec).engine
         if sources.setdefault(name, spec.policy) != spec.policy:
             instead = "files of different names" if spec.replicas is None else "one of them"
             raise SimulatorError(
                 f"{sources[name]} and {spec.policy} would both be called {name!r}; expected {instead}"
             )
-        key = replace(
-            spec,
-            policy="with tiers" if policy.needs_host_memory else "",
-            cpu_ratio=_cpu_ratio(spec, policy),
-            disk_ratio=spec.disk_ratio if policy.own_tiers else 0.0,
-            replicas=None,
-            programs=0,
-            rate_per_s=None,
-            history_programs=0,
-        )
-        if key in seen:
-            continue
-        seen.add(key)
-        _, shape = device_for_run(spec, _cpu_ratio(spec, policy))
+        _, shape = device_for_run(spec, policy)
         _disk_blocks(spec, policy, shape)
         if policy.uses_cpu_ratio and policy.needs_host_memory and shape.host_kv_tokens < shape.block_size:
             notes[
                 f"{name} has no host memory to place programs in: an engine starts only with "
                 "allow_missing_tiers=true"
             ] = None
-        notes.update(dict.fromkeys(_program_planner(spec, _context_fitting_pool(shape)).notes))
+        # Policies, loads and memory do not change the programs.
+        programs = (spec.workload, spec.seed, shape.max_context_tokens)
+        if programs not in planned:
+            planned.add(programs)
+            notes.update(dict.fromkeys(_program_planner(spec, shape).notes))
     return list(notes)
 
 
@@ -213,30 +182,25 @@ def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
         raise type(error)(f"{spec.workload}: {error}") from error
 
 
-def device_for_run(spec: RunSpec, cpu_ratio: float) -> tuple[LatencyModel, DeviceShape]:
-    """Latency model and shape of a run's device. ``cpu_ratio`` (host memory ÷ device KV memory) replaces that
-    of ``spec``. Raises ``LatencyProfileError``."""
+def device_for_run(spec: RunSpec, policy: SimulatorPolicy | None = None) -> tuple[LatencyModel, DeviceShape]:
+    """Latency model and shape of the device of a run with ``policy``. There is no host memory without a
+    policy that uses it; then an engine profile may lack its copy bandwidths. Raises
+    ``LatencyProfileError``."""
     from .latency.latency_selection import load_latency_model
 
     return load_latency_model(
         spec.hardware,
         spec.model,
         spec.tp,
-        cpu_ratio=cpu_ratio,
+        cpu_ratio=spec.cpu_ratio if policy is not None and policy.uses_cpu_ratio else 0.0,
         kv_pool_tokens=spec.pool_tokens,
         max_model_len=spec.max_model_len,
     )
 
 
-def _cpu_ratio(spec: RunSpec, policy: SimulatorPolicy) -> float:
-    """``cpu_ratio`` of the specification; 0 if the policy does not use it. With 0, an engine profile may lack
-    the copy bandwidths of host memory."""
-    return spec.cpu_ratio if policy.uses_cpu_ratio else 0.0
-
-
 def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
     asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
-    if asked and not any(engine_policy(spec).own_tiers for spec in specs):
+    if asked and not any(chosen_policy(spec).engine.own_tiers for spec in specs):
         named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
         raise SimulatorError(
             f"disk_ratio is {asked:g}, but none of {named} has a disk; "
@@ -259,19 +223,6 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
     if not blocks:
         raise SimulatorError(f"disk_ratio is {spec.disk_ratio:g}; expected 0, or enough for a block of KV")
     return blocks
-
-
-def _context_fitting_pool(shape: DeviceShape) -> DeviceShape:
-    """``shape`` with its maximum context limited to the KV pool, because vLLM requires that the longest
-    request fits the pool. Raises ``SimulatorError`` for a pool of less than two blocks."""
-    # vLLM's null block is part of the pool.
-    usable = (shape.kv_pool_tokens // shape.block_size - 1) * shape.block_size
-    if usable < shape.block_size:
-        raise SimulatorError(
-            f"the KV pool holds {shape.kv_pool_tokens:,} tokens; expected at least {2 * shape.block_size}, "
-            "which one request needs"
-        )
-    return shape._replace(max_context_tokens=min(shape.max_context_tokens, usable))
 
 
 def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
@@ -314,7 +265,7 @@ def _build_engine(
 
 def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> RunLog:
     return RunLog(
-        policy=_policy_name(spec),
+        policy=chosen_policy(spec).name,
         programs_wanted=spec.programs,
         hardware=shape.hardware,
         model=shape.model,
@@ -322,7 +273,7 @@ def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> 
         seed=spec.seed,
         loop="open" if spec.rate_per_s is not None else "closed",
         rate_per_s=spec.rate_per_s,
-        limit=engine_policy(spec).bound is not None,
+        limit=chosen_policy(spec).engine.bound is not None,
         pool_blocks=engine.options.blocks - 1,
         host_blocks=engine.options.host_blocks,
         disk_blocks=engine.options.disk_blocks,

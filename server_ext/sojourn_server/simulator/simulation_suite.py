@@ -25,7 +25,7 @@ from .report.run_metrics import summarize_run
 from .report.run_row import RunRow
 from .report.sweep_results import SweepRuns, SweepValue
 from .run_log import RunLog
-from .simulation_run import DISK_POLICIES_HINT, RunSpec, device_for_run, engine_policy, run_simulation
+from .simulation_run import DISK_POLICIES_HINT, RunSpec, chosen_policy, device_for_run, run_simulation
 
 PRELOAD_MODULES = (
     "sojourn_server.simulator.quiet_vllm_logging",
@@ -239,8 +239,7 @@ class ParameterSweep:
     def group_rows(self, specs: Sequence[RunSpec], rows: Sequence[RunRow]) -> SweepRuns:
         """Assign the results of the specifications that ``specs`` returned to the values."""
         policies = len(rows) // len(self.values)
-        # With cpu_ratio 0 an engine profile needs no copy bandwidth.
-        token_bytes = device_for_run(specs[0], cpu_ratio=0.0)[1].kv_bytes_per_token
+        token_bytes = device_for_run(specs[0])[1].kv_bytes_per_token
         values = []
         for number, value in enumerate(self.values):
             runs = range(number * policies, (number + 1) * policies)
@@ -255,8 +254,8 @@ class ParameterSweep:
 
     def _affects(self, spec: RunSpec) -> bool:
         if self.field == HOST_MEMORY:
-            return engine_policy(spec).uses_cpu_ratio
-        return self.field != DISK or engine_policy(spec).own_tiers
+            return chosen_policy(spec).engine.uses_cpu_ratio
+        return self.field != DISK or chosen_policy(spec).engine.own_tiers
 
 
 def read_sweep(text: str) -> ParameterSweep:

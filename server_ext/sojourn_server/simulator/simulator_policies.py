@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn_server.policies.cluster_preset import (
     ClusterPreset,
@@ -24,11 +24,8 @@ from sojourn_server.policies.preset import load_preset, preset_names, read_prese
 from sojourn_server.policies.preset_store import PresetError
 from sojourn_server.policies.toml_document import did_you_mean
 
-from .request_router import UNLIMITED_S, ClusterRouter, PassThroughRouter, RequestRouter
+from .request_router import UNLIMITED_S, PassThroughRouter, RequestRouter
 from .thunderagent_router import ThunderAgentRouter
-
-if TYPE_CHECKING:
-    from .simulated_gateway import SimulatedGateway
 
 
 class Bound(str, Enum):
@@ -54,7 +51,7 @@ class SimulatorPolicy:
     preset: str | None = None
     """Name of a preset of sojourn, or the path of a preset file. ``None``: the engine uses vLLM's own
     scheduler class."""
-    request_router: type[RequestRouter] = PassThroughRouter
+    request_router: Callable[[], RequestRouter] = PassThroughRouter
     """Router in front of a single engine."""
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
@@ -67,6 +64,15 @@ class SimulatorPolicy:
     """Paper or source, with sections."""
     leaves_out: str = ""
     """What the paper's system has and this policy lacks."""
+
+    @property
+    def engine(self) -> SimulatorPolicy:
+        """The policy itself, as the counterpart of ``ClusterPolicy.engine``."""
+        return self
+
+    def front(self) -> RequestRouter:
+        """A new router."""
+        return self.request_router()
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -93,86 +99,48 @@ class SimulatorPolicy:
         return preset.placement.needs_tiers
 
 
-_BASELINES = (
-    SimulatorPolicy(
-        name="stock",
-        paper="vLLM 0.32: requests first come, first served; prefix caching; blocks LRU",
-        leaves_out="nothing: it is the engine's own class",
-    ),
-    SimulatorPolicy(
-        name="lru-offload",
-        host_cache=True,
-        paper="vLLM 0.32 with its OffloadingConnector to host memory (LRU), outputs offloaded as well as "
-        "prompts (offload_prompt_only: false)",
-        leaves_out="nothing but the copies themselves, which are modelled",
-    ),
-    SimulatorPolicy(
-        name="admit",
-        preset="admit",
-        paper="no paper: whole programs are admitted in order of arrival while they fit, and held to the end",
-        leaves_out="where contexts outgrow the pool the latest program gives way; an engine that stood idle "
-        "for 30 s with waiting requests overrides the reservation",
-    ),
-    SimulatorPolicy(
-        name="autellix",
-        preset="autellix",
-        paper="Autellix (arXiv 2502.13965) §4.2, Algorithm 1: program-level attained service in K queues, "
-        "quanta, promotion by β",
-        leaves_out="waiting calls do not preempt running ones (vLLM preempts only for KV); recompute, not "
-        "its swap kernel; the load balancer of §4.3. K, quanta and β are not printed: those of a "
-        "re-implementation",
-    ),
-    SimulatorPolicy(
-        name="infercept",
-        preset="infercept",
-        host_cache=True,
-        paper="InferCept (arXiv 2402.01869) §3.2, §4.1–4.4: preserve, swap or discard by least waste, with "
-        "T̂ = time since the call",
-        leaves_out="the swap budget of a step and swapping in parts: vLLM's connector writes through, so a "
-        "context that is no longer preserved is both discarded and swapped",
-    ),
-    SimulatorPolicy(
-        name="thunderagent",
-        request_router=ThunderAgentRouter,
-        paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
-        leaves_out="tokens guessed from characters, and what programs share; output counted while generated",
-    ),
-    SimulatorPolicy(
-        name="thunderagent-offload",
-        request_router=ThunderAgentRouter,
-        host_cache=True,
-        paper="MORI §5, TA+O: ThunderAgent's router before an engine with a host cache of its own, "
-        "neither aware of the other",
-        leaves_out="as thunderagent; vLLM's connector stands in for HiCache",
-    ),
-    SimulatorPolicy(
-        name="continuum",
-        preset="continuum",
-        paper="Continuum §4–5 and our admission rule (docs/mechanisms.md)",
-        leaves_out="host memory",
-    ),
-    SimulatorPolicy(
-        name="continuum-paper",
-        preset="continuum-paper",
-        paper="Continuum §4–5 as printed; victims and limits of leases are ours",
-        leaves_out="host memory",
-    ),
-    SimulatorPolicy(
-        name="program-fcfs",
-        preset="program-fcfs",
-        paper="Continuum Figure 15: the queue in order of the programs' arrival, nothing kept",
-        leaves_out="nothing",
-    ),
-    SimulatorPolicy(
-        name="static-ttl",
-        preset="static-ttl",
-        paper="Continuum Figure 15: program order, and the cold start's T_default (§4.2) for ever",
-        leaves_out="nothing",
-    ),
-)
-
-BASELINES: dict[str, SimulatorPolicy] = {baseline.name: baseline for baseline in _BASELINES}
-"""Baselines by name, in the order of tables."""
+BASELINES = {
+    baseline.name: baseline
+    for baseline in (
+        SimulatorPolicy(
+            name="stock",
+            paper="vLLM 0.32: requests first come, first served; prefix caching; blocks LRU",
+            leaves_out="nothing: it is the engine's own class",
+        ),
+        SimulatorPolicy(
+            name="lru-offload",
+            host_cache=True,
+            paper="vLLM 0.32 with its OffloadingConnector to host memory (LRU), outputs offloaded as well as "
+            "prompts (offload_prompt_only: false)",
+            leaves_out="nothing but the copies themselves, which are modelled",
+        ),
+        SimulatorPolicy(
+            name="infercept",
+            preset="infercept",
+            host_cache=True,
+            paper="InferCept (arXiv 2402.01869) §3.2, §4.1–4.4: preserve, swap or discard by least waste, "
+            "with T̂ = time since the call",
+            leaves_out="the swap budget of a step and swapping in parts: vLLM's connector writes through, so "
+            "a context that is no longer preserved is both discarded and swapped",
+        ),
+        SimulatorPolicy(
+            name="thunderagent",
+            request_router=ThunderAgentRouter,
+            paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
+            leaves_out="tokens guessed from characters, and what programs share; output counted while "
+            "generated",
+        ),
+        SimulatorPolicy(
+            name="thunderagent-offload",
+            request_router=ThunderAgentRouter,
+            host_cache=True,
+            paper="MORI §5, TA+O: ThunderAgent's router before an engine with a host cache of its own, "
+            "neither aware of the other",
+            leaves_out="as thunderagent; vLLM's connector stands in for HiCache",
+        ),
+    )
+}
+"""Baselines that are no presets, or need more than a preset says, by name, in the order of tables."""
 
 
 BOUNDS = {
@@ -248,8 +216,8 @@ DEFAULT_ROUTING = "prefix-affinity"
 """Routing of a cluster policy that names only an engine policy. It routes by cached prefix, like the routers
 of vLLM and SGLang."""
 
-ROUTERS: dict[str, Callable[[int], ClusterRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Routers that replace the gateway: name → function that builds the router for a number of engines."""
+ROUTERS: dict[str, Callable[[], RequestRouter]] = {"thunderagent": ThunderAgentRouter}
+"""Routers that replace the gateway, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,11 +236,11 @@ class ClusterPolicy:
         alone."""
         return f"{self.routing}/{self.engine.name}"
 
-    def front(self, replicas: int) -> SimulatedGateway | ClusterRouter:
-        """A new router or gateway for ``replicas`` engines."""
+    def front(self) -> RequestRouter:
+        """A new router or gateway."""
         router = ROUTERS.get(self.routing)
         if router is not None:
-            return router(replicas)
+            return router()
         from .simulated_gateway import SimulatedGateway  # loads the routing core, which names do not need
 
         return SimulatedGateway(self.preset or load_cluster_preset(self.routing))

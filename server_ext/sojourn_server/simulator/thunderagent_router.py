@@ -36,7 +36,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .request_router import RequestRouterView, RoutableRequest, RoutedProgramView
+from sojourn_server.routing.routing_events import (
+    AnyRoutingEvent,
+    ProgramEnded,
+    ReplicaRegistered,
+    RequestFinished,
+    RequestReceived,
+    SendRequest,
+    Tick,
+)
+
+from .request_router import RequestRouter
 
 BUFFER_TOKENS = 100
 """Tokens kept free for each active program (the public router's ``BUFFER_PER_PROGRAM``)."""
@@ -61,115 +71,98 @@ class _RoutedProgram:
     paused: bool = False
     marked: bool = False
     """Whether the program is to be paused at the end of its turn."""
-    request_id: str | None = None
-    """Id of the program's newest request."""
-    backend: int | None = None
-    """Number, from 0, of the backend where the program is or was last active; ``None`` if it was never
-    active."""
+    backend: str | None = None
+    """Name of the backend where the program is or was last active; ``None`` if it was never active."""
 
     @property
     def needs_tokens(self) -> int:
         return self.tokens + BUFFER_TOKENS
 
 
-class ThunderAgentRouter:
-    """Router for ``backends`` vLLM engines of equal size, at least one."""
+class ThunderAgentRouter(RequestRouter):
+    """Router for vLLM engines of equal size, at least one."""
 
-    is_open = False
     tick_s = CHECK_EVERY_S
 
-    def __init__(self, backends: int = 1) -> None:
-        self._backends = range(backends)
+    def __init__(self) -> None:
+        self._backends: dict[str, int] = {}
+        """Name → tokens of the device's KV pool."""
         self._programs: dict[str, _RoutedProgram] = {}
-        self._check_s: float | None = None
+        self._waiting: dict[str, tuple[_RoutedProgram, float]] = {}
+        """Request that has not been sent → (its program, time of its arrival)."""
+        self._sent: dict[str, _RoutedProgram] = {}
+        """Unanswered request → its program."""
+        self._check_s = CHECK_EVERY_S
 
-    def select_requests(self, view: RequestRouterView, now: float) -> Sequence[str]:
-        self._drop_ended_programs(view)
-        for program in view.programs:
-            self._update_program(program)
-        for request in view.waiting:
-            self._arrived(request, view.capacity_tokens)
+    def take(self, event: AnyRoutingEvent, now: float) -> Sequence[SendRequest]:
         resumed: list[str] = []
-        if self._check_s is None:
+        if isinstance(event, ReplicaRegistered):
+            self._backends[event.replica_id] = event.capacity_tokens
+        elif isinstance(event, RequestReceived):
+            self._received(event, now)
+        elif isinstance(event, RequestFinished):
+            self._turn_over(self._sent.pop(event.request_id), event.output_tokens)
+        elif isinstance(event, ProgramEnded):
+            self._programs.pop(event.program_id, None)
+        elif isinstance(event, Tick) and now >= self._check_s:
             self._check_s = now + self.tick_s
-        elif now >= self._check_s:
-            self._check_s = now + self.tick_s
-            resumed = self._resume(view.capacity_tokens)
-            self._pause(view.capacity_tokens)
-        resumed += self._force_resume(view.waiting, now)
+            resumed = self._resume()
+            self._pause()
+        resumed += self._force_resume(now)
         place = {program_id: number for number, program_id in enumerate(resumed)}
-        going = [request for request in view.waiting if not self._programs[request.program_id].paused]
+        going = [(known, request_id) for request_id, (known, _) in self._waiting.items() if not known.paused]
         # Requests of programs that were not paused come first.
-        going.sort(key=lambda request: place.get(request.program_id, -1))
-        return [request.request_id for request in going]
+        going.sort(key=lambda pair: place.get(pair[0].program_id, -1))
+        actions = []
+        for known, request_id in going:
+            del self._waiting[request_id]
+            self._sent[request_id] = known
+            assert known.backend is not None
+            actions.append(SendRequest(request_id, known.backend, "thunderagent"))
+        return actions
 
-    def replica_of(self, program_id: str) -> int:
-        """Number of a program's backend, from 0. Call it only after ``select_requests`` has admitted a
-        request of the program."""
-        backend = self._programs[program_id].backend
-        assert backend is not None
-        return backend
-
-    # -- events -------------------------------------------------------------------
-
-    def _drop_ended_programs(self, view: RequestRouterView) -> None:
-        present = {program.program_id for program in view.programs if program.state != "over"}
-        present.update(request.program_id for request in view.waiting)
-        for program_id in [known for known in self._programs if known not in present]:
-            del self._programs[program_id]
-
-    def _update_program(self, program: RoutedProgramView) -> None:
-        known = self._programs.get(program.program_id)
-        if known is not None and known.reasoning and program.state == "acting":
-            self._turn_over(known, program.context_tokens)
-
-    def _turn_over(self, known: _RoutedProgram, context_tokens: int) -> None:
+    def _turn_over(self, known: _RoutedProgram, output_tokens: int) -> None:
         known.reasoning = False
-        known.tokens = context_tokens
+        known.tokens += output_tokens
         if known.marked:
             known.marked, known.paused = False, True
 
-    def _arrived(self, request: RoutableRequest, capacity_tokens: int) -> None:
-        known = self._programs.get(request.program_id)
-        if known is None:
-            known = self._programs[request.program_id] = _RoutedProgram(request.program_id)
-        if known.request_id == request.request_id:
-            return
-        if known.reasoning and not known.paused:  # the previous turn ended at this very time
-            self._turn_over(known, known.tokens)
-        known.request_id = request.request_id
+    def _received(self, request: RequestReceived, now: float) -> None:
+        program_id = request.program_id or request.request_id
+        known = self._programs.setdefault(program_id, _RoutedProgram(program_id))
+        self._waiting[request.request_id] = known, now
         known.steps += 1
         known.reasoning = True
-        known.tokens = request.prompt_tokens
+        known.tokens = request.context_tokens
         if known.steps == 1:
             # Paused for now, so that the program's own tokens and buffer do not count as used.
             known.paused = True
             others_paused = any(k.paused for k in self._programs.values() if k is not known)
             if not others_paused:
-                self._begin(known, capacity_tokens)
+                self._begin(known)
 
     # -- pausing and resuming -------------------------------------------------------
 
-    def _active(self, backend: int) -> Iterator[_RoutedProgram]:
+    def _active(self, backend: str) -> Iterator[_RoutedProgram]:
         return (k for k in self._programs.values() if k.backend == backend and not k.paused)
 
-    def _remaining(self, capacity_tokens: int, backend: int) -> int:
-        return capacity_tokens - sum(known.needs_tokens for known in self._active(backend))
+    def _remaining(self, backend: str) -> int:
+        return self._backends[backend] - sum(known.needs_tokens for known in self._active(backend))
 
-    def _begin(self, known: _RoutedProgram, capacity_tokens: int) -> None:
+    def _begin(self, known: _RoutedProgram) -> None:
         """Activate a new program if it fits on a backend. If it fits on several, choose the one with the
         fewest tokens."""
-        fitting = [b for b in self._backends if self._remaining(capacity_tokens, b) >= known.needs_tokens]
+        fitting = [b for b in self._backends if self._remaining(b) >= known.needs_tokens]
         if fitting:
             known.backend = min(fitting, key=lambda b: sum(other.tokens for other in self._active(b)))
             known.paused = False
 
-    def _resume(self, capacity_tokens: int) -> list[str]:
+    def _resume(self) -> list[str]:
         """Resume programs while they fit. Returns their ids in the order of placement."""
         remaining_of = {
             backend: tokens
             for backend in self._backends
-            if (tokens := self._remaining(capacity_tokens, backend)) > BUFFER_TOKENS
+            if (tokens := self._remaining(backend)) > BUFFER_TOKENS
         }
         remaining = sum(remaining_of.values())
         candidates = sorted(
@@ -191,9 +184,9 @@ class ThunderAgentRouter:
             resumed.append(known.program_id)
         return resumed
 
-    def _pause(self, capacity_tokens: int) -> None:
+    def _pause(self) -> None:
         for backend in self._backends:
-            over = -self._remaining(capacity_tokens, backend)
+            over = -self._remaining(backend)
             over -= sum(known.needs_tokens for known in self._active(backend) if known.marked)
             smallest_first = sorted(self._active(backend), key=lambda known: known.tokens)
             for known in smallest_first:
@@ -205,11 +198,10 @@ class ThunderAgentRouter:
                     known.marked = True
                     over -= known.needs_tokens
 
-    def _force_resume(self, waiting: Sequence[RoutableRequest], now: float) -> list[str]:
+    def _force_resume(self, now: float) -> list[str]:
         forced = []
-        for request in waiting:
-            known = self._programs[request.program_id]
-            if known.paused and now - request.since_s >= FORCE_RESUME_AFTER_S:
+        for known, since_s in self._waiting.values():
+            if known.paused and now - since_s >= FORCE_RESUME_AFTER_S:
                 if known.backend is None:
                     known.backend = min(self._backends, key=lambda b: sum(1 for _ in self._active(b)))
                 known.paused = False

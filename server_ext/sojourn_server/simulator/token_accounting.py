@@ -7,7 +7,7 @@ because every policy has scheduler outputs. Only the finer causes of losses come
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -17,7 +17,6 @@ from .run_log import TurnLog
 
 if TYPE_CHECKING:
     from ..core.program_scheduler import ProgramScheduler
-    from ..metrics.turn_ledger import TurnRecord
     from ..vllm.compat import Request, SchedulerOutput
 
 
@@ -45,8 +44,6 @@ class InFlightTurn:
     """Time of the last preemption if the request waits to resume; else ``None``."""
     loading_tokens: int = 0
     """Tokens that are being loaded from host memory, or were loaded since the last admission."""
-    hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks at the end of the turn."""
     request: Any = None
 
 
@@ -171,8 +168,7 @@ class TokenAccounting:
         turn.log.output_tokens = request.num_output_tokens
         # The last token was sampled and never computed.
         full = (request.num_tokens - 1) // self._block_size
-        turn.hashes = list(request.block_hashes[:full])
-        self._mark_computed(turn.hashes)
+        self._mark_computed(request.block_hashes[:full])
         return turn
 
     def recalled(self, request_id: str, now: float) -> InFlightTurn:
@@ -237,24 +233,20 @@ def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
 
 
 def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -> None:
-    """Add to a finished turn's log what only sojourn's scheduler knows. This is the predicted probability of
-    another turn, and the causes of ``evicted`` tokens."""
+    """Add to a finished turn's log what only sojourn's scheduler knows: the predicted probability of another
+    turn, and for ``evicted`` tokens the finer causes of its ledger, the evicting program and the score.
+    Tokens that the ledger does not explain stay ``evicted``."""
     program_id = ProgramId(log.program_id)
     program = program_scheduler.program(program_id)
     log.goes_on = program.continuation_probability if program is not None else None
-    if log.regenerated.get("evicted"):
-        records = program_scheduler.turns_of(program_id)
-        if records:
-            _split_losses_by_cause(log, records[-1])
-
-
-def _split_losses_by_cause(log: TurnLog, record: TurnRecord) -> None:
-    """Replace the cause ``evicted`` by the finer causes in ``record``, the turn's entry in sojourn's ledger.
-    Tokens that ``record`` does not explain stay ``evicted``. Also copy the evicting program and the score."""
+    records = program_scheduler.turns_of(program_id) if log.regenerated.get("evicted") else ()
+    if not records:
+        return
+    record = records[-1]
     log.evictor = record.evictor
     score = record.evicted_score
     log.evicted_score = None if score is None else tuple(map(float, score))
-    evicted = log.regenerated.pop("evicted", 0)
+    evicted = log.regenerated.pop("evicted")
     for cause, tokens in (record.tokens.lost if record.tokens is not None else {}).items():
         explained = min(evicted, tokens)
         if explained > 0:

@@ -11,7 +11,6 @@ default is optional. A hardware profile has one table per constant::
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -51,10 +50,8 @@ def find_profile_file(name: str, kind: str) -> Path:
     known = shipped_profile_names(kind)
     if name in known:
         return SHIPPED_PROFILES / kind / f"{name}.toml"
-    wanted = name.lower()
-    near = [other for other in known if other.startswith(wanted)] if wanted else []
-    near = near or difflib.get_close_matches(wanted, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = [other for other in known if name and other.startswith(name.lower())][:1]
+    hint = did_you_mean(near[0], near) if near else did_you_mean(name.lower(), known)
     noun = "model" if kind == "models" else kind
     raise LatencyProfileError(
         f"unknown {noun} {name!r}; expected one of {', '.join(known)}, or a TOML file{hint}"
@@ -84,19 +81,24 @@ def _reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str
             raise LatencyProfileError(f"{path}: unknown field {key!r}{hint}")
 
 
-def _number(path: Path, where: str, value: Any, *, least: float, most: float = 1e30) -> float:
-    """Return ``value`` if it is a number in [least, most]. Otherwise raise ``LatencyProfileError`` with the
-    file, ``path``, and the field, ``where``."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
-        return float(value)
-    bounds = f"≥ {least:g}" if most == 1e30 else f"from {least:g} to {most:g}"
-    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a number {bounds}")
+_KINDS: dict[Any, tuple[Any, str]] = {
+    "str": (str, "a text"),
+    "float": ((int, float), "a number"),
+    "int": (int, "a whole number"),
+    "bool": (bool, "true or false"),
+}
+"""Type of a field → (accepted types, their name)."""
 
 
-def _text(path: Path, where: str, value: Any) -> str:
-    if isinstance(value, str) and value.strip():
-        return value
-    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected a text")
+def _checked(path: Path, where: str, value: Any, kind: Any, least: float = -1e30, most: float = 1e30) -> Any:
+    """Return ``value`` if it is of ``kind`` and, if a number, in [least, most]. Otherwise raise
+    ``LatencyProfileError`` with the file, ``path``, and the field, ``where``."""
+    types, noun = _KINDS[kind]
+    fits = isinstance(value, types) and isinstance(value, bool) == (kind == "bool")
+    if fits and (value != "" if isinstance(value, str) else least <= value <= most):
+        return float(value) if kind == "float" else value
+    bounds = "" if least == -1e30 else f" ≥ {least:g}" if most == 1e30 else f" from {least:g} to {most:g}"
+    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected {noun}{bounds}")
 
 
 HARDWARE_VERSION = 1
@@ -174,7 +176,9 @@ def load_hardware_profile(name: str) -> HardwareProfile:
         )
     known = [field.name for field in _CONSTANTS]
     _reject_unknown_fields(path, document, ["version", "name", "title", "measured", *known])
-    values: dict[str, Any] = {name: _text(path, name, document.get(name)) for name in ("name", "title")}
+    values: dict[str, Any] = {
+        name: _checked(path, name, document.get(name), "str") for name in ("name", "title")
+    }
     sources: list[tuple[str, str]] = []
     estimates: list[str] = []
     for field in _CONSTANTS:
@@ -184,17 +188,15 @@ def load_hardware_profile(name: str) -> HardwareProfile:
             estimates.append(constant)
             continue
         if not isinstance(entry, dict):
-            raise LatencyProfileError(
-                f"{path}: [{constant}] is {entry!r}; expected a table with value and source"
-            )
+            raise LatencyProfileError(f"{path}: [{constant}] is {entry!r}; expected value and source")
         _reject_unknown_fields(path, entry, ["value", "source", "estimate"])
         least, most = 1.0, 1e30
         if constant.endswith("_efficiency"):
             least, most = 1e-6, 1.0
         elif constant.endswith("_overhead_s"):
             least, most = 0.0, 10.0
-        values[constant] = _number(path, f"{constant}.value", entry.get("value"), least=least, most=most)
-        sources.append((constant, _text(path, f"{constant}.source", entry.get("source"))))
+        values[constant] = _checked(path, f"{constant}.value", entry.get("value"), "float", least, most)
+        sources.append((constant, _checked(path, f"{constant}.source", entry.get("source"), "str")))
         if entry.get("estimate", False):
             estimates.append(constant)
     return HardwareProfile(**values, sources=tuple(sources), estimates=tuple(estimates))
@@ -312,21 +314,11 @@ def load_model_shape(name: str) -> ModelShape:
     document = read_profile_toml(path)
     _reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])
     values: dict[str, Any] = {}
+    bounds = {"float": (0.1, 8.0), "int": (1,)}
     for field in fields(ModelShape):
         found = document.get(field.name, None if field.default is MISSING else field.default)
-        if field.type == "str":
-            found = _text(path, field.name, found)
-        elif field.type == "float":
-            found = _number(path, field.name, found, least=0.1, most=8.0)
-        elif field.type == "bool" and not isinstance(found, bool):
-            raise LatencyProfileError(f"{path}: {field.name} is {found!r}; expected true or false")
-        elif field.type == "int":
-            least = 0 if field.name.startswith("experts") else 1
-            if not isinstance(found, int) or isinstance(found, bool) or found < least:
-                raise LatencyProfileError(
-                    f"{path}: {field.name} is {found!r}; expected a whole number ≥ {least}"
-                )
-        values[field.name] = found
+        limits = (0,) if field.name.startswith("experts") else bounds.get(str(field.type), ())
+        values[field.name] = _checked(path, field.name, found, field.type, *limits)
     model = ModelShape(**values)
     if model.heads % model.kv_heads:
         raise LatencyProfileError(

@@ -221,9 +221,18 @@ def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
         raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
     block = device.block_size
     pool = device.kv_pool_tokens // block * block
+    if pool < 2 * block:
+        raise LatencyProfileError(
+            f"the KV pool holds {pool:,} tokens; expected at least {2 * block}, which one request needs"
+        )
     if pool < device.max_context_tokens:
         raise LatencyProfileError(
             f"kv_pool_tokens is {pool:,}, max_model_len {device.max_context_tokens:,}: one request would not "
             f"fit; use a max_model_len of at most {pool}"
         )
-    return device._replace(kv_pool_tokens=pool, host_kv_tokens=int(pool * cpu_ratio) // block * block)
+    return device._replace(
+        kv_pool_tokens=pool,
+        # vLLM's null block is part of the pool, and the longest request has to fit the rest.
+        max_context_tokens=min(device.max_context_tokens, pool - block),
+        host_kv_tokens=int(pool * cpu_ratio) // block * block,
+    )
