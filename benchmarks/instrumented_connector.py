@@ -79,7 +79,7 @@ class WatchedPaths(PathsConnector):
                 for name, link in traffic.stats()["links"].items()
             },
             "open": worker.open_operations,
-            "clean": traffic.do(lambda now: traffic.core.is_clean),
+            "clean": traffic.is_clean,
             "block_bytes": self.settings.identity.block_bytes,
-            "counts": {**traffic.core.ctx.counts, **worker.counts},
+            "counts": {**traffic.stats()["counts"], **worker.counts},
         }

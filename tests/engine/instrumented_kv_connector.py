@@ -50,10 +50,10 @@ def look(worker: Any) -> dict[str, Any]:
     traffic = connector._traffic
     return {
         "open": connector._worker.open_operations,
-        "clean": traffic.do(lambda now: traffic.core.is_clean),
-        "counts": dict(traffic.core.ctx.counts),
+        "clean": traffic.is_clean,
+        "counts": traffic.stats()["counts"],
         "worker": dict(connector._worker.counts),
-        "reading": traffic.do(lambda now: traffic.core.ctx.reads.in_flight),
+        "reading": traffic.call(lambda: len(traffic.node.reads)),
         "waiting": len(connector._worker._prompts),
         "held": traffic.stats()["slots_used"],
     }
@@ -83,8 +83,8 @@ def let_reads_go(worker: Any) -> None:
 
 
 def end_leases(worker: Any) -> None:
-    """Expire leases as if an hour had passed, so that buffers of silent holders are freed."""
+    """End the prompts of silent peers, as if an hour had passed, so that their buffers are freed."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     traffic = get_kv_transfer_group()._traffic
-    traffic.do(lambda now: traffic.core.ctx.expire(now + 3600.0))
+    traffic.call(lambda: [prompt.stop("expired") for prompt in traffic.node.prompts.values()])

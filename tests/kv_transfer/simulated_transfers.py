@@ -1,35 +1,48 @@
-"""Transfers between engines in virtual time, with real transfer cores, a store in a dictionary, and a network
-that can be cut.
+"""Transfers between engines in virtual time: real nodes, a store in a dictionary, and a network that can be
+cut.
 
 There are no threads and no sleeps. Storage and sockets take time only if the engine has a rate for them.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
-from functools import partial
+import asyncio
+import selectors
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from kv_blocks import BLOCK_BYTES, LAYERS, identity, payload
-from sojourn_server.kv_transfer.load_table import ReadingPeer
-from sojourn_server.kv_transfer.transfer_actions import (
-    CloseConnection,
-    DialPeer,
-    LoadEnded,
-    PromptTransferEnded,
-    PushEnded,
-    ReadBlock,
-    SendMessage,
-    TransferEvent,
-    WriteBlock,
-)
-from sojourn_server.kv_transfer.transfer_core import TransferCore
+from sojourn_server.kv_transfer.block_load import ReadingPeer
+from sojourn_server.kv_transfer.transfer import Transfer
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
-from sojourn_server.kv_transfer.transfer_wire import WireMessage, decode, decode_head, encode
+from sojourn_server.kv_transfer.transfer_node import TransferNode
+from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, WireMessage, decode, decode_head
 
 LAYER_BYTES = BLOCK_BYTES // LAYERS
+
+
+class LoadEnded(NamedTuple):
+    load: str
+    good: int
+    why: str = ""
+
+
+class PushEnded(NamedTuple):
+    transfer: str
+    complete: bool
+    why: str = ""
+
+
+class PromptTransferEnded(NamedTuple):
+    transfer: str
+    complete: bool
+    why: str = ""
+
+
+Ended = LoadEnded | PushEnded | PromptTransferEnded
+KINDS: dict[type[Ended], str] = {LoadEnded: "load", PushEnded: "push", PromptTransferEnded: "prompt"}
 
 
 def layers_of(wanted: Sequence[bytes], layer: int) -> list[memoryview]:
@@ -38,84 +51,243 @@ def layers_of(wanted: Sequence[bytes], layer: int) -> list[memoryview]:
     return [memoryview(payload(one)[start : start + LAYER_BYTES]) for one in wanted]
 
 
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time passes at once if nothing else is to be done."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        super().__init__(_VirtualSelector(self))
+
+    def time(self) -> float:
+        return self.now_s
+
+
+class _VirtualSelector(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "nothing will ever happen"
+        self._loop.now_s += max(0.0, timeout)
+        return super().select(0)
+
+
+class SimulatedStream:
+    """One end of a connection between two engines."""
+
+    def __init__(self, engine: Engine, peer: Engine) -> None:
+        self.engine = engine
+        self.peer = peer
+        self.other: SimulatedStream
+        self.is_closed = False
+        self._reader = asyncio.StreamReader()
+
+    async def read(self, length: int) -> bytes:
+        return await self._reader.readexactly(length)
+
+    async def write(self, parts: Sequence[bytes | memoryview]) -> None:
+        # Encoded, so that nodes can only send messages that the wire format allows.
+        data, world = b"".join(bytes(part) for part in parts), self.engine.world
+        head = decode_head(data[:HEAD_BYTES])
+        message = decode(data[HEAD_BYTES : HEAD_BYTES + head.message_bytes])
+        await self.engine.occupy("compute", head.payload_bytes)
+        if self.is_closed:
+            raise ConnectionResetError("the connection has ended")
+        world.messages.append((self.engine.name, self.peer.name, message))
+        if world.cut(self.engine.name, self.peer.name, message):
+            world.kill(self.peer.name)
+        elif not world.lose(self.engine.name, self.peer.name, message) and not self.other.is_closed:
+            self.other._reader.feed_data(data)
+        world.changed()
+
+    def close(self) -> None:
+        for end in (self, self.other):
+            if not end.is_closed:
+                end.is_closed = True
+                end._reader.feed_eof()
+
+
 class Engine:
-    """One engine's core, and the events that it received."""
+    """One engine's node, and the ends of its transfers."""
 
     def __init__(self, world: World, name: str, epoch: int, **options: Any) -> None:
         limits = TransferLimits(**{"slots": 64, "chunk_bytes": 2 * LAYER_BYTES, **options.pop("limits", {})})
         self.rates: dict[str, float] = options.pop("rates", {})
-        """Bytes per second of ``storage_read``, ``storage_write`` and ``compute`` (sends to peers)."""
+        """Bytes per second of ``storage_read`` and ``compute`` (sends to peers)."""
         self._busy_until_s: dict[str, float] = {}
         self.name = name
         self.world = world
-        self.core = TransferCore(
-            options.pop("identity", identity()), limits, name=name, epoch=f"{name}/{epoch}"
-        )
-        assert not options, options
-        self.events: list[TransferEvent] = []
         self.alive = True
+        self.streams: list[SimulatedStream] = []
+        self.events: list[Ended] = []
+        """Ends of transfers, in order."""
+        self.open: dict[tuple[str, str], Any] = {}
+        """Kind and name → transfer whose end is not in ``events`` yet."""
+        self.transfers: dict[tuple[str, str], Any] = {}
+        of = options.pop("identity", identity())
+        assert not options, options
+
+        async def make() -> TransferNode:
+            return TransferNode(
+                of, limits, name=name, epoch=f"{name}/{epoch}", read=self._read, dial=self._dial
+            )
+
+        self.node = world.do(make())
+        self.node.changed = _Changes(self.note_ends)
+
+    @property
+    def counts(self) -> Any:
+        return self.node.counts
+
+    @property
+    def buffers(self) -> Any:
+        return self.node.buffers
 
     def load(self, load: str, wanted: Sequence[bytes], **peer: Any) -> int:
         of = ReadingPeer(**{"transfer": load, "total": len(wanted), **peer}) if peer else None
-        return int(self.do(self.core.loads.begin, load, wanted, peer=of))
+        return int(self._keep(lambda: self.node.load(load, wanted, of)).requested_blocks)
 
-    def offer(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> None:
-        self.do(self.core.pushes.offer, transfer, to, wanted, **options)
+    def end_load(self, load: str) -> None:
+        self._end("load", load)
 
-    def give(self, transfer: str, wanted: Sequence[bytes], layers: int = LAYERS) -> None:
-        for layer in range(layers):
-            self.do(self.core.pushes.give, transfer, layer, layers_of(wanted, layer))
+    def offer(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> Any:
+        return self._keep(lambda: self.node.offer(transfer, to, wanted, **options))
+
+    def give(self, transfer: str, wanted: Sequence[bytes], layers: int = LAYERS, first: int = 0) -> None:
+        for layer in range(first, layers):
+            self.transfers["push", transfer].give(layer, layers_of(wanted, layer))
+        self.world.settle()
 
     def push(self, transfer: str, to: str, wanted: Sequence[bytes], **options: Any) -> None:
         """Offer a context whose layers are all computed already."""
         self.offer(transfer, to, wanted, **options)
         self.give(transfer, wanted)
 
-    def do(self, what: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        answer = what(*arguments, now=self.world.now, **options)
-        self.world.carry_out(self)
-        return answer
+    def abort(self, transfer: str) -> None:
+        self._end("push", transfer)
 
-    def takes_until(self, device: str, nbytes: int) -> float:
-        """Occupy a device with one transfer after the other. Returns the time at which this one ends."""
-        if device not in self.rates:
-            return self.world.now
-        start_s = max(self.world.now, self._busy_until_s.get(device, 0.0))
-        self._busy_until_s[device] = start_s + nbytes / self.rates[device]
-        return self._busy_until_s[device]
+    def expect(self, transfer: str, **options: Any) -> Any:
+        return self._keep(lambda: self.node.expect(transfer, **options))
 
-    def over(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
+    def want(self, transfers: Sequence[str]) -> None:
+        self.world.call(lambda: self.node.want(transfers))
+
+    def forget(self, transfer: str) -> None:
+        """End a prompt that was expected, or discard one that was not."""
+        if ("prompt", transfer) in self.transfers:
+            self._end("prompt", transfer)
+        self.world.call(lambda: self.node.discard(transfer))
+        self.world.settle()
+
+    def over(self, kind: type[Ended], name: str) -> Any:
         """The last event of a kind about ``name``; ``None`` if there is none yet."""
         found = [event for event in self.events if isinstance(event, kind) and event[0] == name]
         return found[-1] if found else None
 
-    def wait(self, kind: type[LoadEnded | PushEnded | PromptTransferEnded], name: str) -> Any:
+    def wait(self, kind: type[Ended], name: str) -> Any:
         """Advance the time until an event of a kind about ``name`` comes, and return it."""
         self.world.run(until=lambda: self.over(kind, name) is not None)
         return self.over(kind, name)
 
     def taken(self, load: str) -> list[bytes]:
         """Take a load's blocks, and release the load."""
-        blocks = [bytes(block) for block in self.core.loads.blocks(load)]
-        self.do(self.core.loads.end, load)
+        blocks = [bytes(block) for block in self.transfers["load", load].blocks()]
+        self.end_load(load)
         return blocks
 
     def prompt(self, transfer: str) -> list[bytes]:
-        blocks = [bytes(block) for block in self.core.prompts.blocks(transfer)]
-        self.do(self.core.prompts.forget, transfer)
+        blocks = [bytes(block) for block in self.transfers["prompt", transfer].blocks()]
+        self.forget(transfer)
         return blocks
+
+    def note_ends(self) -> None:
+        for (kind, name), transfer in list(self.open.items()):
+            outcome = transfer.outcome
+            if outcome is not None:
+                del self.open[kind, name]
+                event = next(each for each in KINDS if KINDS[each] == kind)
+                good: Any = outcome.good if event is LoadEnded else outcome.complete
+                self.events.append(event(name, good, outcome.why))
+        self.world.changed()
+
+    async def occupy(self, device: str, nbytes: int) -> None:
+        """Occupy a device with one transfer after the other, until this one has ended."""
+        now = self.world.now
+        if device in self.rates and nbytes:
+            start_s = max(now, self._busy_until_s.get(device, 0.0))
+            self._busy_until_s[device] = start_s + nbytes / self.rates[device]
+        wait_s = self._busy_until_s.get(device, 0.0) - now if nbytes else 0.0
+        await asyncio.sleep(max(0.0, wait_s))
+
+    def _keep(self, what: Callable[[], Transfer]) -> Any:
+        made = self.world.call(what)
+        self.transfers[made.kind, made.name] = self.open[made.kind, made.name] = made
+        self.world.settle()
+        self.note_ends()
+        return made
+
+    def _end(self, kind: str, name: str) -> None:
+        transfer = self.transfers.get((kind, name))
+        if transfer is not None:
+            transfer.end()
+            self.world.settle()
+
+    async def _dial(self, address: str) -> SimulatedStream:
+        await asyncio.sleep(0)
+        peer = self.world.engines.get(address)
+        if peer is None:
+            raise ConnectionRefusedError("connection refused")
+        here, there = SimulatedStream(self, peer), SimulatedStream(peer, self)
+        here.other, there.other = there, here
+        self.streams.append(here)
+        peer.streams.append(there)
+        peer.node.spawn(peer.node.peers.accept(there))
+        return here
+
+    def _read(self, blocks: Sequence[tuple[bytes, memoryview]], report: Callable[[str | None], None]) -> None:
+        world = self.world
+
+        async def read() -> None:
+            for key, into in blocks:
+                world.reads.append((self.name, key))
+                world.changed()
+                if key in world.hung:
+                    await world.released.wait()
+                await self.occupy("storage_read", BLOCK_BYTES)
+                if key in world.broken or key not in world.stored:
+                    report(world.broken.get(key, "missing"))
+                else:
+                    into[:] = world.stored[key]
+                    report(None)
+
+        self.node.spawn(read())
+
+
+class _Changes(threading.Condition):
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def notify_all(self) -> None:
+        super().notify_all()
+        asyncio.get_running_loop().call_soon(self._call)
 
 
 class World:
-    """Engines, stored blocks, and a virtual clock."""
+    """Engines, stored blocks, and a virtual clock. ``conftest.py`` closes it at the end of the test."""
+
+    open: list[World] = []  # noqa: RUF012
 
     def __init__(self) -> None:
-        self.now = 100.0
+        self.open.append(self)
+        self.loop = VirtualLoop()
         self.stored: dict[bytes, bytes] = {}
         self.broken: dict[bytes, str] = {}
         """Blocks that cannot be read → the error."""
         self.hung: set[bytes] = set()
-        """Blocks whose reads never return."""
+        """Blocks whose reads do not return before ``released`` is set."""
+        self.released = asyncio.Event()
         self.reads: list[tuple[str, bytes]] = []
         self.messages: list[tuple[str, str, WireMessage]] = []
         """All messages, as (sender, receiver, message)."""
@@ -124,13 +296,13 @@ class World:
         self.lose: Callable[[str, str, WireMessage], bool] = lambda sender, receiver, message: False
         """Called before a message arrives. True drops the message without an error."""
         self.engines: dict[str, Engine] = {}
-        self._numbers = count(1)
-        self._event_queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._ends: dict[tuple[str, int], tuple[str, int]] = {}
-        """A connection's end → its other end."""
         self._epochs = count(1)
-        self._busy_until_s: dict[tuple[str, int], float] = {}
-        """A connection's end → time at which its last data arrive at the other end."""
+        self._change = asyncio.Event()
+        self._dead: list[Engine] = []
+
+    @property
+    def now(self) -> float:
+        return self.loop.now_s
 
     def engine(self, name: str, **options: Any) -> Engine:
         made = self.engines[name] = Engine(self, name, next(self._epochs), **options)
@@ -139,124 +311,59 @@ class World:
     def put(self, *wanted: bytes) -> None:
         self.stored.update({one: payload(one) for one in wanted})
 
+    def do(self, what: Coroutine[Any, Any, Any]) -> Any:
+        return self.loop.run_until_complete(what)
+
+    def call(self, what: Callable[[], Any]) -> Any:
+        async def run() -> Any:
+            return what()
+
+        return self.do(run())
+
+    def settle(self) -> None:
+        """Do what is to be done now."""
+
+        async def run() -> None:
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        self.do(run())
+
+    def changed(self) -> None:
+        self._change.set()
+
     def kill(self, name: str) -> None:
-        """Let a process die. Its connections end, and its pending actions have no effect."""
+        """Let a process die. Its connections end, and its tasks have no effect any more."""
         engine = self.engines.pop(name, None)
-        if engine is None:
-            return
-        engine.alive = False
-        for end in [end for end in self._ends if end[0] == name]:
-            self._hang_up(*end)
+        if engine is not None:
+            engine.alive = False
+            self._dead.append(engine)
+            for stream in engine.streams:
+                stream.close()
+            for task in list(engine.node.tasks):
+                self.loop.call_soon(task.cancel)
 
     def run(self, seconds: float = 30.0, until: Callable[[], bool] = lambda: False) -> None:
         """Advance the time by at most ``seconds``, or until ``until`` is true."""
-        end = self.now + seconds
-        while not until():
-            due = min(
-                [engine.core.wake_at() for engine in self.engines.values()]
-                + [self._event_queue[0][0] if self._event_queue else float("inf")]
-            )
-            if due > end:
-                self.now = end
-                return
-            self.now = max(self.now, due) + 1e-6
-            while self._event_queue and self._event_queue[0][0] <= self.now:
-                heapq.heappop(self._event_queue)[2]()
-            for engine in list(self.engines.values()):
-                if engine.core.wake_at() <= self.now:
-                    engine.core.tick(self.now)
-                    self.carry_out(engine)
 
-    def carry_out(self, engine: Engine) -> None:
-        """Carry out the core's actions, as a transfer manager would. Results come a moment later, as from
-        threads and sockets."""
-        actions, events = engine.core.take(self.now)
-        for action in actions:
-            at = self.now
-            if isinstance(action, DialPeer):
-                what, arguments = self._dial, (engine, action)
-            elif isinstance(action, SendMessage):
-                end = engine.name, action.conn
-                at = self._busy_until_s.get(end, 0.0)  # messages arrive in the order of their sending
-                if action.payload:
-                    at = max(at, engine.takes_until("compute", sum(map(len, action.payload))))
-                    self._busy_until_s[end] = at
-                what, arguments = self._send, (engine, action)
-            elif isinstance(action, CloseConnection):
-                at = self._busy_until_s.get((engine.name, action.conn), 0.0)
-                what, arguments = self._hang_up, (engine.name, action.conn)
-            elif isinstance(action, ReadBlock):
-                self.reads.append((engine.name, action.key))
-                at = engine.takes_until("storage_read", BLOCK_BYTES)
-                what, arguments = self._read, (engine, action)
-            else:
-                at = engine.takes_until("storage_write", BLOCK_BYTES)
-                what, arguments = self._write, (engine, action)
-            run = partial(what, *arguments)
-            heapq.heappush(self._event_queue, (max(at, self.now), next(self._numbers), run))
-        engine.events += events
+        async def drive() -> None:
+            end = self.now + seconds
+            while not until() and self.now < end:
+                self._change.clear()
+                try:
+                    async with asyncio.timeout_at(end):
+                        await self._change.wait()
+                except TimeoutError:
+                    return
 
-    def _act(self, engine: Engine, what: Callable[..., None], *arguments: Any) -> None:
-        if engine.alive:
-            what(*arguments, now=self.now)
-            self.carry_out(engine)
+        self.do(drive())
 
-    def _dial(self, engine: Engine, dial: DialPeer) -> None:
-        peer = self.engines.get(dial.address)
-        if peer is None:
-            self._act(engine, engine.core.peers.dial_failed, dial, "connection refused")
-            return
-        if not engine.alive:
-            return
-        here, there = (engine.name, next(self._numbers)), (dial.address, next(self._numbers))
-        self._ends[here], self._ends[there] = there, here
-        self._act(peer, peer.core.peers.accepted, there[1])
-        self._act(engine, engine.core.peers.dialled, dial, here[1])
-
-    def _send(self, engine: Engine, action: SendMessage) -> None:
-        there = self._ends.get((engine.name, action.conn))
-        payload = b"".join(action.payload)
-        if there is not None and engine.alive:
-            # Encode to bytes, so that a core can only send messages that the wire format allows.
-            head = encode(action.message, len(payload))
-            assert decode_head(head[:12]).payload_bytes == len(payload)
-            message = decode(head[12:])
-            self.messages.append((engine.name, there[0], message))
-            if self.cut(engine.name, there[0], message):
-                self.kill(there[0])
-            elif not self.lose(engine.name, there[0], message):
-                peer = self.engines[there[0]]
-                self._act(peer, peer.core.received, there[1], message, memoryview(payload))
-        if action.item is not None:
-            self._act(engine, engine.core.ctx.sent, action.item)
-
-    def _hang_up(self, name: str, conn: int) -> None:
-        there = self._ends.pop((name, conn), None)
-        if there is None:
-            return
-        del self._ends[there]
-        for end, number in ((name, conn), there):
-            engine = self.engines.get(end)
-            if engine is not None:
-                self._act(engine, engine.core.connection_lost, number, "the connection has ended")
-
-    def _read(self, engine: Engine, action: ReadBlock) -> None:
-        if action.key in self.hung:
-            return
-        why = self.broken.get(action.key)
-        found = self.stored.get(action.key)
-        if why is None and found is not None:
-            at = 0
-            for part in action.into:
-                part[:] = found[at : at + part.nbytes]
-                at += part.nbytes
-        elif why is None:
-            why = "missing"
-        self._act(engine, engine.core.ctx.read_done, action.item, why)
-
-    def _write(self, engine: Engine, action: WriteBlock) -> None:
-        self.stored[action.key] = b"".join(action.content)
-        self._act(engine, engine.core.write_done, action.item, "stored")
+    def close(self) -> None:
+        for engine in self.engines.values():
+            self.do(engine.node.close())
+        self.released.set()
+        self.settle()
+        self.loop.close()
 
 
 def two_engines(**of_d: Any) -> tuple[World, Engine, Engine]:
@@ -268,16 +375,10 @@ def two_engines(**of_d: Any) -> tuple[World, Engine, Engine]:
 def assert_clean(*engines: Engine) -> None:
     """Check that no buffer, lease, place in a queue or transfer has leaked."""
     for engine in engines:
-        core = engine.core
-        buffers = core.ctx.buffers
-        assert core.is_clean, (
-            engine.name,
-            core.stats(engine.world.now),
-            len(core.loads),
-            len(core.pushes),
-            len(core.prompts),
-            buffers._leases.keys(),
-        )
+        engine.world.settle()
+        node = engine.node
+        assert node.is_clean, (engine.name, node.stats(), node._transfers(), node.wanted)
+        buffers = node.buffers
         assert (buffers.used, buffers.leases, buffers.waiting) == (0, 0, 0)
         assert sorted(buffers._free) == list(range(buffers.slots))
-        assert core.ctx._holders == {}
+        assert (node.fetches, node.reads.meter.queued_bytes, node.sending.queued_bytes) == ({}, 0, 0)

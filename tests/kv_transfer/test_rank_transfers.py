@@ -31,7 +31,7 @@ def stores() -> list[MemoryStore]:
 
 @pytest.fixture
 def pair(tmp_path: Path, stores: list[MemoryStore]) -> Iterator[tuple[ToyEngine, ToyEngine]]:
-    limits = {"patience_s": 1.0, "report_interval_s": 0.25}
+    limits = {"patience_s": 1.0}
     made = [ToyEngine(name, None, f"unix:{tmp_path / name}", stores=stores, limits=limits) for name in "pd"]
     yield made[0], made[1]
     for engine in made:
@@ -51,7 +51,7 @@ def test_each_worker_moves_its_part(
     first, second = through(p, d, [*start, *prompt(2, 50)], "after", decode_reads=decode_reads)
     assert (first.prefilled, second.prefilled) == (50, 1)
     for ours, theirs in zip(p.ranks, d.ranks, strict=True):
-        read = [each.manager.core.ctx.counts["blocks_read"] for each in (ours, theirs)]
+        read = [each.manager.node.counts["blocks_read"] for each in (ours, theirs)]
         assert read == [STORED * (not decode_reads), STORED * decode_reads]
 
 

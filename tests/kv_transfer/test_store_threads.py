@@ -2,104 +2,98 @@
 
 from __future__ import annotations
 
-import queue
+import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sojourn_server.kv_offload.disk_store import BlockNotFound, PutOutcome
+from kv_blocks import BLOCK_BYTES, key, keys, payload
+from sojourn_server.kv_offload.block_file import OffloadError
 from sojourn_server.kv_transfer.store_threads import StoreThreads
-from sojourn_server.kv_transfer.transfer_actions import ReadBlock, WriteBlock
+from sojourn_server.kv_transfer.transfer_limits import TransferLimits
+from transfer_manager_harness import PATIENCE_S, MemoryStore, eventually
 
-TIMEOUT_S = 10.0
-
-
-class FakeStore:
-    """Calls ``on_read`` and ``on_write``, which a test sets."""
-
-    def __init__(self) -> None:
-        self.on_read: Callable[[bytes], None] = lambda key: None
-        self.on_write: Callable[[bytes], None] = lambda key: None
-
-    def get_into(self, key: bytes, buffers: Sequence[memoryview]) -> None:
-        self.on_read(key)
-        buffers[0][:] = key
-
-    def put(self, key: bytes, buffers: Sequence[memoryview], *, parent: bytes = b"") -> PutOutcome:
-        self.on_write(key)
-        return PutOutcome.STORED
-
-
-class Harness:
-    def __init__(self) -> None:
-        self.store = FakeStore()
-        self.reads: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        self.writes: queue.Queue[tuple[int, str]] = queue.Queue()
-        store: Any = self.store
-        self.threads = StoreThreads(
-            store,
-            2,
-            read_done=lambda item, why: self.reads.put((item, why)),
-            write_done=lambda item, outcome: self.writes.put((item, outcome)),
-        )
-
-    def read(self, item: int, key: bytes) -> bytearray:
-        content = bytearray(len(key))
-        self.threads.read(ReadBlock(item, key, [memoryview(content)]))
-        return content
-
-    def write(self, item: int, key: bytes) -> None:
-        self.threads.write(WriteBlock(item, key, b"", [memoryview(key)]))
+LIMITS = TransferLimits(slots=8, read_width=2, max_waiting_writes=3, patience_s=0.05)
 
 
 @pytest.fixture
-def harness() -> Iterator[Harness]:
-    made = Harness()
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def threads(store: MemoryStore) -> Iterator[StoreThreads]:
+    of: Any = store
+    made = StoreThreads(of, LIMITS)
     yield made
-    assert made.threads.close()
+    assert made.close()
 
 
-def test_as_many_reads_run_at_a_time_as_there_are_readers(harness: Harness) -> None:
+async def read(threads: StoreThreads, *numbers: int) -> tuple[list[bytearray], list[str | None]]:
+    contents = [bytearray(BLOCK_BYTES) for _ in numbers]
+    results: asyncio.Queue[str | None] = asyncio.Queue()
+    blocks = [(key(number), memoryview(content)) for number, content in zip(numbers, contents, strict=True)]
+    threads.read(blocks, results.put_nowait)
+    return contents, [await results.get() for _ in numbers]
+
+
+async def test_as_many_reads_run_at_a_time_as_there_are_readers(
+    threads: StoreThreads, store: MemoryStore
+) -> None:
     both_run = threading.Barrier(2)
-
-    def meet(key: bytes) -> None:
-        both_run.wait(TIMEOUT_S)
-
-    harness.store.on_read = meet
-    contents = [harness.read(1, b"a"), harness.read(2, b"b")]
-    assert {harness.reads.get(timeout=TIMEOUT_S) for _ in contents} == {(1, None), (2, None)}
-    assert contents == [b"a", b"b"]
-
-
-def test_a_reader_is_free_again_when_its_read_is_reported(harness: Harness) -> None:
-    for item in range(10):
-        harness.read(item, b"a")
-        harness.read(item + 100, b"b")
-        for _ in range(2):
-            harness.reads.get(timeout=TIMEOUT_S)
-
-
-def fail(error: Exception) -> Callable[[bytes], None]:
-    def call(key: bytes) -> None:
-        raise error
-
-    return call
+    store.before = lambda what, one: both_run.wait(PATIENCE_S) and None
+    store.fill(*keys(*range(4)))
+    for _ in range(10):  # a reader is free again when its last read is reported
+        found = await asyncio.gather(read(threads, 0, 1), read(threads, 2, 3))
+        contents = [content for contents, _ in found for content in contents]
+        assert contents == [payload(one) for one in keys(*range(4))]
 
 
 @pytest.mark.parametrize(
-    ("error", "why"),
-    [(BlockNotFound(b"a"), "no block 61 in this store"), (KeyError("x"), "KeyError: 'x'")],
+    ("error", "why"), [(OffloadError("damaged"), "damaged"), (KeyError("x"), "KeyError: 'x'")]
 )
-def test_a_failed_read_is_reported_with_its_error(harness: Harness, error: Exception, why: str) -> None:
-    harness.store.on_read = fail(error)
-    harness.read(1, b"a")
-    assert harness.reads.get(timeout=TIMEOUT_S) == (1, why)
+async def test_a_failed_read_is_reported_with_its_error(
+    threads: StoreThreads, store: MemoryStore, error: Exception, why: str
+) -> None:
+    def fail(what: str, one: bytes) -> None:
+        if one == key(0):
+            raise error
+
+    store.before = fail
+    store.fill(key(1))
+    contents, whys = await read(threads, 0, 1)
+    assert whys == [why, None]
+    assert contents[1] == payload(key(1))
 
 
-def test_writes_are_reported_in_order_also_failed_ones(harness: Harness) -> None:
-    harness.store.on_write = lambda key: fail(RuntimeError("broken"))(key) if key == b"b" else None
-    for item, key in enumerate((b"a", b"b", b"c")):
-        harness.write(item, key)
-    done = [harness.writes.get(timeout=TIMEOUT_S) for _ in range(3)]
-    assert done == [(0, "stored"), (1, "failed"), (2, "stored")]
+def write(threads: StoreThreads, number: int) -> bool:
+    return threads.write(key(number), b"", [memoryview(payload(key(number)))])
+
+
+def test_writes_go_in_order_and_a_store_that_hangs_drops_those_that_wait(
+    threads: StoreThreads, store: MemoryStore
+) -> None:
+    gate, seen = threading.Event(), list[bytes]()
+
+    def hang(what: str, one: bytes) -> None:
+        seen.append(one)
+        if one == key(1):
+            assert gate.wait(PATIENCE_S)
+        if one == key(0):
+            raise RuntimeError("broken")
+
+    store.before = hang
+    assert write(threads, 0)
+    assert write(threads, 1)
+    eventually(lambda: len(seen) == 2)
+    took = [write(threads, number) for number in range(2, 7)]
+    assert not all(took), "three may wait"
+    eventually(lambda: not write(threads, 8) and threads.counts["write_stalled"] > 0)
+    gate.set()
+    eventually(lambda: threads.counts["write_stored"] == 1)
+    assert seen == keys(0, 1)
+    assert write(threads, 9)
+    eventually(lambda: threads.writes.queued_bytes == 0)
+    assert threads.counts["write_failed"] == 1
+    assert list(store.blocks) == keys(1, 9)

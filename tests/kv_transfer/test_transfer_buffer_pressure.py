@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from kv_blocks import keys, payload
-from simulated_transfers import Engine, World, assert_clean, two_engines
-from sojourn_server.kv_transfer.transfer_actions import PromptTransferEnded, PushEnded
+from simulated_transfers import (
+    Engine,
+    PromptTransferEnded,
+    PushEnded,
+    World,
+    assert_clean,
+    two_engines,
+)
 
 
 def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8) -> list[bytes]:
@@ -18,22 +24,23 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
     for number in range(2):
         pushed(world, p, f"left{number}", 100 * number)
     world.run(0.1)
-    assert d.core.ctx.buffers.used == 16
+    assert d.buffers.used == 16
     for number in range(6):
         context = pushed(world, p, f"live{number}", 1000 + 10 * number)
-        d.do(d.core.prompts.expect, f"live{number}")
+        d.expect(f"live{number}")
         world.run(1.4, until=lambda name=f"live{number}": d.over(PromptTransferEnded, name) is not None)  # type: ignore[misc]
         assert d.over(PromptTransferEnded, f"live{number}").complete
+        world.settle()
         assert p.over(PushEnded, f"live{number}").complete
         assert d.prompt(f"live{number}") == [payload(one) for one in context]
-    assert d.core.ctx.counts["prompts_evicted"] == 1  # and no more than were in the way
-    d.do(d.core.prompts.expect, "left0")
+    assert d.counts["prompts_evicted"] == 1  # and no more than were in the way
+    d.expect("left0")
     over = d.over(PromptTransferEnded, "left0")
     assert over is not None, "it is told at once"
     assert not over.complete
     assert "buffers" in over.why
-    d.do(d.core.prompts.forget, "left0")
-    d.do(d.core.prompts.expect, "left1")
+    d.forget("left0")
+    d.expect("left1")
     assert len(d.prompt("left1")) == 8
     world.run(1.0)
     assert_clean(p, d)
@@ -46,7 +53,7 @@ def queued(world: World, engine: Engine, *names: str, seconds: float) -> None:
     """Requests wait in an engine's queue; it steps, and says so."""
     end = world.now + seconds
     while world.now < end:
-        engine.do(engine.core.prompts.want, names)
+        engine.want(names)
         world.run(min(0.5, end - world.now))
 
 
@@ -57,15 +64,15 @@ def test_what_nobody_wants_makes_room_before_what_a_request_in_the_queue_wants()
     pushed(world, p, "left", 100)
     queued(world, d, "wanted", seconds=1.0)
     pushed(world, p, "next", 200)
-    d.do(d.core.prompts.expect, "next")
+    d.expect("next")
     queued(world, d, "wanted", seconds=1.4)
     assert d.over(PromptTransferEnded, "next").complete
     assert len(d.prompt("next")) == 8
     queued(world, d, "wanted", seconds=40.0)
-    d.do(d.core.prompts.expect, "left")
+    d.expect("left")
     assert not d.over(PromptTransferEnded, "left").complete
-    d.do(d.core.prompts.forget, "left")
-    d.do(d.core.prompts.expect, "wanted")
+    d.forget("left")
+    d.expect("wanted")
     assert len(d.prompt("wanted")) == 8
     world.run(1.0)
     assert_clean(p, d)
@@ -79,18 +86,18 @@ def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
         pushed(world, p, name, 100 * number)
         queued(world, d, *names[: number + 1], seconds=0.5)
     queued(world, d, *names, seconds=40.0)
-    assert d.core.ctx.counts["prompts_evicted"] == 0, "nobody else wants the room"
+    assert d.counts["prompts_evicted"] == 0, "nobody else wants the room"
     for number in range(3):
         pushed(world, p, f"live{number}", 1000 + 100 * number)
-        d.do(d.core.prompts.expect, f"live{number}")
+        d.expect(f"live{number}")
         queued(world, d, *names, seconds=1.4)
         assert len(d.prompt(f"live{number}")) == 8
-    assert d.core.ctx.counts["prompts_evicted"] == 1
+    assert d.counts["prompts_evicted"] == 1
     for name in names:
-        d.do(d.core.prompts.expect, name)
+        d.expect(name)
     assert [d.over(PromptTransferEnded, name).complete for name in names] == [True, True, True, False]
     assert "queue" in d.over(PromptTransferEnded, "t3").why
     for name in names:
-        d.do(d.core.prompts.forget, name)
+        d.forget(name)
     world.run(1.0)
     assert_clean(p, d)

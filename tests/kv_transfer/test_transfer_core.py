@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 from kv_blocks import BLOCK_BYTES, LAYERS, keys, payload
-from simulated_transfers import World, assert_clean, layers_of, two_engines
-from sojourn_server.kv_transfer.transfer_actions import (
+from simulated_transfers import (
     LoadEnded,
     PromptTransferEnded,
     PushEnded,
+    World,
+    assert_clean,
+    layers_of,
+    two_engines,
 )
-from sojourn_server.kv_transfer.transfer_wire import DataMessage, NeedMessage, OfferMessage, ReadMessage
+from sojourn_server.kv_transfer.transfer_wire import DataMessage, NeedMessage
 
 CONTEXT = keys(*range(8))
 
@@ -32,7 +35,7 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     whole = [*CONTEXT, b"tail of t"]
     here.offer("t", "d", whole)
     here.give("t", whole)
-    there.do(there.core.prompts.expect, "t")
+    there.expect("t")
     assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
     assert here.over(PushEnded, "t") == PushEnded("t", True)
     assert [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)] == [[8]]
@@ -42,15 +45,15 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
 
 def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
     world, here, there = two_engines()
-    there.do(there.core.prompts.expect, "t")
+    there.expect("t")
     here.offer("t", "d", CONTEXT)
     for layer in range(LAYERS):
-        here.do(here.core.pushes.give, "t", layer, layers_of(CONTEXT, layer))
+        here.give("t", CONTEXT, layer + 1, first=layer)
         world.run(0.5)
-        assert there.core.ctx.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
+        assert there.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
     there.wait(PromptTransferEnded, "t")
     assert there.prompt("t") == [payload(one) for one in CONTEXT]
-    assert here.core.ctx.counts["bytes_pushed"] == 8 * BLOCK_BYTES
+    assert here.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
 
 
@@ -61,9 +64,9 @@ def test_pushes_that_share_a_prefix_send_it_once() -> None:
         here.offer(name, "d", wanted)
     for name, wanted in tails.items():
         here.give(name, wanted)
-        there.do(there.core.prompts.expect, name)
+        there.expect(name)
     world.run(until=lambda: all(there.over(PromptTransferEnded, name) for name in tails))
-    assert here.core.ctx.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
+    assert here.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
     for name, wanted in tails.items():
         assert there.prompt(name) == [payload(one) for one in wanted]
     assert_clean(here, there)
@@ -77,43 +80,37 @@ def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
         engine.load(str(number), CONTEXT)
     world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in engine.events) == 1000)
     assert len(world.reads) == 8
-    assert engine.core.ctx.buffers.most_used == 8
+    assert engine.buffers.most_used == 8
     for number in range(1000):
         assert engine.taken(str(number)) == [payload(one) for one in CONTEXT]
     assert_clean(engine)
 
 
-def test_every_transfer_says_of_which_class_it_is() -> None:
-    world, here, there = two_engines()
+def test_a_stream_takes_from_its_first_layer_to_its_last() -> None:
+    world, here, there = two_engines(rates={"compute": 64.0})
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d")
     here.wait(LoadEnded, "t")
-    here.offer("t", "d", [*CONTEXT, b"tail"])
-    here.give("t", [*CONTEXT, b"tail"])
-    here.wait(PushEnded, "t")
-    classes = [getattr(message, "traffic_class", None) for _, _, message in world.messages]
-    assert {one.value for one in classes if one is not None} == {"kv"}
-    assert sum(one is not None for one in classes) == sum(
-        isinstance(message, (DataMessage, OfferMessage, ReadMessage)) for _, _, message in world.messages
-    )
+    layer_s = 8 * BLOCK_BYTES / LAYERS / 64.0
+    assert here.transfers["load", "t"].streamed_s == pytest.approx((LAYERS - 1) * layer_s)
     here.taken("t")
-    there.do(there.core.prompts.forget, "t")
+    there.forget("t")
     assert_clean(here, there)
 
 
 def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
     _world, here, there = two_engines()
-    here.offer("t", "d", CONTEXT)
+    give = here.offer("t", "d", CONTEXT).give
     with pytest.raises(ValueError, match="expected 0 of 3"):
-        here.do(here.core.pushes.give, "t", 1, layers_of(CONTEXT, 1))
+        give(1, layers_of(CONTEXT, 1))
     with pytest.raises(ValueError, match="expected the 8 offered"):
-        here.do(here.core.pushes.give, "t", 0, layers_of(CONTEXT[:3], 0))
+        give(0, layers_of(CONTEXT[:3], 0))
     with pytest.raises(ValueError, match="expected 32 contiguous bytes"):
-        here.do(here.core.pushes.give, "t", 0, [memoryview(b"x")] * 8)
+        give(0, [memoryview(b"x")] * 8)
     here.give("t", CONTEXT)
     with pytest.raises(ValueError, match="expected 3 of 3"):
-        here.do(here.core.pushes.give, "t", 3, layers_of(CONTEXT, 0))
+        give(3, layers_of(CONTEXT, 0))
     here.wait(PushEnded, "t")
-    assert here.do(here.core.pushes.give, "t", 0, layers_of(CONTEXT, 0)) is False
-    there.do(there.core.prompts.forget, "t")
+    assert give(0, layers_of(CONTEXT, 0)) is False
+    there.forget("t")
     assert_clean(here, there)

@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kv_blocks import BLOCK_BYTES, key, keys, payload
-from simulated_transfers import World, assert_clean
-from sojourn_server.kv_transfer.transfer_actions import LoadEnded, PromptTransferEnded, PushEnded
+from simulated_transfers import LoadEnded, PromptTransferEnded, PushEnded, World, assert_clean
 from sojourn_server.kv_transfer.transfer_wire import DataMessage
 
 CONTEXTS = st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(0, 3), st.just(size)))
@@ -82,20 +81,20 @@ def test_whatever_happens(
             peer = {"address": "d", "total": len(whole)}
             asked[push] = here.load(push, theirs, **peer), len(theirs)
         if request["wants"] and "d" in world.engines:
-            there.do(there.core.prompts.want, [push])
+            there.want([push])
         world.run(request["pause"])
         if request["gives_up"] is not None and "p" in world.engines:
             world.run(request["gives_up"])
-            here.do(here.core.loads.end, name)
-            here.do(here.core.loads.end, push)
+            here.end_load(name)
+            here.end_load(push)
             asked.pop(name, None)
             asked.pop(push, None)
         if "p" in world.engines:
             here.offer(push, "d", whole)
             here.give(push, whole)
         if request["expects"] and "d" in world.engines:
-            there.do(there.core.prompts.expect, push)
-        assert all(engine.core.ctx.buffers.used <= slots for engine in world.engines.values())
+            there.expect(push)
+        assert all(engine.buffers.used <= slots for engine in world.engines.values())
     # Everybody takes what is his as soon as it is there, once.
     seen = dict.fromkeys("pd", 0)
     for _ in range(60):
@@ -103,31 +102,34 @@ def test_whatever_happens(
         for engine in list(world.engines.values()):
             news, seen[engine.name] = engine.events[seen[engine.name] :], len(engine.events)
             for event in news:
-                if isinstance(event, LoadEnded) and event.load in engine.core.loads.loads:
+                if (
+                    isinstance(event, LoadEnded)
+                    and ("load", event.load) in engine.transfers
+                    and event.load in asked
+                ):
                     assert len(engine.taken(event.load)) == event.good
                 elif isinstance(event, PromptTransferEnded) and event.complete:
-                    offered = engine.core.prompts._prompts[event.transfer].offer
-                    assert offered is not None
-                    assert engine.prompt(event.transfer) == [payload(one) for one in offered.keys]
+                    offered = engine.transfers["prompt", event.transfer].keys
+                    assert engine.prompt(event.transfer) == [payload(one) for one in offered]
                 elif isinstance(event, PromptTransferEnded):
-                    engine.do(engine.core.prompts.forget, event.transfer)
+                    engine.forget(event.transfer)
     alive = list(world.engines.values())
     if here.alive:
         for name in asked:
             assert here.over(LoadEnded, name) is not None, name
         for number in range(len(requests)):
-            if here.core.pushes.find(f"t{number}") is not None:
+            if f"t{number}" in here.node.pushes:
                 raise AssertionError(f"t{number} is still being pushed")
     # Of what was given up here, buffers there are kept for a lease, in case it is offered yet; and where they
     # are few, the next in line gets them only then.
-    lease_s = max(engine.core.ctx.limits.lease_s for engine in alive)
+    lease_s = max(engine.node.limits.lease_s for engine in alive)
     world.run(lease_s * (len(requests) + 2))
     assert_clean(*alive)
-    assert all(engine.core.ctx.buffers.most_used <= slots for engine in alive)
+    assert all(engine.buffers.most_used <= slots for engine in alive)
 
     # Bytes are conserved: what one side counts as sent, the other has taken, or had no use for.
     for engine in alive:
-        counts, links = engine.core.ctx.counts, engine.core.stats(world.now)["links"]
+        counts, links = engine.counts, engine.node.stats()["links"]
         assert links["storage read"]["moved_bytes"] == BLOCK_BYTES * (
             counts["blocks_read"] + counts["blocks_unread"]
         )
@@ -138,8 +140,8 @@ def test_whatever_happens(
             for sender, _, message in world.messages
             if sender == "p" and isinstance(message, DataMessage)
         )
-        assert to_peer == here.core.ctx.peer_send.moved_bytes
-        assert there.core.ctx.counts["bytes_taken"] <= to_peer
+        assert to_peer == here.node.sending.moved_bytes
+        assert there.counts["bytes_taken"] <= to_peer
 
 
 @settings(max_examples=60, deadline=None)
@@ -169,7 +171,7 @@ def test_requests_are_served_in_the_order_in_which_they_came(
     assert over == [str(number) for number in range(len(sizes))]
     for number in range(len(sizes)):
         here.taken(str(number))
-        there.do(there.core.prompts.forget, str(number))
+        there.forget(str(number))
     world.run(1.0)
     assert_clean(here, there)
     assert not [event for event in here.events if isinstance(event, PushEnded)]

@@ -18,13 +18,9 @@ from kv_blocks import LAYERS, identity, key, keys, payload
 from simulated_transfers import LAYER_BYTES, layers_of
 from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.shared_store import SharedStore
-from sojourn_server.kv_transfer.load_table import ReadingPeer
+from sojourn_server.kv_transfer.block_load import ReadingPeer
 from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
-from sojourn_server.kv_transfer.transfer_actions import (
-    LoadEnded,
-    PromptTransferEnded,
-    PushEnded,
-)
+from sojourn_server.kv_transfer.transfer import TransferOutcome
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_stats import transfer_manager_stats
@@ -89,19 +85,19 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
         assert theirs.wait_layer(layer, PATIENCE_S)
         found = [bytes(block) for block in mine.layer(layer) + theirs.layer(layer)]
         assert found == [bytes(block) for block in layers_of(CONTEXT, layer)]
-    assert (mine.wait(PATIENCE_S), theirs.wait(PATIENCE_S)) == (LoadEnded("mine", 3), LoadEnded("t", 5))
+    assert (mine.wait(PATIENCE_S), theirs.wait(PATIENCE_S)) == (TransferOutcome(3), TransferOutcome(5))
     mine.end()
     theirs.end()
     push = here.offer("t", to, WHOLE, epoch=there.epoch)
     prompt = there.expect("t", epoch=there.epoch)
     for layer in range(LAYERS):
         assert push.give(layer, layers_of(WHOLE, layer))
-    assert prompt.wait(PATIENCE_S) == PromptTransferEnded("t", True)
-    assert push.wait(PATIENCE_S) == PushEnded("t", True)
+    assert prompt.wait(PATIENCE_S) == TransferOutcome(len(WHOLE))
+    assert push.wait(PATIENCE_S) == TransferOutcome(len(WHOLE))
     assert take(prompt.blocks()) == [payload(one) for one in WHOLE]
     prompt.end()
     assert_clean(here, there)
-    moved = here.core.ctx.peer_send.moved_bytes
+    moved = here.node.sending.moved_bytes
     assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
 
 
@@ -117,7 +113,7 @@ def test_blocks_are_stored_with_their_parents(tmp_path: Path) -> None:
             parent = one
         eventually(lambda: made.stats()["counts"].get("write_stored") == 8)
         load = made.load("again", CONTEXT)
-        assert load.wait(PATIENCE_S) == LoadEnded("again", 8)
+        assert load.wait(PATIENCE_S) == TransferOutcome(8)
         assert take(load.blocks()) == [payload(one) for one in CONTEXT]
         load.end()
         assert own.parent_of(CONTEXT[1]) == CONTEXT[0][:16]
@@ -129,9 +125,9 @@ def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(stor
     store.before = lambda what, one: waits_for(gate) if one == key(3) else None
     made = manager(store, "p")
     load = made.load("a", CONTEXT)
-    assert load.wait(PATIENCE_S) == LoadEnded("a", 3, "storage has not answered")
+    assert load.wait(PATIENCE_S) == TransferOutcome(3, "storage has not answered")
     load.end()
-    assert made.stats()["slots_used"] == 1
+    eventually(lambda: 0 < made.stats()["slots_used"] <= 5)
     gate.set()
     assert_clean(made)
     assert made.close()
@@ -153,7 +149,7 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     threading.Timer(0.1, gate.set).start()
     assert here.close()
     thread.join(PATIENCE_S)
-    assert waited == [LoadEnded("a", 0, "the engine is closing")]
+    assert waited == [TransferOutcome(0, "the engine is closing")]
     assert push.wait(PATIENCE_S) is not None
     outcome = prompt.wait(PATIENCE_S)
     assert outcome is not None
@@ -255,8 +251,8 @@ def dialled(address: str) -> socket.socket:
 
 def test_a_peer_whose_machine_vanished_is_noticed(store: MemoryStore) -> None:
     with manager(store, "d", ["tcp:127.0.0.1:0"]) as here, dialled(here.addresses[0]):
-        eventually(lambda: len(here._conns) == 1)
-        [conn] = here._conns.values()
+        eventually(lambda: len(here.node.peers.conns) == 1)
+        [conn] = here.node.peers.conns
         sock = conn.stream._writer.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
 
@@ -340,8 +336,8 @@ def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck:
         push = here.offer("t", stuck.address, CONTEXT)
         give_all(push)
         assert stuck.has_stopped.wait(PATIENCE_S)
-        assert push.wait(PATIENCE_S) == PushEnded("t", False, "the peer accepts no data")
-        eventually(lambda: not here._conns)
+        assert push.wait(PATIENCE_S) == TransferOutcome(0, "the peer accepts no data")
+        eventually(lambda: not here.node.peers.conns)
         assert here.stats()["counts"]["stalls"] == 1
         assert_clean(here)
     assert threads_of("p") == []
@@ -354,15 +350,15 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     first = here.offer("t", stuck.address, CONTEXT)
     give_all(first)
     assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.core.ctx.peer_send.in_flight > 0)
+    eventually(lambda: here.node.sending.queued_bytes > 0)
     second = here.offer("u", there.addresses[0], CONTEXT)
     give_all(second)
     prompt = there.expect("u")
-    assert prompt.wait(PATIENCE_S) == PromptTransferEnded("u", True)
-    assert second.wait(PATIENCE_S) == PushEnded("u", True)
+    assert prompt.wait(PATIENCE_S) == TransferOutcome(len(CONTEXT))
+    assert second.wait(PATIENCE_S) == TransferOutcome(len(CONTEXT))
     prompt.end()
     assert first.outcome is None, "it was not cut off: the other was served beside it"
-    assert len(here._conns) == 2
+    assert len(here.node.peers.conns) == 2
     # An engine that closes does not wait for it either, and its memory is its own again.
     assert here.close(PATIENCE_S)
     assert first.outcome is not None

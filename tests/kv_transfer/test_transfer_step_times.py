@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from fake_transfer_requests import FULL_TOKENS, Request, prompt, to_prefill
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
-from sojourn_server.kv_transfer import transfer_manager, transfer_worker
-from sojourn_server.kv_transfer.transfer_actions import LayerLoaded, LoadEnded
-from sojourn_server.kv_transfer.transfer_manager import LoadHandle
+from sojourn_server.kv_transfer import transfer_worker
+from sojourn_server.kv_transfer.block_load import BlockLoad
 from sojourn_server.kv_transfer.transfer_stats import TransferStepTimes
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, run, settle
 
@@ -59,30 +58,15 @@ def test_waiting_and_copying_are_told_apart(make: Make, monkeypatch: pytest.Monk
 
     clock = Clock()
     monkeypatch.setattr(transfer_worker.time, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(LoadHandle, "layer", clock.spend(2.0, LoadHandle.layer))
+    monkeypatch.setattr(BlockLoad, "layer", clock.spend(2.0, BlockLoad.layer))
     monkeypatch.setattr(KvBlockArrays, "scatter", clock.spend(0.5, KvBlockArrays.scatter))
     engine.add(Request("after", [*start, *prompt(2, 50)]))
     settle(engine)
     assert engine.worker.times.waited_s == 2.0 * LAYERS
     assert engine.worker.times.copied_s == 0.5 * LAYERS
-    assert engine.worker.times.streamed_s == 0.0
+    assert engine.worker.times.streamed_s < 0.01, "blocks of its own store arrive whole"
     assert engine.worker.take_times() == engine.worker.times
     assert not engine.worker.take_times()
-
-
-def test_a_stream_takes_from_its_first_layer_to_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(transfer_manager.time, "perf_counter", clock.perf_counter)
-    load = LoadHandle(None, "l")  # type: ignore[arg-type]
-    assert load.streamed_s == 0.0
-    clock.now_s = 107.0
-    load.on_event(LayerLoaded("l", 0))
-    assert load.streamed_s == 0.0
-    clock.now_s = 109.5
-    load.on_event(LayerLoaded("l", 1))
-    clock.now_s = 200.0
-    load.on_event(LoadEnded("l", 3, ""))
-    assert load.streamed_s == 2.5
 
 
 def test_a_peers_layers_are_streamed_and_counted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,15 +76,15 @@ def test_a_peers_layers_are_streamed_and_counted(make: Make, monkeypatch: pytest
     settle(d)
     whole = [*start, *prompt(2, 50)]
     ready_at: list[int] = []
-    ready = LoadHandle.ready
+    ready = BlockLoad.ready
 
-    def watched(self: LoadHandle, *arguments: Any) -> int | None:
+    def watched(self: BlockLoad, *arguments: Any) -> int | None:
         found = ready(self, *arguments)
         if found is not None:
             ready_at.append(self.layers_loaded)
         return found
 
-    monkeypatch.setattr(LoadHandle, "ready", watched)
+    monkeypatch.setattr(BlockLoad, "ready", watched)
     for layerwise in (True, False):
         p.worker.layerwise = layerwise
         before_s = p.worker.times.streamed_s

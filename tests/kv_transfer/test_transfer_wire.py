@@ -9,8 +9,7 @@ from typing import get_args
 import pytest
 from kv_blocks import identity, key, keys
 from sojourn_server.kv_transfer import transfer_wire
-from sojourn_server.kv_transfer.peer_table import incompatibility_reason
-from sojourn_server.kv_transfer.transfer_link import TrafficClass
+from sojourn_server.kv_transfer.peer_connection import incompatibility_reason
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
     AbortMessage,
@@ -39,14 +38,14 @@ EXAMPLES: dict[str, tuple[WireMessage, bytes]] = {
     "hello": (HelloMessage(name="prefill-0", epoch="5f3a", kv=asdict(identity())), b""),
     "welcome": (WelcomeMessage(name="decode-0", epoch="77c1"), b""),
     "refused": (RefusedMessage(reason="KV of another kind cannot be used here: the model"), b""),
-    "read": (ReadMessage(transfer="cmpl-1", keys=keys(0, 1), total=3, traffic_class=TrafficClass.KV), b""),
+    "read": (ReadMessage(transfer="cmpl-1", keys=keys(0, 1), total=3, traffic_class="kv"), b""),
     "offer": (
-        OfferMessage(transfer="cmpl-1", keys=[*keys(0, 1), b"tail of cmpl-1"], traffic_class=TrafficClass.KV),
+        OfferMessage(transfer="cmpl-1", keys=[*keys(0, 1), b"tail of cmpl-1"], traffic_class="kv"),
         b"",
     ),
     "need": (NeedMessage(transfer="cmpl-1", indices=[2]), b""),
     "data": (
-        DataMessage(transfer="cmpl-1", layer=1, indices=[0, 1], traffic_class=TrafficClass.MODEL),
+        DataMessage(transfer="cmpl-1", layer=1, indices=[0, 1], traffic_class="model"),
         PAYLOAD,
     ),
     "failed": (FailedMessage(transfer="cmpl-1", index=1, reason="its payload is damaged"), b""),
@@ -120,7 +119,7 @@ def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerWireError, match="longer than 256 bytes"):
         decode(long[HEAD_BYTES:])
     monkeypatch.setattr(transfer_wire, "MAX_KEYS_PER_MESSAGE", 2)
-    many = encode(OfferMessage(transfer="t", keys=keys(1, 2, 3), traffic_class=TrafficClass.KV))
+    many = encode(OfferMessage(transfer="t", keys=keys(1, 2, 3), traffic_class="kv"))
     with pytest.raises(PeerWireError, match="3 keys in one message; at most 2"):
         decode(many[HEAD_BYTES:])
     monkeypatch.setattr(transfer_wire, "MAX_MESSAGE_BYTES", 10)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
-from sojourn_server.kv_transfer.transfer_manager import LoadHandle
+from sojourn_server.kv_transfer.block_load import BlockLoad
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle, through
+from transfer_manager_harness import eventually
 
 Make = Callable[..., ToyEngine]
 
@@ -55,7 +56,7 @@ def test_what_is_stored_is_read_by_either_side(
     assert set(full_keys(start)) <= set(store.blocks)
     first, second = through(p, d, [*start, *prompt(2, 50)], decode_reads=decode_reads)
     assert (first.prefilled, second.prefilled) == (50, 1)
-    counts = {engine: engine.manager.core.ctx.counts for engine in (p, d)}
+    counts = {engine: engine.manager.node.counts for engine in (p, d)}
     assert counts[d]["blocks_read"] == read_by_d
     assert counts[p]["blocks_read"] == 6 - read_by_d
     # What the decode side has read is not sent back to it.
@@ -69,13 +70,13 @@ def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
     def watch(layer: int) -> None:
         size = 3 * p.kv.layer_bytes
         if layer + 1 < LAYERS:  # the next layer is not computed before this one has arrived
-            run_out = d.manager.core.ctx.counts
+            run_out = d.manager.node.counts
             for _ in range(60_000):
                 if run_out["bytes_taken"] >= (layer + 1) * size:
                     break
-                d.manager.changed.acquire()
-                d.manager.changed.wait(0.001)
-                d.manager.changed.release()
+                d.manager.node.changed.acquire()
+                d.manager.node.changed.wait(0.001)
+                d.manager.node.changed.release()
             taken.append(run_out["bytes_taken"] // size)
 
     p.after_layer = watch
@@ -114,7 +115,7 @@ def test_a_block_that_cannot_be_read_is_computed(
     assert first.prefilled == 50 + (6 - broken) * FULL_TOKENS
 
 
-QUEUE = {"lease_s": 2.0, "patience_s": 0.5, "report_interval_s": 0.1}
+QUEUE = {"lease_s": 2.0, "patience_s": 0.5}
 """Limits under which a lease ends within seconds."""
 
 
@@ -145,18 +146,18 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     p, d = make("p"), make("d")
     start = prompt(1, 6 * FULL_TOKENS)
     through(p, d, start, "before")
-    layer_of = LoadHandle.layer
+    layer_of = BlockLoad.layer
 
-    def lose_some(self: LoadHandle, layer: int) -> list[memoryview]:
+    def lose_some(self: BlockLoad, layer: int) -> list[memoryview]:
         return layer_of(self, layer)[: 2 if layer == lost_at else None]
 
-    monkeypatch.setattr(LoadHandle, "layer", lose_some)
+    monkeypatch.setattr(BlockLoad, "layer", lose_some)
     whole = [*start, *prompt(2, 100)]
     first = p.add(Request("r", whole, to_prefill("t", d.address, decode_reads=True)))
     run(lambda: "r" in p.done, p, d)
     assert first.prefilled == 100 + 4 * FULL_TOKENS
     assert p.worker.counts["blocks_not_filled"] == 4 * PER_FULL
-    assert p.manager.core.ctx.counts["pushes_failed"] == 1
+    eventually(lambda: p.manager.node.counts["pushes_failed"] == 1)
     monkeypatch.undo()
     second = d.add(Request("r", whole, first.answer), max_tokens=3)
     settle(p, d)
@@ -164,7 +165,7 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     assert second.request.output == expected(whole, 3)
     assert second.prefilled == 100, "it had what is stored"
 
-    monkeypatch.setattr(LoadHandle, "layer", lose_some)
+    monkeypatch.setattr(BlockLoad, "layer", lose_some)
     longer = [*whole, *prompt(3, 200)]
     p.add(Request("s", longer))
     settle(p, d)
@@ -185,7 +186,7 @@ def test_open_pushes_hold_at_most_what_the_buffers_do(make: Make, tmp_path: Path
             p.add(Request(name, prompt(len(name), FULL_TOKENS), to_prefill(f"t-{name}", address)))
         refused = p.add(Request("third", prompt(3, FULL_TOKENS), to_prefill("t-third", d.address)))
         run(lambda: "third" in p.done, p, d)
-        assert len(p.manager.core.pushes) == 2
+        assert len(p.manager.node.pushes) == 2
         assert p.worker.counts["pushes_refused"] == 1
         second = d.add(Request("third", prompt(3, FULL_TOKENS), refused.answer))
         run(lambda: "third" in d.done, p, d)

@@ -24,6 +24,7 @@ from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
 from sojourn_server.kv_offload.kv_pages import KvPages
+from sojourn_server.kv_transfer.peer_connection import PeerConnection, PeerTable
 from sojourn_server.kv_transfer.peer_transport import SocketStream
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, rank_address
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
@@ -159,21 +160,22 @@ class SlowStore:
         self._store.get_into(key, buffers)
 
 
-class SlowManager(TransferManager):
-    """A transfer manager that sends ``rate`` bytes a second to each peer."""
+def send_slowly(manager: TransferManager, rate: float) -> None:
+    """Make a transfer manager send ``rate`` bytes a second to each peer."""
+    peers = manager.node.peers
 
-    rate: float | None = None
+    class SlowConnection(PeerConnection):
+        def __init__(self, table: PeerTable, stream: SocketStream, address: str = "") -> None:
+            super().__init__(table, stream, address)
+            write = stream.write
 
-    def _take_in(self, stream: SocketStream) -> int:
-        write = stream.write
+            async def slow(parts: Sequence[bytes | memoryview]) -> None:
+                await asyncio.sleep(sum(map(len, parts)) / rate)
+                await write(parts)
 
-        async def slow(parts: Sequence[bytes | memoryview]) -> None:
-            if self.rate is not None:
-                await asyncio.sleep(sum(map(len, parts)) / self.rate)
-            await write(parts)
+            stream.write = slow  # type: ignore[method-assign]
 
-        stream.write = slow  # type: ignore[method-assign]
-        return super()._take_in(stream)
+    peers.connection = SlowConnection
 
 
 class Rank:
@@ -193,8 +195,9 @@ class Rank:
             self.kv = CudaBlockArrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
         if rates.get("storage_read"):
             store = SlowStore(store, rates["storage_read"])
-        self.manager = SlowManager(store, bounds, name=name, listen=[listen])
-        self.manager.rate = rates.get("compute")
+        self.manager = TransferManager(store, bounds, name=name, listen=[listen])
+        if rates.get("compute"):
+            send_slowly(self.manager, rates["compute"])
         self.worker = TransferWorker(
             self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise,
             concurrent_steps=concurrent_steps,
@@ -528,9 +531,7 @@ def settle(*engines: ToyEngine) -> None:
         waits = engine.jobs or engine.planner.has_jobs or engine.deferred
         waits = waits or any(step.orders for step in engine.under_way)
         return not waits and all(
-            not rank.worker.open_operations
-            and rank.manager.do(lambda now, core=rank.manager.core: core.is_clean)
-            for rank in engine.ranks
+            not rank.worker.open_operations and rank.manager.is_clean for rank in engine.ranks
         )
 
     run(lambda: all(quiet(engine) for engine in engines), *engines)

@@ -72,10 +72,9 @@ def eventually(what: Callable[[], bool]) -> None:
 
 
 def assert_clean(*managers: TransferManager) -> None:
-    """Check that no buffer, lease, place in a queue, transfer or handle leaks."""
+    """Check that no buffer, lease, place in a queue or transfer leaks."""
     for each in managers:
-        eventually(lambda each=each: bool(each.do(lambda now: each.core.is_clean)))  # type: ignore[misc]
-        assert each._handles == {}
+        eventually(lambda each=each: each.is_clean)  # type: ignore[misc]
 
 
 def threads_of(name: str) -> list[str]:

@@ -2,49 +2,86 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
-from functools import partial
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..kv_offload.block_file import OffloadError
 from ..kv_offload.shared_store import SharedStore
 from ..kv_offload.transfer_thread import TransferThread
-from .transfer_actions import ReadBlock, WriteBlock
+from .transfer_limits import TransferLimits
+from .transfer_resources import LinkMeter
+
+
+class _BlockWrite(NamedTuple):
+    key: bytes
+    parent: bytes
+    content: Sequence[memoryview]
 
 
 class StoreThreads:
-    """Runs one thread per concurrent read, and one for all writes. Every read and write is reported once.
+    """Runs one thread per concurrent read, and one for all writes."""
 
-    A thread reports the end of a read with ``read_done(item, why)``; ``why`` is the error, or ``None`` for a
-    success. It reports the end of a write with ``write_done(item, outcome)``; ``outcome`` is a ``PutOutcome``
-    value, or ``failed``.
-    """
-
-    def __init__(
-        self,
-        store: SharedStore,
-        readers: int,
-        *,
-        read_done: Callable[[int, str | None], object],
-        write_done: Callable[[int, str], object],
-    ) -> None:
+    def __init__(self, store: SharedStore, limits: TransferLimits) -> None:
+        self.counts: Counter[str] = Counter()
+        """Writes by outcome: a ``PutOutcome`` value, ``failed``, or ``stalled`` if dropped; and refused
+        writes."""
+        self.writes = LinkMeter()
         self._store = store
-        self._read_done = read_done
-        self._write_done = write_done
+        self._limits = limits
         self._lock = threading.Lock()
-        self._readers = [TransferThread(f"kv-read-{index}") for index in range(readers)]
+        """Guards the state of writes, which the writer changes."""
+        self._waiting: deque[_BlockWrite] = deque()
+        self._write_began_s: float | None = None
+        self._readers = [TransferThread(f"kv-read-{index}") for index in range(limits.read_width)]
         self._idle = list(self._readers)
         self._writer = TransferThread("kv-write")
 
-    def read(self, action: ReadBlock) -> None:
-        """Read a block in an idle thread. The caller must have at most ``readers`` reads open at a time."""
-        with self._lock:
-            thread = self._idle.pop()
-        thread.submit(partial(self._read, thread, action))
+    def read(self, blocks: Sequence[tuple[bytes, memoryview]], report: Callable[[str | None], None]) -> None:
+        """Read blocks in an idle thread (``ReadBlocks``). Call it in the event loop."""
+        thread, call = self._idle.pop(), asyncio.get_running_loop().call_soon_threadsafe
 
-    def write(self, action: WriteBlock) -> None:
-        """Queue a write; ``write_done`` reports its end."""
-        self._writer.submit(partial(self._write, action))
+        def read() -> int:
+            for at, (key, memory) in enumerate(blocks):
+                why: str | None = None
+                try:
+                    self._store.get_into(key, [memory])
+                except OffloadError as error:
+                    why = str(error)
+                except Exception as error:  # the read is reported whatever a store raises
+                    why = f"{type(error).__name__}: {error}"
+                if at == len(blocks) - 1:
+                    self._idle.append(thread)
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    call(report, why)
+            return sum(memory.nbytes for _, memory in blocks)
+
+        thread.submit(read)
+
+    def write(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
+        """Queue a write of a block. Returns false, without queueing, if too many writes wait or the store
+        hangs. If it hangs, the queued writes are dropped, because the engine needs their memory; the hanging
+        write keeps its memory until the store returns."""
+        with self._lock:
+            began_s = self._write_began_s
+            hangs = began_s is not None and time.monotonic() - began_s >= self._limits.patience_s
+            if hangs and self._waiting:
+                self.counts["stalls"] += 1
+                self.counts["write_stalled"] += len(self._waiting)
+                self.writes.queued_bytes -= sum(map(_size, self._waiting))
+                self._waiting.clear()
+            if hangs or len(self._waiting) >= self._limits.max_waiting_writes:
+                self.counts["writes_refused"] += 1
+                return False
+            write = _BlockWrite(key, parent, content)
+            self._waiting.append(write)
+            self.writes.queued_bytes += _size(write)
+        self._writer.submit(self._write_next)
+        return True
 
     def close(self) -> bool:
         """Stop all threads; wait at most 5 s for each. Returns false if a thread still runs, in a hanging
@@ -54,23 +91,22 @@ class StoreThreads:
             thread.close()
         return not any(thread.is_alive for thread in threads)
 
-    def _read(self, thread: TransferThread, action: ReadBlock) -> int:
-        why: str | None = None
-        try:
-            self._store.get_into(action.key, action.into)
-        except OffloadError as error:
-            why = str(error)
-        except Exception as error:  # the read is reported whatever a store raises
-            why = f"{type(error).__name__}: {error}"
+    def _write_next(self) -> int:
         with self._lock:
-            self._idle.append(thread)
-        self._read_done(action.item, why)
-        return sum(part.nbytes for part in action.into)
-
-    def _write(self, action: WriteBlock) -> int:
+            if not self._waiting:  # dropped
+                return 0
+            write = self._waiting.popleft()
+            self._write_began_s = began_s = time.monotonic()
         try:
-            outcome = self._store.put(action.key, action.content, parent=action.parent).value
+            outcome = self._store.put(write.key, write.content, parent=write.parent).value
         except Exception:
             outcome = "failed"
-        self._write_done(action.item, outcome)
-        return sum(part.nbytes for part in action.content)
+        with self._lock:
+            self._write_began_s = None
+            self.writes.moved(_size(write), began_s, time.monotonic())
+            self.counts[f"write_{outcome}"] += 1
+        return _size(write)
+
+
+def _size(write: _BlockWrite) -> int:
+    return sum(part.nbytes for part in write.content)

@@ -141,7 +141,7 @@ def read_stats(answer: bytes, address: str) -> dict[str, Any] | None:
 
 
 def transfer_manager_stats(manager: TransferManager, counts: Mapping[str, int]) -> dict[str, Any]:
-    """Return the status of a worker's transfers: ``TransferCore.stats``, ``addresses``, ``epoch`` and ``kv``.
+    """Return the status of a worker's transfers: ``TransferManager.stats`` with more fields.
 
     ``addresses`` and ``epoch`` are the manager's, for peers. ``kv`` is a digest that is equal for workers
     that can exchange KV. The argument ``counts`` has the worker's counters. They are merged into the field
@@ -152,6 +152,6 @@ def transfer_manager_stats(manager: TransferManager, counts: Mapping[str, int]) 
         **stats,
         "addresses": list(manager.addresses),
         "epoch": manager.epoch,
-        "kv": manager.core.ctx.identity.digest().hex(),
+        "kv": manager.node.identity.digest().hex(),
         "counts": dict(sorted({**stats["counts"], **counts}.items())),
     }

@@ -25,13 +25,12 @@ Both sides send Progress (a progress counter) while the other waits, and Abort t
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from sojourn.errors import InputError
 
 from .transfer_limits import MAX_KEYS_PER_MESSAGE
-from .transfer_link import TrafficClass
 
 WIRE_VERSION = 1
 HEAD_BYTES = 12
@@ -46,6 +45,12 @@ _MAGIC = b"SJ"
 
 class PeerWireError(InputError):
     """Raised for a frame or message that is invalid or too large. The text says what was expected."""
+
+
+TrafficClass = Literal["model", "kv"]
+"""The purpose of data: a forward pass waits for it, or not (DualPath §5.1). For networks that separate
+KV from the model's collectives with virtual lanes or hardware queues; this release sends all as ``kv``.
+Software cannot separate the two, because bursts of collectives are shorter than a millisecond."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -84,7 +89,7 @@ class ReadMessage(WireMessage, frozen=True, tag="read"):
     keys: list[bytes]
     total: int
     """Number of blocks of the whole prompt. The peer reserves buffers for all of them."""
-    traffic_class: TrafficClass
+    traffic_class: TrafficClass = "kv"
 
 
 class OfferMessage(WireMessage, frozen=True, tag="offer"):
@@ -92,7 +97,7 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
     transfer: str
     keys: list[bytes]
-    traffic_class: TrafficClass
+    traffic_class: TrafficClass = "kv"
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
@@ -111,7 +116,7 @@ class DataMessage(WireMessage, frozen=True, tag="data"):
     layer: int
     indices: list[int]
     """Positions of the blocks in the ``keys`` of the transfer's ``ReadMessage`` or ``OfferMessage``."""
-    traffic_class: TrafficClass
+    traffic_class: TrafficClass = "kv"
 
 
 class FailedMessage(WireMessage, frozen=True, tag="failed"):

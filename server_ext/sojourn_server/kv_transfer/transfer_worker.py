@@ -25,8 +25,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
+from .block_load import BlockLoad, ReadingPeer
 from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
-from .load_table import ReadingPeer
 from .transfer_jobs import (
     WANT_INTERVAL_S,
     ExpectJob,
@@ -41,7 +41,9 @@ from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
-    from .transfer_manager import LoadHandle, PromptHandle, PushHandle, TransferManager
+    from .block_push import BlockPush
+    from .incoming_prompt import IncomingPrompt
+    from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
 """Maximum seconds to wait for the transfer manager, after which it counts as dead. A live manager reports
@@ -53,7 +55,7 @@ class _ActivePush:
     """A prompt whose KV this worker sends to a peer."""
 
     order: PushJob
-    handle: PushHandle | None
+    handle: BlockPush | None
     """``None`` until the prompt is offered to the peer. It stays ``None`` if the offer was refused."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
@@ -122,12 +124,12 @@ class TransferWorker:
         self._store_hangs = False
         """Whether the running lookup takes too long. If so, all asks that wait for lookups end without
         blocks."""
-        self._fetchings: dict[int, LoadHandle | None] = {}
+        self._fetchings: dict[int, BlockLoad | None] = {}
         """Number of an ask → the load of its stored blocks, until a job takes it over or the ask ends.
         ``None``: nothing is stored."""
         self._open_fetches: set[int] = set()
         """Asks whose fetch has not been reported to the planner yet."""
-        self._prompts: dict[int, PromptHandle] = {}
+        self._prompts: dict[int, IncomingPrompt] = {}
         self._open_expects: set[int] = set()
         """Asks that wait for a context that is pushed to this engine."""
         self._wanted: dict[str, None] = {}
@@ -137,7 +139,7 @@ class TransferWorker:
         """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
         """Ids of blocks that fill jobs could not fill since the last ``take_not_filled``."""
-        self._streams: list[tuple[StreamJob, LoadHandle]] = []
+        self._streams: list[tuple[StreamJob, BlockLoad]] = []
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
@@ -252,7 +254,7 @@ class TransferWorker:
             self._do("release blocks", load.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
         for fill in self._fills:
-            source: PromptHandle | LoadHandle | None = self._prompts.pop(fill.ask, None)
+            source: IncomingPrompt | BlockLoad | None = self._prompts.pop(fill.ask, None)
             if source is None:
                 with self._lock:
                     source = self._fetchings.pop(fill.ask, None)
@@ -360,7 +362,7 @@ class TransferWorker:
         with self._lock:
             if fetch.ask not in self._lookups:  # the ask has ended
                 return
-        load: LoadHandle | None = None
+        load: BlockLoad | None = None
         try:
             load = self._begin_load(fetch, fetch.keys[:stored]) if stored else None
         except Exception as error:
@@ -372,7 +374,7 @@ class TransferWorker:
         if not wanted and load is not None:
             load.end()
 
-    def _begin_load(self, fetch: FetchJob, keys: Sequence[bytes]) -> LoadHandle:
+    def _begin_load(self, fetch: FetchJob, keys: Sequence[bytes]) -> BlockLoad:
         """Start to read the stored blocks ``keys`` of a fetch, through the peer if it is to read them."""
         name = f"{fetch.context}#{fetch.ask}"
         if fetch.peer:
@@ -441,7 +443,7 @@ class TransferWorker:
             if source is not None:
                 source.end()
 
-    def _fill_layer(self, stream: StreamJob, load: LoadHandle, layer: int) -> list[int]:
+    def _fill_layer(self, stream: StreamJob, load: BlockLoad, layer: int) -> list[int]:
         """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
         blocks: list[memoryview] = []
         began_s = time.perf_counter()
@@ -455,7 +457,7 @@ class TransferWorker:
         self._step_times.copied_s += time.perf_counter() - came_s
         return filled
 
-    def _fill_blocks(self, fill: FillJob, source: PromptHandle | LoadHandle | None, after: Any) -> int:
+    def _fill_blocks(self, fill: FillJob, source: IncomingPrompt | BlockLoad | None, after: Any) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks. Returns the bytes copied.
         Runs in ``_fill_lane``."""
         filled: list[int] = []

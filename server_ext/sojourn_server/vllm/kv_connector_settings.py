@@ -229,7 +229,6 @@ class KVTransferSettings(KVConnectorSettings):
                 slots=options.buffer_bytes // block_bytes,
                 patience_s=options.patience_s,
                 lease_s=options.lease_s,
-                report_interval_s=options.patience_s / 4,
                 read_width=options.read_width,
                 max_waiting_writes=max(1, options.waiting_write_bytes // (ranks * identity.block_bytes)),
             )

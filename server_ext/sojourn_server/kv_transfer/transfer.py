@@ -1,0 +1,280 @@
+"""What all transfers have in common: a coroutine in the node's event loop, and a handle for the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+from .peer_connection import PeerConnection, TransferFailed
+from .staging_buffers import BufferLease, BufferSlot
+from .transfer_resources import GIVEN_UP, TransferResources
+from .transfer_wire import DataMessage, WireMessage
+
+LEASE_EXPIRED = "the lease on its buffers has expired"
+
+
+class TransferOutcome(NamedTuple):
+    """How a transfer has ended."""
+
+    good: int
+    """Number of leading blocks that have arrived. The other blocks will not arrive."""
+    why: str = ""
+    """Why blocks are missing; empty if all have arrived."""
+
+    @property
+    def complete(self) -> bool:
+        return not self.why
+
+
+class Transfer:
+    """One transfer. The methods ``wait``, ``blocks``, ``end`` and the attribute ``outcome`` are for the
+    engine's threads; all else belongs to the event loop."""
+
+    kind = ""
+    received_as = ""
+    """Name of the count of received bytes."""
+
+    def __init__(self, node: TransferResources, name: str) -> None:
+        self.name = name
+        self.outcome: TransferOutcome | None = None
+        """Outcome of the transfer; ``None`` while it is open."""
+        self.node = node
+        self.slots: list[BufferSlot] = []
+        """Slots of the blocks, in order. Empty before they are leased and after they are released."""
+        self.is_claimed = False
+        """Whether the engine uses the blocks. Their buffers are then kept until ``end``."""
+        self.is_waiting_here = False
+        """Whether the transfer waits for this engine's own buffers, reads or sends. It then continues as long
+        as any transfer of this engine makes progress."""
+        self.allowed_s = node.limits.lease_s
+        """Seconds without progress after which the transfer fails."""
+        self.keeps_name = False
+        """Whether the transfer's name stays in use after its end, until the engine calls ``end``."""
+        self.lease: BufferLease | None = None
+        self.peer_done = -1
+        """Highest progress counter that the peer has reported."""
+        self._is_released = False
+        self._why_stopped: str | None = None
+        self._timeout: asyncio.Timeout | None = None
+        self._read_here: set[BufferSlot] = set()
+        """Slots that this engine has read from storage for this transfer."""
+        self._children: set[asyncio.Task[object]] = set()
+        """Tasks that use the buffers beside ``run``."""
+        self._task = node.spawn(self._live())
+
+    # -- for the engine's threads -----------------------------------------------------
+
+    def wait(self, timeout_s: float | None = None) -> TransferOutcome | None:
+        """Wait at most ``timeout_s`` seconds (``None``: without limit) for the end of the transfer. Returns
+        the outcome; ``None`` if the transfer is still open."""
+        self._wait_until(lambda: self.outcome is not None, timeout_s)
+        return self.outcome
+
+    def blocks(self) -> list[memoryview]:
+        """Return the leading blocks that have arrived. They are valid until ``end``. Raises ``ValueError``
+        if the transfer is open, has failed or has released its buffers."""
+        with self.node.changed:
+            if self.outcome is None or self._is_released:
+                raise ValueError(f"{self.kind} {self.name!r} is not over, has failed or is released")
+            self.is_claimed = True
+            return [slot.memory for slot in self.slots]
+
+    def end(self) -> None:
+        """End the transfer, whether or not its blocks have arrived, and release its buffers."""
+        self.node.post(self.stop, GIVEN_UP)
+
+    def _wait_until(self, until: Callable[[], bool], timeout_s: float | None) -> None:
+        with self.node.changed:
+            self.node.changed.wait_for(until, timeout_s)
+
+    # -- the coroutine ----------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Do the transfer, and keep its blocks until they are not needed any more."""
+        raise NotImplementedError
+
+    @property
+    def why_stalled(self) -> str:
+        """Reason of a transfer that has made no progress for ``allowed_s`` seconds."""
+        return "the peer shows no progress"
+
+    def conns(self) -> set[PeerConnection]:
+        """Return the connections over which the transfer waits for a peer, or a peer waits for it."""
+        raise NotImplementedError
+
+    @property
+    def wire_name(self) -> str:
+        """Id of the transfer in messages."""
+        return self.name
+
+    def received(self, conn: PeerConnection, message: WireMessage, payload: bytes) -> None:
+        """Handle a message of a peer. Messages that are not for this side of a transfer are ignored, because
+        an engine may have both sides of transfers with one id."""
+        raise NotImplementedError
+
+    def lost(self, conn: PeerConnection, why: str) -> None:
+        """Handle the end of a connection of ``conns``."""
+        raise NotImplementedError
+
+    def ended(self, why: str) -> None:
+        """Handle the end of ``run``. ``why``: the reason of a failure, or why the transfer was stopped."""
+        raise NotImplementedError
+
+    def stop(self, why: str) -> None:
+        """End the transfer for the reason ``why``. Does nothing if it is ending already."""
+        if self._task.done():
+            self.node.forget(self)
+        elif self._why_stopped is None:
+            self._why_stopped = why
+            asyncio.get_running_loop().call_soon(self._task.cancel)  # after its first step
+
+    async def evicted(self, why: str) -> None:
+        """End the transfer for the reason ``why``, and wait until its buffers are released."""
+        self.stop(why)
+        await asyncio.wait({self._task})
+
+    async def _live(self) -> None:
+        why = ""
+        try:
+            await self.run()
+        except asyncio.CancelledError:
+            why = self._why_stopped or GIVEN_UP
+        except TimeoutError:
+            self.node.counts["stalls"] += 1
+            why = self.why_stalled
+        except (TransferFailed, ValueError) as error:
+            why = str(error)
+        finally:
+            self._why_stopped = why
+            self.ended(why)
+            self.finish(TransferOutcome(0, why))
+            with self.node.changed:
+                self._is_released, self.slots = True, []
+            if self._children:  # a message that is being sent still reads the buffers
+                for child in self._children:
+                    child.cancel()
+                await asyncio.wait(self._children)
+            if self.lease is not None:
+                self.node.buffers.release(self.lease)
+            if not self.keeps_name:
+                self.node.forget(self)
+
+    def finish(self, outcome: TransferOutcome) -> None:
+        """Report the outcome to the engine, if there is none yet."""
+        if self.outcome is None:
+            with self.node.changed:
+                self.outcome = outcome
+                self.node.changed.notify_all()
+            if outcome.why:
+                self.node.log_failure(self.kind, self.name, outcome.why)
+
+    @contextlib.asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """Raise ``TimeoutError`` in the body after ``allowed_s`` seconds without ``renew``."""
+        async with asyncio.timeout(self.allowed_s) as self._timeout:
+            try:
+                yield
+            finally:
+                self._timeout = None
+
+    def renew(self) -> None:
+        """Start the time of ``patience`` again."""
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self.allowed_s)
+
+    def on_progress(self, done: int) -> None:
+        """Handle a progress report of the peer. ``done``: its progress counter."""
+        if done > self.peer_done:
+            self.peer_done = done
+            self.renew()
+
+    def moved_here(self) -> None:
+        """Handle progress of this engine, for which the transfer waits."""
+        self.renew()
+
+    async def lease_slots(self, keys: Sequence[bytes], extra: int = 0) -> list[BufferSlot]:
+        """Wait for buffers, as long as this engine makes progress."""
+        self.is_waiting_here = True
+        try:
+            async with self.patience():
+                self.lease = await self.node.buffers.lease(keys, extra)
+        except TimeoutError:
+            self.node.counts["leases_expired"] += 1
+            raise TransferFailed(LEASE_EXPIRED) from None
+        finally:
+            self.is_waiting_here = False
+        return list(self.lease.slots.values())
+
+    async def has(self, slot: BufferSlot, layer: int) -> bool:
+        """Wait for a layer of a block. If the transfer that was to bring the block has failed, read the block
+        from storage, at most once. Returns whether the layer has arrived; if not, ``slot.why`` is the
+        reason."""
+        while slot.filled <= layer and not slot.bad:
+            if slot.filler is not None:
+                await slot.changed()
+            elif slot in self._read_here:
+                break
+            else:
+                self.read(slot)
+        return slot.filled > layer
+
+    def read(self, slot: BufferSlot) -> None:
+        """Queue a read of a slot's block from storage."""
+        self._read_here.add(slot)
+        self.node.reads.put(slot)
+
+    def take(self, slots: Sequence[BufferSlot], message: DataMessage, payload: bytes) -> bool:
+        """Copy one received layer of some blocks into the slots that this transfer fills. Returns false for a
+        wrong size, an unknown block, or a layer that is not the next of its block."""
+        size = self.node.layer_bytes
+        if len(payload) != len(message.indices) * size:
+            return False
+        for at, index in enumerate(message.indices):
+            if not 0 <= index < len(slots):
+                return False
+            slot = slots[index]
+            if slot.filler is self:
+                if slot.filled != message.layer:
+                    return False
+                slot.layer(message.layer)[:] = payload[at * size : (at + 1) * size]
+                slot.advance(message.layer + 1)
+                self.node.counts[f"bytes_{self.received_as}"] += size
+        self.renew()
+        return True
+
+    async def linger(self) -> None:
+        """Keep the buffers until the transfer is stopped, but only for ``lease_s`` seconds without ``renew``
+        if the engine has not claimed them."""
+        self.allowed_s = self.node.limits.lease_s
+        try:
+            async with self.patience():
+                await asyncio.get_running_loop().create_future()
+        except TimeoutError:
+            with self.node.changed:
+                self._is_released = not self.is_claimed
+            if self.is_claimed:
+                await asyncio.get_running_loop().create_future()
+        self.node.counts["leases_expired"] += 1
+        raise TransferFailed(LEASE_EXPIRED)
+
+    async def send_layer(
+        self, conn: PeerConnection, transfer: str, layer: int, blocks: Sequence[tuple[int, memoryview]]
+    ) -> None:
+        """Send one layer of some blocks to a peer, in chunks. ``blocks``: (index within the transfer, memory
+        of the layer)."""
+        node, loop = self.node, asyncio.get_running_loop()
+        per = max(1, node.limits.chunk_bytes // node.layer_bytes)
+        left = len(blocks) * node.layer_bytes
+        node.sending.queued_bytes += left
+        try:
+            for start in range(0, len(blocks), per):
+                part = blocks[start : start + per]
+                message = DataMessage(transfer=transfer, layer=layer, indices=[index for index, _ in part])
+                began_s, size = loop.time(), len(part) * node.layer_bytes
+                await conn.send(message, [memory.cast("B") for _, memory in part])
+                left -= size
+                node.sending.moved(size, began_s, loop.time())
+        finally:
+            node.sending.queued_bytes -= left
