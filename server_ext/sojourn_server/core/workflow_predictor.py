@@ -323,7 +323,7 @@ class WorkflowPredictor:
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
         if program.graph_hash is None or program.turn_node is None:
             return ()
-        graph = self._state.graphs.use(program.graph_hash)
+        graph = self._state.graphs.get(program.graph_hash)
         return graph.following(program.turn_node) if graph is not None else ()
 
     def _plan_gap(self, program: ProgramState, now: float) -> None:

@@ -68,7 +68,7 @@ class GraphStore:
     """Stores graphs of agents: at most ``max_graphs``, and at most ``max_bytes`` of JSON together, which is
     enough for one graph.
 
-    The least recently used graph is removed first; ``use`` and ``follow`` count as uses. As Python objects,
+    The least recently used graph is removed first; ``get`` and ``follow`` count as uses. As Python objects,
     graphs take about seven times the memory of their JSON.
     """
 
@@ -90,10 +90,6 @@ class GraphStore:
         return iter(self._graphs.values())
 
     def get(self, graph_hash: str) -> KnownGraph | None:
-        """Return the graph with this hash; ``None`` if it is not stored. Does not count as a use."""
-        return self._graphs.get(graph_hash)
-
-    def use(self, graph_hash: str) -> KnownGraph | None:
         """Return the graph with this hash; ``None`` if it is not stored. Counts as a use."""
         if graph_hash in self._graphs:
             self._graphs.move_to_end(graph_hash)
