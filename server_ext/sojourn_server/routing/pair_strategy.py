@@ -187,12 +187,10 @@ class PairStrategy(RoutingStrategy):
                 # A node's engines are a group (§6.1).
                 self.pairs.add_decode(number, node, node, seen.capacity_tokens)
                 self.pairs.decode[number].most_requests = seen.max_running or math.inf
+        elif is_up:
+            (self.pairs.prefill.get(number) or self.pairs.decode[number]).is_suspended = False
         else:
-            engine = self.pairs.prefill[number] if is_prefill else self.pairs.decode[number]
-            if is_up:
-                engine.is_suspended = False
-            else:
-                self.pairs.suspend(engine)
+            self.pairs.suspend(self.pairs.prefill.get(number) or self.pairs.decode[number])
         (self._open.add if is_up else self._open.discard)(number)
 
     def lost(self, replica: Replica, now: float) -> None:
@@ -206,8 +204,8 @@ class PairStrategy(RoutingStrategy):
             return
         del self._names[number], self._places[number]
         self._open.discard(number)
-        is_prefill = getattr(replica.seen, "role", None) is PairRole.PREFILL
-        self.pairs.suspend((self.pairs.prefill if is_prefill else self.pairs.decode).pop(number))
+        is_prefill = number in self.pairs.prefill
+        self.pairs.suspend(self.pairs.prefill.pop(number) if is_prefill else self.pairs.decode.pop(number))
         self._engines_changed = True
 
     def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
