@@ -677,20 +677,6 @@ def test_one_program_enters_beside_requests_without_a_program_that_fill_the_devi
     assert len(ResidencyPricePlacement().moves(view, NOW)) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"tick_s": 0}, "tick_s is 0; expected a finite number of seconds > 0"),
-        ({"reserve": 1.5}, "reserve is 1.5; expected 0 to 1"),
-        ({"relax_s": 0}, "relax_s is 0; expected seconds > 0, or inf to reserve always"),
-        ({"patience_s": float("nan")}, "patience_s is nan; expected seconds ≥ 0, or inf for never"),
-    ],
-)
-def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ResidencyPricePlacement(**settings)
-
-
 def test_the_preset_needs_no_host_memory() -> None:
     preset = load_preset("sojourn")
     assert preset.placement.is_used

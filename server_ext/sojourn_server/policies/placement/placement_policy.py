@@ -97,16 +97,3 @@ class PlacementPolicy:
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
         return ()
-
-
-def check_times(policy: object, *waits_s: str) -> None:
-    """Check a policy's times. ``tick_s`` and ``idle_tick_s`` must be finite and > 0. The fields that
-    ``waits_s`` names must be ≥ 0. Raises ``ValueError``."""
-    for name in ("tick_s", "idle_tick_s"):
-        value = getattr(policy, name)
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}; expected a finite number of seconds > 0")
-    for name in waits_s:
-        value = getattr(policy, name)
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; expected seconds ≥ 0, or inf for never")

@@ -13,7 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, islice
+from typing import Annotated
 
+from msgspec import Meta
 from sojourn.ids import ProgramId
 
 from ...programs.idleness import WINDOW_CYCLES
@@ -21,7 +23,7 @@ from ..costs.reload_estimate import restore_s
 from ..forecasting import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, SortKey, has_elapsed
-from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, PlacementPolicy, TierMove, check_times
+from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, PlacementPolicy, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
@@ -115,36 +117,26 @@ class ResidencyPricePlacement(PlacementPolicy):
     *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
     is pending. A program that has waited for ``patience_s`` (``BEGIN_PATIENCE`` times as long without a saved
     context) enters first, whatever the cost. While it waits for a turn that has run for ``patience_s``, other
-    programs may enter. The first program enters an empty device, whatever its size. Raises ``ValueError`` for
-    settings out of range.
+    programs may enter. The first program enters an empty device, whatever its size.
     """
 
-    is_used: bool = True
-    needs_tiers: bool = False
-    reads_costs: bool = True
-    refuses: bool = False
-    k: int = WINDOW_CYCLES
+    is_used = True
+    reads_costs = True
+    k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
     """Number of cycles over which idleness (the share of time in tools) is measured, for the rule on a full
     device."""
-    tick_s: float = 1.0
-    idle_tick_s: float = 0.25
-    reserve: float = 0.7
+    tick_s: Annotated[float, Meta(gt=0)] = 1.0
+    idle_tick_s: Annotated[float, Meta(gt=0)] = 0.25
+    reserve: Annotated[float, Meta(ge=0, le=1)] = 0.7
     """Maximum share of the predicted growth that is reserved. On the device, this maximum applies right after
     a loss of KV. In all tiers together, it applies if the lower tiers are at least as large as the device."""
-    relax_s: float = 600.0
+    relax_s: Annotated[float, Meta(gt=0)] = 600.0
     """Seconds after the last loss of KV within which the share reserved on the device shrinks evenly to 0;
     ``inf``: it does not shrink."""
-    patience_s: float = 300.0
+    patience_s: Annotated[float, Meta(ge=0)] = 300.0
     """Seconds until a waiting ready program is overdue; ``inf``: never."""
-    overdue_gap_s: float = 60.0
+    overdue_gap_s: Annotated[float, Meta(ge=0)] = 60.0
     """Seconds between promotions of two overdue programs; 0: none."""
-
-    def __post_init__(self) -> None:
-        check_times(self, "patience_s", "overdue_gap_s")
-        if not self.relax_s > 0:
-            raise ValueError(f"relax_s is {self.relax_s}; expected seconds > 0, or inf to reserve always")
-        if not 0 <= self.reserve <= 1:
-            raise ValueError(f"reserve is {self.reserve}; expected 0 to 1")
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
