@@ -13,11 +13,10 @@ VOCABULARY = 20
 
 
 @pytest.fixture
-def forced(monkeypatch):
+def forced():
     pytest.importorskip("vllm")
     from sojourn_server.vllm import forced_tokens
 
-    monkeypatch.setattr(forced_tokens, "_vocab_size", None)
     return forced_tokens
 
 
@@ -100,22 +99,12 @@ def test_an_id_beyond_the_vocabulary_ends_the_forcing(batch):
     ("ids", "said"),
     [
         ("1,2", "is a str"),
-        ([], "0 ids"),
-        ([1] * 65_537, "65537 ids"),
-        ([1, True], r"\[1\] is True, a bool"),
-        ([1.0], r"\[0\] is 1.0, a float"),
+        ([], "at least one"),
+        ([1, True], r"\[1\] is True"),
+        ([1.0], r"\[0\] is 1.0"),
         ([0, -1], r"\[1\] is -1"),
     ],
 )
 def test_bad_ids_are_refused_with_the_reason(forced, ids, said):
     with pytest.raises(ValueError, match=said):
         forced.ForcedTokens.validate_params(params(ids))
-
-
-def test_the_vocabulary_bounds_the_ids_where_it_is_known(forced):
-    forced.ForcedTokens.validate_params(params([VOCABULARY]))  # nothing is known yet
-    forced.ForcedTokens(config(), torch.device("cpu"), False)
-    forced.ForcedTokens.validate_params(params([VOCABULARY - 1]))
-    with pytest.raises(ValueError, match="vocabulary size 20"):
-        forced.ForcedTokens.validate_params(params([VOCABULARY]))
-    forced.ForcedTokens.validate_params(params())

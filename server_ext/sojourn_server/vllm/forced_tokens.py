@@ -28,32 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn.forced_tokens")
 
 ARGUMENT = "replay_ids"
-MAX_REPLAY_IDS = 65_536
-
-_vocab_size: int | None = None
-"""Size of the vocabulary; ``None`` until a logits processor is built in this process. The API server builds
-none, so the engine checks the ids again: one beyond the vocabulary would crash it."""
-
-
-def replay_ids(params: SamplingParams) -> list[int] | None:
-    """Return the request's forced token ids, if any. ``ValueError`` is answered with status 400."""
-    ids: Any = (params.extra_args or {}).get(ARGUMENT)
-    if ids is None:
-        return None
-    if not isinstance(ids, list):
-        raise ValueError(f"{ARGUMENT} is a {type(ids).__name__}; expected a list of token ids")
-    if not 0 < len(ids) <= MAX_REPLAY_IDS:
-        raise ValueError(f"{ARGUMENT} has {len(ids)} ids; expected 1 to {MAX_REPLAY_IDS}")
-    for position, value in enumerate(ids):
-        # type() instead of isinstance(): True is an int but not a token id
-        if type(value) is not int:
-            raise ValueError(
-                f"{ARGUMENT}[{position}] is {value!r}, a {type(value).__name__}; expected an integer"
-            )
-        if value < 0 or (_vocab_size is not None and value >= _vocab_size):
-            bound = "" if _vocab_size is None else f" below the vocabulary size {_vocab_size}"
-            raise ValueError(f"{ARGUMENT}[{position}] is {value}; expected a token id ≥ 0{bound}")
-    return ids
 
 
 class ForcedTokens(LogitsProcessor):
@@ -61,11 +35,19 @@ class ForcedTokens(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        replay_ids(sampling_params)
+        """Raise ``ValueError``, answered with status 400, if the request's ids are no token ids. The API
+        server does not know the vocabulary's size, so ``_forcible`` checks that."""
+        ids: Any = (sampling_params.extra_args or {}).get(ARGUMENT)
+        if ids is None:
+            return
+        if not isinstance(ids, list) or not ids:
+            raise ValueError(f"{ARGUMENT} is a {type(ids).__name__}; expected a list of at least one id")
+        for position, value in enumerate(ids):
+            if type(value) is not int or value < 0:  # True is an instance of int too
+                raise ValueError(f"{ARGUMENT}[{position}] is {value!r}; expected a token id ≥ 0")
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        global _vocab_size
-        _vocab_size = int(vllm_config.model_config.get_vocab_size())
+        self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         # row -> (forced ids, the request's output tokens so far: the list that vLLM itself appends to)
         self._rows: dict[int, tuple[list[int], list[int]]] = {}
 
@@ -80,7 +62,7 @@ class ForcedTokens(LogitsProcessor):
         for row in batch_update.removed:
             rows.pop(row, None)
         for row, params, _prompt, output in batch_update.added:
-            ids = _forcible(params)
+            ids = self._forcible(params)
             if ids:
                 rows[row] = (ids, output)
             else:
@@ -103,16 +85,12 @@ class ForcedTokens(LogitsProcessor):
             logits[rows, tokens] = 0.0
         return logits
 
-
-def _forcible(params: SamplingParams) -> list[int]:
-    """Return the request's forced ids, cut before the first id beyond the vocabulary."""
-    ids: list[int] = (params.extra_args or {}).get(ARGUMENT) or []
-    bound = _vocab_size
-    if bound is not None and ids and max(ids) >= bound:
-        position = next(index for index, value in enumerate(ids) if value >= bound)
-        logger.error(
-            "%s[%d] is %d, beyond the vocabulary of %d tokens; forcing ends there",
-            ARGUMENT, position, ids[position], bound,
-        )  # fmt: skip
-        return ids[:position]
-    return ids
+    def _forcible(self, params: SamplingParams) -> list[int]:
+        """Return the request's forced ids, cut before the first id beyond the vocabulary, which would crash
+        the engine."""
+        ids: list[int] = (params.extra_args or {}).get(ARGUMENT) or []
+        end = next((index for index, value in enumerate(ids) if value >= self._vocab_size), None)
+        if end is not None:
+            what = "%s[%d] is %d, beyond the vocabulary of %d tokens; forcing ends there"
+            logger.error(what, ARGUMENT, end, ids[end], self._vocab_size)
+        return ids[:end]

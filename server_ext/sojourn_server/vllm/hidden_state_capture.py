@@ -22,8 +22,6 @@ OUTPUT_ATTRIBUTE = "sojourn_hidden_states"
 
 CAPTURE_EVERY_STEPS = 16
 
-WARN_AFTER_STEPS = 2000
-
 
 class HiddenStateRows(NamedTuple):
     """Hidden states of the requests sampled in a step: [requests, hidden size], in host memory."""
@@ -40,7 +38,6 @@ class HiddenStateCapture:
         self._due_in = 1
         self._copied: tuple[HiddenStateRows, torch.cuda.Event | None] | None = None
         self._failed = False
-        self._steps_without = 0
         self._request_ids: Callable[[], list[str]] = lambda: runner.input_batch.req_ids
         if hasattr(runner, "sample"):  # model runner V2 passes its batch as an argument
             self._request_ids = self._batch_of(runner)
@@ -51,13 +48,6 @@ class HiddenStateCapture:
     def step(self) -> None:
         """Count one step of real requests. Warm-up runs do not call this, so their rows are not captured."""
         self._due_in -= 1
-        self._steps_without += 1
-        if self._steps_without == WARN_AFTER_STEPS and not self._failed:
-            logger.warning(
-                "sojourn: no hidden states in %d steps (speculative decoding? sharded sampling?); "
-                "output lengths are predicted without them",
-                WARN_AFTER_STEPS,
-            )
 
     def take(self) -> HiddenStateRows | None:
         """Return and remove the newest copy. Return ``None`` if there is none or it is not complete yet."""
@@ -95,7 +85,6 @@ class HiddenStateCapture:
         request_ids = tuple(self._request_ids())
         if hidden_states.ndim != 2 or len(hidden_states) != len(request_ids):
             return  # speculative decoding has several rows a request
-        self._steps_without = 0
         if hidden_states.device.type != "cuda":
             self._copied = HiddenStateRows(request_ids, hidden_states.detach().clone()), None
             return

@@ -46,8 +46,11 @@ class HistoryFile:
             logger.warning(what, self._path, error)
             self._path = None
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            what = "sojourn: history %s cannot be used (%s); %s, starting cold"
-            logger.warning(what, self._path, error, self._set_aside(self._path))
+            kept = f"{self._path}.unreadable"
+            with contextlib.suppress(OSError):  # in a folder that cannot be written, no save destroys it
+                os.replace(self._path, kept)
+            what = "sojourn: history %s cannot be used (%s); starting cold, and it is kept as %s"
+            logger.warning(what, self._path, error, kept)
         return Histories()
 
     def save_if_due(self, histories: Histories, now: float) -> None:
@@ -79,13 +82,3 @@ class HistoryFile:
             logger.warning("sojourn: history %s not saved: %s", path, error)
             with contextlib.suppress(OSError):  # the failed write has been logged
                 partial.unlink(missing_ok=True)
-
-    @staticmethod
-    def _set_aside(path: Path) -> str:
-        """Rename the file by appending ``.unreadable``. Return a text for the log that says how this went."""
-        kept = path.with_name(f"{path.name}.unreadable")
-        try:
-            os.replace(path, kept)
-        except OSError as error:
-            return f"it could not be kept as {kept} ({error})"
-        return f"kept as {kept}"
