@@ -83,7 +83,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "finished_recving_kv_req_ids", "hash_block_size", "kv_cache_config", "kv_cache_manager",
         "kv_holding_waiting",
         "max_model_len", "max_num_scheduled_tokens", "need_mamba_block_aligned_split", "num_spec_tokens",
-        "pause_state", "policy", "prefill_capacity_bound", "requests", "running", "scheduler_config",
+        "pause_state", "policy", "requests", "running", "scheduler_config",
         "use_eagle_block_drop", "vllm_config", "waiting",
     ),
     "KVCacheManager": ("block_pool", "coordinator", "empty_kv_cache_blocks", "enable_caching"),

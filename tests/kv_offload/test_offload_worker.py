@@ -20,7 +20,7 @@ from faulty_file_system import FaultyFiles, broken  # noqa: E402
 from kv_blocks import key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned  # noqa: E402
 from sojourn_server.kv_offload.cpu_device_backend import CpuCopy  # noqa: E402
-from sojourn_server.kv_offload.offload_jobs import BlockCopy, CopyResult, OffloadJobs  # noqa: E402
+from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs  # noqa: E402
 from sojourn_server.kv_offload.offload_worker import OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
 
@@ -138,31 +138,6 @@ def test_a_load_is_answered_when_its_blocks_have_arrived(make: Callable[..., Eng
     assert engine.mover.take_loaded() == ({"r"}, set())
     assert engine.mover.take_loaded() == (set(), set()), "and once"
     assert engine.holds(4, A)
-
-
-@pytest.mark.parametrize("direction", ["to_host", "to_device"])
-def test_the_end_of_all_copies_is_awaited_for_a_limited_time(
-    make: Callable[..., Engine], direction: str
-) -> None:
-    engine = make()
-    engine.save([A])
-    engine.step()
-    goes_on = threading.Event()
-    engine.device.before = waits(goes_on, direction)
-    if direction == "to_host":
-        engine.write(1, B)
-        assert engine.planner.store([(B, 1)]) == 1
-    else:
-        assert engine.ask([A]) == 1
-        engine.planner.load("r", [A], [4])
-    engine.begin()
-    assert not engine.mover.wait_for_copies(0.0)
-    goes_on.set()
-    assert engine.mover.wait_for_copies(PATIENCE_S)
-    if direction == "to_host":
-        assert list(engine.mover.take_results().stored.values()) == [CopyResult.MOVED]
-    else:
-        assert engine.mover.take_loaded() == ({"r"}, set())
 
 
 def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) -> None:

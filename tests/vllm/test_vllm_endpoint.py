@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from sojourn_server.api.api_keys import ApiKeys
-from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
+from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
@@ -287,13 +287,6 @@ async def test_a_client_without_the_broadcast_is_asked_for_one_engine() -> None:
     engine.connect(client)  # type: ignore[arg-type]
     assert await engine.call("stats", "{}") == ['["sojourn_call", "stats", "{}"]']
     assert engine.engine_ids() == ["0"]
-
-
-async def test_a_client_without_utility_calls_is_stock() -> None:
-    engine, client = VllmEngine(), FakeClient(object())
-    engine.connect(client)  # type: ignore[arg-type]
-    with pytest.raises(StockEngineError):
-        await engine.call("stats", "{}")
 
 
 async def test_engines_carry_their_ranks() -> None:

@@ -17,7 +17,6 @@ Left = tuple[float, int] | None
 ScoreOf = Callable[[str, Left], Any]
 BLOCKS = 14
 NEWEST = math.inf
-FEW_LEFT = 3
 PROGRAMS = [f"P{number}" for number in range(20)]
 
 
@@ -345,9 +344,6 @@ class QueueMachine(RuleBasedStateMachine):
         left = self.buckets.pop((program_id, NEWEST), [])
         if left:
             self.buckets.setdefault((program_id, used_s), []).extend(left)
-            before = [name for name in self.buckets if name[0] == program_id]
-            if len(before) > FEW_LEFT:
-                self.buckets[before[0]] += self.buckets.pop(before[1])
         self.queue.mark_abandoned(program_id, used_s)
 
     @rule(program_id=st.sampled_from(PROGRAMS), score=st.integers(-3, 3))
@@ -454,11 +450,8 @@ class ByProgramMachine(QueueMachine):
 
 
 @pytest.mark.parametrize(("machine", "examples"), [(QueueMachine, 60), (ByProgramMachine, 250)])
-def test_the_queue_does_what_its_model_does(
-    machine: type[QueueMachine], examples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_does_what_its_model_does(machine: type[QueueMachine], examples: int) -> None:
     """With an order by program, 10,000 operations."""
-    monkeypatch.setattr("sojourn_server.vllm.free_block_queue.MAX_ABANDONED_BUCKETS", FEW_LEFT)
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(

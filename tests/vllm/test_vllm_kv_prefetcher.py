@@ -61,7 +61,7 @@ class Ahead:
         """Begin to load A's context. Returns the planned step and the load's name."""
         count = self.planner.loadable(self.keys[self.first :])
         assert 0 < count <= self.loads.budget(A)
-        assert self.loads.spare([], count) == count
+        assert self.queue.spare_blocks(count, ()) == count
         self.loads.load(
             A, self.keys[: self.first + count], count, self.engine.scheduler.sojourn._clock() + keep_s
         )
@@ -106,7 +106,6 @@ def test_what_was_loaded_is_found_and_belongs_to_its_program(ahead: Ahead) -> No
     tokens = ahead.engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
     assert (tokens["device"], tokens["host"], tokens["lost"]) == (CONTEXT_TOKENS, 0, {})
     assert not ahead.queue.owners.ahead
-    assert ahead.queue.loaded_ahead_used == len(ahead.keys) - ahead.first
     assert not ahead.queue.owners.common, "A alone has used them"
 
 
@@ -116,22 +115,22 @@ def test_it_is_the_first_that_other_requests_overwrite(ahead: Ahead) -> None:
     kept = list(ahead.adapter.program_scheduler.context(ProgramId("C")))
     planned, name = ahead.begin()
     ahead.arrive(planned, name)
-    spare = ahead.loads.spare([], 200)
+    spare = ahead.queue.spare_blocks(200, ())
     host = [ahead.planner.host.get(key) for key in ahead.keys[ahead.first :]]
     ranks = [entry.rank for entry in host]
     ahead.turn("d1", prompt(4, (spare + 5) * 16), None)
     assert [entry.rank for entry in host] == ranks, "host memory keeps the program's copies as before"
     assert ahead.on_device() < len(ahead.keys)
     assert len(ahead.adapter._groups.cached_prefix(kept).blocks) == len(kept)
-    assert ahead.queue.loaded_ahead_lost > 0
 
 
 def test_kv_of_living_programs_is_not_spare(ahead: Ahead) -> None:
     total = ahead.engine.pool.num_gpu_blocks - 1
     on_device = ahead.adapter._groups.cached_prefix(ahead.keys)
-    assert ahead.loads.spare(on_device.blocks, total) == total - len(on_device.blocks)
+    kept = {block.block_id for block in on_device.blocks}
+    assert ahead.queue.spare_blocks(total, kept) == total - len(kept)
     ahead.turn("c1", prompt(3, 320), "C")
-    assert ahead.loads.spare(on_device.blocks, total) <= total - len(on_device.blocks) - 20
+    assert ahead.queue.spare_blocks(total, kept) <= total - len(kept) - 20
     assert ahead.loads.budget(A) == total // 8
 
 
@@ -173,17 +172,6 @@ def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
     ahead.arrive(planned, name)
     assert ahead.on_device() <= ahead.first
     assert not ahead.queue.owners.ahead
-    assert ahead.nothing_is_left()
-
-
-@pytest.mark.parametrize("place", [0, 3])
-def test_blocks_that_were_not_filled_are_not_found(ahead: Ahead, place: int) -> None:
-    planned, name = ahead.begin()
-    blocks = [copy.block_id for copy in planned.kv_connector_metadata.jobs.loads[name]]
-    ahead.arrive(planned, name, without={blocks[place]})
-    assert ahead.on_device() == ahead.first + place
-    assert ahead.nothing_is_left()
-    ahead.turn("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], "A")
     assert ahead.nothing_is_left()
 
 

@@ -251,9 +251,6 @@ def test_without_a_network_the_hosts_name_is_told(monkeypatch: pytest.MonkeyPatc
         ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "NixlConnector"}]}, True),
         ("MultiConnector", "kv_both", {"connectors": [{"kv_role": "kv_producer"}]}, True),
         ("MultiConnector", "kv_both", {"connectors": [{"kv_connector": "PathsConnector"}]}, True),
-        ("MultiConnector", "kv_both", {"connectors": [{"kv_role": ["kv_producer"]}, 7]}, False),
-        ("MultiConnector", "kv_both", {"connectors": "x"}, False),
-        ("MultiConnector", "kv_both", {"connectors": 5}, False),
     ],
 )
 def test_which_engines_of_other_connectors_are_in_a_pair(

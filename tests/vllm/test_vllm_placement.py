@@ -239,34 +239,6 @@ def test_a_parked_request_costs_nothing_and_is_work_left(crowded: Worker) -> Non
     assert placed(engine) == {"device": 1, "waiting": 1}
 
 
-def test_a_parked_request_does_not_end_vllms_pauses_between_prefills(make_engine: Any, clock: Any) -> None:
-    """With ``--prefill-schedule-interval``, vLLM makes no pause while requests wait that its last step with
-    prefills could not take in. Parked requests are none of these."""
-    worker = Worker(make_engine("mori", **SHAPE, max_num_seqs=1), clock)
-    engine, scheduler = worker.engine, worker.engine.scheduler
-    engine.add("a1", prompt(1, 480), program_id="A", max_tokens=100)
-    worker.step()
-    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=2)
-    worker.step()
-    assert waits(engine) == ["b1"]
-    assert program(engine, "B")["status"] == "gated"
-    assert not scheduler.prefill_capacity_bound
-    assert scheduler.get_request_counts() == (1, 1), "metrics count it as waiting"
-    engine.add("s1", prompt(9, 32), max_tokens=2)
-    worker.step()
-    assert scheduler.prefill_capacity_bound, "this one could run, if more requests might run at once"
-
-
-def test_a_parked_request_can_be_aborted(crowded: Worker) -> None:
-    engine = crowded.engine
-    engine.abort("b1")
-    assert waits(engine) == []
-    assert program(engine, "B")["status"] == "acting"
-    crowded.until_idle()
-    assert engine.pool.get_num_free_blocks() == 40
-    assert engine.ask("stats")["requests"] == 0
-
-
 @pytest.mark.parametrize(
     ("in_pair", "params", "runs"),
     [(True, {"peer": 1}, True), (True, "x", False), (False, {"peer": 1}, False)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,9 +91,10 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     # Nothing of it was copied yet; and yet it will be.
     assert below(on).offload_costs(room)[0] != NO_OFFLOAD_S_PER_TOKEN
     assert below(on).offload_costs(room + 1)[0] == NO_OFFLOAD_S_PER_TOKEN
-    others = [b"x%d" % number for number in range(room)]
+    hashes = [b"x%d" % number for number in range(room)]
     if way == "recompute":
-        below(on)._keep_preempted("X", others, others)
+        blocks = [SimpleNamespace(block_hash=each + bytes(4)) for each in hashes]
+        below(on).keep_preempted("X", blocks, hashes)
     on.engine.scheduler.sojourn._demand_monitor._due_in = 0
     on.engine.scheduler.sojourn._demand_monitor.before_step(on.clock.now)
     away(on, "b")
@@ -138,26 +140,3 @@ def test_what_another_programs_request_will_load_too_is_kept_for_it(engine: Any)
     assert kept(on, first) == 16, "that they begin with"
     below(on).release_preempted("B", second.block_hashes)
     assert kept(on, first) == kept(on, second) == 0
-
-
-# -- copying ahead -----------------------------------------------------------------------------------
-
-
-def test_a_likely_victim_is_copied_incrementally_between_other_victims(engine: Any) -> None:
-    on = engine()
-    requests = [add(on, name, some_tokens(name, 200), name.upper()) for name in "ab"]
-    outlook, planner = on.engine.scheduler.sojourn._demand_monitor, on.engine.scheduler.connector.planner
-    submitted: list[int] = []
-    store = planner.store
-
-    def counted(blocks: Any, *args: Any, **more: Any) -> int:
-        blocks = list(blocks)
-        submitted.append(len(blocks))
-        return int(store(blocks, *args, **more))
-
-    planner.store = counted
-    for _ in range(3):
-        for request in requests:
-            outlook._copy_ahead(request, below(on))
-    assert min(submitted[:2]) > 50
-    assert submitted[2:] == [0] * 4

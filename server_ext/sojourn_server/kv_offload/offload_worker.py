@@ -188,13 +188,6 @@ class OffloadWorker:
         """Wait until all loads that have begun have ended. A step needs this after a cancelled load."""
         self._to_device.end_of_work().wait()
 
-    def wait_for_copies(self, timeout_s: float) -> bool:
-        """Wait until all copies from and to the device have ended, at most ``timeout_s`` seconds. Return
-        whether all have ended."""
-        deadline = time.monotonic() + timeout_s
-        ends = [lane.end_of_work() for lane in (self._to_host, self._to_device)]
-        return all(end.wait(max(0.0, deadline - time.monotonic())) for end in ends)
-
     def take_results(self) -> OffloadResults:
         """Return the results of the jobs that have ended since the last call."""
         with self._lock:

@@ -69,9 +69,6 @@ class PinnedBlocks:
         self._counted: dict[str, int] | None = None
         self._counted_at = 0.0
 
-    def __len__(self) -> int:
-        return len(self._pinned)
-
     def hold(self, program_id: ProgramId, blocks: list[KVCacheBlock]) -> None:
         """Pin distinct, cached ``blocks`` in context order for the program, which has none."""
         self._pool.touch(blocks)
@@ -137,35 +134,28 @@ class DemandMonitor:
         sample = DemandSampled(self._pinned.used_blocks(), self.views(running), link)
         likely = answer_of(self._handle(sample, now), RequestChosen)
         if likely is not None and self._offload is not None:
-            self._copy_ahead(scheduler.requests[likely.request_id], self._offload)
+            request = scheduler.requests[likely.request_id]
+            hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
+            self._offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
 
     def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
-        return [self._view(position, request) for position, request in enumerate(running)]
-
-    def _view(self, position: int, request: Request) -> RunningRequestView:
-        known = self._program_scheduler.request(request.request_id)
-        groups = list(self._groups.used_by(request))
-        return RunningRequestView(
-            request.request_id,
-            known.rank if known is not None else sys.maxsize,
-            position,
-            sum(map(len, groups)),
-            context_tokens=request.num_tokens,
-            output_tokens=request.num_output_tokens,
-            most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
-            freed_blocks=sum(map(count_unshared_blocks, groups)),
-        )
-
-    def _copy_ahead(self, request: Request, offload: OffloadManager) -> None:
-        if not self._groups.is_single:
-            hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
-            offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
-            return
-        blocks = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks[0]
-        full = request.num_computed_tokens // self._scheduler.block_size
-        # Skip the leading blocks that host memory already has.
-        first = offload.count_leading_copied(request.block_hashes[:full])
-        offload.copy_ahead([block for block in blocks[first:full] if block.block_hash is not None])
+        views = []
+        for position, request in enumerate(running):
+            known = self._program_scheduler.request(request.request_id)
+            groups = list(self._groups.used_by(request))
+            views.append(
+                RunningRequestView(
+                    request.request_id,
+                    known.rank if known is not None else sys.maxsize,
+                    position,
+                    sum(map(len, groups)),
+                    context_tokens=request.num_tokens,
+                    output_tokens=request.num_output_tokens,
+                    most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
+                    freed_blocks=sum(map(count_unshared_blocks, groups)),
+                )
+            )
+        return views
 
 
 def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
@@ -368,8 +358,8 @@ class AllocationFallback:
         chosen = self._guarded(self._policy_victim, candidates)
         victim = next((c for c in candidates if c.request_id == chosen), None)
         if victim is None:
-            running = [c for c in candidates if c.status == RequestStatus.RUNNING]
-            victim = self._stock_victim(running or candidates)
+            running = [c for c in candidates if c.status == RequestStatus.RUNNING] or candidates
+            victim = max(running, key=lambda c: c.arrival_time) if self._by_user_priority else running[-1]
             if victim is request and candidates[-1].status != RequestStatus.RUNNING:
                 victim = candidates[-1]
         if victim.status == RequestStatus.RUNNING:
@@ -409,12 +399,6 @@ class AllocationFallback:
         event = VictimNeeded(self._demand_monitor.views(candidates), self._pinned.used_blocks())
         chosen = answer_of(self._handle(event, self._clock()), RequestChosen)
         return chosen.request_id if chosen is not None else None
-
-    def _stock_victim(self, candidates: list[Request]) -> Request:
-        """Return the request that vLLM without sojourn would preempt under its scheduling policy."""
-        if self._by_user_priority:
-            return max(candidates, key=lambda request: request.arrival_time)
-        return candidates[-1]
 
 
 def count_unshared_blocks(blocks: Sequence[KVCacheBlock]) -> int:

@@ -174,12 +174,10 @@ class VllmEngine:
     async def _call(self, op: str, payload: str) -> list[Any]:
         core = self._core()
         call_all = getattr(core, "call_utility_all_async", None)
-        call_one = getattr(core, "call_utility_async", None)
         try:
             if call_all is not None:
                 return list(await call_all(METHOD, op, payload))
-            if call_one is not None:
-                return [await call_one(METHOD, op, payload)]
+            return [await core.call_utility_async(METHOD, op, payload)]
         except EngineDeadError as error:
             raise EngineUnavailableError("the engine is dead") from error
         except Exception as error:  # vLLM raises a failed utility call as a bare Exception
@@ -189,8 +187,6 @@ class VllmEngine:
             if _SHUTTING_DOWN in str(error):
                 raise EngineUnavailableError("the engine is shutting down") from error
             raise EngineError(f"{op}: {error}") from error
-        self._stock = f"{type(core).__name__} has no utility calls"
-        raise StockEngineError(self._stock)
 
     def _core(self) -> Any:
         client = self._client() if self._client is not None else None

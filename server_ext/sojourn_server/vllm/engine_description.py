@@ -40,19 +40,10 @@ def connector_name(scheduler: Scheduler) -> str | None:
     return str(transfer.kv_connector)
 
 
-def offload_capacity_blocks(scheduler: Scheduler) -> tuple[int, int]:
-    """Return how many blocks fit (in host memory, on disk) under sojourn's own connector."""
-    connector = scheduler.connector
-    if not isinstance(connector, SojournConnector):
-        return 0, 0
-    limits = connector.planner.limits
-    return limits.host_slots, limits.disk_blocks
-
-
 def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVCacheGroups) -> KVPoolConfig:
     """Return the sizes and speeds of the engine's KV memory. Without a ``profile``, speeds are unknown."""
     connector, size = scheduler.connector, stored_block_bytes(scheduler.kv_cache_config)
-    host_blocks, disk_blocks = offload_capacity_blocks(scheduler)
+    limits = connector.planner.limits if isinstance(connector, SojournConnector) else None
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     host_s_per_token = None
     # A pair loads KV from its store, at another speed.
@@ -68,8 +59,8 @@ def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVC
         dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
         step_tokens=scheduler.max_num_scheduled_tokens,
         host_s_per_token=host_s_per_token,
-        host_blocks=host_blocks,
-        disk_blocks=disk_blocks,
+        host_blocks=limits.host_slots if limits is not None else 0,
+        disk_blocks=limits.disk_blocks if limits is not None else 0,
     )
 
 
@@ -81,8 +72,8 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
         return None
     name = str(transfer.kv_connector)
     if isinstance(connector, SojournConnector):
-        size, (host_blocks, disk_blocks) = connector.settings.block_bytes, offload_capacity_blocks(scheduler)
-        shared = bool(connector.planner.limits.shared)
+        size, limits = connector.settings.block_bytes, connector.planner.limits
+        host_blocks, disk_blocks, shared = limits.host_slots, limits.disk_blocks, bool(limits.shared)
         return TierCapabilities(
             connector=name,
             on=not connector.off,
@@ -104,8 +95,7 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):
         return False
-    found = transfer.kv_connector_extra_config.get("connectors")  # of vLLM's MultiConnector
-    inner = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    inner = transfer.kv_connector_extra_config.get("connectors", ())  # of vLLM's MultiConnector
     names = {str(transfer.kv_connector), *(str(one.get("kv_connector")) for one in inner)}
     roles = {str(transfer.kv_role), *(str(one.get("kv_role")) for one in inner)}
     return (

@@ -51,10 +51,6 @@ OnEvicted = Callable[[list[KVCacheBlock], "Score | None"], None]
 """Called with (evicted blocks that a program owns or an ended program has used alone, score of their bucket,
 if any). It must remove their owners."""
 
-MAX_ABANDONED_BUCKETS = 16
-"""Maximum number of abandoned branches of a program. If there are more, the oldest two are merged."""
-
-
 Score = tuple[float, ...]
 """Eviction score of a bucket; the lowest is evicted first."""
 NEWEST_TURN = math.inf
@@ -233,9 +229,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.abandoned_reused = 0
         """Blocks of abandoned branches: whose content a request used again, and reused for other content."""
         self.abandoned_evicted = 0
-        self.loaded_ahead_used = 0
-        """Blocks loaded ahead of need: used by a request, and uncached or reused before that."""
-        self.loaded_ahead_lost = 0
         self.broken = False
         self._evicted = evicted
         self._failed = failed
@@ -296,10 +289,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         """Move blocks loaded ahead of need, which have lost their hashes and are still unused, to the
         front."""
         for block_id in block_ids:
-            if self.owners.ahead.pop(block_id, None) is not None:
-                self.loaded_ahead_lost += 1
-                if block_id in self._ended.blocks:
-                    self._move(self._ended.blocks[block_id])
+            if self.owners.ahead.pop(block_id, None) is not None and block_id in self._ended.blocks:
+                self._move(self._ended.blocks[block_id])
 
     @_or_stock()
     def clear_owners(self) -> None:
@@ -328,15 +319,15 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         newest = buckets.pop(NEWEST_TURN, None)
         if newest is None or self._heap is None:
             return
-        if used_s in buckets:
-            self._merge(buckets[used_s], newest)
+        into = buckets.get(used_s)
+        if into is not None:
+            into.blocks.update(newest.blocks)
+            self._bucket_of.update(dict.fromkeys(newest.blocks, into))
+            self._heap.forget(newest)
+            self._heap.push(into)
         else:
             buckets[used_s], newest.used_s = newest, used_s
             self._heap.push(newest)
-        if len(buckets) > MAX_ABANDONED_BUCKETS:
-            # The second-oldest branch joins the oldest, so each block moves at most once.
-            oldest, second = list(buckets)[:2]
-            self._merge(buckets[oldest], buckets.pop(second))
 
     # -- the protocol of vLLM's queue -------------------------------------------
 
@@ -365,9 +356,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         """Remove a block whose content a request reuses."""
         bucket = self._take_out(block)
         self.abandoned_reused += bucket is not None and math.isfinite(bucket.used_s)
-        if self.owners.ahead.pop(block.block_id, None) is not None:
-            self.loaded_ahead_used += 1  # by its first user, so it is no common block
-        else:
+        # The first user of a block loaded ahead makes it no common block.
+        if self.owners.ahead.pop(block.block_id, None) is None:
             self.owners.record_hit(block.block_id)
 
     def popleft(self) -> KVCacheBlock:
@@ -451,7 +441,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             self._before_reuse(blocks, self.owners)
         if ahead := self.owners.ahead:
             for block in blocks:
-                self.loaded_ahead_lost += ahead.pop(block.block_id, None) is not None
+                ahead.pop(block.block_id, None)
         owned, orphans = self.owners.of, self.owners.orphans
         if gone := [block for block in blocks if block.block_id in owned or block.block_id in orphans]:
             self._evicted(gone, score)
@@ -481,14 +471,6 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= len(blocks)
         self._forget_if_empty(bucket)
         return blocks
-
-    def _merge(self, into: Bucket, bucket: Bucket) -> None:
-        """Move the blocks of a bucket that ``_buckets`` no longer has to the end of another bucket."""
-        assert self._heap is not None
-        into.blocks.update(bucket.blocks)
-        self._bucket_of.update(dict.fromkeys(bucket.blocks, into))
-        self._heap.forget(bucket)
-        self._heap.push(into)
 
     def _move(self, block: KVCacheBlock) -> None:
         self._take_out(block)

@@ -299,7 +299,10 @@ def _describe_kv(
         block_tokens=spec.block_size * per_full,
         block_bytes=engine_bytes * per_full,
         layers=layers,
-        hash_scheme=hash_identity(vllm_config, spec.block_size),
+        hash_scheme=(
+            f"{vllm_config.cache_config.prefix_caching_hash_algo}/seed={os.environ.get('PYTHONHASHSEED')}"
+            f"/{spec.block_size}"
+        ),
         vllm_version=running_vllm(),
         tp_rank=parallel.rank % ranks,
         tp_size=ranks,
@@ -425,23 +428,12 @@ def _refusals(
             yield "transfers do not support speculative decoding (--speculative-config)"
         if transfer.kv_role != "kv_both":
             yield f"kv_role is {transfer.kv_role!r}; expected 'kv_both': each engine sends and receives"
-        for kept in filter(None, map(_partial_retention, layer_specs(groups[0].kv_cache_spec))):
-            yield (
-                f"this model's layers keep KV of {kept}; transfers support layers that keep KV of all tokens"
-            )
-
-
-def _partial_retention(spec: KVCacheSpec) -> str:
-    """Return what a layer keeps of its KV, or its kind if not plain full or latent attention; empty: all."""
-    from .compat import FullAttentionSpec, MLAAttentionSpec
-
-    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        return f"another kind ({type(spec).__name__})"
-    if spec.sliding_window is not None:
-        return f"a sliding window of {spec.sliding_window} tokens"
-    if spec.attention_chunk_size is not None:
-        return f"a chunk of {spec.attention_chunk_size} tokens"
-    return ""
+        for spec in layer_specs(groups[0].kv_cache_spec):
+            kind = type(spec).__name__
+            if kind not in ("FullAttentionSpec", "MLAAttentionSpec") or (
+                spec.sliding_window is not None or spec.attention_chunk_size is not None
+            ):
+                yield f"layers of kind {kind} do not keep the KV of all tokens, which transfers need"
 
 
 # -- strings that identify an engine's KV, which stores and peers compare before they share blocks
@@ -562,8 +554,3 @@ def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
         )
     except NotImplementedError as error:  # the attention layers raise it too
         raise SettingsError(f"this processor does not support the KV cache: {error}") from error
-
-
-def hash_identity(vllm_config: VllmConfig, block_tokens: int) -> str:
-    algorithm, seed = vllm_config.cache_config.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
-    return f"{algorithm}/seed={seed}/{block_tokens}"

@@ -301,12 +301,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even without requests: while jobs are planned, a load ahead of
         need exists, or, in a pause, copies from and to the device run. After it vLLM may unmap the device's
-        KV (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``.
-
-        If the connector is off, only loads ahead of need count, because results of other jobs may have been
-        lost. An engine in its caller's process runs no steps in a pause; there, ``reset_cache`` waits
-        instead.
-        """
+        KV (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``. If the connector is off, only loads ahead of
+        need count, because results of other jobs may have been lost."""
         planner, paused, pending = self.planner, self.is_paused(), bool(self._ahead)
         if not self.off:
             copies = paused and (planner.storing_blocks or len(planner.loads))
@@ -321,12 +317,15 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return True
         if self._pause_waits_since_s > -math.inf:
             self._pause_waits_since_s = -math.inf
-            _warn_of_copies()
+            logger.warning(
+                "sojourn: a pause has waited %.0f s and goes on, but jobs or copies of KV have not ended; if "
+                "vLLM unmaps the KV now (/sleep), a copy may fail and end the engine",
+                PAUSE_WAIT_S,
+            )
         return False
 
     def reset_cache(self) -> bool:
-        """Forget all KV so far, and stop using the disk until a restart. In a pause, wait for running
-        copies."""
+        """Forget all KV so far, and stop using the disk until a restart."""
         if self.settings.options.disk is not None and not self.planner.disk.closed:
             logger.warning(
                 "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
@@ -334,8 +333,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self.settings.options.disk,
             )
         self._attempt(self.planner.forget)
-        if self.is_paused():
-            self._attempt(_wait_for_local_copies)
         return True
 
     def turn_off(self, why: str, level: int = logging.ERROR) -> None:
@@ -440,24 +437,6 @@ def _layers_may_differ(vllm_config: VllmConfig) -> bool:
         vllm_config.speculative_config is not None
         or len(set(kinds)) > 1
         or any(getattr(text, name, None) is not None for name in _FIELDS_OF_UNLIKE_LAYERS)
-    )
-
-
-def _wait_for_local_copies() -> None:
-    """Wait until the copies of a worker in this process have ended, before vLLM may unmap the device's KV."""
-    from .compat import get_kv_transfer_group, has_kv_transfer_group
-
-    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-    worker = connector._worker if isinstance(connector, SojournConnector) else None
-    if worker is not None and not worker.wait_for_copies(PAUSE_WAIT_S):
-        _warn_of_copies()
-
-
-def _warn_of_copies() -> None:
-    logger.warning(
-        "sojourn: a pause has waited %.0f s and goes on, but jobs or copies of KV have not ended; if vLLM "
-        "unmaps the KV now (/sleep), a copy may fail and end the engine",
-        PAUSE_WAIT_S,
     )
 
 

@@ -81,16 +81,11 @@ class KVPrefetcher:
         held = sum(len(load.blocks) for load in self._loads.values())
         return max(0, self._budget - held - len(self._queue.owners.ahead))
 
-    def spare(self, prefix: Sequence[KVCacheBlock], most: int) -> int:
-        """Return the number of spare blocks on the device, at most ``most``. ``prefix``: cached blocks of the
-        context before the blocks to load, which must stay cached."""
-        return self._queue.spare_blocks(most, {block.block_id for block in prefix})
-
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:
         """Begin to load the blocks of the last ``count`` of ``keys`` from host memory, or those before the
         first that it has lost. ``keys`` are the block hashes of a context from its start, of whose earlier
-        blocks the device has all. ``count``: at least 1, and at most what ``budget`` and ``spare`` return.
-        ``expires_s``: as in ``_Load``."""
+        blocks the device has all. ``count``: at least 1, and at most what ``budget`` and ``spare_blocks``
+        return. ``expires_s``: as in ``_Load``."""
         assert self._connector is not None
         blocks = self._pool.get_new_blocks(count)
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sojourn.ids import ProgramId
@@ -133,10 +133,6 @@ class OffloadManager:
     def reset(self) -> None:
         self._forget()
         self._connector.reset_cache()
-
-    def turn_off(self, why: str) -> None:
-        """Turn host memory and disk off: no more blocks are saved or found. ``why``: reason, for the log."""
-        self._connector.turn_off(why)
 
     # -- what the device loses ----------------------------------------------------
 
@@ -386,11 +382,6 @@ class OffloadManager:
 
     # -- preempted requests -------------------------------------------------------
 
-    def count_leading_copied(self, keys: Iterable[BlockKey]) -> int:
-        """Return the number of leading ``keys`` whose blocks are in host memory or being copied to it."""
-        host = self._connector.planner.host
-        return sum(1 for _ in takewhile(lambda key: host.get(key) is not None, keys))
-
     @_turns_off
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Copy cached ``blocks`` of a running request that will probably be preempted, in context order."""
@@ -402,6 +393,7 @@ class OffloadManager:
         host, key_of = self._connector.planner.host, self._groups.key_of
         return sum(host.get(key_of(block)) is not None for block in blocks)
 
+    @_turns_off
     def skip_saving(
         self, blocks: Iterable[KVCacheBlock], program_id: ProgramId | None, owners: BlockOwners
     ) -> None:
@@ -414,39 +406,31 @@ class OffloadManager:
             if block.ref_cnt <= 1 and not used_by_others and owners.of.get(block_id) == program_id:
                 self._recomputed.add(self._groups.key_of(block))
 
+    @_turns_off
     def keep_preempted(
-        self, program_id: ProgramId, blocks: Iterable[KVCacheBlock], hashes: Sequence[BlockKey]
+        self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockKey]
     ) -> None:
         """Keep copies of a preempted request's blocks in host memory until ``release_preempted``. ``hashes``:
         the block hashes of the context from its start to the end of these blocks."""
-        self._keep_preempted(program_id, [self._groups.key_of(block) for block in blocks], hashes)
-
-    @_turns_off
-    def _keep_preempted(
-        self, program_id: ProgramId, keys: Sequence[BlockKey], hashes: Sequence[BlockKey]
-    ) -> None:
-        if keys:
+        if blocks:
+            keys = [self._groups.key_of(block) for block in blocks]
             self._kept.setdefault(program_id, []).append((keys, hashes))
             self._wanted.update(keys)
             self._connector.planner.set_rank(keys, RetentionRank.WANTED)
 
+    @_turns_off
     def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
-        ``hashes``: its block hashes. If empty, undo ``keep_preempted`` for all requests of the program.
-        ``program_id`` is ``None`` for a request of no program."""
+        ``hashes``: its block hashes. ``program_id`` is ``None`` for a request of no program."""
         if self._recomputed:
             self._recomputed.difference_update(self._groups.all_keys(hashes))
-        if program_id is not None and program_id in self._kept:
-            self._release_kept(program_id, hashes)
-
-    @_turns_off
-    def _release_kept(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
-        """Release the program's contexts that are prefixes of ``hashes``; all if it is empty."""
+        if program_id is None or program_id not in self._kept:
+            return
         rank, still = host_eviction_rank(self._program_scheduler.label(program_id)), []
         for keys, kept in self._kept.pop(program_id):
             # Hashes are chained, so an equal last hash means an equal prefix.
             last = len(kept) - 1
-            if hashes and list(hashes[last : last + 1]) != list(kept[last:]):
+            if list(hashes[last : last + 1]) != list(kept[last:]):
                 still.append((keys, kept))
                 continue
             self._wanted.subtract(keys)  # requests may share a prefix

@@ -151,15 +151,10 @@ class PluginSettings:
             )
         profile = self.profile()
         steps = profile.steps if profile is not None else None
-        if steps is None:
+        if steps is None or not steps.pair_s:
             raise SettingsError(
-                f"profile_file {self.profile_file} has no costs of a step, which compute_quota_s "
-                "needs; measure it again with sojourn profile (without --no-decode)"
-            )
-        if not steps.pair_s:
-            raise SettingsError(
-                f"in profile_file {self.profile_file} attention costs nothing, so compute_quota_s would "
-                "limit no step; measure longer contexts: sojourn profile --max-context TOKENS"
+                f"profile_file {self.profile_file} has no costs of attention, which compute_quota_s needs; "
+                "measure longer contexts: sojourn profile --max-context TOKENS, without --no-decode"
             )
         return steps._replace(token_s=0.0)
 

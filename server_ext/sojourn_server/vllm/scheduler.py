@@ -36,15 +36,9 @@ class SojournMixin:
         super().add_request(request)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        try:
-            self.sojourn.before_step()
-        except Exception as error:
-            self.sojourn.report_failure(error, "a hook failed")
+        self.sojourn.guarded(self.sojourn.before_step)
         output: SchedulerOutput = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        try:
-            self.sojourn.after_step(output)
-        except Exception as error:
-            self.sojourn.report_failure(error, "a hook failed")
+        self.sojourn.guarded(self.sojourn.after_step, output)
         return output
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:

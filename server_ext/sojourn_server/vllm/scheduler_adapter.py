@@ -256,12 +256,9 @@ class SchedulerAdapter(EngineView):
 
     def after_step(self, output: SchedulerOutput) -> None:
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
-        scheduler, fallback, now = self._scheduler, self._allocation_fallback, self._clock()
+        fallback, now = self._allocation_fallback, self._clock()
         if fallback.victim is not None:
             fallback.restore_victim()
-        # vLLM counts parked requests too, and would then not throttle prefills (prefill_schedule_interval).
-        if scheduler.prefill_capacity_bound and self.waiting.only_parked_wait():
-            scheduler.prefill_capacity_bound = False
         self._planned.append((output, now))
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         for each in new:
@@ -356,7 +353,7 @@ class SchedulerAdapter(EngineView):
             # If the end is a guess, the length may be wrong.
             self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)
         if self._offload is not None:
-            self._release_preempted(request, program_id, self._offload)
+            self._offload.release_preempted(program_id, request.block_hashes)
         if known is None:
             return
         now = self._clock()
@@ -584,7 +581,7 @@ class SchedulerAdapter(EngineView):
             being_read, lost, loadable = self._offload.fetch(hashes, prefix.hashes) or (0, missing, 0)
             loadable = min(loadable, self._prefetcher.budget(program_id))
         most = loadable + self.program_scheduler.predictor.reserve_blocks if loadable else 0
-        spare = self._prefetcher.spare(prefix.blocks, most)
+        spare = self._queue.spare_blocks(most, {block.block_id for block in prefix.blocks})
         event = PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
         chosen = answer_of(self.handle(event, now), LoadAheadChosen)
         if chosen is not None:
@@ -602,7 +599,7 @@ class SchedulerAdapter(EngineView):
         if self._cache_policy is not None:
             self._cache_policy.request_admitted(known.program_id, request.block_hashes)
         if self._offload is not None:
-            self._release_preempted(request, known.program_id, self._offload)
+            self._offload.release_preempted(known.program_id, request.block_hashes)
             self._offload.remember_prompt_end(
                 known.program_id, request.block_hashes, request.num_prompt_tokens
             )
@@ -646,21 +643,9 @@ class SchedulerAdapter(EngineView):
         if not self._groups.is_single:  # otherwise the request still holds all of them
             self._queue.place(block.block_id for block in blocks)
 
-    def _release_preempted(
-        self, request: Request, program_id: ProgramId | None, below: OffloadManager
-    ) -> None:
-        """Release what ``below`` keeps for a preempted request that was admitted or has left the engine, and
-        after a program's last request all that is kept for the program."""
-        if request.block_hashes:  # otherwise nothing was kept
-            below.release_preempted(program_id, request.block_hashes)
-        if program_id is None or not request.is_finished():
-            return
-        if self.program_scheduler.live_requests(program_id) <= {request.request_id}:
-            below.release_preempted(program_id, ())  # the program has no other request
-
     def _eviction_order_failed(self, error: Exception) -> None:
-        if self._offload is not None:
-            self._offload.turn_off("the free queue no longer reports evictions")
+        if self._connector is not None:
+            self._connector.turn_off("the free queue no longer reports evictions")
         self.report_failure(error, "the eviction order failed; vLLM's own order is used from now on")
 
     def _evicted(self, gone: list[KVCacheBlock], score: Score | None) -> None:

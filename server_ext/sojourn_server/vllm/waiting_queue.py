@@ -289,16 +289,6 @@ class WaitingQueueAdapter:
         for request in self.loading():
             self.give_up_load(request, connector)
 
-    def only_parked_wait(self) -> bool:
-        """Whether requests are parked and vLLM could run none of the others that wait now."""
-        scheduler, parked = self._scheduler, self.queue.parked
-        if not parked:
-            return False
-        waiting = len(self.queue) + len(scheduler.kv_holding_waiting)
-        # A count is faster than a union of sets. This runs in every step, and many requests are parked.
-        deferred = sum(request not in parked for request in scheduler.deferred_waiting)
-        return waiting <= len(parked) + deferred
-
     def is_parked(self, request: Request) -> bool:
         """Return whether the request waits because its program is not placed on the device."""
         return request in self.queue.parked
