@@ -66,11 +66,3 @@ def test_of_parallel_requests_none_leaves_anothers_branch_behind(make_engine, cl
     engine.add("a4", [*prompt(2, 300), *prompt(4, 50)], program_id="A", max_tokens=40)
     engine.run()
     assert left(engine) == {}
-
-
-def test_without_an_order_by_program_nothing_is_put_aside(make_engine, clock):
-    engine = make_engine("continuum-paper", blocks=200)
-    turn(engine, clock, "a1", prompt(1, 320))
-    turn(engine, clock, "a2", prompt(2, 320))
-    assert left(engine) == {}
-    assert (queue(engine).abandoned_reused, queue(engine).abandoned_evicted) == (0, 0)

@@ -69,15 +69,6 @@ def test_requests_without_a_program_need_no_admission(make_engine):
     assert status(engine, "P2") == "gated"
 
 
-def test_a_gated_request_can_be_aborted(make_engine):
-    engine = crowd(make_engine)
-    engine.abort("r2")
-    engine.run()
-    assert engine.ask("stats")["requests"] == 0
-    assert engine.pool.get_num_free_blocks() == 100
-    assert status(engine, "P2") == "acting"
-
-
 def test_a_leased_program_is_not_asked_again(make_engine, clock):
     """Also where the room would not do for it any more: it is the third to have come."""
     engine = make_engine("continuum", blocks=101, max_model_len=2048)
@@ -212,24 +203,3 @@ def test_an_announcement_does_not_change_the_queue_order(make_engine):
     engine.add("first", prompt(1, 32), program_id="A")
     engine.add("second", prompt(2, 32), program_id="EARLY")
     assert [request.request_id for request in engine.scheduler.waiting] == ["first", "second"]
-
-
-def test_an_ended_programs_id_used_again_stands_at_the_end(make_engine):
-    engine = make_engine("continuum", blocks=101, max_num_seqs=1)
-    engine.add("a1", prompt(1, 32), program_id="A")
-    engine.run()
-    engine.tell({"type": "program_end", "program_id": "A", "seq": 1})
-    engine.add("b1", prompt(2, 32), program_id="B")
-    engine.add("a2", prompt(3, 32), program_id="A")
-    assert [request.request_id for request in engine.scheduler.waiting] == ["b1", "a2"]
-
-
-def test_programs_pass_the_gate_in_the_order_of_their_arrival(make_engine):
-    engine = make_engine("continuum", blocks=101, max_model_len=2048)
-    order = []
-    for number in range(8):
-        engine.add(f"r{number}", prompt(number, 320), program_id=f"P{number}", max_tokens=30)
-    while engine.scheduler.has_unfinished_requests():
-        planned = engine.step().planned
-        order += [new.req_id for new in planned.scheduled_new_reqs]
-    assert order == [f"r{number}" for number in range(8)]

@@ -131,14 +131,6 @@ def wait_of_a_stranger(
     return clock.now - arrived_s
 
 
-@pytest.mark.parametrize("policy", ["static-ttl", "continuum", "fixed-ttl", "saga", "tetris"])
-def test_hinted_leases_delay_a_stranger_by_no_more_than_the_patience(make_engine, clock, policy) -> None:
-    load = {"seed": 1, "programs": 40, "looping": 8, "ttl_s": 300.0, "tenants": 1}
-    stock_s = wait_of_a_stranger(make_engine, clock, None, **load)
-    ours_s = wait_of_a_stranger(make_engine, clock, policy, **load)
-    assert ours_s <= stock_s + PATIENCE_S + LONGEST_TURN_S
-
-
 @given(
     policy=st.sampled_from(["static-ttl", "continuum", "fixed-ttl", "saga", "tetris", "autellix"]),
     load=st.fixed_dictionaries(
@@ -193,41 +185,6 @@ def test_overdue_strangers_do_not_starve_a_program(make_engine, clock, policy) -
         number += 1
         engine.add(f"s{number}", range(number * 100, number * 100 + 16), max_tokens=20)
     assert waited_s <= backlog + 3
-
-
-def longest_wait_s(make_engine: Callable[..., Any], clock: Any, policy: str | None) -> float:
-    """Longest virtual seconds from arrival to answer of a short request among programs of long contexts."""
-    options = {"settings": {"queue_patience_s": PATIENCE_S}} if policy is not None else {}
-    engine = make_engine(policy, blocks=BLOCKS, block_size=BLOCK_SIZE, max_model_len=4096, **options)
-    contexts = {f"long{n}": [n * 10_000 + i for i in range(BLOCKS * BLOCK_SIZE * 2 // 5)] for n in range(5)}
-    contexts |= {f"short{n}": [n * 10_000 + i for i in range(100)] for n in range(100, 104)}
-    arrived_s: dict[str, float] = {}
-    turns = itertools.count()
-    longest_s = 0.0
-    for _ in range(1200):
-        for name, context in contexts.items():
-            if not any(request_id.startswith(f"{name}/") for request_id in arrived_s):
-                hint = {"program_id": name, "context": {"kv_retention_ttl_seconds": 300.0}}
-                request_id = f"{name}/{next(turns)}"
-                engine.add(request_id, context, max_tokens=20, **(hint if name.startswith("long") else {}))
-                arrived_s[request_id] = clock.now
-        ended = engine.step().finished
-        clock.now += STEP_S
-        waits = [clock.now - since for request_id, since in arrived_s.items() if request_id.startswith("s")]
-        longest_s = max(longest_s, *waits)
-        for request_id in ended:
-            del arrived_s[request_id]
-    return longest_s
-
-
-@pytest.mark.parametrize("policy", ["static-ttl", "continuum", "saga", "tetris"])
-def test_short_requests_among_long_leased_contexts_wait_no_longer_than_the_patience(
-    make_engine, clock, policy
-) -> None:
-    """The long ones come back as soon as they are answered, and each holds two fifths of the pool."""
-    stock_s = longest_wait_s(make_engine, clock, None)
-    ours_s = longest_wait_s(make_engine, clock, policy)
-    assert ours_s <= stock_s + PATIENCE_S + LONGEST_TURN_S
 
 
 class LongAnswerEngine:

@@ -198,11 +198,3 @@ def test_where_nothing_may_be_swallowed_it_is_raised(make_engine: Any, clock: An
     fails_within("_take")(engine.scheduler.sojourn._queue)
     with pytest.raises(RuntimeError, match="_take is broken"):
         life.go_on(25)
-
-
-def test_taking_too_many_blocks_raises(make_engine: Any) -> None:
-    """That is no failure of the order's."""
-    queue = make_engine("saga", blocks=BLOCKS).scheduler.sojourn._queue
-    with pytest.raises(AssertionError):
-        queue.popleft_n(BLOCKS + 1)
-    assert not queue.broken

@@ -210,50 +210,6 @@ def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) 
     assert nothing_is_left(engine)
 
 
-@pytest.mark.parametrize("place", [0, 3])
-def test_what_was_not_filled_is_computed_and_counts_as_computed(
-    engine: Any, loading: Any, place: int
-) -> None:
-    copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    keys = list(engine.scheduler.requests["a2"].block_hashes)
-    on_device = 480 // BLOCK_TOKENS - len(copies)
-    arrive(engine, loading, "a2", without={copies[place].block_id})
-    assert planner(engine).host.get(keys[on_device + place]) is None, "else it would be tried for ever"
-    assert planner(engine).host.get(keys[on_device + place + 1]) is not None, "the others are as good as ever"
-    moved = planner(engine).counts["loaded"]
-    assert moved == len(copies) - 1
-    planned = engine.plan()
-    again = planned.kv_connector_metadata.jobs.loads
-    if on_device or place:  # what had arrived before it counts
-        assert not again
-        assert planned.num_scheduled_tokens["a2"] == 520 - (on_device + place) * BLOCK_TOKENS
-    arrive(engine, planned, *again)
-    engine.run()
-    tokens = engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
-    assert tokens["host"] == place * BLOCK_TOKENS
-    assert nothing_is_left(engine)
-    hashed = planner(engine).leading(keys[:30])
-    assert hashed <= 30
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_aborted_request_keeps_its_blocks_until_its_load_has_ended(
-    engine: Any, loading: Any, fails: bool
-) -> None:
-    copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    free = engine.pool.get_num_free_blocks()
-    engine.abort("a2")
-    assert engine.pool.get_num_free_blocks() == free, "they are being written"
-    assert engine.scheduler.has_requests(), "else nobody would hear of the end"
-    arrive(engine, loading)
-    arrive(engine, engine.plan(), "a2", without={copy.block_id for copy in copies} if fails else set())
-    assert not engine.scheduler.requests
-    assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
-    assert not any(engine.pool.blocks[copy.block_id].block_hash for copy in copies), "nobody has read them"
-    assert nothing_is_left(engine)
-    turn(engine, "a3", prompt(1, 480), "A")
-
-
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("policy", ["saga-paper", "continuum"])  # vLLM's victim, and the latest program's
 def test_a_running_request_takes_the_blocks_of_one_that_loads(
@@ -338,18 +294,6 @@ def test_equal_tokens_with_another_image_or_salt_are_other_blocks() -> None:
     assert keys("one")[:6] == keys()[:6], "before the image"
     assert not set(keys("one")[6:]) & {*keys(), *keys("two")}
     assert not set(keys(salt="another user")) & set(keys())
-
-
-def test_with_vllms_own_connector_too_nothing_built_on_blocks_that_were_not_filled_is_found(
-    make_engine: Any,
-) -> None:
-    engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
-    engine.add("a1", prompt(1, 480), max_tokens=2, program_id="A")
-    engine.plan()
-    block_ids = engine.scheduler.kv_cache_manager.get_block_ids("a1")[0]
-    engine.scheduler.sojourn.evict_unfilled({block_ids[3]})
-    named = [engine.pool.blocks[block_id].block_hash is not None for block_id in block_ids[:30]]
-    assert named == [True] * 3 + [False] * 27
 
 
 @pytest.mark.parametrize(("loads_async", "arrived"), [(False, 20), (True, 20), (True, 3), (True, 0)])
@@ -648,22 +592,6 @@ def test_a_worker_that_cannot_have_host_memory_turns_it_off_in_the_first_step(
     turn(engine, "a2", prompt(1, 480), "A")
 
 
-def test_adapters_are_refused_with_a_disk(engine: Any, monkeypatch: Any) -> None:
-    """A block's key has an adapter's name and not its weights: other weights of that name found its KV."""
-    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
-    extra: dict[str, Any] = {"host_bytes": 1 << 30}
-    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
-    monkeypatch.setattr(scheduler.vllm_config, "lora_config", object())
-    assert KVOffloadSettings.read(scheduler.vllm_config, caches).options.disk is None
-    extra |= {"disk": "/d", "disk_bytes": 1 << 30}
-    with pytest.raises(SettingsError, match=r"adapters are enabled \(--enable-lora\).* KV on disk does not"):
-        KVOffloadSettings.read(scheduler.vllm_config, caches)
-
-
 # -- several KV cache groups -------------------------------------------------------
 
 
@@ -710,62 +638,6 @@ def test_a_context_that_begins_to_leave_the_device_leaves_it_as_a_whole(windows:
     turn(windows, "a2", [*prompt(1, 480), *prompt(3, 40)], "A")
     tokens = windows.ask("program", program_id="A")["ledger"][-1]["tokens"]
     assert tokens["host"] + tokens["device"] == 480
-
-
-def run(engine: Any, request_id: str, tokens: list[int], program: str, max_tokens: int = 2) -> None:
-    """Run a request to its end. All copies end with the step that orders them."""
-    engine.add(request_id, tokens, program_id=program, max_tokens=max_tokens)
-    steps = 0
-    while (engine.scheduler.has_unfinished_requests() or planner(engine).under_way) and (
-        steps := steps + 1
-    ) < 400:
-        planned = engine.plan()
-        arrive(engine, planned, *planned.kv_connector_metadata.jobs.loads)
-
-
-def found_in_host(engine: Any, program: str) -> int:
-    tokens: int = engine.ask("program", program_id=program)["ledger"][-1]["tokens"].get("host", 0)
-    return tokens
-
-
-@pytest.mark.parametrize("group", [0, 1])
-def test_a_load_that_fails_in_one_group_is_computed(windows: Any, group: int) -> None:
-    turn(windows, "a1", prompt(1, 480), "A")
-    turn(windows, "b1", prompt(2, 480), "B")
-    request = windows.add("a2", [*prompt(1, 480), *prompt(4, 40)], max_tokens=2, program_id="A")
-    planned = windows.plan()
-    assert "a2" in planned.kv_connector_metadata.jobs.loads
-    ids = windows.scheduler.kv_cache_manager.get_block_ids("a2")
-    arrive(windows, planned, "a2", without={ids[group][29]})
-    computed = steps = 0
-    while windows.scheduler.has_unfinished_requests() and (steps := steps + 1) < 50:
-        planned = windows.plan()
-        computed += planned.num_scheduled_tokens.get("a2", 0)
-        arrive(windows, planned, *planned.kv_connector_metadata.jobs.loads)
-    assert request.num_output_tokens == 2
-    # What failed is not found again. The end of the first prompt, one hit before, has been saved too.
-    assert computed >= 520 - 464
-    assert found_in_host(windows, "A") == 464
-    assert nothing_is_left(windows)
-    assert windows.scheduler.sojourn.failures == 0
-
-
-def test_a_window_block_whose_copy_runs_is_not_overwritten_before_its_end(windows: Any) -> None:
-    """No request will continue from it any more. Host memory has its key all the same."""
-    windows.add("a1", prompt(1, 320), program_id="A", max_tokens=40)
-    windows.update_from_output(windows.plan())
-    scheduler = windows.scheduler
-    manager, request = scheduler.sojourn._offload, scheduler.requests["a1"]
-    _, of_window = manager._groups.used_by(request)
-    [block, other] = [each for each in of_window if each.block_hash is not None][-2:]
-    manager.copy_ahead([block])
-    running = windows.plan().kv_connector_metadata.jobs.stores
-    assert [copy.block_id for copies in running.values() for copy in copies] == [block.block_id]
-    manager._ends.forget("A")
-    assert manager._is_behind_window(manager._groups.key_of(block))
-    manager.save([block, other], scheduler.sojourn._queue.owners)
-    assert planner(windows)._jobs.awaited == running
-    assert planner(windows).host.get(manager._groups.key_of(other)) is None, "it is not worth a copy"
 
 
 def test_programs_that_never_end_leave_a_bounded_memory_of_windows(make_engine: Any) -> None:

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
-from sojourn_server.vllm.scheduler_adapter import SchedulerAdapter
 
 
 def tool(program: str, seq: int, call: str = "c", **fields: object) -> dict[str, object]:
@@ -169,21 +168,6 @@ def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemptio
     assert (turn["preemptions"], turn["recomputed_after_preemption_tokens"]) == (0, 0)
 
 
-def test_an_abort_before_any_stop_string_is_the_clients(make_engine, clock):
-    for stop in ([], ["\nObservation:"]):
-        engine = make_engine(blocks=65)
-        engine.scheduler.sojourn.reader._tokenizer = CharacterTokenizer()
-        engine.tokens = lambda request: ord("x")
-        request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
-        request.sampling_params.stop = stop
-        for _ in range(8):
-            engine.step()
-        engine.abort("a1")
-        program = engine.ask("program", program_id="A")
-        assert (program["ledger"][-1]["outcome"], program["turns"]) == ("aborted", 0)
-        assert engine.ask("stats")["leases"]["count"] == 0
-
-
 def unloadable(monkeypatch):
     """A reader whose tokenizer does not load."""
     from sojourn_server.vllm import compat
@@ -279,23 +263,6 @@ def test_leases_stay_within_their_budget(make_engine, clock):
     assert keeps[-1]["reason"] == "over_budget"
 
 
-def test_program_end_gives_everything_back_and_the_pool_is_whole_again(make_engine, clock):
-    engine = make_engine(blocks=65)
-    for number in range(3):
-        engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
-        engine.run()
-        engine.tell(tool(f"P{number}", 1))
-    engine.tell(*ends("P0", "P1", "P2"))
-    stats = engine.ask("stats")
-    assert stats["leases"]["count"] == 0
-    pool = stats["pool"]
-    assert pool["free"] + pool["cached"] == pool["total"] == 64
-    adapter: SchedulerAdapter = engine.scheduler.sojourn
-    assert len(adapter._queue.owners.of) == 0
-    assert len(adapter._pinned) == 0
-    assert adapter.program_scheduler.state.requests.states == {}
-
-
 def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_first(make_engine, clock):
     """The end of the last one threw it away, and the next that began alike computed it again."""
     engine = make_engine(blocks=65)
@@ -318,36 +285,6 @@ def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_
     engine.add("A2", [*shared, *prompt(ord("A"), 64)], program_id="A2")
     engine.run()
     assert cached_tokens(engine, "A2") == [128]
-
-
-def test_a_killed_clients_lease_is_gone_within_35_seconds(make_engine, clock):
-    """The client promised heartbeats, started a tool and was killed; its tool's TTL would have been long."""
-    context = {"kv_retention_ttl_seconds": 300, "sojourn": {"v": 1, "heartbeat": True}}
-    engine = make_engine("continuum", blocks=65)
-    engine.add("a1", prompt(1, 300), program_id="A", context=context)
-    engine.run()
-    baseline = engine.pool.get_num_free_blocks() + 18
-    engine.tell(tool("A", 1))
-    for _ in range(4):
-        clock.now += 3.0
-        engine.tell({"type": "heartbeat", "program_id": "A", "seq": int(clock.now)})
-    killed_at = clock.now
-    assert engine.ask("stats")["leases"]["count"] == 1
-    while engine.ask("stats")["leases"]["count"]:
-        clock.now += 0.5
-        assert clock.now - killed_at < 35.0
-    assert engine.pool.get_num_free_blocks() == baseline
-    released = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "release"]
-    assert released[-1]["reason"] == "silent"
-
-
-def test_resetting_the_prefix_cache_gives_leases_back_first(make_engine, clock):
-    engine = make_engine(blocks=65)
-    engine.add("a1", prompt(1, 300), program_id="A")
-    engine.run()
-    engine.tell(tool("A", 1))
-    assert engine.scheduler.reset_prefix_cache()
-    assert engine.ask("stats")["pool"]["free"] == 64
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["refuses", "fails"])
@@ -391,43 +328,6 @@ def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):
     assert stats["leases"]["count"] == 0
     assert engine.pool.get_num_free_blocks() == 64
     assert [p["turns"] for p in engine.ask("programs")["programs"]] == [0, 0, 0]
-
-
-@pytest.mark.parametrize("policy", ["continuum", "saga", "static-ttl"])
-def test_a_hostile_tenant_takes_nothing_from_another(make_engine, clock, policy):
-    """All at once: priority, TTL, invented ids, a hint of 1 MiB, names of 256 bytes and 1,024 tools."""
-    engine = make_engine(policy, blocks=129, max_model_len=1024, settings={"max_programs": 500})
-    alice = {"kv_retention_ttl_seconds": 200, "sojourn": {"v": 1, "tenant": "alice"}}
-    engine.add("a1", prompt(1, 300), program_id="A", context=alice)
-    engine.run()
-    fat = "m" * 256
-    mallory = {"v": 1, "tenant": fat, "agent_type": fat, "node": fat, "expected_steps_left": 1e308}
-    greedy = {
-        "priority": 2**31, "deadline_seconds": 1e-9, "kv_retention_ttl_seconds": 1e308,
-        "expected_output_length": 1, "sojourn": mallory,
-    }  # fmt: skip
-    for number in range(30):
-        padding = {"step_id": "x" * (1 << 20)} if number % 10 == 9 else {}
-        name = f"{number}".rjust(256, "m")
-        engine.add(f"m{number}", prompt(10 + number, 300), program_id=name, context={**greedy, **padding})
-        engine.run()
-        engine.tell(tool(name, 1, tool=fat, expected_s=1e308), emitter=fat)
-    for batch in range(10):
-        for n in range(1024):
-            invented = {"type": "program_start", "program_id": f"invented{batch}-{n}", "seq": 1}
-            engine.tell(invented, tool(name, 2 + n, call=f"{batch}-{n}", tool=fat), emitter=fat)
-    state = engine.scheduler.sojourn.program_scheduler.state
-    assert len(state.programs) <= 500
-    assert max(len(program.tools) for program in state.programs) <= 1024
-    assert all(lease.expires_s <= clock.now + 310.0 for lease in state.leases)
-    assert "A" in state.leases
-    hinted = state.leases.hinted_blocks()
-    assert 0 < hinted.total() - hinted["alice"] <= state.leases.budget_blocks // 2
-    stats = engine.ask("stats")["pool"]
-    assert stats["cached"] + stats["free"] + stats["leased"] == stats["total"]
-    engine.add("a2", [*prompt(1, 300), 7, 7, 7, 7], program_id="A", context=alice)
-    engine.run()
-    assert cached_tokens(engine, "A")[-1] == 288, "its KV is still there"
 
 
 def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
