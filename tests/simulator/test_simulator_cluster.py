@@ -258,14 +258,14 @@ def test_a_request_that_no_replica_could_ever_compute_is_refused_and_its_program
 
 def test_a_gateway_that_holds_everybody_back_is_given_up():
     class Shut(SimulatedGateway):
-        tick_s = 1.0
-
         def take(self, event: Any, now: float) -> list[Any]:
             return [] if isinstance(event, RequestReceived) else super().take(event, now)
 
     class Policy(ClusterPolicy):
         def front(self) -> SimulatedGateway:
-            return Shut(load_cluster_preset("round-robin"))
+            gateway = Shut(load_cluster_preset("round-robin"))
+            gateway.tick_s = 1.0
+            return gateway
 
     known = find_cluster_policy("round-robin/stock")
     run = SmallCluster(Policy(routing="shut", engine=known.engine), small_workload(seed=9, programs=3))
