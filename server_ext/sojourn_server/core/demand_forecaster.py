@@ -49,7 +49,7 @@ MIN_JUDGED_OUTPUTS = 16
 PREDICTION_ERROR_WINDOW = 128
 """Number of newest outputs from which the neural network's error is computed. Each output counts once,
 because errors within one output are alike."""
-JUDGED_PREDICTION_SPACING = 2
+JUDGED_PREDICTION_SPACING = 1.25
 """Factor by which an output must grow before the neural network's next prediction for it is checked."""
 STEP_SMOOTHING = 0.05
 """Weight of the newest step in the mean step time."""
