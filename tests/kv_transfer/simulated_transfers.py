@@ -130,8 +130,9 @@ class Engine:
 
         async def make() -> TransferNode:
             return TransferNode(
-                of, limits, name=name, epoch=f"{name}/{epoch}", read=self._read, dial=self._dial
-            )
+                of, limits, name=name, epoch=f"{name}/{epoch}", read=self._read, look_up=self._look_up,
+                dial=self._dial,
+            )  # fmt: skip
 
         self.node = world.do(make())
         self.node.changed = _Changes(self.note_ends)
@@ -244,6 +245,9 @@ class Engine:
         peer.streams.append(there)
         peer.node.spawn(peer.node.peers.accept(there))
         return here
+
+    async def _look_up(self, keys: Sequence[bytes]) -> int:
+        raise NotImplementedError
 
     def _read(self, blocks: Sequence[tuple[bytes, memoryview]], report: Callable[[str | None], None]) -> None:
         world = self.world

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
-from sojourn_server.kv_transfer.transfer_jobs import FetchJob, SaveJob, TransferJobs
+from sojourn_server.kv_transfer.transfer_jobs import SaveJob, TransferJobs
 from sojourn_server.kv_transfer.transfer_worker import TransferWorker
 
 SOON_S = 60.0
@@ -184,23 +184,3 @@ def test_a_store_that_is_slower_than_the_engine_does_not_fill_the_device(
     steps(worker, lambda: not len(worker._saving))
     assert freed | worker.take_sent() == held
     assert len(books.stored) >= 60, "as many as it takes are stored all the same"
-
-
-def test_one_look_that_hangs_costs_patience_once(make: Make, now: list[float]) -> None:
-    gate = Gate(shut=True)
-    worker = make(Books(), gate)
-    step(worker, TransferJobs(fetches=[FetchJob(1, [b"a"]), FetchJob(2, [b"b"])]))
-    assert gate.reached.wait(SOON_S)
-    now[0] += PATIENCE_S - 0.1
-    assert not worker.take_results().ready
-    now[0] += 0.1
-    assert worker.take_results().ready == {1: 0, 2: 0}, "who stood behind it has not to wait as long again"
-    step(worker, TransferJobs(fetches=[FetchJob(3, [b"c"])]))
-    assert worker.take_results().ready == {3: 0}, "at once"
-    gate.open.set()
-    for ask in range(4, 10_000):
-        step(worker, TransferJobs(fetches=[FetchJob(ask, [b"d"])]))
-        if [b"d"] in gate.asked:
-            break
-        worker.take_results()
-    assert [b"b"] not in gate.asked, "nobody waited for it any more"

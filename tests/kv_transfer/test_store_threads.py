@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -23,9 +23,14 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def threads(store: MemoryStore) -> Iterator[StoreThreads]:
+def now() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def threads(store: MemoryStore, now: list[float]) -> Iterator[StoreThreads]:
     of: Any = store
-    made = StoreThreads(of, LIMITS)
+    made = StoreThreads(of, LIMITS, clock=lambda: now[0])
     yield made
     assert made.close()
 
@@ -72,7 +77,7 @@ def write(threads: StoreThreads, number: int) -> bool:
 
 
 def test_writes_go_in_order_and_a_store_that_hangs_drops_those_that_wait(
-    threads: StoreThreads, store: MemoryStore
+    threads: StoreThreads, store: MemoryStore, now: list[float]
 ) -> None:
     gate, seen = threading.Event(), list[bytes]()
 
@@ -87,9 +92,10 @@ def test_writes_go_in_order_and_a_store_that_hangs_drops_those_that_wait(
     assert write(threads, 0)
     assert write(threads, 1)
     eventually(lambda: len(seen) == 2)
-    took = [write(threads, number) for number in range(2, 7)]
-    assert not all(took), "three may wait"
-    eventually(lambda: not write(threads, 8) and threads.counts["write_stalled"] > 0)
+    assert [write(threads, number) for number in range(2, 6)] == [True, True, True, False], "three may wait"
+    now[0] += LIMITS.patience_s
+    assert not write(threads, 6)
+    assert threads.counts["write_stalled"] == 3
     gate.set()
     eventually(lambda: threads.counts["write_stored"] == 1)
     assert seen == keys(0, 1)
@@ -97,3 +103,23 @@ def test_writes_go_in_order_and_a_store_that_hangs_drops_those_that_wait(
     eventually(lambda: threads.writes.queued_bytes == 0)
     assert threads.counts["write_failed"] == 1
     assert list(store.blocks) == keys(1, 9)
+
+
+async def test_one_lookup_that_hangs_costs_patience_once(threads: StoreThreads, store: MemoryStore) -> None:
+    gate, asked, leading = threading.Event(), list[bytes](), store.leading
+
+    def look_up(wanted: Sequence[bytes]) -> int:
+        asked.extend(wanted)
+        assert gate.wait(PATIENCE_S)
+        return leading(wanted)
+
+    store.leading = look_up  # type: ignore[method-assign]
+    store.fill(*keys(*range(40)))
+    behind = [threads.look_up(keys(at)) for at in range(3)]
+    assert await asyncio.gather(*behind) == [0, 0, 0], "who stands behind it does not wait as long again"
+    assert threads.counts["looks_given_up"] == 3
+    assert asked == keys(0)
+    gate.set()
+    while not await threads.look_up(keys(*range(50))):
+        await asyncio.sleep(0.001)
+    assert await threads.look_up(keys(*range(50))) == 40

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kv_blocks import keys, payload
-from simulated_transfers import LAYER_BYTES, PushEnded, World, assert_clean, two_engines
+from kv_blocks import LAYERS, keys, payload
+from simulated_transfers import LAYER_BYTES, PushEnded, World, assert_clean, layers_of, two_engines
+from sojourn_server.kv_transfer.transfer import TransferOutcome
 from sojourn_server.kv_transfer.transfer_wire import DataMessage, HelloMessage, NeedMessage
 
 CONTEXT = keys(*range(4))
@@ -77,3 +78,18 @@ def test_a_peer_that_says_it_lives_and_gives_nothing_loses_its_buffers(grows: bo
         world.run(5 * lease_s)
     assert not d.node.prompts
     assert_clean(d)
+
+
+def test_a_second_push_of_an_open_transfer_fails_and_the_first_goes_on() -> None:
+    world, p, d = two_engines()
+    p.offer("t", "d", CONTEXT)
+    first = p.transfers["push", "t"]
+    second = p.offer("t", "d", CONTEXT)
+    assert "already" in p.wait(PushEnded, "t").why
+    second.abort()
+    for layer in range(LAYERS):
+        first.give(layer, layers_of(CONTEXT, layer))
+    world.run(1.0)
+    assert first.outcome == TransferOutcome(len(CONTEXT))
+    d.forget("t")
+    assert_clean(p, d)

@@ -144,9 +144,13 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     prompt = there.expect("t")
     eventually(lambda: there.stats()["leases"] == 1)
     waited = []
-    thread = threading.Thread(target=lambda: waited.append(load.wait(PATIENCE_S)))
+
+    def wait() -> None:
+        waited.append(load.wait(PATIENCE_S))
+        gate.set()
+
+    thread = threading.Thread(target=wait)
     thread.start()
-    threading.Timer(0.1, gate.set).start()
     assert here.close()
     thread.join(PATIENCE_S)
     assert waited == [TransferOutcome(0, "the engine is closing")]
@@ -409,6 +413,7 @@ def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
     patient = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
     with manager(store, "p", limits=patient) as here:
         load = here.load("l", FOUR)
+        eventually(lambda: here.node.reads.meter.queued_bytes > 0)
         link = transfer_manager_stats(here, {})["links"]["storage read"]
         assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": None, "moved_bytes": 0}
         gate.set()

@@ -39,14 +39,21 @@ class BlockLoad(Transfer):
     received_as = "fetched"
 
     def __init__(
-        self, node: TransferResources, name: str, keys: Sequence[bytes], peer: ReadingPeer | None
+        self,
+        node: TransferResources,
+        name: str,
+        keys: Sequence[bytes],
+        peer: ReadingPeer | None,
+        look_up: bool,
     ) -> None:
+        """``look_up``: whether to load only the leading blocks that the store has."""
         self.keys = list(keys)
         self.peer = peer
         self.conn: PeerConnection | None = None
         """Connection over which the peer sends the blocks; ``None`` if it does not."""
         self.layers_loaded = 0
         """Number of leading layers that have arrived for all blocks that the load still expects."""
+        self._look_up = look_up
         self._why = ""
         self._fetched: list[BufferSlot] = []
         """Slots of the blocks that the peer was asked to read."""
@@ -91,7 +98,14 @@ class BlockLoad(Transfer):
     # -- the coroutine ----------------------------------------------------------------
 
     async def run(self) -> None:
-        node = self.node
+        node, slots = self.node, self.node.limits.slots
+        if self._look_up:
+            self.keys = self.keys[: await node.look_up(self.keys[:slots])]
+            if not self.keys:
+                self.finish(TransferOutcome(0))
+                return
+        node.counts["loads_cut"] += len(self.keys) > slots
+        self.keys = self.keys[:slots]
         node.counts["loads"] += 1
         self.slots = await self.lease_slots(self.keys)
         missing = [slot for slot in self.slots if slot.is_free_to_fill]

@@ -19,14 +19,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
+from .store_threads import LOOKUP_BATCH_KEYS
 from .transfer_jobs import SaveJob
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
     from .transfer_manager import TransferManager
-
-LOOKUP_BATCH_KEYS = 16
-"""Number of block keys per lookup in the store. The store counts as hung if a lookup takes ``patience_s``."""
 
 FINISHED_BLOCKS_PER_STEP = 32
 """Maximum number of Full Blocks of finished requests that one step copies."""

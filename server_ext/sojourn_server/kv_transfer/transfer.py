@@ -62,7 +62,7 @@ class Transfer:
         """Slots that this engine has read from storage for this transfer."""
         self._children: set[asyncio.Task[object]] = set()
         """Tasks that use the buffers beside ``run``."""
-        self._task = node.spawn(self._live())
+        self._task: asyncio.Task[object] | None = None
 
     # -- for the engine's threads -----------------------------------------------------
 
@@ -90,6 +90,9 @@ class Transfer:
             self.node.changed.wait_for(until, timeout_s)
 
     # -- the coroutine ----------------------------------------------------------------
+
+    def start(self) -> None:
+        self._task = self.node.spawn(self._live())
 
     async def run(self) -> None:
         """Do the transfer, and keep its blocks until they are not needed any more."""
@@ -124,7 +127,7 @@ class Transfer:
 
     def stop(self, why: str) -> None:
         """End the transfer for the reason ``why``. Does nothing if it is ending already."""
-        if self._task.done():
+        if self._task is None or self._task.done():
             self.node.forget(self)
         elif self._why_stopped is None:
             self._why_stopped = why
@@ -133,7 +136,8 @@ class Transfer:
     async def evicted(self, why: str) -> None:
         """End the transfer for the reason ``why``, and wait until its buffers are released."""
         self.stop(why)
-        await asyncio.wait({self._task})
+        if self._task is not None:
+            await asyncio.wait({self._task})
 
     async def _live(self) -> None:
         why = ""

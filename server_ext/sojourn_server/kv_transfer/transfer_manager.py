@@ -66,17 +66,20 @@ class TransferManager:
 
     # -- what the engine asks for ---------------------------------------------------
 
-    def load(self, load: str, keys: Sequence[bytes], *, peer: ReadingPeer | None = None) -> BlockLoad:
+    def load(
+        self, load: str, keys: Sequence[bytes], *, peer: ReadingPeer | None = None, look_up: bool = False
+    ) -> BlockLoad:
         """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
-        handle to wait for them; its ``end`` must be called.
+        handle to wait for them; its ``end`` must be called. ``look_up``: load only the leading blocks that
+        the store has. If the peer reads for another load of the transfer, this engine reads the blocks.
 
-        Raises ``ValueError`` if the peer's transfer is in use, if there are no keys or a duplicate key, if
-        the peer's address is this engine's own, or after ``close``."""
+        Raises ``ValueError`` if there are no keys or a duplicate key, if the peer's address is this engine's
+        own, or after ``close``."""
         if peer is not None and peer.address in self.addresses:
             raise ValueError(
                 f"{peer.address} is this engine's own address: the engine cannot be its own peer"
             )
-        return self.call(lambda: self.node.load(load, keys, peer))
+        return self.node.load(load, keys, peer, look_up)
 
     def offer(
         self, transfer: str, address: str, keys: Sequence[bytes], *, epoch: str | None = None
@@ -84,9 +87,9 @@ class TransferManager:
         """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers.
 
         ``keys``: the prompt's Full Blocks, in order. ``epoch``: the run of the peer's process that the router
-        chose; ``None`` for any. Raises ``ValueError`` for a transfer that is open already, no keys, a
-        duplicate key, or after ``close``."""
-        return self.call(lambda: self.node.offer(transfer, address, keys, epoch))
+        chose; ``None`` for any. Raises ``ValueError`` for no keys, a duplicate key, or after ``close``. A
+        push of a transfer that is open already fails."""
+        return self.node.offer(transfer, address, keys, epoch)
 
     def expect(self, transfer: str, *, epoch: str | None = None) -> IncomingPrompt:
         """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
@@ -171,6 +174,7 @@ class TransferManager:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         self.node = TransferNode(
             self._store.identity, self._limits, name=self.name, epoch=self.epoch, read=self._threads.read,
+            look_up=self._threads.look_up,
             dial=dial,
         )  # fmt: skip
         servers: list[asyncio.Server] = []

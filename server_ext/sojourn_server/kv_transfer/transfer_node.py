@@ -20,7 +20,7 @@ from .block_push import BlockPush
 from .incoming_prompt import IncomingPrompt, refuse
 from .peer_connection import PeerConnection, PeerStream, PeerTable
 from .staging_buffers import BufferSlot
-from .transfer import Transfer
+from .transfer import Transfer, TransferOutcome
 from .transfer_limits import TransferLimits
 from .transfer_resources import GIVEN_UP, LinkMeter, ReadBlocks, TransferResources
 from .transfer_wire import (
@@ -61,12 +61,13 @@ class TransferNode(TransferResources):
         name: str,
         epoch: str,
         read: ReadBlocks,
+        look_up: Callable[[Sequence[bytes]], Awaitable[int]],
         dial: Callable[[str], Awaitable[PeerStream]],
     ) -> None:
         """``epoch`` identifies one run of the process and is never reused. ``read`` starts to read stored
-        blocks. ``dial`` connects to an address.
-        Raises ``ValueError`` if a block's bytes cannot be divided into layers of equal size."""
-        super().__init__(identity, limits, name, read)
+        blocks, and ``look_up`` returns how many leading blocks of a list are stored. ``dial`` connects to an
+        address. Raises ``ValueError`` if a block's bytes cannot be divided into layers of equal size."""
+        super().__init__(identity, limits, name, read, look_up)
         self.epoch = epoch
         self.loads: set[Transfer] = set()
         self.fetches: dict[str, BlockLoad] = {}
@@ -85,29 +86,22 @@ class TransferNode(TransferResources):
 
     # -- what the engine asks for -----------------------------------------------------
 
-    def load(self, name: str, keys: Sequence[bytes], peer: ReadingPeer | None = None) -> BlockLoad:
-        """Start to load the blocks ``keys`` (``TransferManager.load``)."""
-        self._check_open()
+    def load(
+        self, name: str, keys: Sequence[bytes], peer: ReadingPeer | None = None, look_up: bool = False
+    ) -> BlockLoad:
+        """Start to load the blocks ``keys`` (``TransferManager.load``), from any thread."""
         _check_keys(name, keys)
-        if peer is not None and peer.transfer in self.fetches:
-            raise ValueError(f"transfer {peer.transfer!r} is being fetched already")
-        fits = keys[: self.limits.slots]
-        self.counts["loads_cut"] += len(fits) < len(keys)
-        load = BlockLoad(self, name, fits, peer)
-        self.loads.add(load)
-        if peer is not None:
-            self.fetches[peer.transfer] = load
+        load = BlockLoad(self, name, keys, peer, look_up)
+        self._post_start(self._start_load, load)
         return load
 
     def offer(
         self, transfer: str, address: str, keys: Sequence[bytes], epoch: str | None = None
     ) -> BlockPush:
-        """Start to push a prompt (``TransferManager.offer``)."""
-        self._check_open()
+        """Start to push a prompt (``TransferManager.offer``), from any thread."""
         _check_keys(transfer, keys)
-        if transfer in self.pushes:
-            raise ValueError(f"transfer {transfer!r} was offered already")
-        push = self.pushes[transfer] = BlockPush(self, transfer, address, keys, epoch)
+        push = BlockPush(self, transfer, address, keys, epoch)
+        self._post_start(self._start_push, push)
         return push
 
     def expect(self, transfer: str, epoch: str | None = None) -> IncomingPrompt:
@@ -216,6 +210,27 @@ class TransferNode(TransferResources):
         if self.is_closing:
             raise ValueError(f"the transfer manager of {self.name} is closed")
 
+    def _post_start(self, start: Callable[..., None], transfer: Transfer) -> None:
+        self._check_open()
+        if not self.post(start, transfer):
+            self.is_closing = True
+            self._check_open()
+
+    def _start_load(self, load: BlockLoad) -> None:
+        if load.peer is not None and load.peer.transfer in self.fetches:
+            load.peer = None  # the peer reads for another load of this transfer, and would refuse
+        self.loads.add(load)
+        if load.peer is not None:
+            self.fetches[load.peer.transfer] = load
+        load.start()
+
+    def _start_push(self, push: BlockPush) -> None:
+        if push.name in self.pushes:
+            push.finish(TransferOutcome(0, f"transfer {push.name!r} was offered already"))
+        else:
+            self.pushes[push.name] = push
+            push.start()
+
     def _is_stale(self, epoch: str | None) -> bool:
         """Return whether ``epoch`` names another run of this engine's process, and count it if so."""
         stale = epoch is not None and epoch != self.epoch
@@ -224,6 +239,7 @@ class TransferNode(TransferResources):
 
     def _open_prompt(self, transfer: str) -> IncomingPrompt:
         prompt = self.prompts[transfer] = IncomingPrompt(self, transfer)
+        prompt.start()
         return prompt
 
     def _received(self, conn: PeerConnection, message: AnyWireMessage, payload: bytes) -> None:

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from ..kv_offload.block_file import KvIdentity
@@ -166,8 +166,17 @@ class TransferResources:
 
     peers: PeerTable
 
-    def __init__(self, identity: KvIdentity, limits: TransferLimits, name: str, read: ReadBlocks) -> None:
+    def __init__(
+        self,
+        identity: KvIdentity,
+        limits: TransferLimits,
+        name: str,
+        read: ReadBlocks,
+        look_up: Callable[[Sequence[bytes]], Awaitable[int]],
+    ) -> None:
         self.name = name
+        self.look_up = look_up
+        """Returns how many leading blocks of a list the store has."""
         self.identity = identity
         self.limits = limits
         self.layers = identity.layers
@@ -183,10 +192,12 @@ class TransferResources:
         self._log = RateLimitedLog(logger)
         self.reads = StorageReads(limits, self.buffers, self.counts, read, self.spawn)
 
-    def post(self, what: Callable[..., object], *arguments: object) -> None:
-        """Call ``what`` in the event loop, from any thread. Does nothing if the loop has ended."""
+    def post(self, what: Callable[..., object], *arguments: object) -> bool:
+        """Call ``what`` in the event loop, from any thread. Returns false if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(what, *arguments)
+            return True
+        return False
 
     def spawn(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """Start a task. Its unexpected errors go to ``threading.excepthook``."""

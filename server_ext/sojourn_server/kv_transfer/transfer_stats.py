@@ -15,6 +15,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -153,5 +154,5 @@ def transfer_manager_stats(manager: TransferManager, counts: Mapping[str, int]) 
         "addresses": list(manager.addresses),
         "epoch": manager.epoch,
         "kv": manager.node.identity.digest().hex(),
-        "counts": dict(sorted({**stats["counts"], **counts}.items())),
+        "counts": dict(sorted((Counter(stats["counts"]) + Counter(counts)).items())),
     }

@@ -7,7 +7,7 @@
     take_*           return results and measured times
 
 An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
-the model calls every method. Other threads look up blocks in the store, gather layers for pushes, and fill
+the model calls every method. Other threads gather layers for pushes, and fill
 blocks of requests that are not running yet. Errors of transfers are logged and not raised, unless ``strict``
 is set. The engine then computes the affected KV.
 """
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
 from .block_load import BlockLoad, ReadingPeer
-from .block_saver import LOOKUP_BATCH_KEYS, BlockSaver
+from .block_saver import BlockSaver
 from .transfer_jobs import (
     WANT_INTERVAL_S,
     ExpectJob,
@@ -108,25 +108,15 @@ class TransferWorker:
         """Times summed over all steps."""
         self.layerwise = layerwise
         self._manager = manager
-        self._leading = leading
         self._kv = kv
         self._slots = slots
         self._log = log
         self._strict = strict
         self._clock = clock
         self._lock = threading.Lock()
-        """Guards ``_fetchings``, ``_lookups``, ``_lookup_began_s``, ``_store_hangs``, ``_filled`` and
-        ``_not_filled``, which other threads change."""
-        self._lookups: dict[int, float] = {}
-        """Number of an ask → time at which its lookup in the store is given up."""
-        self._lookup_began_s: float | None = None
-        """Time at which the running lookup began; ``None`` if no lookup runs."""
-        self._store_hangs = False
-        """Whether the running lookup takes too long. If so, all asks that wait for lookups end without
-        blocks."""
-        self._fetchings: dict[int, BlockLoad | None] = {}
-        """Number of an ask → the load of its stored blocks, until a job takes it over or the ask ends.
-        ``None``: nothing is stored."""
+        """Guards ``_filled`` and ``_not_filled``, which the thread of ``_fill_lane`` changes."""
+        self._fetchings: dict[int, BlockLoad] = {}
+        """Number of an ask → the load of its stored blocks, until a job takes it over or the ask ends."""
         self._open_fetches: set[int] = set()
         """Asks whose fetch has not been reported to the planner yet."""
         self._prompts: dict[int, IncomingPrompt] = {}
@@ -154,10 +144,8 @@ class TransferWorker:
         """Times of the present step."""
         self._new_times = TransferStepTimes()
         """Times since the last ``take_times``."""
-        self._lookup_lane = TransferThread("paths-look")
         self._push_lane = TransferThread("paths-give")
         self._fill_lane = TransferThread("paths-take")
-        self._patience_s = patience_s
         self._saving = BlockSaver(
             manager, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
             log=log, max_held_blocks=max_held_blocks, concurrent_steps=concurrent_steps,
@@ -182,23 +170,14 @@ class TransferWorker:
         for request in filter(self._pushes.__contains__, step.aborts):
             self._do("end a push", self._pushes[request].invalidate)
         for fetch in step.fetches:
-            with self._lock:
-                hangs = self._store_hangs
-                if not hangs:
-                    self._lookups[fetch.ask] = self._clock() + MANAGER_TIMEOUT_S
-            if hangs:
-                self._reports.ready[fetch.ask] = 0
-                self.counts["looks_given_up"] += 1
-                continue
             self._open_fetches.add(fetch.ask)
-            self._lookup_lane.submit(partial(self._run_lookup, fetch))
+            self._do("begin a fetch", self._fetch, fetch)
         for expect in step.expects:
             self._open_expects.add(expect.ask)
             self._do("expect a context", self._expect, expect)
         self._do("announce contexts", self._send_wants, bool(step.wants))
         for order in step.streams:
-            with self._lock:
-                load = self._fetchings.pop(order.ask, None)
+            load = self._fetchings.pop(order.ask, None)
             self._open_fetches.discard(order.ask)
             if load is not None:
                 self._streams.append((order, load))
@@ -255,9 +234,7 @@ class TransferWorker:
         self._reports.stored.update(self._saving.end_step(self._bad))
         for fill in self._fills:
             source: IncomingPrompt | BlockLoad | None = self._prompts.pop(fill.ask, None)
-            if source is None:
-                with self._lock:
-                    source = self._fetchings.pop(fill.ask, None)
+            source = source or self._fetchings.pop(fill.ask, None)
             self._open_expects.discard(fill.ask)
             self._open_fetches.discard(fill.ask)
             self._fill_lane.submit(partial(self._fill_blocks, fill, source, self._kv.fence()))
@@ -301,21 +278,8 @@ class TransferWorker:
 
     def take_results(self) -> TransferResults:
         """Return the results of jobs since the last call, for the planner."""
-        with self._lock:
-            looked = [(ask, self._fetchings[ask]) for ask in self._open_fetches if ask in self._fetchings]
-            now_s = self._clock()
-            began_s = self._lookup_began_s
-            if began_s is not None and now_s - began_s >= self._patience_s:
-                self._store_hangs = True  # lookups queued behind it would wait as long
-            hung = [ask for ask, end_s in self._lookups.items() if self._store_hangs or end_s <= now_s]
-            for ask in hung:
-                del self._lookups[ask]
-        for ask in hung:  # a late answer is dropped
-            self._open_fetches.discard(ask)
-            self._reports.ready[ask] = 0
-            self.counts["looks_given_up"] += 1
-        for ask, load in looked:
-            blocks = 0
+        for ask in list(self._open_fetches):
+            load, blocks = self._fetchings.get(ask), 0
             if load is not None:
                 blocks = self._do("check a fetch", load.ready, self.layerwise, otherwise=0)
             if blocks is not None:
@@ -337,68 +301,27 @@ class TransferWorker:
     @property
     def open_operations(self) -> int:
         """Number of open asks, announced contexts, pushes, and finished requests whose blocks are kept."""
-        with self._lock:
-            found = len(self._lookups) + len(self._fetchings) + len(self._filled) + len(self._wanted)
+        found = len(self._fetchings) + len(self._filled) + len(self._wanted)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
         """Stop all threads."""
-        for lane in (self._lookup_lane, self._push_lane, self._fill_lane):
+        for lane in (self._push_lane, self._fill_lane):
             lane.close()
         self._saving.close()
 
     # -- asks -------------------------------------------------------------------------
 
-    def _run_lookup(self, fetch: FetchJob) -> None:
-        """Find out which blocks are stored, and start to read them. Runs in the lookup thread."""
-        stored = 0
-        try:
-            stored = self._stored(fetch)
-        except Exception as error:
-            self._log("look up blocks in the store", error)
-        finally:
-            with self._lock:
-                self._lookup_began_s, self._store_hangs = None, False
-        with self._lock:
-            if fetch.ask not in self._lookups:  # the ask has ended
-                return
-        load: BlockLoad | None = None
-        try:
-            load = self._begin_load(fetch, fetch.keys[:stored]) if stored else None
-        except Exception as error:
-            self._log("begin a fetch", error)
-        with self._lock:
-            wanted = self._lookups.pop(fetch.ask, None) is not None
-            if wanted:
-                self._fetchings[fetch.ask] = load
-        if not wanted and load is not None:
-            load.end()
-
-    def _begin_load(self, fetch: FetchJob, keys: Sequence[bytes]) -> BlockLoad:
-        """Start to read the stored blocks ``keys`` of a fetch, through the peer if it is to read them."""
+    def _fetch(self, fetch: FetchJob) -> None:
+        """Start to read the stored blocks of a fetch, through the peer if it is to read them."""
         name = f"{fetch.context}#{fetch.ask}"
         if fetch.peer:
-            total = max(fetch.total, len(keys))
+            total = max(fetch.total, len(fetch.keys))
             peer = ReadingPeer(address=fetch.peer, transfer=fetch.context, total=total, epoch=fetch.epoch)
-            with contextlib.suppress(ValueError):  # for example, the transfer is being fetched already
-                return self._manager.load(name, keys, peer=peer)
-        return self._manager.load(name, keys)
-
-    def _stored(self, fetch: FetchJob) -> int:
-        """Return how many leading blocks of the fetch the store has, at most as many as fit the buffers."""
-        stored = 0
-        keys = fetch.keys[: self._slots]
-        for at in range(0, len(keys), LOOKUP_BATCH_KEYS):
-            with self._lock:
-                if fetch.ask not in self._lookups:
-                    break
-                self._lookup_began_s = self._clock()
-            some = keys[at : at + LOOKUP_BATCH_KEYS]
-            here = self._leading(some)
-            stored += here
-            if here < len(some):
-                break
-        return stored
+            with contextlib.suppress(ValueError):  # the peer is this engine
+                self._fetchings[fetch.ask] = self._manager.load(name, fetch.keys, peer=peer, look_up=True)
+                return
+        self._fetchings[fetch.ask] = self._manager.load(name, fetch.keys, look_up=True)
 
     def _send_wants(self, more: bool) -> None:
         """Announce the contexts that queued requests will ask for, at most every ``WANT_INTERVAL_S`` seconds.
@@ -436,10 +359,7 @@ class TransferWorker:
     def _end(self, ask: int) -> None:
         self._open_fetches.discard(ask)
         self._open_expects.discard(ask)
-        with self._lock:
-            self._lookups.pop(ask, None)
-            load = self._fetchings.pop(ask, None)
-        for source in (load, self._prompts.pop(ask, None)):
+        for source in (self._fetchings.pop(ask, None), self._prompts.pop(ask, None)):
             if source is not None:
                 source.end()
 
