@@ -7,10 +7,9 @@ The grid has every trace and four synthetic workloads, closed loops of 20, 40 an
 hardware. ``--share 0.1`` takes every tenth cell, so that each value of each dimension occurs. Finished runs
 are kept in the cache folder; empty it after a change of code. The page has the worst cells
 first. ``--kept`` runs nothing. It makes the page of the cells that are finished, also after an interruption.
-``--onto`` takes over the cells of an earlier result, so that the page can grow over several nights.
-Those runs are not compared with the code: after a change of the policy, ``--renew`` repeats the runs of the
-policy and of the oracle in all of those cells. With ``--kept`` it takes the new runs that are finished, and
-keeps the others.
+``--onto`` takes over the cells of an earlier result, whose runs are not compared with the code. After a
+change of the policy, ``--renew`` repeats those of the policy and of the oracle, or of ``--policies``, in the
+cells of ``--only``. With ``--kept`` it takes the new runs that are finished, and keeps the others.
 """
 
 from __future__ import annotations
@@ -244,8 +243,8 @@ def renewed(
     options: argparse.Namespace,
     console: Console,
 ) -> Iterator[Cell]:
-    """The cells of an earlier result, with new runs of ``OURS`` and ``ORACLE``. Arrival rates stay as they
-    were."""
+    """The cells of an earlier result that ``--only`` names, with new runs of ``OURS`` and ``ORACLE``, or of
+    ``--policies``. The other cells, and arrival rates, stay as they were."""
     point_of = {point.name: point for point in points}
     for number, cell in enumerate(earlier, 1):
         point, rate = point_of.get(cell.name), cell.rows[STOCK].rate_per_s
@@ -253,7 +252,11 @@ def renewed(
             raise SystemExit(
                 f"{cell.name} is no cell of this grid; expected the traces of the earlier result"
             )
-        names = [name for name in (OURS, ORACLE) if name in cell.rows]
+        if not _is_chosen(point, options):
+            yield cell
+            continue
+        wanted = _wanted(options) or (OURS, ORACLE)
+        names = [name for name in policies_of(point.host, wanted, rate is not None) if name in wanted]
         specs = specs_of(point, names, rate, options.seed)
         if options.kept:
             specs = [spec for spec in specs if is_kept(spec, options)]
@@ -265,8 +268,7 @@ def renewed(
 
 def chosen_points(points: Sequence[Point], options: argparse.Namespace) -> list[Point]:
     """The points of ``--only`` and ``--share``."""
-    parts = options.only.split(",") if options.only else ()
-    some = [p for p in points if all(part in _text(p) for part in parts)]
+    some = [p for p in points if _is_chosen(p, options)]
     if not some:
         raise SystemExit(
             f"--only {options.only}: no cell is named so; expected parts such as 'closed 40,host1'"
@@ -283,7 +285,9 @@ def earlier_cells(path: Path) -> list[Cell]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--traces", type=Path, help="folder of .jsonl and .jsonl.gz traces")
     parser.add_argument("--only", help="cells whose names hold all of these, commas between")
     parser.add_argument("--share", type=float, default=1.0, help="share of the grid's cells")
@@ -292,9 +296,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--onto", type=Path, metavar="FILE", help="judge.json of an earlier run; its cells are not run again"
     )
-    parser.add_argument(
-        "--renew", action="store_true", help=f"run {OURS} and {ORACLE} again in all cells of --onto"
-    )
+    parser.add_argument("--renew", action="store_true", help="repeat runs in the cells of --onto, as above")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, help="processes; default: one per core")
     parser.add_argument("--cache", required=True, help="folder in which finished runs are kept")
@@ -332,8 +334,9 @@ def main() -> None:
     console.print(f"wrote judge.md, judge.svg and judge.json in {options.out}", highlight=False)
 
 
-def _text(point: Point) -> str:
-    return f"{point.workload} {point.load.name} host{point.host:g} {point.hardware} {point.model}"
+def _is_chosen(point: Point, options: argparse.Namespace) -> bool:
+    text = f"{point.workload} {point.load.name} host{point.host:g} {point.hardware} {point.model}"
+    return all(part in text for part in (options.only or "").split(","))
 
 
 if __name__ == "__main__":
