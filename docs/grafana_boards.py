@@ -178,7 +178,6 @@ def engine_board() -> dict[str, Any]:
             share("Prompt tokens reused", prompt, prompt, pick='result=~"device|host"', stat=True),
             share("Prompt tokens computed again", prompt, prompt, pick='result="lost"', stat=True),
             graph("Leases", "sojourn_leases", stat=True),
-            graph("Requests refused", "sojourn_gate_timeouts_total", stat=True),
             graph("Errors of sojourn", "sojourn_internal_errors_total", stat=True),
             graph("Versions", "sojourn_build_info", by="version, vllm, preset", stat=True),
             graph("Programs by state", "sojourn_programs", by="state", stacked=True),

@@ -280,10 +280,10 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     ("options", "message"),
     [
         (
-            ["--sojourn-option", "gate_timeout_s=soon"],
-            "gate_timeout_s is 'soon'; expected `float`, got `str`",
+            ["--sojourn-option", "hold_timeout_s=soon"],
+            "hold_timeout_s is 'soon'; expected `float`, got `str`",
         ),
-        (["--sojourn-option", "gate_timeout=3"], "did you mean 'gate_timeout_s'?"),
+        (["--sojourn-option", "hold_timeout=3"], "did you mean 'hold_timeout_s'?"),
         (
             ["--scheduling-policy", "priority"],
             "expected --scheduling-policy fcfs, or a policy without placement",

@@ -114,7 +114,7 @@ def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
     ledger = [{**LEDGER["ledger"][0], "seconds": seconds, "leased": False, "lease_ttl_s": None}]
     decisions = [
         {"seq": 0, "at_s": 5.5, "kind": "keep", "program_id": "p", "reason": "this_tool", "ttl_s": 3.0},
-        {"seq": 1, "at_s": 5.6, "kind": "refuse", "program_id": None, "reason": "placed"},
+        {"seq": 1, "at_s": 5.6, "kind": "policy", "program_id": None, "reason": "on"},
     ]
 
     def handle(request: httpx.Request) -> httpx.Response:
@@ -131,10 +131,10 @@ def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
 
     document = export(tmp_path, handle)
     events = {event["name"]: event for event in document["traceEvents"] if event["ph"] != "M"}
-    assert {"turn 1", "queued", "prefill", "decode", "keep", "refuse"} <= {*events}
+    assert {"turn 1", "queued", "prefill", "decode", "keep", "policy"} <= {*events}
     assert events["keep"]["pid"] == events["turn 1"]["pid"]
     assert events["keep"]["tid"] == events["turn 1"]["tid"]
-    assert events["refuse"]["pid"] != events["keep"]["pid"]
+    assert events["policy"]["pid"] != events["keep"]["pid"]
     assert (document["otherData"]["programs"], document["otherData"]["programs_known"]) == (1, 2)
 
     def gateway(request: httpx.Request) -> httpx.Response:

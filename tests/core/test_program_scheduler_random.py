@@ -13,7 +13,7 @@ from scheduler_driver import check_tables
 from sojourn.ids import ProgramId
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core import events_and_actions as ev
-from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
+from sojourn_server.core.program_scheduler import ProgramScheduler
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
 from sojourn_server.policies.policy_views import ReclaimRequest, RunningRequestView
@@ -23,7 +23,7 @@ from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 
 BLOCKS, BLOCK_TOKENS = 40, 4
 LIMITS = SchedulerLimits(
-    max_programs=4, max_held_s=30.0, gate_timeout_s=40.0, hold_timeout_s=40.0,
+    max_programs=4, max_held_s=30.0, hold_timeout_s=40.0,
     idle_program_s=60.0, silent_program_s=20.0,
 )  # fmt: skip
 REQUESTS = st.sampled_from([f"r{number}" for number in range(8)])
@@ -62,8 +62,6 @@ class Life(RuleBasedStateMachine):
             if isinstance(action, ev.EngineAction):
                 if action.kind in (ev.EngineActionKind.RELEASE, ev.EngineActionKind.DROP):
                     self.held.discard(action.program_id)
-            elif isinstance(action, ev.RequestRefused):
-                assert self.scheduler.queue_place(action.request_id).state is QueueState.PARKED
             elif isinstance(action, ev.LeaseGranted):
                 self.held.add(action.program_id)
         return actions

@@ -20,7 +20,7 @@ from sojourn_server.core.events_and_actions import (
 )
 from sojourn_server.core.placed_programs import RETURN_S
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
+from sojourn_server.core.tier_manager import ENGINE_PAUSE_S, RELEASE_GAP_S, RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
@@ -37,7 +37,7 @@ from sojourn_server.policies.placement.placement_views import (
     Tier,
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement, program_worth
+from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.policies.policy_protocols import DecisionReason
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.policies.retention_policies import FixedRetention
@@ -56,7 +56,6 @@ class Watched:
     is_used = True
     needs_tiers = True
     reads_costs = False
-    refuses = True
     k = 5
     tick_s = TICK_S
     idle_tick_s = 0.5
@@ -419,7 +418,6 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
     assert engine.placed() == []
     assert sum(engine.program_scheduler.tiers.counts().values()) == 0
-    assert engine.program_scheduler.tiers.take_refused(engine.now) == []
 
 
 # -- what the policy is shown -----------------------------------------------------------------
@@ -548,10 +546,11 @@ def test_between_two_overdue_programs_the_gap_passes() -> None:
 
 
 @pytest.mark.parametrize(("limits", "held_s"), [(SchedulerLimits(hold_timeout_s=60.0), 60.0), (None, 240.0)])
-def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine(
-    limits: SchedulerLimits | None, held_s: float
+@pytest.mark.parametrize("policy", [ResidencyPricePlacement, RelativeIdlenessPlacement])
+def test_long_parked_requests_are_left_to_the_engine(
+    policy: type[Any], limits: SchedulerLimits | None, held_s: float
 ) -> None:
-    engine = Engine(ResidencyPricePlacement(patience_s=math.inf), limits=limits)
+    engine = Engine(policy(patience_s=math.inf), limits=limits)
     engine.run("a", 15)
     request = engine.come("b", 10)
     engine.spend(held_s - 0.1)
@@ -561,7 +560,30 @@ def test_a_policy_that_refuses_none_leaves_long_parked_requests_to_the_engine(
     assert engine.tier("b") is DEVICE
     engine.spend(1000.0)
     assert not engine.parked(request)
-    assert engine.program_scheduler.refused == []
+
+
+def test_a_released_request_is_never_parked_again() -> None:
+    policy = Watched()
+    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
+    request = engine.come("b", 10)
+    engine.spend(60.1)
+    order(engine, policy, "b", WAITING)
+    assert engine.tier("b") is WAITING
+    assert not engine.parked(request)
+    assert engine.parked(engine.come("b", 10)), "it has not waited"
+
+
+@pytest.mark.parametrize("jump_s", [ENGINE_PAUSE_S, -500.0])
+def test_a_pause_of_the_engine_counts_in_no_wait(jump_s: float) -> None:
+    engine = holding()
+    request = engine.come("b", 10)
+    engine.spend(50.0)
+    engine.now += jump_s
+    engine.step()
+    engine.spend(49.0)
+    assert engine.parked(request)
+    engine.spend(1.1)
+    assert not engine.parked(request)
 
 
 def test_long_parked_requests_are_released_one_after_the_other() -> None:
@@ -684,7 +706,6 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert len(engine.placed()) == placed
     assert len(policy.views) == asked
     assert engine.tier("b") is DEVICE
-    assert engine.program_scheduler.refused == []
     tier_manager = engine.program_scheduler.tiers
     assert sum(tier_manager.counts().values()) == 0
     assert [*tier_manager._places, *tier_manager._untracked] == [], "no table holds a request"
@@ -698,33 +719,6 @@ def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:
     with pytest.raises(KeyError, match="nobody"):
         engine.step()
     assert not engine.parked(request)
-
-
-# -- kept out for too long ---------------------------------------------------------------------------------
-
-
-def test_who_is_parked_for_too_long_is_refused_once() -> None:
-    policy = by_present_size(patience_s=math.inf, standstill_s=math.inf)
-    engine = Engine(policy, limits=SchedulerLimits(gate_timeout_s=60.0))
-    running = engine.run("a", 15)
-    early = engine.come("b", 10)
-    engine.now += 10.0
-    late = engine.come("c", 10)
-    given_up = engine.come("d", 10)
-    engine.finish(given_up, outcome=TurnFinishReason.ABORTED)
-    engine.spend(49.9)
-    assert engine.program_scheduler.refused == []
-    engine.spend(0.1)
-    assert engine.program_scheduler.refused == [early]
-    engine.spend(9.9)
-    assert engine.program_scheduler.refused == [early]
-    engine.spend(0.1)
-    assert engine.program_scheduler.refused == [early, late], "each once, the running one never"
-    engine.spend(1000.0)
-    assert engine.program_scheduler.refused == [early, late]
-    assert engine.counter("sojourn_gate_timeouts_total") == 2
-    assert engine.reasons("refuse") == ["placed", "placed"]
-    assert not engine.parked(running)
 
 
 # -- the cache is cleared ------------------------------------------------------------------------------------
@@ -866,8 +860,9 @@ def test_a_program_is_worth_more_near_the_end_of_its_plan() -> None:
     assert near.work_stated
     assert far.work_stated
     assert not without.work_stated
-    assert program_worth(near) > program_worth(without) > program_worth(far)
-    assert program_worth(turn("far", 2)) == pytest.approx(program_worth(near), rel=0.2)
+    worth = ResidencyPricePlacement().worth
+    assert worth(near) > worth(without) > worth(far)
+    assert worth(turn("far", 2)) == pytest.approx(worth(near), rel=0.2)
     assert turn("near", None).work_stated, "its plan still holds"
     stated = {"sojourn": {"expected_steps_left": 20}}
     turn("far", 2, **stated)

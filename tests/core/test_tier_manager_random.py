@@ -21,8 +21,9 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.request_hints import read_identity
+from sojourn_server.core.request_table import RequestState
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
-from sojourn_server.core.tier_manager import ENGINE_PAUSE_S
+from sojourn_server.core.tier_manager import ENGINE_PAUSE_S, RELEASE_GAP_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementView,
@@ -37,8 +38,8 @@ from sojourn_server.programs.program_status import OVER_STATUSES
 DEVICE, HOST, DISK, WAITING = Tier
 BLOCK = 4
 DEVICE_BLOCKS = 40
-LIMITS = SchedulerLimits(max_programs=8, gate_timeout_s=150.0, idle_program_s=300.0)
-PATIENT = dataclasses.replace(LIMITS, gate_timeout_s=math.inf, idle_program_s=math.inf)
+LIMITS = SchedulerLimits(max_programs=8, hold_timeout_s=150.0, idle_program_s=300.0)
+PATIENT = dataclasses.replace(LIMITS, hold_timeout_s=math.inf, idle_program_s=math.inf)
 MAX_LIVE = 24
 
 
@@ -59,8 +60,8 @@ class Request:
     """Step at which it was admitted."""
     since_s: float = 0.0
     """When it came, and how long the engine stood still since."""
-    judged: bool = False
-    """It has been here for as long as a request may be parked, and was refused then if it was."""
+    released: bool = False
+    """It has waited for too long to be parked again."""
 
     @property
     def blocks(self) -> int:
@@ -79,7 +80,7 @@ class Place:
     running: list[Request] = field(default_factory=list)
 
     def parks(self, request: Request) -> bool:
-        if request not in self.waiting:
+        if request.released or request not in self.waiting:
             return False
         return self.tier is not DEVICE or (self.told is not None and request.number > self.told)
 
@@ -96,7 +97,6 @@ class Checked:
 
     is_used = needs_tiers = True
     reads_costs = False
-    refuses = True
 
     def __init__(self, policy: RelativeIdlenessPlacement, life: PlacedLife) -> None:
         self.policy, self.life = policy, life
@@ -136,6 +136,7 @@ class PlacedLife:
         """On the device, as the policy was shown them last."""
         self.sent_away_ready = False
         """The last answer sent somebody from the device who was ready."""
+        self.last_released: RequestState | None = None
         self.numbers = self.newest = self.programs = self.asked = 0
         self.done: Counter[str] = Counter()
 
@@ -294,25 +295,32 @@ class PlacedLife:
         self._time_passes()
         self.program_scheduler.tick(self.now)
         self._forget_as_the_table_did()
-        self._carry_out()
-        if self.asked > asked:
+        released = self._who_is_released()
+        if self.asked > asked and not released:
             self._all_is_in_place()
-        refused, self.program_scheduler.refused[:] = list(self.program_scheduler.refused), []
-        assert len(set(refused)) == len(refused)
-        for request in list(self.requests.values()):
-            if request.name in refused:
+
+    def _who_is_released(self) -> bool:
+        """Whether somebody was released in this step. Of those who have waited for too long, one is released
+        at a time, and the next soon after."""
+        tiers, before = self.program_scheduler.tiers, self.last_released
+        self.last_released = tiers._released
+        for request in self.requests.values():
+            state = self.program_scheduler.request(request.name)
+            assert state is not None
+            request.released = state.released
+            if state is tiers._released is not before:
                 assert request.parked
-                assert not request.judged
-                assert self.now - request.since_s >= LIMITS.gate_timeout_s - 1e-6
-                self.done["refused"] += 1
-                self._finish(request, TurnFinishReason.ERROR)
-            elif (
-                self.program_scheduler.limits is LIMITS
-                and self.now - request.since_s >= LIMITS.gate_timeout_s + 1e-6
-            ):
-                assert request.judged or not request.parked, "to be refused by now"
-                request.judged = True
-        assert not self.requests.keys() & set(refused)
+                assert request.program is not None
+                self.places[request.program].tier = DEVICE
+                self.places[request.program].told = None
+                self.done["released"] += 1
+        self._carry_out()
+        if self.now - tiers._released_s >= RELEASE_GAP_S:
+            limit_s = self.program_scheduler.limits.hold_timeout_s
+            assert not any(
+                each.parked and self.now - each.since_s > limit_s for each in self.requests.values()
+            )
+        return tiers._released is not before
 
     def _time_passes(self) -> None:
         passed_s, self.told_s = self.now - self.told_s, self.now
@@ -414,7 +422,8 @@ class PlacedLife:
         assert shown.required_blocks == max((each.blocks for each in place.waiting), default=0)
         assert shown.resident_blocks == sum(each.blocks for each in place.running)
         if place.waiting:
-            assert shown.waiting_since_s == min(each.arrived_s for each in place.waiting)
+            earliest_s = min(each.since_s for each in place.waiting)
+            assert shown.waiting_since_s <= earliest_s + 1e-6, "earlier where it repeats an aborted one"
         assert 0.0 <= shown.idleness.at(self.now) <= 1.0
         assert shown.peak_blocks >= shown.turn_blocks >= max(shown.context_blocks, shown.required_blocks)
 
@@ -440,9 +449,7 @@ class PlacedLife:
             # Who has yet to get its turn is not sent away.
             assert len(stay) == 1 or all(each.activity is ProgramActivity.READY for each in stay)
         # Who came back while it was to leave is sent away first, and may find room when it is asked again.
-        # Who is refused in this step does not come any more, and somebody else may be the first in line.
-        moved_since = self.put_back or self.sent_away_ready or self.program_scheduler.refused
-        if not moved_since:
+        if not (self.put_back or self.sent_away_ready):
             assert self.policy.moves(view, self.now) == ()
 
     # -- what must hold after each ---------------------------------------------------------------
@@ -567,7 +574,7 @@ def test_the_lives_were_lively_enough() -> None:
         pytest.skip("the lives were not lived in this process")
     by_others = {MoveReason.GIVEN_UP, MoveReason.OVER, MoveReason.FUTILE, MoveReason.EXCHANGE}
     assert {reason.value for reason in set(MoveReason) - by_others} <= set(TOLD)
-    assert TOLD["refused"]
+    assert TOLD["released"]
     assert TOLD["forgotten"]
     assert TOLD["left with nothing"]
     for tier in Tier:

@@ -42,8 +42,7 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
 
 
 class SchedulerDriver(ProgramScheduler):
-    """A ``ProgramScheduler`` that collects its engine actions in ``actions``, and the ids of refused requests
-    in ``refused``.
+    """A ``ProgramScheduler`` that collects its engine actions in ``actions``.
 
     After each event it checks that the tables are consistent (``check_tables``). With more than 100
     programs, it checks only after every 256th event.
@@ -52,13 +51,11 @@ class SchedulerDriver(ProgramScheduler):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.actions: list[ev.EngineAction | ev.LeaseGranted] = []
-        self.refused: list[str] = []
         self._events = 0
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         actions = super().handle(event, now)
         self.actions += [each for each in actions if isinstance(each, ev.EngineAction | ev.LeaseGranted)]
-        self.refused += [action.request_id for action in actions if isinstance(action, ev.RequestRefused)]
         self._events += 1
         # The check visits all programs, so with many of them it runs only at every 256th event.
         if len(self.state.programs) <= 100 or self._events % 256 == 0:

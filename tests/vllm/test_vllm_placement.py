@@ -319,48 +319,6 @@ def test_a_prefix_that_programs_share_counts_once(
         assert view.device.untracked_blocks == 0
 
 
-# -- refused ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_request_parked_too_long_ends_with_an_error(
-    make_engine: Any, clock: Any, asynchronous: bool
-) -> None:
-    from vllm.v1.engine import FinishReason
-    from vllm.v1.request import RequestStatus
-
-    engine = make_engine("mori", settings={"gate_timeout_s": 60.0}, asynchronous=asynchronous, **SHAPE)
-    worker = Worker(engine, clock)
-    engine.add("a1", prompt(1, 480), program_id="A", max_tokens=100)
-    worker.step()
-    parked = engine.add("b1", prompt(2, 320), program_id="B", max_tokens=2)
-    parked.client_index = 3
-    aborted = engine.add("c1", prompt(3, 320), program_id="C", max_tokens=2)
-    worker.step()
-    engine.abort("c1")
-    worker.spend(58.0)
-    assert waits(engine) == ["b1"]
-    worker.outputs.clear()
-    worker.spend(2.0)
-    assert waits(engine) == []
-    assert parked.status == RequestStatus.FINISHED_ERROR
-    assert aborted.status == RequestStatus.FINISHED_ABORTED
-    told = [(client, each) for client, each in worker.outputs if each.finish_reason is not None]
-    assert [(client, each.request_id, each.finish_reason) for client, each in told] == [
-        (3, "b1", FinishReason.ERROR)
-    ]
-    assert told[0][1].new_token_ids == []
-    assert "b1" not in engine.scheduler.requests
-    # For the API server, which asks why.
-    assert engine.ask("refusal", request_id="b1") == {"waited_s": 60.0}
-    assert engine.ask("refusal", request_id="c1") is None
-    assert engine.ask("program", program_id="B")["ledger"][-1]["outcome"] == "error"
-    worker.spend(61.0)
-    worker.until_idle()
-    assert engine.ask("stats")["requests"] == 0
-    assert engine.ask("drain_metrics")["counters"]["sojourn_gate_timeouts_total"] == [[{}, 1.0]]
-
-
 # -- labels (M5) ---------------------------------------------------------------------------------------
 
 
@@ -594,7 +552,6 @@ def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(
 ) -> None:
     engine = make_engine(
         "mori",
-        settings={"gate_timeout_s": 10_000.0},
         blocks=60,
         block_size=4,
         max_num_batched_tokens=48,

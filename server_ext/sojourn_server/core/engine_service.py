@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,6 @@ from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
 from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
-from ..programs.windowed_history import recent_entry
 from ..programs.workflow_history import agent_type_name
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
@@ -41,8 +39,6 @@ from .request_hints import HINTED_TTL, unused_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
-MAX_REFUSALS = 1024
-"""Maximum number of refusals kept; the oldest is dropped first."""
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``StockEngineService`` answers."""
 
@@ -54,7 +50,6 @@ class _Arguments(msgspec.Struct):
 
     program_id: str = ""
     graph_hash: str = ""
-    request_id: str = ""
     status: str | None = None
     limit: int | None = None
     since: int = 0
@@ -122,7 +117,7 @@ class EngineService:
 
     OPERATIONS = (
         "capabilities", "policy", "programs", "program", "load", "explain", "persist", "graphs", "graph",
-        "stats", "snapshot", "decisions", "refusal", "drain_metrics",
+        "stats", "snapshot", "decisions", "drain_metrics",
     )  # fmt: skip
 
     def __init__(self, program_scheduler: ProgramScheduler, view: EngineView) -> None:
@@ -131,8 +126,6 @@ class EngineService:
         self._view = view
         self.client_event_decoder = ClientEventDecoder(view.handle, program_scheduler.recorder)
         """Handles client events, including those attached to requests."""
-        self.refusals = RefusedRequests()
-        """Requests that the engine refused, as noted by the vLLM adapter."""
 
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``WireError``."""
@@ -401,10 +394,6 @@ class EngineService:
         chosen, following = self._state.decisions.since(arguments.since, arguments.limit or 1000)
         return answers.DecisionPage(decisions=[decision.as_dict() for decision in chosen], next=following)
 
-    def _refusal(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
-        waited_s = self.refusals.take(arguments.request_id)
-        return None if waited_s is None else {"waited_s": waited_s}
-
     def _drain_metrics(self, arguments: _Arguments, now: float) -> dict[str, Any]:
         state, recorder = self._state, self._state.recorder
         device = {name: blocks for name, blocks in self._view.pool_state().items() if name != "total"}
@@ -557,25 +546,3 @@ def _by_status(state: SchedulerState) -> dict[str, int]:
 def _by_state(tier: str, states: dict[str, int], factor: int) -> Iterator[tuple[dict[str, str], float]]:
     """The rows of a gauge of a tier's blocks by state, each multiplied by ``factor``."""
     return (({"tier": tier, "state": state}, blocks * factor) for state, blocks in states.items())
-
-
-class RefusedRequests:
-    """The newest refused requests and their waiting times, found by any id that the API server may use. The
-    API server looks them up, to tell clients the reason."""
-
-    def __init__(self) -> None:
-        self._waited_s: dict[str, float] = {}
-
-    def record_refusal(self, request_id: str, waited_s: float) -> None:
-        """Record that the engine's request ``request_id`` was refused after waiting ``waited_s`` seconds."""
-        recent_entry(self._waited_s, request_id, lambda: waited_s, MAX_REFUSALS)
-
-    def take(self, api_server_id: str) -> float | None:
-        """Remove the refusal of the request with this id of the API server, since a client may use the id
-        again. Return the seconds that it waited; ``None`` if it was not refused."""
-        # vLLM derives the engine's id: CHILD_ID-PART-RANDOM. CHILD numbers the answers to one prompt, PART
-        # the prompts of one request. CHILD, PART and RANDOM may each be absent.
-        pattern = re.compile(rf"(\d+_)?{re.escape(api_server_id)}([-_]\d+)?(-[0-9a-f]{{8}})?")
-        found = [request_id for request_id in self._waited_s if pattern.fullmatch(request_id)]
-        waited_s = [self._waited_s.pop(request_id) for request_id in found]
-        return waited_s[-1] if waited_s else None

@@ -273,12 +273,6 @@ class EngineAction(NamedTuple):
     last block of its context first."""
 
 
-class RequestRefused(NamedTuple):
-    """The engine must end this request with an error: placement kept it waiting for ``gate_timeout_s``."""
-
-    request_id: str
-
-
 class QueuePlaceChanged(NamedTuple):
     """The engine must look up this request's place in the waiting queue again."""
 
@@ -322,7 +316,7 @@ class EventAnswered(NamedTuple):
 Answer = RecoveryChosen | RequestChosen | LoadAheadChosen | EventAnswered
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
-Action = EngineAction | LeaseGranted | RequestRefused | QueuePlaceChanged | Answer
+Action = EngineAction | LeaseGranted | QueuePlaceChanged | Answer
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 

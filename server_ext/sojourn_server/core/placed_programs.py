@@ -90,7 +90,7 @@ class PlacedProgram:
     def parks(self, request_state: RequestState) -> bool:
         """Whether a request of the program may not run, because the program is not on the device, or will
         leave it."""
-        if request_state.request_id not in self.waiting:
+        if request_state.released or request_state.request_id not in self.waiting:
             return False
         leaves_after = self.leaves_after
         return self.tier is not Tier.DEVICE or (

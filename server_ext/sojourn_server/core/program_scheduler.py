@@ -769,10 +769,6 @@ class ProgramScheduler:
             return
         for program, move in self.tiers.tick(now):
             self._moved(program, move, now)
-        for request_state in self.tiers.take_refused(now) if self.tiers.policy.refuses else ():
-            self._outbox.append(ev.RequestRefused(request_state.request_id))
-            self.recorder.count("sojourn_gate_timeouts_total")
-            self.decisions.add(now, "refuse", request_state.program_id, DecisionReason.PLACED.value)
 
     def _step_completed(self, event: ev.StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)

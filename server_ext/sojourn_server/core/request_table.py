@@ -33,10 +33,9 @@ class RequestState:
     """The user's priority; a larger number is less important."""
     waits_since_s: float = 0.0
     """Time from which placement counts the request as waiting: the arrival of the request or, for a retry, of
-    the aborted request."""
-    limited_since_s: float = 0.0
-    """Time from which the wait counts towards the limit on parked requests, on the clock of ``TierManager``
-    that leaves out pauses."""
+    the aborted request. ``TierManager`` adds the engine's pauses."""
+    released: bool = False
+    """Whether the request has waited for so long that placement does not park it any more."""
     # What the request's hint says:
     hinted_ttl_s: float | None = None
     """TTL, clipped."""

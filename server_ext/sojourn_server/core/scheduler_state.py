@@ -40,7 +40,7 @@ but a pool of a few hundred blocks can evict more than that during one tool call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """Limits of a scheduler. Seven of them can be changed by plugin settings of the same names."""
+    """Limits of a scheduler. Six of them can be changed by plugin settings of the same names."""
 
     max_programs: int = 2_000
     max_graphs: int = 256
@@ -52,11 +52,8 @@ class SchedulerLimits:
     max_held_s: float = 310.0
     """Seconds beyond which a client's reports cannot extend a lease. A longer TTL from the policy is not
     shortened, and a lease does not expire while a request of its program waits."""
-    gate_timeout_s: float = 600.0
-    """Seconds for which a request may be parked (kept waiting by placement) before it is refused with an
-    error, if the placement policy refuses requests."""
     hold_timeout_s: float = 240.0
-    """Seconds for which a request may be parked before it is released, if the placement policy refuses none.
+    """Seconds for which a request may be parked (kept waiting by placement) before it is released.
     The default leaves time for the answer in the 600 s after which OpenAI's clients give up."""
     queue_patience_s: float = 30.0
     """Seconds after which a waiting request gets privileges.

@@ -11,8 +11,8 @@ placed programs are collected in one pass, and only outdated ones are built anew
 
 A *parked* request is a waiting request that may not run, even if blocks are free: its program is not on the
 device, or the request arrived after its program was marked to leave the device. No request is parked for
-ever: after a limit it is refused with an error, or released (its program is placed on the device), as the
-policy says. After an error of the policy, or while it is switched off, no request is parked, and the
+ever: after ``hold_timeout_s`` it is *released*. Its program is placed on the device, and the request is not
+parked again. After an error of the policy, or while it is switched off, no request is parked, and the
 engine's own order applies."""
 
 from __future__ import annotations
@@ -85,10 +85,8 @@ class TierManager:
         # -- how long requests are parked --
         self._ticked_s = -math.inf
         """Time of the newest tick or arrival."""
-        self._paused_s = 0.0
-        """Sum of all pauses. Waits are measured on a clock that leaves them out."""
         self._overdue_at_s = math.inf
-        """No wait reaches its limit before this time, on the clock without pauses."""
+        """No wait reaches its limit before this time."""
         self._released: RequestState | None = None
         """The request that was released last, at ``_released_s``."""
         self._released_s = -math.inf
@@ -170,7 +168,7 @@ class TierManager:
         if place.running.pop(request_id, None) is not None:
             place.last_active_s = now
         self._changed(place)
-        if failed and waited and not (place.running or self.policy.refuses):
+        if failed and waited and not place.running:
             self._keep_wait(place, request_state.waits_since_s, now)
         if failed and not (place.waiting or place.running or place.context_blocks):
             self.forget(place.program.id)  # the program has neither KV nor requests
@@ -257,7 +255,7 @@ class TierManager:
 
     def tick(self, now: float) -> Iterator[Moved]:
         """Ask the policy if there was an event, or if its interval has passed. Then release a request whose
-        wait has reached the limit, if the policy refuses none. Yields each move after it was made.
+        wait has reached the limit. Yields each move after it was made.
 
         Raises errors of the policy, after moves that give all programs up. Then placement is off."""
         if self._pass_time(now) or self._event or now >= self._ask_at_s:
@@ -266,7 +264,7 @@ class TierManager:
             except Exception:
                 yield from self.give_up()
                 raise
-        if not self.policy.refuses and (released := self._next_released(now)) is not None:
+        if (released := self._next_released(now)) is not None:
             yield from self._apply(TierMove(released, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
 
     def give_up(self) -> Iterator[Moved]:
@@ -291,14 +289,6 @@ class TierManager:
                 move = self.admitted(request_state, now, hashes)
                 if move is not None and request_state.program is not None:
                     yield request_state.program, move
-
-    def take_refused(self, now: float) -> list[RequestState]:
-        """Return the parked requests that have waited for ``gate_timeout_s`` seconds, each once, if the
-        policy refuses requests. A request that is not parked at that time is not refused later."""
-        overdue = self._overdue(now) if self.policy.refuses else []
-        for request_state in overdue:
-            request_state.limited_since_s = math.inf
-        return [request_state for request_state in overdue if self.is_parked(request_state)]
 
     def _ask(self, now: float) -> Iterator[Moved]:
         self._event = False
@@ -397,7 +387,11 @@ class TierManager:
         passed_s, self._ticked_s = now - self._ticked_s, now
         jumped = not 0 <= passed_s < ENGINE_PAUSE_S
         if jumped and passed_s < math.inf:
-            self._paused_s += passed_s
+            self._overdue_at_s += passed_s
+            for place in self._places.values():
+                place.view = None
+                for request_state in place.waiting.values():
+                    request_state.waits_since_s += passed_s
         return jumped
 
     def _continued_wait_s(self, program: ProgramState, now: float) -> float:
@@ -409,16 +403,7 @@ class TierManager:
 
     def _start_wait(self, request_state: RequestState, since_s: float) -> None:
         request_state.waits_since_s = since_s
-        self._limit_wait(request_state, since_s - self._paused_s)
-
-    def _limit_wait(self, request_state: RequestState, since_s: float) -> None:
-        """Count the request's wait towards the limit from ``since_s``, on the clock without pauses."""
-        request_state.limited_since_s = since_s
-        self._overdue_at_s = min(self._overdue_at_s, since_s + self._limit_s)
-
-    @property
-    def _limit_s(self) -> float:
-        return self.limits.gate_timeout_s if self.policy.refuses else self.limits.hold_timeout_s
+        self._overdue_at_s = min(self._overdue_at_s, since_s + self.limits.hold_timeout_s)
 
     def _keep_wait(self, place: PlacedProgram, since_s: float, now: float) -> None:
         """Keep the wait of a request that was aborted now for its retry. A retry may reach the engine before
@@ -431,33 +416,32 @@ class TierManager:
         else:
             self._start_wait(newest, since_s)
 
-    def _overdue(self, now: float) -> list[RequestState]:
-        """Return the waiting requests whose wait has reached the limit, the longest wait first."""
-        clock_s = now - self._paused_s
-        if clock_s < self._overdue_at_s:
-            return []  # as in most steps
-        waiting = [each for place in self._places.values() for each in place.waiting.values()]
-        self._overdue_at_s = min((each.limited_since_s for each in waiting), default=math.inf) + self._limit_s
-        overdue = [each for each in waiting if clock_s - each.limited_since_s >= self._limit_s]
-        return sorted(overdue, key=lambda each: (each.limited_since_s, each.arrival))
-
     def _next_released(self, now: float) -> ProgramId | None:
-        """Choose the parked request with the longest wait, if its wait has reached the limit, and return its
+        """Release the parked request with the longest wait, if its wait has reached the limit, and return its
         program. ``None``: no request is released now.
 
         The next request is released after the released request was admitted or has ended, or after
-        ``RELEASE_GAP_S``. A released request that is parked again waits from its release."""
+        ``RELEASE_GAP_S``."""
+        if now < self._overdue_at_s:
+            return None  # as in most steps
         released = self._released
         if released is not None and 0 <= now - self._released_s < RELEASE_GAP_S:
             place = self._place_of(released)
-            waits = place is not None and place.waiting.get(released.request_id) is released
-            if waits and not self.is_parked(released):
+            if place is not None and place.waiting.get(released.request_id) is released:
                 return None  # the engine has not admitted the released request yet
-        for request_state in self._overdue(now):
-            self._limit_wait(request_state, now - self._paused_s)
-            if self.is_parked(request_state):
+        waiting = [each for place in self._places.values() for each in place.waiting.values()]
+        waiting.sort(key=lambda each: (each.waits_since_s, each.arrival))
+        for request_state in waiting:
+            if request_state.released:
+                continue
+            self._overdue_at_s = request_state.waits_since_s + self.limits.hold_timeout_s
+            if now < self._overdue_at_s:
+                return None
+            parked, request_state.released = self.is_parked(request_state), True
+            if parked:
                 self._released, self._released_s = request_state, now
                 return request_state.program_id
+        self._overdue_at_s = math.inf
         return None
 
     # -- inside -----------------------------------------------------------------------

@@ -272,7 +272,6 @@ _ALL = (
         when=MOVE_TIMES,
         reason=MOVE_REASONS,
     ),
-    _counter("sojourn_gate_timeouts_total", "Requests refused because placement held them for too long."),
     _gauge("sojourn_leases", "Programs whose KV is leased while their tool runs."),
     _counter("sojourn_lease_ends_total", "Leases that ended, by reason.", reason=LEASE_ENDS),
     _histogram("sojourn_lease_ttl_seconds", "TTL granted with a lease.", GAP_BUCKETS_S, tool=OpenLabel.TOOL),

@@ -77,8 +77,8 @@ class SimulatorPolicy:
     @property
     def settings(self) -> dict[str, Any] | None:
         """Settings of sojourn's adapter in the engine; ``None`` for vLLM's own scheduler class."""
-        # Simulated clients wait for ever, so placement must not refuse or release their requests.
-        more = dict.fromkeys(("gate_timeout_s", "hold_timeout_s"), UNLIMITED_S) if self.own_tiers else {}
+        # Simulated clients wait for ever, so placement must not release their requests.
+        more = {"hold_timeout_s": UNLIMITED_S} if self.own_tiers else {}
         if self.preset is None:
             return None
         return {"policy_file" if self.preset.endswith(".toml") else "policy": self.preset, **more}

@@ -71,7 +71,6 @@ _NAMES = {
     "vllm.v1.core.single_type_kv_cache_manager": (
         "FullAttentionManager, MambaManager, SingleTypeKVCacheManager"
     ),
-    "vllm.v1.engine": "EngineCoreOutput, EngineCoreOutputs, FinishReason",
     "vllm.v1.engine.core": "EngineCore",
     "vllm.v1.engine.exceptions": "EngineDeadError",
     "vllm.v1.kv_cache_interface": (

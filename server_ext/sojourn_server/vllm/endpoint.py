@@ -1,4 +1,4 @@
-"""Adds sojourn's routes to vLLM's API server, and the reason to the errors of refused requests.
+"""Adds sojourn's routes to vLLM's API server.
 
 ``SojournEndpoint`` is a ``vllm.endpoint_plugins`` entry point, which vLLM loads only if ``VLLM_PLUGINS``
 names ``sojourn``. The engine answers through ``EngineCore.sojourn_call``, which ``plugin.py`` adds.
@@ -12,7 +12,7 @@ import logging
 import re
 import weakref
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ from sojourn_server.api.engine_rpc import (
 from sojourn_server.api.event_intake import EventIntake
 from sojourn_server.api.identity_middleware import IdentityMiddleware
 from sojourn_server.api.prometheus_bridge import bridge_for, poll_forever
-from sojourn_server.api.refusal_middleware import RefusalMiddleware
 from sojourn_server.api.routes import build_router
 
 from .compat import EngineDeadError, envs
@@ -67,8 +66,7 @@ class SojournEndpoint:
         middleware."""
         events = EventIntake(self._engine)
         app.include_router(build_router(self._engine, self._keys, events))
-        # vLLM adds its middleware later, so it is outside these and checks the API key first.
-        app.add_middleware(RefusalMiddleware, engine=self._engine, request_id=_request_id)
+        # vLLM adds its middleware later, so it is outside this one and checks the API key first.
         settings = PluginSettings.read(getattr(getattr(app.state, "args", None), "additional_config", None))
         app.add_middleware(
             IdentityMiddleware, keys=self._keys, events=events, session_header=settings.session_header
@@ -129,11 +127,6 @@ def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
                 loop.call_soon_threadsafe(end_requests)
 
     client.shutdown = shutdown_and_end_requests
-
-
-def _request_id(scope: Mapping[str, Any]) -> str | None:
-    """Return the id that vLLM gave an HTTP request, a part of the ids of its engine requests."""
-    return getattr(scope["state"].get("request_metadata"), "request_id", None)
 
 
 class VllmEngine:

@@ -78,11 +78,9 @@ class PluginSettings:
     lease_budget_fraction: Annotated[float, Meta(ge=0, le=1)] = _LIMITS.lease_budget_fraction
     max_hinted_ttl_s: Seconds = _LIMITS.max_hinted_ttl_s
     return_grace_s: Seconds = _LIMITS.return_grace_s
-    gate_timeout_s: Seconds = _LIMITS.gate_timeout_s
-    """Maximum seconds that a request waits until its program is placed on the device, under policies that
-    refuse requests. Then it is refused with an error."""
     hold_timeout_s: Seconds = _LIMITS.hold_timeout_s
-    """The same under policies that refuse none. Then the request no longer waits for placement."""
+    """Maximum seconds that a request waits until its program is placed on the device. Then the request no
+    longer waits for placement."""
     queue_patience_s: Seconds = _LIMITS.queue_patience_s
     max_programs: Annotated[int, Meta(ge=1)] = _LIMITS.max_programs
     tool_call_parser: str | None = None

@@ -45,7 +45,6 @@ class SojournMixin:
         self.sojourn.before_results(scheduler_output, args[0] if args else None)
         result = super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
         self.sojourn.guarded(self.sojourn.after_results)
-        self.sojourn.end_refused(result)
         return result
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:

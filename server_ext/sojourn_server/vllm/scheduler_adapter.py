@@ -31,7 +31,6 @@ from ..core.events_and_actions import (
     RequestAdmitted,
     RequestArrived,
     RequestPreempted,
-    RequestRefused,
     StepCompleted,
     Tick,
     TurnFinished,
@@ -42,9 +41,6 @@ from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import plan_items
 from .allocation_fallback import AllocationFallback, DemandMonitor, PinnedBlocks
 from .compat import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    FinishReason,
     KVCacheBlock,
     PauseState,
     Request,
@@ -91,7 +87,6 @@ class SchedulerAdapter(EngineView):
         self._scheduler = scheduler
         self._settings = settings
         self._clock = clock
-        self._refused: list[str] = []
         self.failures = 0
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
@@ -189,8 +184,6 @@ class SchedulerAdapter(EngineView):
         for action in actions:
             if type(action) is EngineAction or type(action) is LeaseGranted:
                 self._pending.append(action)
-            elif type(action) is RequestRefused:
-                self._refused.append(action.request_id)
             elif type(action) is QueuePlaceChanged and action.request_id in self._scheduler.requests:
                 self.waiting.queue.rekey(self._scheduler.requests[action.request_id])
         return actions
@@ -303,32 +296,6 @@ class SchedulerAdapter(EngineView):
         kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
         kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
         self.handle(StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
-
-    def end_refused(self, outputs: dict[int, EngineCoreOutputs]) -> None:
-        """End each refused request that is still parked, that is, waits until its program is placed on the
-        device, with an error in the ``outputs`` of its client."""
-        refused, self._refused = self._refused, []
-        for request_id in refused:
-            self.guarded(self._end_one_refused, request_id, outputs)
-
-    def _end_one_refused(self, request_id: str, outputs: dict[int, EngineCoreOutputs]) -> None:
-        request = self._scheduler.requests.get(request_id)
-        if request is None or not self.waiting.is_parked(request):
-            return
-        timeout_s = self.program_scheduler.limits.gate_timeout_s
-        logger.error(
-            "sojourn: request %s is refused: its program had no place on the device for %g s "
-            "(gate_timeout_s)", request_id, timeout_s,
-        )  # fmt: skip
-        # Record this before the client gets the error, because the API server then asks for the reason.
-        self.service.refusals.record_refusal(request_id, timeout_s)
-        try:
-            self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
-        finally:
-            final = EngineCoreOutput(
-                request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR
-            )
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(final)
 
     def after_results(self) -> None:
         """Report the requests that have their first token, after vLLM handled a step's results."""

@@ -85,9 +85,6 @@ class PlacementPolicy:
     ``allow_missing_tiers``."""
     reads_costs = False
     """Whether the policy reads the fields of ``ProgramTierView`` for durations, costs and service."""
-    refuses = False
-    """True: a request that placement holds back is refused with an error after ``gate_timeout_s``. False: the
-    request's program is placed on the device after ``hold_timeout_s``, and the engine's own order applies."""
     k = WINDOW_CYCLES
     """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s = math.inf

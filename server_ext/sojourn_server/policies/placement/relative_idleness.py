@@ -75,7 +75,6 @@ class RelativeIdlenessPlacement(PlacementPolicy):
 
     is_used = True
     needs_tiers = True
-    refuses = True
     k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
     tick_s: Annotated[float, Meta(gt=0)] = 5.0
