@@ -224,3 +224,13 @@ def test_ties_go_to_the_latest_request() -> None:
     assert BestFitVictim().victim(running, NEED, 0.0) == "r3"
     same_program = [view._replace(program_rank=1) for view in running]
     assert BestFitVictim().victim(same_program, NEED, 0.0) == "r3"
+
+
+def test_the_same_pause_hurts_a_short_answer_more() -> None:
+    """Both would be back after ten seconds of work; of the longer one, that is less for each token."""
+    facts = {"context_tokens": 400, "output_tokens": 100, "recover_s": 10.0}
+    longer = request("longer", 0, remaining=(600.0,), **facts)
+    shorter = request("shorter", 1, remaining=(500.0,), **facts)
+    assert BestFitVictim().victim([longer, shorter], NEED._replace(available_blocks=1000), 0.0) == "longer"
+    older = longer._replace(output_tokens=0, remaining=(500.0,))
+    assert BestFitVictim().victim([older, shorter], NEED._replace(available_blocks=1000), 0.0) == "shorter"

@@ -91,6 +91,25 @@ def test_a_forked_child_speaks_for_itself_only(python, server):
     assert sorted(ends) == ["kid", "parent"]  # the child left the parent's block too, and said nothing of it
 
 
+def test_forked_workers_deliver_though_they_skip_atexit(python, server):
+    code = script(
+        server,
+        """
+        import multiprocessing
+        context = multiprocessing.get_context("fork")
+        def work(n):
+            with sojourn.tool_call(f"w{n}"):
+                return n
+        with sojourn.program("parent"):
+            workers = [context.Process(target=work, args=(n,)) for n in range(3)]
+            [w.start() for w in workers]
+            [w.join() for w in workers]
+        """,
+    )
+    python(code)
+    assert sorted(e.tool for e in server.events() if isinstance(e, ToolStart)) == ["w0", "w1", "w2"]
+
+
 def test_forks_while_other_threads_hold_every_lock(python, server):
     code = script(
         server,

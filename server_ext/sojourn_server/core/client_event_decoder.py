@@ -31,6 +31,14 @@ MAX_WAIT_S = 1.5
 below the SDK's ``send_timeout_s``."""
 
 
+class _EventLabel(msgspec.Struct):
+    """Fields that are read from an invalid event, so that its outcome can name the event."""
+
+    type: Any = None
+    program_id: Any = None
+    seq: Any = None
+
+
 class ClientEventDecoder:
     """Decodes client events and passes each to the scheduler. An event that cannot be decoded is only
     counted, and its outcome names the reason."""
@@ -72,10 +80,10 @@ def undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome
     """Return the type under which an event that cannot be decoded is counted, and its outcome. ``error``: why
     it cannot be decoded."""
     try:
-        label = msgspec.json.decode(raw, type=dict[str, Any])
+        label = msgspec.json.decode(raw, type=_EventLabel)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        label = {}
-    given, program_id, seq = label.get("type"), label.get("program_id"), label.get("seq")
+        label = _EventLabel()
+    given, program_id, seq = label.type, label.program_id, label.seq
     kind, outcome = "unknown", Outcome.REJECTED
     if given in EVENT_TYPES:
         kind = given

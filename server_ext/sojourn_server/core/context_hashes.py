@@ -72,7 +72,8 @@ class StepPrefixes:
 
     def learn(self, program_id: ProgramId, agent_type: str, step: str, hashes: Sequence[Any]) -> None:
         """Learn the block hashes of a turn at a step."""
-        self._turns.put((agent_type, step, program_id), hashes)
+        if hashes:
+            self._turns.put((agent_type, step, program_id), hashes)
 
     def prefix(self, program_id: ProgramId, agent_type: str, step: str) -> Sequence[Any]:
         """Return the block hashes with which the program's next prompt begins, if its next step is ``step``;

@@ -211,7 +211,7 @@ class AdmissionView:
     """The waiting request in the form of a running request, as input of the forecast; set if the policy
     ``forecasts``."""
     needed_blocks: tuple[float, ...] = ()
-    """Demand of the running requests at each of ``kv_demand.STEP_POINTS``; set if the policy
+    """Demand of the running requests at each of ``forecasting.STEP_POINTS``; set if the policy
     ``forecasts``."""
     available_blocks: int = 0
     """Free blocks plus all blocks of the running requests; set if the policy ``forecasts``. A shared block

@@ -57,7 +57,7 @@ def parse_tool_calls(text: str) -> tuple[ParsedToolCall, ...]:
     text = answer_text(text)
     prose, blocks = _split_fenced_blocks(text)
     in_json = (call for value in _json_values(prose) for call in _json_calls(value, depth=4))
-    calls = tuple(islice(_tagged_calls(prose), MAX_CALLS)) or tuple(islice(in_json, MAX_CALLS))
+    calls = tuple(islice(in_json, MAX_CALLS)) or tuple(islice(_tagged_calls(prose), MAX_CALLS))
     if not calls and len(blocks) == 1:
         # As in mini-swe-agent, two blocks would be two different actions, so neither counts.
         return (ParsedToolCall("bash", main_head(blocks[0])),)

@@ -27,6 +27,8 @@ MAX_TYPES: Final = 64
 MAX_ENTRIES: Final = 4096
 """Maximum number of pairs (context, next step) per agent type. The least recently seen contexts are dropped
 first."""
+MAX_SUCCESSORS: Final = 128
+"""Maximum number of successors per context. The rarest is dropped first."""
 _GROWTH = 2.0 ** (1 / HALF_LIFE_RUNS)
 _RESCALE_ABOVE = 2.0**40
 _FORGOTTEN = 0.01
@@ -116,7 +118,11 @@ def _context(steps: Sequence[str]) -> str:
 
 def _count(stats: AgentTypeStats, context: str, target: str) -> None:
     counts = stats.contexts[context] = stats.contexts.pop(context, {})
-    stats.entries += target not in counts
+    if target not in counts:
+        if len(counts) >= MAX_SUCCESSORS:
+            del counts[min(counts, key=lambda each: counts[each])]
+            stats.entries -= 1
+        stats.entries += 1
     counts[target] = counts.get(target, 0.0) + stats.weight
     while stats.entries > MAX_ENTRIES:
         stats.entries -= len(stats.contexts.pop(next(iter(stats.contexts))))

@@ -95,7 +95,8 @@ def is_one_of_a_pair(scheduler: Scheduler) -> bool:
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None or isinstance(connector, SojournConnector):
         return False
-    inner = transfer.kv_connector_extra_config.get("connectors", ())  # of vLLM's MultiConnector
+    is_multi = transfer.kv_connector == "MultiConnector"
+    inner = transfer.kv_connector_extra_config.get("connectors", ()) if is_multi else ()
     names = {str(transfer.kv_connector), *(str(one.get("kv_connector")) for one in inner)}
     roles = {str(transfer.kv_role), *(str(one.get("kv_role")) for one in inner)}
     return (

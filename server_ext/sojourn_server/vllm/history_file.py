@@ -49,7 +49,7 @@ class HistoryFile:
             kept = f"{self._path}.unreadable"
             with contextlib.suppress(OSError):  # in a folder that cannot be written, no save destroys it
                 os.replace(self._path, kept)
-            what = "sojourn: history %s cannot be used (%s); starting cold, and it is kept as %s"
+            what = "sojourn: history %s cannot be used (%s); starting cold, and it is moved to %s if possible"
             logger.warning(what, self._path, error, kept)
         return Histories()
 

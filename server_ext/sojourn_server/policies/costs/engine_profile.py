@@ -211,4 +211,4 @@ class _ProfileDocument(msgspec.Struct, frozen=True):
 def _toml(value: Any) -> str:
     # A JSON value is a valid TOML value, except that TOML requires DEL to be escaped.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return text.replace("], [", "],\n  [")
+    return text.replace("], [", "],\n  [") if isinstance(value, list) else text

@@ -77,9 +77,9 @@ class RelativeIdlenessPlacement(PlacementPolicy):
     needs_tiers = True
     k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
     """Number of cycles over which idleness is measured (§4.2)."""
-    tick_s: Annotated[float, Meta(gt=0)] = 5.0
+    tick_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     """Seconds without an event after which the policy is asked again (§5)."""
-    idle_tick_s: Annotated[float, Meta(gt=0)] = 0.5
+    idle_tick_s: Annotated[float, Meta(gt=0, le=3600)] = 0.5
     """Replaces ``tick_s`` while nothing runs although a program waits. It bounds the delay of rule 3."""
     disk_idleness: Annotated[float, Meta(ge=0, le=1)] = 0.9
     """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""

@@ -125,8 +125,8 @@ class ResidencyPricePlacement(PlacementPolicy):
     k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
     """Number of cycles over which idleness (the share of time in tools) is measured, for the rule on a full
     device."""
-    tick_s: Annotated[float, Meta(gt=0)] = 1.0
-    idle_tick_s: Annotated[float, Meta(gt=0)] = 0.25
+    tick_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
+    idle_tick_s: Annotated[float, Meta(gt=0, le=3600)] = 0.25
     reserve: Annotated[float, Meta(ge=0, le=1)] = 0.7
     """Maximum share of the predicted growth that is reserved. On the device, this maximum applies right after
     a loss of KV. In all tiers together, it applies if the lower tiers are at least as large as the device."""
