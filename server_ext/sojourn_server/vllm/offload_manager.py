@@ -385,7 +385,9 @@ class OffloadManager:
     @_turns_off
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Copy cached ``blocks`` of a running request that will probably be preempted, in context order."""
-        self._store(blocks, _PLAIN)
+        # A block that is there keeps its rank, for example that of an idle program.
+        host, key_of = self._connector.planner.host, self._groups.key_of
+        self._store([block for block in blocks if host.get(key_of(block)) is None], _PLAIN)
 
     @_turns_off
     def count_copied(self, blocks: Iterable[KVCacheBlock]) -> int:
