@@ -273,7 +273,6 @@ class TierManager:
         self.places = False
         self._places.clear()
         self._untracked.clear()
-        self._overdue_at_s = math.inf
         for program in waiting:
             yield program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP)
 
@@ -411,8 +410,7 @@ class TierManager:
         for it."""
         program, newest = place.program, next(reversed(place.waiting.values()), None)
         if newest is None or newest.waits_since_s <= since_s or not 0 <= now - newest.arrived_s <= RETRY_S:
-            before_s, aborted_s = program.aborted_wait or (since_s, now)
-            program.aborted_wait = min(since_s, before_s if 0 <= now - aborted_s <= RETRY_S else since_s), now
+            program.aborted_wait = min(since_s, self._continued_wait_s(program, now)), now
         else:
             self._start_wait(newest, since_s)
 
