@@ -278,14 +278,14 @@ def test_the_last_bit_of_a_lease_is_compared(continuum_recording, monkeypatch):
     from sojourn_server.policies.retention_policies import ContinuumRetention
 
     path, _ = continuum_recording
-    ttl = ContinuumRetention.ttl
+    keep = ContinuumRetention.keep
 
-    def a_bit_more(self: Any, turn: Any) -> RetentionDecision:
-        choice = ttl(self, turn)
+    def a_bit_more(self: Any, turn: Any, now: float) -> RetentionDecision:
+        choice = keep(self, turn, now)
         more = choice.reason is DecisionReason.THIS_TOOL and choice.ttl_s
         return RetentionDecision(choice.ttl_s * (1 + 2**-52), choice.reason) if more else choice
 
-    monkeypatch.setattr(ContinuumRetention, "ttl", a_bit_more)
+    monkeypatch.setattr(ContinuumRetention, "keep", a_bit_more)
     lines = recording_lines(path)
     first = next(n for n, (_, reason) in grants(lines).items() if reason == "this_tool")
     report = replay_recording(path)
@@ -444,7 +444,7 @@ DAMAGES = {
     "after line 0: Not a gzipped file": lambda path, good: path.write_text("hello\n", encoding="utf-8"),
     "after line 0: Is a directory": lambda path, good: path.mkdir(),
     "after line 0: No such file": lambda path, good: None,
-    r"line 1: recording version 12, written by sojourn \S+; expected 15: run sojourn parity": edited(
+    r"line 1: recording version 12, written by sojourn \S+; expected 16: run sojourn parity": edited(
         lambda lines: lines[0].update(sojourn_recording=12)
     ),
     "line 1: Object missing required field `pool`": edited(lambda lines: lines[0].pop("pool")),

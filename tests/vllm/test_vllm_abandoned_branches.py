@@ -48,6 +48,9 @@ def test_a_context_that_begins_anew_leaves_the_old_one_behind_with_its_date(make
 def test_what_was_left_behind_goes_before_a_context_that_is_older(make_engine, clock):
     """By vLLM's own order the other program's context would go, which has not been used for longer."""
     engine = make_engine("saga-paper", blocks=101)
+    turn(engine, clock, "d1", prompt(9, 16), program="D")
+    clock.now += 100.0  # τ_max, beside which the ages below are small
+    turn(engine, clock, "d2", prompt(9, 20), program="D")
     turn(engine, clock, "b1", prompt(5, 480), program="B")
     turn(engine, clock, "a1", prompt(1, 480))
     turn(engine, clock, "a2", prompt(2, 480))

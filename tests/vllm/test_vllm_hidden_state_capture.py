@@ -489,10 +489,10 @@ def test_informative_states_improve_forecasts_and_others_are_ignored(
     request_state = program_scheduler.state.requests.states["last"]
     assert request_state.network_prediction is not None
     written = request_state.network_predicted_at_tokens
-    asked = program_scheduler.forecaster._predict_remaining(request_state, written, 400, 0.0)
-    without = program_scheduler.forecaster.predictor.remaining(
-        program_scheduler.forecaster._output_view(request_state, written, 400), 0.0
-    )
+    forecaster = program_scheduler.forecaster
+    view = forecaster._output_view(request_state, written, 400)
+    asked = forecaster.predictor.remaining(view, 0.0)
+    without = forecaster.predictor.remaining(view._replace(network_prediction=None), 0.0)
     assert (asked == without) == (not telling)
     if telling:
         assert asked[1] > 120 > without[1], "it is none of the short ones, and that was told"

@@ -136,7 +136,7 @@ class EngineService:
             elif operation == "event_batches":
                 answer = [apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
             elif operation in self.OPERATIONS:
-                answer = getattr(self, f"_{operation}")(_arguments.decode(payload), now)
+                answer = getattr(self, f"_{operation}")(_arguments.decode(payload or "{}"), now)
             else:
                 raise WireError(f"unknown operation {operation!r}; expected {', '.join(self.OPERATIONS)}")
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -1,1 +1,0 @@
-"""Empty: the engine refuses no request that placement holds back."""
