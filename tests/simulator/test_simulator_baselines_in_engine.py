@@ -142,7 +142,7 @@ def test_infercept_lets_go_when_keeping_wastes_more() -> None:
     engine.step()
     engine.tell({"type": "tool_start", "program_id": "A", "seq": 1, "call_id": "c", "tool": "bash"})
     program_scheduler = engine.scheduler.sojourn.program_scheduler
-    (lease,) = program_scheduler.state.leases
+    (lease,) = program_scheduler.state.leases.values()
     assert lease.ttl_s == pytest.approx(0.641 / 2, rel=0.2), "alone: half of its own recompute"
     clock.now += lease.ttl_s + 0.01
     engine.step()
