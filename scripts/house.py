@@ -74,7 +74,7 @@ BUDGETS = {
     "demo": 1_058,
     "cli": 5_687,
     "sojourn_server": 4,
-    "tests": 78_315,
+    "tests": 78_313,
     "benchmarks": 12_387,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as

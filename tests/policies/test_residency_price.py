@@ -24,7 +24,6 @@ from sojourn_server.policies.placement.residency_price import (
     ResidencyPricePlacement,
     ResidencyPricePlan,
 )
-from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.idleness import Idleness
 
 DEVICE, HOST, DISK, WAITING = Tier
@@ -675,14 +674,6 @@ def test_one_program_enters_beside_requests_without_a_program_that_fill_the_devi
     waiting = [program(f"w{number}", WAITING, READY, 18) for number in range(5)]
     view = replace(view_of(*waiting), device=TierCapacity(capacity_blocks=20, untracked_blocks=untracked))
     assert len(ResidencyPricePlacement().moves(view, NOW)) == 1
-
-
-def test_the_preset_needs_no_host_memory() -> None:
-    preset = load_preset("sojourn")
-    assert preset.placement.is_used
-    assert not preset.placement.needs_tiers
-    assert preset.tier_mechanisms() == []
-    assert load_preset("mori").placement.needs_tiers
 
 
 def test_the_example_of_the_documentation() -> None:

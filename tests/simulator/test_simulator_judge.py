@@ -192,17 +192,18 @@ def test_a_changed_policy_runs_again_at_the_same_arrival_rates_and_the_others_do
         return [row(spec.policy, mean_s=50.0) for spec in specs]
 
     monkeypatch.setattr(judge, "run", run)
-    options = SimpleNamespace(seed=0, jobs=1, kept=False, only=None, policies=None)
-    [cell] = judge.renewed([earlier], points, options, judge.Console(quiet=True))
-    assert ran == [("sojourn", 0.25, 1.0), ("sojourn-oracle", 0.25, 1.0)]
+    ours = [("sojourn", 0.25, 1.0), ("sojourn-oracle", 0.25, 1.0)]
+    for names, only, wanted in (
+        ("mori", "closed", []),
+        ("mori", "bfcl", [("mori", 0.25, 1.0)]),
+        (None, None, ours),
+    ):
+        ran.clear()
+        options = SimpleNamespace(seed=0, jobs=1, kept=False, policies=names, only=only)
+        [cell] = judge.renewed([earlier], points, options, judge.Console(quiet=True))
+        assert ran == wanted
     means = {name: figures.completion_mean_s for name, figures in cell.rows.items()}
     assert means == {"sojourn": 50.0, "sojourn-oracle": 50.0, "stock": 100.0, "mori": 100.0}
-    ran.clear()
-    options.policies = "mori"
-    for options.only in ("closed", "open 0.95,bfcl"):
-        [cell] = judge.renewed([earlier], points, options, judge.Console(quiet=True))
-    assert ran == [("mori", 0.25, 1.0)], "and only where it was asked for"
-    options.policies = options.only = None
     # Interrupted: the finished runs count, and the others stay as they were.
     options.kept = True
     monkeypatch.setattr(judge, "is_kept", lambda spec, options: spec.policy == "sojourn")
