@@ -103,7 +103,7 @@ def test_who_would_not_fit_is_kept_out_until_somebody_leaves() -> None:
         return e.program_scheduler.may_admit(late, 10, 50, e.now, anything_running=True, most_tokens=10_000)
 
     assert not asked(), "two of 40 + 80 tokens are 60 blocks, and some are kept free"
-    assert (forecaster.demand, forecaster.changes) == (alone, changes), "whoever is kept out needs nothing"
+    assert (forecaster.demand, forecaster.changes) == (alone, changes), "one kept out needs nothing"
     e.program_scheduler.preempted(a, e.now, tokens=40)
     assert forecaster.changes > changes
     assert asked()
@@ -193,7 +193,7 @@ def test_the_need_is_that_of_those_who_run_whatever_happens(happenings: list[tup
                     state, 10, 9_000, e.now, anything_running=True, output_tokens=0, most_tokens=10_000
                 )
             e.admit(state.request_id)
-            assert scheduler.forecaster.changes == changes, "nobody has left"
+            assert scheduler.forecaster.changes == changes, "no request has left"
             live[state.request_id] = running(state.request_id)
         elif live and what in ("leave", "preempt"):
             request = sorted(live)[which % len(live)]

@@ -86,7 +86,7 @@ def test_requests_in_the_queue_leave_a_share_of_the_buffers_to_others() -> None:
         pushed(world, p, name, 100 * number)
         queued(world, d, *names[: number + 1], seconds=0.5)
     queued(world, d, *names, seconds=40.0)
-    assert d.counts["prompts_evicted"] == 0, "nobody else wants the room"
+    assert d.counts["prompts_evicted"] == 0, "no other prompt wants the slots"
     for number in range(3):
         pushed(world, p, f"live{number}", 1000 + 100 * number)
         d.expect(f"live{number}")
