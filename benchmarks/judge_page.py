@@ -329,7 +329,7 @@ def kinds_table(cells: Sequence[Cell]) -> str:
     head = (
         "simulated loads",
         "over stock vLLM",
-        "over the best of four others: recorded agents",
+        "over the best of the others: recorded agents",
         "generated",
     )
     return marked(head, rows)
