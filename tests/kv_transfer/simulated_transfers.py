@@ -251,6 +251,7 @@ class Engine:
 
     def _read(self, blocks: Sequence[tuple[bytes, memoryview]], report: Callable[[str | None], None]) -> None:
         world = self.world
+        assert blocks, "a reader of no blocks would never be free again"
 
         async def read() -> None:
             for key, into in blocks:

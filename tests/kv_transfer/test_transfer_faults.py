@@ -267,6 +267,36 @@ def test_a_push_may_be_given_up_in_any_phase_by_either(who: str, layers: int) ->
         assert_clean(here, there)
 
 
+def test_a_push_may_be_answered_and_given_up_by_its_peer_at_once() -> None:
+    world, here, there = world_of_two()
+    world.lose = lambda sender, receiver, message: isinstance(message, NeedMessage)
+    here.push("t", "d", WHOLE)
+    (push,) = here.node.pushes.values()
+    world.run(0.1)
+
+    def both() -> None:
+        for message in (NeedMessage(transfer="t", indices=[0]), AbortMessage(transfer="t", reason="no room")):
+            push.received(push.conn, message, b"")
+
+    world.call(both)
+    assert here.wait(PushEnded, "t") == PushEnded("t", False, "no room")
+    there.forget("t")
+    world.run(1.0)
+    assert_clean(here, there)
+
+
+def test_reads_that_are_given_up_before_they_begin_keep_no_reader_busy() -> None:
+    world, here, _ = world_of_two()
+    world.put(*CONTEXT)
+    world.hung.add(key(0))
+    here.load("first", [key(0)])
+    here.load("given up", [key(1)])
+    here.end_load("given up")
+    world.released.set()
+    here.load("next", CONTEXT)
+    assert here.wait(LoadEnded, "next") == LoadEnded("next", len(CONTEXT))
+
+
 # -- leases, epochs, sizes, handshakes -----------------------------------------------------------
 
 

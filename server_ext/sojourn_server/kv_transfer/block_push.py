@@ -81,17 +81,15 @@ class BlockPush(Transfer):
                 return
             if isinstance(event, int):
                 given = event + 1
-                await self._send([event], needed or {})
+                await self._send(conn, [event], needed or {})
                 continue
             if any(not 0 <= index < len(self.keys) for index in event.indices):
                 raise TransferFailed("the peer asked for a block that was not offered")
             added = {index: None for index in event.indices if index not in (needed or {})}
             needed = {**(needed or {}), **added}
-            await self._send(range(given), added)
+            await self._send(conn, range(given), added)
 
-    async def _send(self, layers: Sequence[int], indices: dict[int, None]) -> None:
-        assert self.conn is not None
-        conn = self.conn
+    async def _send(self, conn: PeerConnection, layers: Sequence[int], indices: dict[int, None]) -> None:
         async with conn.lane:
             for layer in layers if indices else ():
                 blocks = [(index, self._layers[layer][index]) for index in indices]

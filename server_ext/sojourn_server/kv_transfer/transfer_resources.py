@@ -119,6 +119,8 @@ class StorageReads:
                 slots.append(self._queue.get_nowait())
             wanted = [slot for slot in slots if slot.filler is self]
             self.meter.queued_bytes -= size * (len(slots) - len(wanted))
+            if not wanted:  # a reader of no blocks would never be free again
+                continue
             for slot in wanted:
                 slot.pins += 1
             results: asyncio.Queue[str | None] = asyncio.Queue()
