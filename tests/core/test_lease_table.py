@@ -74,7 +74,7 @@ class TableAgainstModel(RuleBasedStateMachine):
                 silent = held.silent_s < held.expires_s
                 expected[name] = DecisionReason.SILENT if silent else DecisionReason.TTL
                 del self.model[name]
-        expired = self.table.expired(self.now) if self.now >= self.table.next_deadline_s else []
+        expired = self.table.expired(self.now)
         assert dict(expired) == expected
         for name, _ in expired:
             self.table.end(name)

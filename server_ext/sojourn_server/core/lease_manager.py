@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,7 +104,10 @@ class LeaseManager:
         excess = leases.held_blocks + blocks - leases.budget_blocks
         if excess <= 0 and reason is not DecisionReason.HINTED:
             return True
-        hinted = leases.hinted_blocks()
+        of_hints = [lease for lease in leases.values() if lease.reason is DecisionReason.HINTED]
+        hinted: Counter[str | None] = Counter()
+        for lease in of_hints:
+            hinted[lease.tenant] += lease.freed_blocks
         requests = self._state.requests.states.values()
         tenants = {tenant, *hinted, *(each.program.tenant for each in requests if each.program is not None)}
         untracked = any(each.program is None for each in requests)
@@ -112,7 +116,6 @@ class LeaseManager:
             return hinted[tenant] + blocks <= share
         # Ended leases may free less than ``excess``, because other leases can share their blocks. So this
         # lease is refused anyway; the next lease may find enough budget.
-        of_hints = [lease for lease in leases.values() if lease.reason is DecisionReason.HINTED]
         for lease in sorted(of_hints, key=lambda lease: (lease.waiting, lease.expires_s, lease.program_id)):
             if excess > 0 and hinted[lease.tenant] > share:
                 hinted[lease.tenant] -= lease.freed_blocks
@@ -185,11 +188,6 @@ class LeaseManager:
         if lease is not None:
             self._state.actions.append(EngineAction(EngineActionKind.RELEASE, program_id, reason))
             self._ended(lease, reason, now)
-
-    def end_expired(self, now: float) -> None:
-        """End the leases whose time is over."""
-        for program_id, reason in self._leases.expired(now):
-            self.end(program_id, reason, now)
 
     def end_all(self, reason: DecisionReason, now: float) -> list[ProgramId]:
         """End all leases. Returns their programs."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -73,8 +72,6 @@ class LeaseTable(dict[ProgramId, Lease]):
         self.budget_blocks = budget_blocks
         self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
         """Block id → (rank, id) of the programs whose leases hold the block, in ascending order."""
-        self.next_deadline_s = math.inf
-        """A time before which no lease expires."""
 
     @property
     def blocks(self) -> int:
@@ -90,14 +87,6 @@ class LeaseTable(dict[ProgramId, Lease]):
         """Return how many of these blocks no lease holds."""
         return sum(block_id not in self._holders for block_id in block_ids)
 
-    def hinted_blocks(self) -> Counter[str | None]:
-        """Return the number of blocks held for leases whose TTL the client chose, by tenant."""
-        found: Counter[str | None] = Counter()
-        for lease in self.values():
-            if lease.reason is DecisionReason.HINTED:
-                found[lease.tenant] += lease.freed_blocks
-        return found
-
     def grant(self, lease: Lease) -> None:
         """Add a lease. The program must not have another."""
         assert lease.program_id not in self
@@ -110,7 +99,6 @@ class LeaseTable(dict[ProgramId, Lease]):
                 lease.freed_blocks += 1
                 if len(holders) > 1:
                     self[holders[1][1]].freed_blocks -= 1
-        self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
 
     def end(self, program_id: ProgramId) -> Lease | None:
         """Remove and return the program's lease."""
@@ -133,7 +121,6 @@ class LeaseTable(dict[ProgramId, Lease]):
         lease = self.get(program_id)
         if lease is not None and (promised or lease.silent_s < math.inf):
             lease.silent_s = now + SILENCE_S
-            self.next_deadline_s = min(self.next_deadline_s, lease.silent_s)
 
     def extend(self, program_id: ProgramId, expires_s: float) -> None:
         """Postpone the lease's expiry to ``expires_s``, at most to ``limit_s``."""
@@ -146,15 +133,15 @@ class LeaseTable(dict[ProgramId, Lease]):
         lease = self.get(program_id)
         if lease is not None:
             lease.waiting = waiting
-            self.next_deadline_s = min(self.next_deadline_s, lease.deadline_s())
         return lease is not None
 
     def expired(self, now: float) -> list[tuple[ProgramId, DecisionReason]]:
         """Return the programs of the expired leases, earliest first, each with the reason for the end of its
         lease."""
-        kept = [lease for lease in self.values() if not lease.waiting]
-        due = sorted((lease for lease in kept if lease.deadline_s() <= now), key=Lease.deadline_s)
-        later = (lease.deadline_s() for lease in kept if lease.deadline_s() > now)
-        self.next_deadline_s = min(later, default=math.inf)
+        due = [lease for lease in self.values() if lease.expires_s <= now or lease.silent_s <= now]
         silent, ttl = DecisionReason.SILENT, DecisionReason.TTL
-        return [(lease.program_id, silent if lease.silent_s < lease.expires_s else ttl) for lease in due]
+        return [
+            (lease.program_id, silent if lease.silent_s < lease.expires_s else ttl)
+            for lease in sorted(due, key=Lease.deadline_s)
+            if not lease.waiting
+        ]

@@ -752,8 +752,8 @@ class ProgramScheduler:
         self._now_s = now
         if event.used_blocks is not None:
             self.state.used_blocks = event.used_blocks
-        if now >= self._leases.next_deadline_s:
-            self.lease_manager.end_expired(now)
+        for program_id, reason in self._leases.expired(now):
+            self.lease_manager.end(program_id, reason, now)
         pressed = getattr(self.preset.retention, "pressed", None)
         if pressed is not None and len(self._leases) and self.state.used_blocks is not None:
             views, used_blocks = self._lease_views(), self.state.used_blocks
