@@ -36,8 +36,7 @@ from result_pages import marked, opening, show, write_result
 from rich.progress import Progress
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
-    ReadSidePolicy,
-    ShorterQueueRead,
+    READ_SIDE_POLICIES,
 )
 from sojourn_server.simulator.report.results_file import made_with
 
@@ -60,17 +59,10 @@ RUNS = {"burst": 1, "alone": 5}
 """Number of runs of each case per round. A single request takes only a second, so it is repeated."""
 
 
-class DecodeSide(ReadSidePolicy):
-    """Read-side policy in which the decode engine's node reads everything."""
-
-    def decode_reads(self, prefill_queue_s: float, decode_queue_s: float, *, one_node: bool) -> bool:
-        return True
-
-
-ARMS: dict[str, Callable[[], ReadSidePolicy]] = {
-    "prefill side": ReadSidePolicy,
-    "decode side": DecodeSide,
-    "shorter queue": ShorterQueueRead,
+ARMS: dict[str, Callable[[float, float], bool]] = {
+    "prefill side": READ_SIDE_POLICIES["prefill"],
+    "decode side": lambda prefill_queue_s, decode_queue_s: True,
+    "shorter queue": READ_SIDE_POLICIES["shorter"],
 }
 
 
@@ -125,7 +117,7 @@ class Bench:
         """Send all requests of a case at once, and return the figures. Raises ``RuntimeError`` for an
         unexpected answer."""
         questions = self.cases[case]
-        router = Router(self.engines, ARMS[arm](), pool_tokens(self.options))
+        router = Router(self.engines, ARMS[arm], pool_tokens(self.options))
         for question in questions:
             router.know(question)
         samples: list[Sample] = []

@@ -21,7 +21,7 @@ from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, parse
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
     PairScheduler,
-    ReadSidePolicy,
+    PrefillDecodeRules,
 )
 from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore
@@ -50,8 +50,12 @@ class RoutingQuery(NamedTuple):
 class Router:
     """The gateway's routing core for one arm, with the parts of a gateway that the core needs."""
 
-    def __init__(self, engines: Sequence[Engine], side: ReadSidePolicy, pool_tokens: int) -> None:
-        self._core = RoutingCore(PairStrategy(PairScheduler(side=side)))
+    def __init__(
+        self, engines: Sequence[Engine], decode_reads: Callable[[float, float], bool], pool_tokens: int
+    ) -> None:
+        pairs = PairScheduler(PrefillDecodeRules())
+        pairs.decode_reads = decode_reads
+        self._core = RoutingCore(PairStrategy(pairs))
         self._engines = {engine.name: engine for engine in engines}
         self._waiting: dict[str, asyncio.Future[SendRequest]] = {}
         self._sent: dict[str, SendRequest] = {}

@@ -24,7 +24,7 @@ from sojourn_server.api.live_stream import MAX_DELTA_S
 from sojourn_server.api.openapi import PREFIX, TYPES, either
 from sojourn_server.api.routes import MAX_DECISIONS, MAX_PROGRAMS, NDJSON, build_router
 from sojourn_server.core import engine_answers
-from sojourn_server.core.engine_answers import Capabilities, GraphList, ProgramDetail
+from sojourn_server.core.engine_answers import Capabilities, ProgramDetail
 from sojourn_server.gateway.http.gateway_route_types import (
     MAX_LISTED_PROGRAMS,
     AnyStats,
@@ -50,7 +50,6 @@ _ERROR = {
 }
 _PATH_PARAMETERS = {
     "program_id": "Id of the program, percent-encoded.",
-    "graph_hash": "Hash of the graph.",
     "replica": "Name of the replica, percent-encoded.",
 }
 
@@ -337,8 +336,6 @@ ENGINE_OPERATIONS = {
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),
     ("GET", "/programs/{program_id}/explain"): Operation(Explanation, ExplainQuery),
     ("POST", "/programs/{program_id}/persist"): Operation(engine_answers.PersistProgress),
-    ("GET", "/graphs"): Operation(engine_answers.GraphList),
-    ("GET", "/graphs/{graph_hash}"): Operation(engine_answers.GraphDetail),
     ("GET", "/stats"): Operation(
         Annotated[Any, either(engine_answers.EngineStats, engine_answers.StockStats, StatsByEngine)]
     ),
@@ -374,14 +371,6 @@ class RoutedProgram(ProgramRouteStatus, frozen=True, kw_only=True):
     program."""
 
 
-class GatewayGraphList(GraphList, frozen=True, kw_only=True):
-    """The workflow graphs that the engines know. Also the URLs of engines that run without sojourn
-    (``stock``) or did not answer (``silent``)."""
-
-    stock: list[str]
-    silent: list[str]
-
-
 class RoutedProgramsQuery(msgspec.Struct):
     """Query of the list of programs."""
 
@@ -400,7 +389,6 @@ _REPLICA = Operation(Annotated[Any, either(ReplicaStatus, PairEngineStatus, None
 _SAME = (
     ("POST", "/events"),
     ("GET", "/programs/{program_id}/explain"),
-    ("GET", "/graphs/{graph_hash}"),
     ("GET", "/stream"),
     ("GET", "/openapi.json"),
 )
@@ -409,7 +397,6 @@ GATEWAY_OPERATIONS = {
     ("GET", "/capabilities"): Operation(GatewayCapabilities),
     ("GET", "/programs"): Operation(RoutedProgramList, RoutedProgramsQuery),
     ("GET", "/programs/{program_id}"): Operation(RoutedProgram),
-    ("GET", "/graphs"): Operation(GatewayGraphList),
     ("GET", "/stats"): Operation(GatewayStats),
     ("GET", "/decisions"): Operation(DecisionsAnswer, ReplicaDecisionsQuery, media=DECISION_LINES),
     ("POST", "/policy"): Operation(PolicyStates, PolicyQuery),

@@ -38,7 +38,7 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     EnginePair,
     PairScheduler,
     PdRequest,
-    PrefillSelectionLimits,
+    PrefillDecodeRules,
 )
 from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     PrefillComputeQuota,
@@ -416,12 +416,13 @@ class PdSimulation:
         prompt_tokens = sum(turn.prompt_tokens for turn in every) / len(every)
         hit_tokens = sum(turn.hit_blocks for turn in every) * FULL_BLOCK_TOKENS / len(every)
         turn_s = model.turn_flops(hit_tokens, prompt_tokens - hit_tokens) / flops_per_s
-        limits = PrefillSelectionLimits(
-            short_queue_s=cluster.short_queue_s, most_tokens=cluster.most_tokens_s * prompt_tokens / turn_s
-        )
-        self.pairs: PairScheduler | RoundRobinPairs = (
-            PairScheduler(limits) if system.scheduled else RoundRobinPairs(system.alternates)
-        )
+        self.pairs: PairScheduler | RoundRobinPairs
+        if system.scheduled:
+            rules = PrefillDecodeRules(short_queue_s=cluster.short_queue_s, most_tokens_s=math.inf)
+            self.pairs = PairScheduler(rules)
+            self.pairs.most_prefill_tokens = cluster.most_tokens_s * prompt_tokens / turn_s
+        else:
+            self.pairs = RoundRobinPairs(system.alternates)
         nodes = cluster.prefill_nodes + cluster.decode_nodes
         self.nics = [StorageNic(blocks_per_s) for _ in range(nodes)]
         for node in range(nodes):

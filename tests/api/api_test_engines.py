@@ -25,8 +25,7 @@ BATCH = {
 }
 PERSISTED = {"program_id": "p", "turns": 2, "state": "writing", "context_tokens": 70, "stored_tokens": 32}
 GETS = (
-    "capabilities", "programs", "programs/p", "load", "stats", "decisions", "stream?once=1", "graphs",
-    "graphs/h",
+    "capabilities", "programs", "programs/p", "load", "stats", "decisions", "stream?once=1",
 )  # fmt: skip
 
 
@@ -86,8 +85,6 @@ def engine_answers(**changed: Any) -> dict[str, Any]:
         "programs": {"programs": [{"program_id": "p", "turns": 2}], "total": 1, "shown": 1},
         "program": lambda payload: {"program_id": "p", "turns": 2} if payload["program_id"] == "p" else None,
         "persist": lambda payload: PERSISTED if payload["program_id"] == "p" else None,
-        "graphs": {"graphs": [{"graph_hash": "h"}], "total": 1, "bytes": 9, "forgotten": 0},
-        "graph": lambda payload: {"graph_hash": "h"} if payload["graph_hash"] == "h" else None,
         "snapshot": {"engine": {"engine": "0", "now_s": 1.0}, "programs": [], "total": 0, "full": True},
         "stats": {"programs": {"acting": 1}, "policy": "continuum", "lost_tokens": 10},
         "load": {"requests": 1, "programs": [{"program_id": "p", "tokens": 8, "context_tokens": 9}]},

@@ -75,7 +75,7 @@ def test_a_route_without_an_operation_and_the_reverse_are_errors() -> None:
     http_api = load_script("docs/http_api.py")
     routes = build_router(VirtualRpc(VirtualEngine()), ApiKeys()).routes
     left = dict(http_api.ENGINE_OPERATIONS)
-    more = {**left, ("GET", "/moves"): left["GET", "/graphs"]}
+    more = {**left, ("GET", "/moves"): left["GET", "/load"]}
     del left["GET", "/stats"]
     with pytest.raises(KeyError, match="/stats"):
         http_api.openapi_document("x", routes, left)
@@ -105,8 +105,6 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
     batch = {"v": 1, "emitter": "e9", "events": [{"type": "heartbeat", "program_id": "a", "seq": 1}]}
     ask(contract, client, "/events", json=batch)
     ask(contract, client, "/events", 400, json=[])
-    [graph] = ask(contract, client, "/graphs")["graphs"]
-    ask(contract, client, f"/graphs/{graph['graph_hash']}")
     ask(contract, client, "/programs?limit=9&status=acting")
     ask(contract, client, "/programs?limit=0", 400)
     for name in "abc":
@@ -141,7 +139,6 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
     both = client_of(VirtualRpc(engine, VirtualEngine()))
     for url in (
         "/programs",
-        "/graphs",
         "/programs/a",
         "/programs/a/explain",
         "/stats",

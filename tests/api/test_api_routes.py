@@ -47,18 +47,6 @@ def test_reads_answer_what_the_engine_says(client: TestClient, engine: ScriptedE
     assert client.get("/sojourn/v1/programs/p").json() == {"program_id": "p", "turns": 2}
     assert client.get("/sojourn/v1/load").json()["engines"][0]["requests"] == 1
     assert client.get("/sojourn/v1/stats").json()["lost_tokens"] == 10
-    assert client.get("/sojourn/v1/graphs").json()["total"] == 1
-    assert client.get("/sojourn/v1/graphs/h").json() == {"graph_hash": "h"}
-    assert engine.calls[-1] == ("graph", '{"graph_hash":"h"}')
-
-
-def test_a_graph_nobody_knows(client: TestClient, engine: ScriptedEngine) -> None:
-    error = check_error(client.get("/sojourn/v1/graphs/%22%3Cx%3E"), 404)
-    assert "/sojourn/v1/graphs" in error["next"]
-    assert json.loads(engine.calls[-1][1]) == {"graph_hash": '"<x>'}
-    asked = len(engine.calls)
-    check_error(client.get("/sojourn/v1/graphs/" + "x" * 300), 404)
-    assert len(engine.calls) == asked
 
 
 @pytest.mark.parametrize(
@@ -131,8 +119,6 @@ def test_several_engines_answer_as_one() -> None:
                 "shown": 2,
             },
             program={"program_id": "p", "turns": 9},
-            graphs={"graphs": [{"graph_hash": "i"}, {"graph_hash": "h"}], "bytes": 18, "forgotten": 3},
-            graph={"graph_hash": "i", "nodes": ["x"]},
             stats={"programs": {"acting": 2, "ended": 1}, "policy": "continuum", "lost_tokens": 5},
             decisions={"decisions": [{"seq": 0}], "next": 1},
             load={"requests": 2, "programs": []},
@@ -148,10 +134,6 @@ def test_several_engines_answer_as_one() -> None:
     assert client.get("/sojourn/v1/capabilities").json()["engines"] == 2
     assert "tiers" not in client.get("/sojourn/v1/capabilities").json()
     assert [one["requests"] for one in client.get("/sojourn/v1/load").json()["engines"]] == [1, 2]
-    graphs = client.get("/sojourn/v1/graphs").json()
-    assert ([g["graph_hash"] for g in graphs["graphs"]], graphs["total"]) == (["h", "i"], 2)
-    assert (graphs["bytes"], graphs["forgotten"]) == (18, 3)
-    assert client.get("/sojourn/v1/graphs/i").json()["nodes"] == ["x"]
     assert client.get("/sojourn/v1/decisions?engine=1").json()["next"] == 1
     assert client.get("/sojourn/v1/decisions").json()["engines"] == ["0", "1"]
     check_error(client.get("/sojourn/v1/decisions?engine=2"), 404)
@@ -197,7 +179,7 @@ def test_the_tests_above_know_every_route() -> None:
         if isinstance(route, APIRoute)
         for method in route.methods
     }
-    paths = {path.partition("?")[0] for path in GETS} - {"programs/p", "graphs/h"}
+    paths = {path.partition("?")[0] for path in GETS} - {"programs/p"}
     expected = {("GET", f"/sojourn/v1/{path}") for path in paths}
     assert found == expected | {
         ("GET", "/sojourn/v1/openapi.json"),
@@ -206,7 +188,6 @@ def test_the_tests_above_know_every_route() -> None:
         ("GET", "/sojourn/v1/programs/{program_id:path}"),
         ("GET", "/sojourn/v1/programs/{program_id:path}/explain"),
         ("POST", "/sojourn/v1/programs/{program_id:path}/persist"),
-        ("GET", "/sojourn/v1/graphs/{graph_hash}"),
     }
 
 

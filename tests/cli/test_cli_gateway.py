@@ -12,7 +12,8 @@ import pytest
 from cli_process import invoke, refused
 from sojourn_server.cli.gateway import _READ_SIDES
 from sojourn_server.gateway.http import gateway_app
-from sojourn_server.routing.routing_from_preset import READ_SIDE_POLICIES, PrefillDecodeRules
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import READ_SIDE_POLICIES
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
 ENGINES = ["--engines", "http://127.0.0.1:1"]
 PAIR = ["--prefill", "http://h:1", "--decode", "http://h:2"]

@@ -52,8 +52,7 @@ def state_of(engine: VirtualEngine) -> Any:
     leases = {
         held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in engine.leases.values()
     }
-    known_graphs = program_scheduler.state.graphs
-    graphs = [known.aeg.hash for known in known_graphs], known_graphs.types()
+    graphs = [known.aeg.hash for known in program_scheduler.state.graphs]
     return programs, leases, graphs, program_scheduler.histories.tools.snapshot(), len(engine.done)
 
 
@@ -264,7 +263,7 @@ def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> No
         assert len(answers) == len(events)
         engine.wait(1.0)
         assert math.isfinite(sum(held.expires_s for held in engine.leases.values()))
-        for operation in ("programs", "graphs", "program", "stats"):
+        for operation in ("programs", "program", "stats"):
             engine.ask(operation, program_id="p")
     engine.turn("p", prompt(44))
     assert engine.leases.blocks == sum(held.blocks for held in engine.leases.values())

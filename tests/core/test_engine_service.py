@@ -178,29 +178,6 @@ def test_what_the_client_declared_of_a_program(engine: VirtualEngine) -> None:
     assert not {"tools", "tenant", "graph_hash", "expected_steps_left", "ledger"} & set(light)
 
 
-def test_graphs(engine: VirtualEngine) -> None:
-    assert engine.ask("graphs") == {"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}
-    first = Aeg({"plan": (), "act": ("bash",)}, [(START, "plan"), ("plan", "act"), ("act", END, 0.5)])
-    second = Aeg(["only"], complete=False)
-    for aeg in (first, second):
-        engine.send(
-            AegReport(program_id="a", seq=-1, graph_hash=aeg.hash, graph=aeg.wire(), agent_type="fixer")
-        )
-    told = engine.ask("graphs")
-    assert [(g["graph_hash"], g["agent_types"], g["complete"]) for g in told["graphs"]] == [
-        (second.hash, ["fixer"], False),
-        (first.hash, [], True),
-    ]
-    assert (told["total"], told["forgotten"]) == (2, 0)
-    assert engine.ask("program", program_id="a")["graph_hash"] == second.hash
-    told = engine.ask("graph", graph_hash=first.hash)
-    assert told["nodes"] == [{"id": "act", "tools": ["bash"]}, {"id": "plan"}]
-    assert {"source": "act", "target": END, "probability": 0.5} in told["edges"]
-    assert (told["node_count"], told["edge_count"]) == (2, 3)
-    assert engine.ask("graph", graph_hash="nobody's") is None
-    assert engine.ask("graph") is None
-
-
 def test_stats(engine: VirtualEngine) -> None:
     told = engine.ask("stats")
     assert told["programs"] == {"reasoning": 1, "acting": 1, "gated": 0, "ended": 1, "expired": 0}

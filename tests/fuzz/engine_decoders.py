@@ -59,7 +59,7 @@ EVENTS = tuple(
     WIRE[name] for name in ("program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end")
 )
 XARGS = {"session_id": "beside", "agentic_context": WIRE["riding"].decode()}
-OPERATIONS = ("capabilities", "programs", "program", "graphs", "graph", "stats", "decisions", "drain_metrics")
+OPERATIONS = ("capabilities", "programs", "program", "stats", "decisions", "drain_metrics")
 OUTPUTS = (
     b'{"type": "function_call", "name": "bash", "arguments": "{\\"command\\": \\"cd x && pytest | tail\\"}"}',
     b'<tool_call>\n{"name": "bash", "arguments": {"command": ["bash", "-lc", "ls"]}}\n</tool_call>',
@@ -132,7 +132,7 @@ def identify(data: bytes, folder: Path) -> Any:
 def follow_graph(data: bytes, folder: Path) -> Any:
     event = decode_event(data)
     graphs = GraphStore()
-    if isinstance(event, AegReport) and graphs.follow(event.graph_hash, event.graph, event.agent_type):
+    if isinstance(event, AegReport) and graphs.follow(event.graph_hash, event.graph):
         (known,) = graphs
         for node in (START, END, *known.aeg.nodes):
             known.following(node)

@@ -34,6 +34,7 @@ from sojourn_server.gateway.http.tenant_keys import (
 )
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
 from sojourn_server.policies.fairness_policies import SharePolicy
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillDecodeRules
 from sojourn_server.policies.routing_policies import SessionAffinityRouting, StealingPolicy
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
@@ -243,7 +244,8 @@ def test_the_page_lists_every_cluster_preset_and_its_engine() -> None:
 @pytest.mark.parametrize("in_pairs", [True, False])
 def test_a_request_that_ends_at_an_engine_that_is_lost_is_over(in_pairs: bool, spare: bool) -> None:
     policies: list[Any] = [SessionAffinityRouting(), StealingPolicy(), SharePolicy()]
-    core = RoutingCore(PairStrategy() if in_pairs else AffinityStrategy(*policies), RoutingLimits())
+    pairs = PairStrategy(PairScheduler(PrefillDecodeRules()))
+    core = RoutingCore(pairs if in_pairs else AffinityStrategy(*policies), RoutingLimits())
     routing_backend = RoutingBackend(core, lambda: 100.0)
 
     def register(name: str) -> None:

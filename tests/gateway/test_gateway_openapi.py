@@ -55,8 +55,6 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
         assert (await ask(contract, it, "/programs/a/explain?turn=1"))["replica"] == fake.name
         await ask(contract, it, "/programs/a/explain?turn=9", 404)
         await ask(contract, it, "/programs/nobody", 404)
-        [graph] = (await ask(contract, it, "/graphs"))["graphs"]
-        await ask(contract, it, f"/graphs/{graph['graph_hash']}")
         for url in (
             "/capabilities",
             "/stats",
@@ -78,7 +76,7 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
         await ask(contract, it, "/openapi.json")
         assert contract.seen == contract.operations
         await fake.kill()
-        for url in ("/graphs", "/stats", "/stream?once=1", "/programs/a"):
+        for url in ("/stats", "/stream?once=1", "/programs/a"):
             await ask(contract, it, url)
         for url in ("/capabilities", "/programs/a/explain"):
             await ask(contract, it, url, 503)

@@ -12,23 +12,29 @@ from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     EnginePair,
     PairScheduler,
     PdRequest,
+    PrefillDecodeRules,
     PrefillEngine,
-    PrefillSelectionLimits,
-    ReadSidePolicy,
-    ShorterQueueRead,
     StorageNic,
     choose_decode,
     choose_prefill,
     high_token_threshold,
+    shorter_queue_reads,
 )
 
 BLOCK_S = 0.1
 
 
+def scheduler(most_tokens: float) -> PairScheduler:
+    """A scheduler whose β is a fixed number of tokens."""
+    pairs = PairScheduler(PrefillDecodeRules(most_tokens_s=math.inf))
+    pairs.most_prefill_tokens = most_tokens
+    return pairs
+
+
 def fleet(
     prefill_nodes: int = 1, decode_nodes: int = 1, engines: int = 2, most_tokens: float = 100.0, kv: int = 200
 ) -> PairScheduler:
-    pairs = PairScheduler(PrefillSelectionLimits(most_tokens=most_tokens))
+    pairs = scheduler(most_tokens)
     number = 0
     for node in range(prefill_nodes + decode_nodes):
         pairs.add_node(node, BLOCK_S)
@@ -204,11 +210,6 @@ def test_first_come_first_served_while_all_prefill_engines_are_over_beta() -> No
     assert [pair.request.request_id for pair in pairs.dispatch(0.0)] == [3]
 
 
-def test_limits_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"short_queue_s=-1\.0, .*expected"):
-        PrefillSelectionLimits(short_queue_s=-1.0)
-
-
 story = st.lists(
     st.one_of(
         st.tuples(st.just("come"), st.integers(1, 150), st.integers(0, 9)),
@@ -279,7 +280,7 @@ fleet_story = st.lists(
 def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[str, int, int]]) -> None:
     """Each request needs two engines. Two requests must not hold what the other one needs. When the paired
     requests end, the others get their pairs."""
-    pairs = PairScheduler(PrefillSelectionLimits(most_tokens=60.0))
+    pairs = scheduler(60.0)
     for node in range(4):
         pairs.add_node(node, BLOCK_S)
     prefill, decode = {0}, {1}
@@ -366,7 +367,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
 
 
 def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
-    pairs = PairScheduler(PrefillSelectionLimits(most_tokens_s=5.0))
+    pairs = PairScheduler(PrefillDecodeRules())
     pairs.add_node(0, 0.01)
     pairs.add_prefill(0, 0)
     pairs.add_decode(0, 0, 0, 1_000_000)
@@ -389,17 +390,22 @@ def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill_s", "decode_s", "one_node", "decode_reads"),
-    [
-        (1.0, 0.5, False, True),
-        (0.5, 1.0, False, False),
-        (1.0, 1.0, False, False),
-        (-0.1, -2.0, False, True),
-        (1.0, 0.5, True, False),
-    ],
+    ("prefill_s", "decode_s", "decode_reads"),
+    [(1.0, 0.5, True), (0.5, 1.0, False), (1.0, 1.0, False), (-0.1, -2.0, True)],
 )
-def test_the_shorter_queue_reads(
-    prefill_s: float, decode_s: float, one_node: bool, decode_reads: bool
+def test_the_shorter_queue_reads(prefill_s: float, decode_s: float, decode_reads: bool) -> None:
+    assert shorter_queue_reads(prefill_s, decode_s) == decode_reads
+
+
+@pytest.mark.parametrize(("read_side", "decode_node"), [("prefill", 1), ("shorter", 0)])
+def test_the_prefill_side_reads_by_rule_and_where_both_engines_are_on_one_node(
+    read_side: str, decode_node: int
 ) -> None:
-    assert ShorterQueueRead().decode_reads(prefill_s, decode_s, one_node=one_node) == decode_reads
-    assert not ReadSidePolicy().decode_reads(prefill_s, decode_s, one_node=one_node)
+    pairs = PairScheduler(PrefillDecodeRules(read_side))
+    for node in (0, 1):
+        pairs.add_node(node, BLOCK_S)
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(1, decode_node, 0, 1000)
+    pairs.report(0, 9.0, 0.0)
+    pairs.submit(ask(1))
+    assert [pair.decode_reads for pair in pairs.dispatch(0.0)] == [False]

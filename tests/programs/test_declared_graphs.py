@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sojourn.aeg import END, START, Aeg
 from sojourn.wire_codec import MAX_GRAPH_BYTES, encode
 from sojourn.wire_events import AegEdge, AegGraph, AegNode
-from sojourn_server.programs.declared_graphs import TYPES_PER_GRAPH, GraphError, GraphStore
+from sojourn_server.programs.declared_graphs import GraphError, GraphStore
 
 LOOP = Aeg({"plan": (), "act": ("bash", "edit")}, [(START, "plan"), ("plan", "act"), ("act", "plan", 0.9)])
 
@@ -31,31 +31,19 @@ def graph(nodes: Any = ("a", "b"), edges: Any = (), complete: bool = True) -> Ae
 
 
 def state_of(store: GraphStore) -> Any:
-    return [known.aeg.hash for known in store], store.bytes, store.forgotten, store.types()
+    return [known.aeg.hash for known in store], store.bytes
 
 
 def test_a_graph_is_spelt_out_once_and_then_known_by_its_hash() -> None:
     store = GraphStore()
-    assert not store.follow(LOOP.hash, None, "fixer"), "nobody has told it yet"
-    assert store.follow(LOOP.hash, LOOP.wire(), "fixer")
-    assert store.follow(LOOP.hash, None, "reviewer")
+    assert not store.follow(LOOP.hash, None), "nobody has told it yet"
+    assert store.follow(LOOP.hash, LOOP.wire())
+    assert store.follow(LOOP.hash, None)
     known = store.get(LOOP.hash)
     assert known is not None
     assert known.aeg == LOOP
     assert known.aeg.successors("act") == ("plan",)
     assert known.size_bytes == store.bytes == len(encode(LOOP.wire()))
-    assert store.types() == {LOOP.hash: ["fixer", "reviewer"]}
-
-
-def test_two_graphs_of_one_agent_type_are_both_kept_and_the_latest_is_current() -> None:
-    store = GraphStore()
-    first, second = numbered(1), numbered(2)
-    store.follow(first.hash, first.wire(), "fixer")
-    store.follow(second.hash, second.wire(), "fixer")
-    assert [known.aeg for known in store] == [first, second]
-    assert store.types() == {second.hash: ["fixer"]}
-    store.follow(first.hash, None, "fixer")
-    assert store.types() == {first.hash: ["fixer"]}
 
 
 BAD: dict[str, tuple[AegGraph, str]] = {
@@ -72,10 +60,10 @@ BAD: dict[str, tuple[AegGraph, str]] = {
 @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD)
 def test_a_graph_that_is_none_changes_nothing_and_says_why(bad: AegGraph, reason: str) -> None:
     store = GraphStore()
-    store.follow(LOOP.hash, LOOP.wire(), "fixer")
+    store.follow(LOOP.hash, LOOP.wire())
     before = state_of(store)
     with pytest.raises(GraphError) as caught:
-        store.follow("h", bad, "fixer")
+        store.follow("h", bad)
     assert reason in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert state_of(store) == before
@@ -85,11 +73,10 @@ def test_no_other_graph_takes_the_place_of_a_known_one() -> None:
     store = GraphStore()
     forged = Aeg({"plan": (), "act": ("rm",)}, LOOP.edges)
     with pytest.raises(GraphError, match=f"the hash of this graph is {forged.hash}"):
-        store.follow(LOOP.hash, forged.wire(), "fixer")
-    assert store.types() == {}
+        store.follow(LOOP.hash, forged.wire())
+    assert not [*store]
     store.follow(LOOP.hash, LOOP.wire())
-    assert store.follow(LOOP.hash, forged.wire(), "fixer"), "the hash names what is held, and it alone counts"
-    assert store.types() == {LOOP.hash: ["fixer"]}
+    assert store.follow(LOOP.hash, forged.wire()), "the hash names what is held, and it alone counts"
     assert [known.aeg for known in store] == [LOOP]
 
 
@@ -101,19 +88,19 @@ GRAPHS = st.builds(
     edges=st.lists(st.builds(AegEdge, source=NAMES, target=NAMES, probability=PROBABILITIES), max_size=5),
     complete=st.booleans(),
 )
-REPORTS = st.tuples(st.integers(0, 40), st.sampled_from(["spelt", "named", "forged"]), NAMES, GRAPHS)
+REPORTS = st.tuples(st.integers(0, 40), st.sampled_from(["spelt", "named", "forged"]), GRAPHS)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(REPORTS, max_size=60))
-def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[int, str, str, AegGraph]]) -> None:
+def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[int, str, AegGraph]]) -> None:
     store = GraphStore(max_graphs=8, max_bytes=MAX_GRAPH_BYTES)
-    for number, how, agent_type, any_graph in reports:
+    for number, how, any_graph in reports:
         known = numbered(number, nodes=1 + 100 * (number % 11))
         body = {"spelt": known.wire(), "named": None, "forged": any_graph}[how]
         before = state_of(store)
         try:
-            taken = store.follow(known.hash, body, agent_type)
+            taken = store.follow(known.hash, body)
         except GraphError:
             assert how == "forged"
             taken = False
@@ -123,6 +110,3 @@ def test_whatever_is_reported_the_bounds_hold(reports: list[tuple[int, str, str,
             assert state_of(store) == before
         assert len(store) <= 8
         assert store.bytes == sum(k.size_bytes for k in store) <= MAX_GRAPH_BYTES
-        types = store.types()
-        assert set(types) <= {k.aeg.hash for k in store}
-        assert sum(map(len, types.values())) <= TYPES_PER_GRAPH * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from routing_builders import only
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     PairScheduler,
-    PrefillSelectionLimits,
+    PrefillDecodeRules,
 )
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.pair_strategy import PairStrategy
@@ -52,7 +53,8 @@ def stored(it: RoutingCore) -> int:
 def core(
     *names: str, pairs: PairScheduler | None = None, expects: bool = False, **limits: Any
 ) -> RoutingCore:
-    made = RoutingCore(PairStrategy(pairs, expects_engines=expects), RoutingLimits(**limits))
+    strategy = PairStrategy(pairs or PairScheduler(PrefillDecodeRules()), expects_engines=expects)
+    made = RoutingCore(strategy, RoutingLimits(**limits))
     for name in names:
         made.take(seen(name), 0.0)
     return made
@@ -274,7 +276,8 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.number = 0
-        pairs = PairScheduler(PrefillSelectionLimits(most_tokens=5000))
+        pairs = PairScheduler(PrefillDecodeRules(most_tokens_s=math.inf))
+        pairs.most_prefill_tokens = 5000
         self.core = core(pairs=pairs, wait_s=500.0, most_waiting=30)
         self.lives = dict.fromkeys(NAMES, 1)
         self.sent: dict[str, SendRequest] = {}

@@ -59,7 +59,7 @@ sends many ``persist`` calls at once."""
 GATEWAY_OPERATIONS = frozenset({PERSIST_OPERATION})
 CACHE_TTL_S = 0.5
 """Seconds for which an answer is reused for equal queries."""
-CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "graphs", "load", "stats"})
+CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "load", "stats"})
 """Operations that clients poll. Queries for the decision log or for one program are not cached."""
 MAX_CACHED_ANSWERS = 16
 """Maximum number of cached answers. Queries with different parameters have separate answers."""

@@ -65,23 +65,6 @@ def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:
     return max(known, key=lambda program: program.get("turns", 0)) if known else None
 
 
-def merge_graphs(answers: Sequence[Any]) -> dict[str, Any]:
-    """Return one answer, whose list of graphs has no duplicates. Each engine gets all graphs and may forget
-    some."""
-    if len(answers) == 1:
-        return dict(answers[0])
-    known: dict[str, dict[str, Any]] = {}
-    for answer in answers:
-        for graph in answer["graphs"]:
-            known.setdefault(graph["graph_hash"], graph)
-    return {
-        "graphs": list(known.values()),
-        "total": len(known),
-        "bytes": max(answer["bytes"] for answer in answers),
-        "forgotten": max(answer["forgotten"] for answer in answers),
-    }
-
-
 def merge_capabilities(answers: Sequence[Any]) -> dict[str, Any]:
     """Return the capabilities of the first engine, because all engines have the same options. Only the entry
     ``tiers`` may differ: if an engine has turned its tiers off, its entry is returned."""

@@ -39,7 +39,6 @@ from .openapi import PREFIX, openapi_response
 from .response_merging import (
     encode_json,
     merge_capabilities,
-    merge_graphs,
     merge_program,
     merge_programs,
     merge_stats,
@@ -148,26 +147,6 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
         return JSONResponse(
             _require_program(merge_program(await query_id(PERSIST_OPERATION, program_id=program_id)))
         )
-
-    @router.get("/graphs")
-    async def get_graphs() -> JSONResponse:
-        """List the declared graphs, most recently used first, with hash, agent types and size."""
-        found = await query("graphs")
-        return JSONResponse(merge_graphs(found))
-
-    @router.get("/graphs/{graph_hash}")
-    async def get_graph(graph_hash: str) -> JSONResponse:
-        """Return one graph with its nodes and edges. ``/programs/{id}`` shows a program's ``graph_hash``."""
-        found = await query_id("graph", graph_hash=graph_hash)
-        graph = next((known for known in found if known is not None), None)
-        if graph is None:
-            raise ApiError(
-                404,
-                "no graph has this hash",
-                f"GET {PREFIX}/graphs lists the known ones; the least recently used ones are forgotten, and "
-                "a restart forgets all",
-            )
-        return JSONResponse(graph)
 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:

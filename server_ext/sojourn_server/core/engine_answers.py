@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
-from sojourn.wire_events import AegEdge, AegNode
 
 from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
@@ -266,35 +265,6 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     compute_s: float | None
     """Estimated seconds for this engine to compute the context again, from the engine's profile or measured
     steps; ``None``: unknown."""
-
-
-class GraphSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One execution graph in the list of graphs."""
-
-    graph_hash: str
-    agent_types: list[str]
-    complete: bool
-    """True if the graph has all edges; false if edges may be missing."""
-    node_count: int
-    edge_count: int
-    bytes: int
-
-
-class GraphList(msgspec.Struct, frozen=True, kw_only=True):
-    """The declared graphs, most recently used first."""
-
-    graphs: list[GraphSummary]
-    total: int
-    bytes: int
-    forgotten: int
-    """Number of graphs that were removed to make room."""
-
-
-class GraphDetail(GraphSummary, frozen=True, kw_only=True):
-    """One execution graph with its nodes and edges."""
-
-    nodes: list[AegNode]
-    edges: list[AegEdge]
 
 
 class LeaseTotals(msgspec.Struct, frozen=True, kw_only=True):

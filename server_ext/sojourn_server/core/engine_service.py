@@ -27,7 +27,6 @@ from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
 from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
-from ..programs.declared_graphs import KnownGraph
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from ..programs.workflow_history import agent_type_name
@@ -49,7 +48,6 @@ class _Arguments(msgspec.Struct):
     """The arguments of all operations."""
 
     program_id: str = ""
-    graph_hash: str = ""
     status: str | None = None
     limit: int | None = None
     since: int = 0
@@ -116,8 +114,8 @@ class EngineService:
     arguments and the time."""
 
     OPERATIONS = (
-        "capabilities", "policy", "programs", "program", "load", "explain", "persist", "graphs", "graph",
-        "stats", "snapshot", "decisions", "drain_metrics",
+        "capabilities", "policy", "programs", "program", "load", "explain", "persist", "stats",
+        "snapshot", "decisions", "drain_metrics",
     )  # fmt: skip
 
     def __init__(self, program_scheduler: ProgramScheduler, view: EngineView) -> None:
@@ -305,21 +303,6 @@ class EngineService:
             bytes=progress.get("pending_bytes", 0),
             compute_s=reload.seconds(program.context_tokens) if reload.known else None,
         )
-
-    def _graphs(self, arguments: _Arguments, now: float) -> answers.GraphList:
-        graphs = self._state.graphs
-        types = graphs.types()
-        shown = [answers.GraphSummary(**_graph_summary(known, types)) for known in reversed(list(graphs))]
-        return answers.GraphList(
-            graphs=shown, total=len(shown), bytes=graphs.bytes, forgotten=graphs.forgotten
-        )
-
-    def _graph(self, arguments: _Arguments, now: float) -> answers.GraphDetail | None:
-        known = self._state.graphs.get(arguments.graph_hash)
-        if known is None:
-            return None
-        summary, graph = _graph_summary(known, self._state.graphs.types()), known.aeg.wire()
-        return answers.GraphDetail(**summary, nodes=graph.nodes, edges=graph.edges)
 
     def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
         state, histories, placed = self._state, self._state.histories, self._program_scheduler.tiers.counts()
@@ -518,18 +501,6 @@ def pair_load(paths: KVTransferStatus) -> dict[str, Any]:
     if capabilities is None or stats is None:
         return {}
     return {"epoch": capabilities["epoch"], "links": stats.get("links", {})}
-
-
-def _graph_summary(known: KnownGraph, types: dict[str, list[str]]) -> dict[str, Any]:
-    """The fields of a ``GraphSummary``."""
-    return {
-        "graph_hash": known.aeg.hash,
-        "agent_types": types.get(known.aeg.hash, []),
-        "complete": known.aeg.complete,
-        "node_count": len(known.aeg.nodes),
-        "edge_count": len(known.aeg.edges),
-        "bytes": known.size_bytes,
-    }
 
 
 def _same(source: Any, names: str) -> dict[str, Any]:

@@ -666,14 +666,13 @@ class ProgramScheduler:
         return None
 
     def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Refusal | None:
-        agent_type = event.agent_type or program.agent_type
         try:
-            known = self.state.graphs.follow(event.graph_hash, event.graph, agent_type)
+            known = self.state.graphs.follow(event.graph_hash, event.graph)
         except GraphError as error:
             return Outcome.REJECTED, str(error)
         if not known:
             return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
-        program.agent_type = agent_type
+        program.agent_type = event.agent_type or program.agent_type
         program.graph_hash = event.graph_hash
         return None
 

@@ -20,9 +20,6 @@ from sojourn.wire_events import AegGraph
 
 MAX_STEPS_AFTER = 64
 """Maximum number of steps that ``KnownGraph.steps_after`` looks ahead."""
-TYPES_PER_GRAPH = 4
-"""Maximum number of stored agent types, as a multiple of ``max_graphs``; the least recently used are
-dropped. Several types can share a graph."""
 
 
 class GraphError(InputError):
@@ -77,10 +74,7 @@ class GraphStore:
         self.max_bytes = max_bytes
         self.bytes = 0
         """Size of all stored graphs as JSON, in bytes."""
-        self.forgotten = 0
         self._graphs: OrderedDict[str, KnownGraph] = OrderedDict()
-        self._current: OrderedDict[str, str] = OrderedDict()
-        """Agent type → hash of the graph that its latest program follows. The graph may have been removed."""
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -95,17 +89,8 @@ class GraphStore:
             self._graphs.move_to_end(graph_hash)
         return self._graphs.get(graph_hash)
 
-    def types(self) -> dict[str, list[str]]:
-        """Return graph hash → sorted agent types whose latest program follows this graph. Graphs that were
-        removed are left out."""
-        types: dict[str, list[str]] = {}
-        for agent_type, graph_hash in sorted(self._current.items()):
-            if graph_hash in self._graphs:
-                types.setdefault(graph_hash, []).append(agent_type)
-        return types
-
-    def follow(self, graph_hash: str, graph: AegGraph | None, agent_type: str | None = None) -> bool:
-        """Record that a program of ``agent_type`` follows the graph with this hash.
+    def follow(self, graph_hash: str, graph: AegGraph | None) -> bool:
+        """Record that a program follows the graph with this hash.
 
         A graph that is not stored yet is stored. ``graph`` is ``None`` if the client sent only the hash.
         Returns whether the graph is stored now: false if the client sent only an unknown hash. Raises
@@ -118,16 +103,10 @@ class GraphStore:
             self._graphs[graph_hash] = known
             self.bytes += known.size_bytes
         self._graphs.move_to_end(graph_hash)
-        if agent_type:
-            self._current[agent_type] = graph_hash
-            self._current.move_to_end(agent_type)
         # The newest graph is last. It always fits alone, so it stays.
         while len(self._graphs) > self.max_graphs or self.bytes > self.max_bytes:
             _, oldest = self._graphs.popitem(last=False)
             self.bytes -= oldest.size_bytes
-            self.forgotten += 1
-        while len(self._current) > TYPES_PER_GRAPH * self.max_graphs:
-            self._current.popitem(last=False)
         return True
 
 

@@ -26,7 +26,7 @@ MAX_NODES = 4096
 
 
 class PairStrategy(RoutingStrategy):
-    """Lets a pair scheduler (``pairs``; ``None``: the default one) choose the engines.
+    """Lets the pair scheduler ``pairs`` choose the engines.
 
     ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
     engine. If False and a role (prefill or decode) has no engines, new requests are rejected at once, and
@@ -34,8 +34,8 @@ class PairStrategy(RoutingStrategy):
 
     unit = "pair of engines"
 
-    def __init__(self, pairs: PairScheduler | None = None, *, expects_engines: bool = False) -> None:
-        self.pairs = pairs or PairScheduler()
+    def __init__(self, pairs: PairScheduler, *, expects_engines: bool = False) -> None:
+        self.pairs = pairs
         self._expects_engines = expects_engines
         self._missing_since_s: float | None = None
         """Time of the first tick that found a role without engines."""

@@ -138,12 +138,6 @@ class EngineQueries:
         silent = [*found.silent, *(url for url in found.documents if url not in ours)]
         return {**merged, "engines": engines, "gateway": True, "stock": found.stock, "silent": silent}
 
-    async def graphs(self, authorization: str | None) -> dict[str, Any]:
-        found = await self.every("/sojourn/v1/graphs", authorization)
-        documents = list(found.documents.values()) or [{"graphs": [], "total": 0, "bytes": 0, "forgotten": 0}]
-        graphs = response_merging.merge_graphs(documents)
-        return {**graphs, "stock": found.stock, "silent": found.silent}
-
     # -- live frames, as a ``LiveSource`` ----------------------------------------------
 
     async def take(self, changed_within_s: float | None) -> SourceFrame:

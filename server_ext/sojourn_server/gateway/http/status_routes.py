@@ -66,8 +66,6 @@ class StatusRoutes:
             Route(f"{PREFIX}/programs", guard(self._programs)),
             Route(f"{PREFIX}/programs/{{program_id:path}}/explain", guard(self._explanation)),
             Route(f"{PREFIX}/programs/{{program_id:path}}", guard(self._program)),
-            Route(f"{PREFIX}/graphs", guard(self._graphs)),
-            Route(f"{PREFIX}/graphs/{{graph_hash}}", guard(self._graph)),
             Route(f"{PREFIX}/stats", guard(self._stats)),
             Route(f"{PREFIX}/policy", guard(self._switch_policy), methods=["POST"]),
             Route(f"{PREFIX}/stream", guard(self._stream)),
@@ -190,20 +188,6 @@ class StatusRoutes:
         if answer is None:
             raise unavailable_error("the program's engine does not answer")
         return Response(answer.body, answer.status, media_type=answer.media_type)
-
-    async def _graphs(self, request: Request) -> Response:
-        """List the workflow graphs that the engines know. Needs the admin key, if there are keys."""
-        self.access.only_admin(request)
-        return json_response(await self.queries.graphs(engine_authorization(request)))
-
-    async def _graph(self, request: Request) -> Response:
-        """Return one graph with its nodes and edges. Needs the admin key, if there are keys."""
-        self.access.only_admin(request)
-        path = f"{PREFIX}/graphs/{quote(request.path_params['graph_hash'], safe='')}"
-        found = await self.queries.first(path, engine_authorization(request))
-        if found is None:
-            raise ApiError(404, "no graph of this hash is known", f"GET {PREFIX}/graphs lists those that are")
-        return Response(found.body, media_type=found.media_type)
 
     async def _switch_policy(self, request: Request) -> Response:
         """Switch the policy of all engines off or on. Needs the admin key."""

@@ -7,7 +7,7 @@ engines and nodes. Of equally good engines, the one with the lowest number is ch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,9 +17,6 @@ SPEED_WINDOW_S = 60.0
 """Seconds of engines' work over which their speed is averaged, with exponential weights."""
 MIN_SPEED_S = 1.0
 """The speed counts as known after this many seconds of engines' work."""
-HIGH_TOKENS_RATIO = 1.05
-"""An engine's token count is high if it exceeds this multiple of the group's mean tokens per engine (see
-``high_token_threshold``). The rule is our reading of the paper, whose formula is illegible in our copy."""
 
 
 class PdRequest(NamedTuple):
@@ -44,31 +41,46 @@ class EnginePair(NamedTuple):
     """Whether the decode engine's node reads the stored blocks. If not, the prefill engine's node does."""
 
 
-# -- which node reads (D6) ---------------------------------------------------------------
+# -- an operator's settings --------------------------------------------------------------
 
 
-class ReadSidePolicy:
-    """Chooses the engine whose node reads all of a request's stored blocks. The base chooses the prefill
-    engine's: one path, as in systems before DualPath."""
+def shorter_queue_reads(prefill_queue_s: float, decode_queue_s: float) -> bool:
+    """Return whether the decode engine's node reads: the one with the shorter read queue reads everything
+    (DualPath §6.1; mechanism D6).
 
-    def decode_reads(self, prefill_queue_s: float, decode_queue_s: float, *, one_node: bool) -> bool:
-        """Return whether the decode engine's node reads. If not, the prefill engine's node does.
-
-        ``prefill_queue_s``, ``decode_queue_s``: seconds of reads queued at each node's storage NIC; negative:
-        seconds since the NIC became idle. ``one_node``: both engines are on one node and share its NIC."""
-        return False
+    The queues are in seconds; negative: seconds since the NIC became idle. If neither side has queued reads,
+    the side that has been idle longer reads, since a fixed choice would give one side all reads of a lightly
+    loaded fleet; the paper does not say which. If both are equal, the prefill engine's node reads."""
+    return decode_queue_s < prefill_queue_s
 
 
-class ShorterQueueRead(ReadSidePolicy):
-    """The side with the shorter read queue reads everything (DualPath §6.1).
+READ_SIDE_POLICIES: dict[str, Callable[[float, float], bool]] = {
+    "shorter": shorter_queue_reads,
+    "prefill": lambda prefill_queue_s, decode_queue_s: False,
+}
+"""Policies that choose which side of a pair reads KV from storage, by their names in the configuration. With
+``prefill`` there is one path, as in systems before DualPath."""
 
-    If neither side has queued reads, the side that has been idle longer reads, since a fixed choice would
-    give one side all reads of a lightly loaded fleet; the paper does not say which. The prefill side reads if
-    both sides are equal, or if both engines are on one node.
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecodeRules:
+    """An operator's settings for prefill and decode engines, used instead of a cluster preset.
+
+    In the paper, α and β are token counts: what a node reads, and an engine computes, within fixed times,
+    which are illegible in the text available to us; router and simulator use 3 s and 5 s. Here both are the
+    times, since nodes and engines may differ in speed.
     """
 
-    def decode_reads(self, prefill_queue_s: float, decode_queue_s: float, *, one_node: bool) -> bool:
-        return decode_queue_s < prefill_queue_s and not one_node
+    read_side: str = "shorter"
+    """A key of ``READ_SIDE_POLICIES``."""
+    short_queue_s: float = 3.0
+    """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
+    most_tokens_s: float = 5.0
+    """β: a prefill engine with more unfinished tokens than it computes in this many seconds gets no new
+    request; ``inf``: no limit. It does not apply until the engines' speed is known."""
+    high_tokens_ratio: float = 1.05
+    """Z, as a ratio: a decode engine's token count is high if it exceeds this multiple of the group's mean
+    (``high_token_threshold``). It is our reading of the paper, whose formula is illegible in our copy."""
 
 
 # -- engines and nodes ---------------------------------------------------------------------
@@ -135,28 +147,6 @@ class DecodeEngine:
 # -- which engines (D4, D5) ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillSelectionLimits:
-    """Limits for the selection, the paper's α and β.
-
-    In the paper, both are token counts: what a node reads, and an engine computes, within fixed times, which
-    are illegible in the text available to us; router and simulator use 3 s and 5 s. Here α is the time
-    itself, since nodes may differ in speed. β is the lower of a token count and a time, which the measured
-    speed of the engines converts to tokens. Raises ``ValueError`` for limits out of range.
-    """
-
-    short_queue_s: float = 3.0
-    """α: engines on nodes whose storage NIC has a longer read queue are chosen last."""
-    most_tokens: float = math.inf
-    """β: an engine with more unfinished tokens gets no new request. ``inf``, the default: no limit."""
-    most_tokens_s: float = math.inf
-    """β as seconds of an engine's computation. It does not apply until the engines' speed is known."""
-
-    def __post_init__(self) -> None:
-        if not (self.short_queue_s >= 0 and self.most_tokens >= 0 and self.most_tokens_s > 0):
-            raise ValueError(f"{self}; expected limits ≥ 0, and most_tokens_s above 0")
-
-
 def choose_prefill(
     engines: Iterable[PrefillEngine], short_queue_s: float, most_tokens: float, now: float
 ) -> PrefillEngine | None:
@@ -172,9 +162,7 @@ def choose_prefill(
     )
 
 
-def high_token_threshold(
-    engines: Sequence[DecodeEngine], queue: Iterable[PdRequest], ratio: float = HIGH_TOKENS_RATIO
-) -> float:
+def high_token_threshold(engines: Sequence[DecodeEngine], queue: Iterable[PdRequest], ratio: float) -> float:
     """Return Z, above which an engine's token count is high: ``ratio`` times the mean tokens of an engine.
 
     The group's tokens include those of the first requests in ``queue``: as many as fit into the free request
@@ -234,29 +222,24 @@ class PairScheduler:
 
     A request waits at the same time in the queue for prefill engines, first come first served, and in the
     queue of a decode group: of the groups with a large enough engine and below their request limit, the one
-    with the fewest tokens, queued ones included (DualPath's phase 1). When both engines are chosen, ``side``
-    decides which of their nodes reads the request's KV from storage. Any event may free capacity, so call
+    with the fewest tokens, queued ones included (DualPath's phase 1). When both engines are chosen,
+    ``decode_reads`` decides which of their nodes reads the request's KV from storage; two engines of one node
+    share its NIC. Any event may free capacity, so call
     ``dispatch`` after each event; in the paper, engines fetch requests periodically. Unknown numbers and
     requests raise ``KeyError``.
     """
 
-    def __init__(
-        self,
-        limits: PrefillSelectionLimits | None = None,
-        side: ReadSidePolicy | None = None,
-        high_tokens_ratio: float = HIGH_TOKENS_RATIO,
-    ) -> None:
+    def __init__(self, rules: PrefillDecodeRules) -> None:
         self.nics: dict[int, StorageNic] = {}
         """Node → its storage NIC."""
         self.prefill: dict[int, PrefillEngine] = {}
         self.decode: dict[int, DecodeEngine] = {}
-        self.limits = limits or PrefillSelectionLimits()
-        self.most_prefill_tokens = self.limits.most_tokens
+        self.most_prefill_tokens = math.inf
         """β in tokens, at present."""
+        self.decode_reads = READ_SIDE_POLICIES[rules.read_side]
         self.in_flight: dict[int | str, _RequestInFlight] = {}
         """Requests that were submitted and have not ended, in order of arrival."""
-        self._side = side or ShorterQueueRead()
-        self._high_tokens_ratio = high_tokens_ratio
+        self._rules = rules
         self._waiting: dict[int | str, _RequestInFlight] = {}
         """Requests that lack an engine. First those with a decode group, in order: the queue for prefill
         engines and, group by group, those for decode engines. Then those that no group can take now."""
@@ -368,7 +351,7 @@ class PairScheduler:
             if flight.prefill is not None or flight.group is None:
                 continue
             engine = choose_prefill(
-                self.prefill.values(), self.limits.short_queue_s, self.most_prefill_tokens, now
+                self.prefill.values(), self._rules.short_queue_s, self.most_prefill_tokens, now
             )
             if engine is None:
                 break
@@ -389,7 +372,9 @@ class PairScheduler:
                 queues.setdefault(flight.group, []).append(flight)
         for group, engines in groups.items() if queues else ():
             queue = queues.get(group, [])
-            most = high_token_threshold(engines, (one.request for one in queue), self._high_tokens_ratio)
+            most = high_token_threshold(
+                engines, (one.request for one in queue), self._rules.high_tokens_ratio
+            )
             for flight in queue:
                 flight.decode = choose_decode(engines, flight.request, most)
                 if flight.decode is None:
@@ -413,7 +398,7 @@ class PairScheduler:
 
     def _update_token_limit(self, now: float) -> None:
         """Measure the prompt tokens that a prefill engine finishes per second while it has requests, and set
-        β: the tokens that it computes in ``limits.most_tokens_s``, but at most ``limits.most_tokens``.
+        β: the tokens that it computes in ``most_tokens_s``.
 
         Tokens that are read from storage count like computed ones, here and in an engine's unfinished tokens.
         """
@@ -425,9 +410,9 @@ class PairScheduler:
             engine.since_s = now
             engine.requests -= 1
         self._left.clear()
-        if self._work_s >= MIN_SPEED_S and self._worked_tokens:
-            tokens_per_s = self._worked_tokens / self._work_s
-            self.most_prefill_tokens = min(self.limits.most_tokens, self.limits.most_tokens_s * tokens_per_s)
+        limit_s = self._rules.most_tokens_s
+        if limit_s < math.inf and self._work_s >= MIN_SPEED_S and self._worked_tokens:
+            self.most_prefill_tokens = limit_s * (self._worked_tokens / self._work_s)
 
     def _pair(self, flight: _RequestInFlight, now: float) -> EnginePair:
         """Return the pair of a request with both engines, and add its storage read to its node's queue."""
@@ -437,8 +422,8 @@ class PairScheduler:
         decode_reads = False
         if request.hit_blocks:
             one, other = prefill.nic, decode.nic
-            decode_reads = self._side.decode_reads(
-                one.busy_until_s - now, other.busy_until_s - now, one_node=one is other
+            decode_reads = one is not other and self.decode_reads(
+                one.busy_until_s - now, other.busy_until_s - now
             )
             nic = other if decode_reads else one
             nic.busy_until_s = max(nic.busy_until_s, now) + request.hit_blocks * nic.block_s

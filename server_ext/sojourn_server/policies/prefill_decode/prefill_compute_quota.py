@@ -8,6 +8,7 @@ quota in tokens does not. On a single engine, the quota only bounds the duration
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..costs.step_costs import StepCosts
@@ -34,15 +35,13 @@ class PrefillComputeQuota:
             return new
         # If the cached context ends within a block, the next block boundary is less than a block away.
         ahead = cached % self.block_tokens
-        low, high = 0, (ahead + new) // self.block_tokens
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.costs.chunk_s(cached, middle * self.block_tokens - ahead) <= left_s:
-                low = middle
-            else:
-                high = middle - 1
-        if low:
-            return low * self.block_tokens - ahead
+        cut = bisect_right(
+            range(1, (ahead + new) // self.block_tokens + 1),
+            left_s,
+            key=lambda blocks: self.costs.chunk_s(cached, blocks * self.block_tokens - ahead),
+        )
+        if cut:
+            return cut * self.block_tokens - ahead
         return min(new, self.block_tokens - ahead) if first else 0
 
 
