@@ -53,7 +53,8 @@ def stored(it: RoutingCore) -> int:
 def core(
     *names: str, pairs: PairScheduler | None = None, expects: bool = False, **limits: Any
 ) -> RoutingCore:
-    strategy = PairStrategy(pairs or PairScheduler(PrefillDecodeRules()), expects_engines=expects)
+    pairs = pairs or PairScheduler(PrefillDecodeRules(most_tokens_s=math.inf))
+    strategy = PairStrategy(pairs, expects_engines=expects)
     made = RoutingCore(strategy, RoutingLimits(**limits))
     for name in names:
         made.take(seen(name), 0.0)

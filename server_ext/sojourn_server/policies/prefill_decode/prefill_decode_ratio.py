@@ -71,33 +71,19 @@ class PdRatioRange(NamedTuple):
         return self.least * (1 - 1e-12) <= ratio <= self.most * (1 + 1e-12)
 
 
-def _link_loads(links: NodeLinks) -> dict[str, tuple[float, float, float, float]]:
-    """Return link → its capacity, and three parts of its load: one constant, one times P/D, one divided by
-    P/D. NICs are in units of s/g of their bandwidth, DRAM in units of S."""
-    nic = links.devices / links.storage_share
-    dram = links.dram_bytes_per_s / links.storage_nic_bytes_per_s
-    return {
-        "prefill compute NIC, read": (nic, 2, 0, 0),
-        "prefill compute NIC, write": (nic, 1, 0, 1),
-        "decode compute NIC, read": (nic, 2, 1, 0),
-        "decode compute NIC, write": (nic, 1, 2, 0),
-        "prefill DRAM": (dram, 2, 0, 0),
-        "decode DRAM": (dram, 3, 2, 0),
-    }
-
-
-def _bound(link: str, capacity: float, fixed: float, times: float, divided: float) -> LinkRatioBound:
-    spare = capacity - fixed
-    if times:
-        return LinkRatioBound(link, most=spare / times)
-    if divided:
-        return LinkRatioBound(link, least=divided / spare if spare > 0 else math.inf)
-    return LinkRatioBound(link, least=0.0 if spare >= 0 else math.inf)
-
-
 def pd_ratio_range(links: NodeLinks) -> PdRatioRange:
     """Return the range of P/D in which storage NICs are the only bottleneck, with the bounds of each link."""
-    bounds = tuple(_bound(link, *load) for link, load in _link_loads(links).items())
+    g, s = links.devices, links.storage_share
+    spare = links.dram_bytes_per_s / links.storage_nic_bytes_per_s
+    never = math.inf
+    bounds = (
+        LinkRatioBound("prefill compute NIC, read", least=0.0 if 2 * s <= g else never),
+        LinkRatioBound("prefill compute NIC, write", least=s / (g - s) if g > s else never),
+        LinkRatioBound("decode compute NIC, read", most=(g - 2 * s) / s),
+        LinkRatioBound("decode compute NIC, write", most=(g - s) / (2 * s)),
+        LinkRatioBound("prefill DRAM", least=0.0 if spare >= 2 else never),
+        LinkRatioBound("decode DRAM", most=(spare - 3) / 2),
+    )
     return PdRatioRange(max(bound.least for bound in bounds), min(bound.most for bound in bounds), bounds)
 
 
@@ -105,9 +91,15 @@ def link_utilisation(links: NodeLinks, prefill_nodes: int, decode_nodes: int) ->
     """Return the utilisation of each link, by name, while all storage NICs read all the time. A link above
     1.0 is a bottleneck. There is at least one node of either kind."""
     x = prefill_nodes / decode_nodes
+    part = links.storage_share / links.devices
+    dram = links.storage_nic_bytes_per_s / links.dram_bytes_per_s
     return {
-        link: (fixed + times * x + divided / x) / capacity
-        for link, (capacity, fixed, times, divided) in _link_loads(links).items()
+        "prefill compute NIC, read": 2 * part,
+        "prefill compute NIC, write": part * (1 + 1 / x),
+        "decode compute NIC, read": part * (x + 2),
+        "decode compute NIC, write": part * (2 * x + 1),
+        "prefill DRAM": 2 * dram,
+        "decode DRAM": dram * (3 + 2 * x),
     }
 
 
