@@ -152,17 +152,17 @@ class World(RuleBasedStateMachine):
             if held + need <= self.capacity[tier]:
                 agent.tier = tier
                 break
-        agent.clock.admitted("r", began_s)
+        agent.clock.update(began_s, running=True, live=True)
         agent.last_active_s = began_s + reasoning_s
-        agent.clock.finished("r", agent.last_active_s)
+        agent.clock.update(agent.last_active_s, running=False, live=False)
         agent.had_a_turn = True
         agent.activity = ACTING
         if activity is not ACTING:
             agent.since_s = agent.last_active_s + acting_s
-            agent.clock.arrived("r", agent.since_s)
+            agent.clock.update(agent.since_s, running=False, live=True)
             agent.activity = READY
         if activity is REASONING and agent.tier is DEVICE:
-            agent.clock.admitted("r", agent.since_s)
+            agent.clock.update(agent.since_s, running=True, live=True)
             agent.activity = REASONING
 
     # -- what happens -------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class World(RuleBasedStateMachine):
         self.born += 1
         name = ProgramId(f"p{self.born:03}")
         agent = Agent(name, self.now, prompt, prompt + growth, last_active_s=self.now)
-        agent.clock.arrived("r", self.now)
+        agent.clock.update(self.now, running=False, live=True)
         self.agents[name] = agent
         self.ask()
 
@@ -218,7 +218,7 @@ class World(RuleBasedStateMachine):
     def give_up(self, pick: int) -> None:
         if agent := self.any_of(pick, lambda a: a.activity is READY and a.returning):
             agent.activity, agent.had_a_turn = ACTING, True
-            agent.clock.finished("r", self.now)
+            agent.clock.update(self.now, running=False, live=False)
             self.ask()
 
     @rule(pick=st.integers(0, 99))
@@ -246,17 +246,17 @@ class World(RuleBasedStateMachine):
 
     def start(self, agent: Agent) -> None:
         assert agent.tier is DEVICE
-        agent.clock.admitted("r", self.now)
+        agent.clock.update(self.now, running=True, live=True)
         agent.activity, agent.returning = REASONING, True
         agent.context = max(agent.context, agent.prompt)
 
     def stop(self, agent: Agent) -> None:
-        agent.clock.finished("r", self.now)
+        agent.clock.update(self.now, running=False, live=False)
         agent.activity, agent.had_a_turn, agent.last_active_s = ACTING, True, self.now
         agent.turns += 1
 
     def come_back(self, agent: Agent, blocks: int) -> None:
-        agent.clock.arrived("r", self.now)
+        agent.clock.update(self.now, running=False, live=True)
         agent.activity, agent.prompt, agent.since_s = READY, agent.context + blocks, self.now
 
     # -- the question and its answer ----------------------------------------------------------

@@ -87,6 +87,11 @@ class PlacedProgram:
         oldest = next(iter(self.waiting.values()), None)
         return self.leaves_after is not None and oldest is not None and oldest.arrival <= self.leaves_after
 
+    def pass_time(self, now: float) -> None:
+        """Measure the idleness after an event of a request."""
+        runs = any(request.running for request in self.running.values())
+        self.clock.update(now, running=runs, live=bool(self.waiting or self.running))
+
     def parks(self, request_state: RequestState) -> bool:
         """Whether a request of the program may not run, because the program is not on the device, or will
         leave it."""

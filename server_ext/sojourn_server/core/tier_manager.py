@@ -111,11 +111,11 @@ class TierManager:
                 parent.children[program.id] = place
                 parent.tools_ended_s, parent.view = None, None
         self._arrivals = request_state.arrival
-        place.clock.arrived(request_state.request_id, now)
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
         place.prompts[request_state.request_id] = prompt
         place.tools_ended_s = None
+        place.pass_time(now)
         self._changed(place)
 
     def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> TierMove | None:
@@ -132,10 +132,10 @@ class TierManager:
             self._untracked[request_id] = tokens, prompt
             return None
         self._untracked.pop(request_id, None)
-        place.clock.admitted(request_id, now)
         place.waiting.pop(request_id, None)
         place.program.aborted_wait = None
         place.running[request_id] = request_state
+        place.pass_time(now)
         place.prompts[request_id] = prompt
         if place.returning and len(place.running) == 1:
             self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
@@ -151,7 +151,7 @@ class TierManager:
         self._untracked.pop(request_state.request_id, None)
         place = self._place_of(request_state)
         if place is not None:
-            place.clock.preempted(request_state.request_id, now)
+            place.pass_time(now)
             place.view = None
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
@@ -162,11 +162,11 @@ class TierManager:
         place = self._place_of(request_state)
         if place is None:
             return
-        place.clock.finished(request_id, now)
         place.prompts.pop(request_id, None)
         waited = place.waiting.pop(request_id, None) is not None
         if place.running.pop(request_id, None) is not None:
             place.last_active_s = now
+        place.pass_time(now)
         self._changed(place)
         if failed and waited and not place.running:
             self._keep_wait(place, request_state.waits_since_s, now)

@@ -152,34 +152,34 @@ class AffinityStrategy(RoutingStrategy):
     # -- bookkeeping --------------------------------------------------------------
 
     def opened(self, request: RoutedRequest, now: float) -> None:
-        if request.program is not None and not self._order.by_arrival:
-            request.program.idleness.arrived(request.request_id, request.since_s)
+        self._update_idleness(request.program, request.since_s)
         if self._reads_residents:
             self._regroup(request.program)
 
     def closed(self, request: RoutedRequest, now: float) -> None:
-        if request.program is not None and not self._order.by_arrival:
-            request.program.idleness.finished(request.request_id, now)
+        self._update_idleness(request.program, now)
         if self._reads_residents:
             self._regroup(request.program)
         self.capacity_changed = True
 
     def sent(self, request: RoutedRequest, now: float) -> None:
-        if request.program is not None and not self._order.by_arrival:
-            request.program.idleness.admitted(request.request_id, now)
+        self._update_idleness(request.program, now)
         if self.tenants is not None:
             add_to_sum(self.tenants.in_flight_tokens, request.tenant, request.context_tokens)
         if self._routing.reads_prefixes and request.replica_id is not None:
             self._add_prefix(request.replica_id, request.prefix)
 
     def unsent(self, request: RoutedRequest, now: float) -> None:
-        if request.program is not None and not self._order.by_arrival:
-            request.program.idleness.preempted(request.request_id, now)
+        self._update_idleness(request.program, now)
         if self.tenants is not None:
             add_to_sum(self.tenants.in_flight_tokens, request.tenant, -request.context_tokens)
         if request.replica_id is not None:
             self.freed.add(request.replica_id)
         self.capacity_changed = True
+
+    def _update_idleness(self, program: RoutedProgram | None, now: float) -> None:
+        if program is not None and not self._order.by_arrival:
+            program.idleness.update(now, running=program.in_flight > 0, live=not program.is_idle)
 
     def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
         if self.tenants is not None:
