@@ -340,6 +340,7 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
         "new": totals.new_tokens,
         "tail": totals.tail_tokens,
         "lost": sum(totals.lost_tokens.values()),
+        "unread": 0,
     }
     assert sum(counted.values()) == totals.prompt_tokens
     for cause, tokens in totals.lost_tokens.items():

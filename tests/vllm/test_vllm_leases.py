@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from sojourn_server.metrics.turn_explanation import explain
 
 
 def tool(program: str, seq: int, call: str = "c", **fields: object) -> dict[str, object]:
@@ -45,6 +46,24 @@ def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
         engine.add("a2", [*prompt(1, 300), 7, 7, 7, 7, *prompt(2, 50)], program_id="A")
         engine.run()
         assert cached_tokens(engine, "A")[-1] == expected
+
+
+def test_kv_that_a_request_must_not_read_is_not_lost(make_engine):
+    """vLLM computes the whole prompt for its logprobs. The KV is there, and the next turn reads it."""
+    engine = make_engine(blocks=65)
+    for turn, whole in enumerate((False, True, False)):
+        request = engine.add(f"a{turn}", prompt(1, 320), program_id="A")
+        request.skip_reading_prefix_cache = whole
+        engine.run()
+    split = [turn["tokens"] for turn in engine.ask("program", program_id="A")["ledger"]]
+    assert [(each["device"], each["lost"]) for each in split] == [(0, {}), (0, {"unread": 304}), (304, {})]
+    assert engine.adapter.program_scheduler.program("A").lost_tokens == 0
+    counters = engine.ask("drain_metrics")["counters"]
+    counted = {labels["result"]: tokens for labels, tokens in counters["sojourn_prompt_tokens_total"]}
+    assert (counted["unread"], counted.get("lost")) == (304, None)
+    explained = explain(engine.ask("explain", program_id="A"), 2)
+    assert "304 tokens were computed again, because the request may not read cached KV" in explained.text
+    assert [each.hint for each in explained.advice] == [None]
 
 
 def test_a_lease_ends_with_its_time(make_engine, clock):

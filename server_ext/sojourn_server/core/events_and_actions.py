@@ -61,6 +61,7 @@ class RequestAdmitted(_Event, frozen=True):
     """Cached tokens that a KV connector loaded: from host memory, disk or another engine."""
     most_tokens: int = 0
     """0: unknown."""
+    reads_cache: bool = True
 
 
 class FirstToken(_Event, frozen=True):

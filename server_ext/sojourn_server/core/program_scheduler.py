@@ -394,7 +394,9 @@ class ProgramScheduler:
         before = self.state.contexts.get(program.id)
         shared = common_prefix_length(before, event.block_hashes) if before is not None else None
         self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
-        cause, evicted_block = self.lease_manager.loss_cause(program, before, event)
+        cause, evicted_block = LossCause.UNREAD, None
+        if event.reads_cache:
+            cause, evicted_block = self.lease_manager.loss_cause(program, before, event)
         if evicted_block is not None:
             record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
         split = split_tokens(
@@ -410,7 +412,7 @@ class ProgramScheduler:
         record.tokens = replace(split, device=split.device - event.host_tokens, host=event.host_tokens)
         reused = split.device  # on the device and in host memory
         program.reused_tokens += reused
-        program.lost_tokens += sum(split.lost.values())
+        program.lost_tokens += sum(split.lost.values()) - split.lost.get(LossCause.UNREAD, 0)
         program.saved_s += self.state.reload.seconds(reused)
         if program.turns and not _EVICTED.isdisjoint(record.tokens.lost):
             self.histories.evicted_waits.observe(now - record.arrived_s)
@@ -538,6 +540,9 @@ class ProgramScheduler:
         for result in ("device", "host", "new", "tail"):
             count("sojourn_prompt_tokens_total", getattr(split, result), result=result)
         for cause, tokens in split.lost.items():
+            if cause is LossCause.UNREAD:
+                count("sojourn_prompt_tokens_total", tokens, result="unread")
+                continue
             count("sojourn_prompt_tokens_total", tokens, result="lost")
             count("sojourn_lost_tokens_total", tokens, cause=cause.value)
             if cause is not LossCause.CHANGED:

@@ -102,8 +102,8 @@ PROGRAM_OUTCOMES = frozenset(outcome.value for outcome in ProgramOutcome)
 PREEMPTION_MODES = frozenset({*(recovery.value for recovery in RecoveryMethod), "load"})
 KV_STATES = frozenset({"running", "leased", "cached", "free"})
 PREFETCH_OUTCOMES = frozenset({"in_place", "in_host", "from_disk", "to_device", "no_tier"})
-PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost"})
-LOST_CAUSES = frozenset(cause.value for cause in LossCause)
+PROMPT_RESULTS = frozenset({"device", "host", "new", "tail", "lost", "unread"})
+LOST_CAUSES = frozenset(cause.value for cause in LossCause if cause is not LossCause.UNREAD)
 EVICTION_CAUSES = LOST_CAUSES - {LossCause.CHANGED.value, LossCause.PREEMPTED.value}
 """Values of ``LossCause`` that say why no lease protected an evicted block. Evicted blocks without an owner
 are not counted."""
@@ -235,7 +235,8 @@ _ALL = (
     _counter(
         "sojourn_prompt_tokens_total",
         "Prompt tokens of programs' turns: reused on the device, loaded by a KV connector (host), new, in "
-        "the last partial block, or recomputed because they were lost.",
+        "the last partial block, recomputed because they were lost, or because the request may not read "
+        "cached KV (unread).",
         result=PROMPT_RESULTS,
     ),
     _counter(

@@ -48,7 +48,7 @@ _LOSSES = {
     "preempted": _Loss("the request itself was preempted"),
     "unknown": _Loss("the ledger has no cause"),
 }
-"""Cause of a loss → its description. ``changed`` is missing, because nothing was lost."""
+"""Cause of a loss → its description. ``changed`` and ``unread`` are missing, because nothing was lost."""
 _AWAY = {
     "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
     "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
@@ -247,6 +247,12 @@ def _paragraph(
             f"{tokens['prompt'] - reused:,} computed in {seconds['prefilling']:.2f} s"
         )
         for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
+            if cause == "unread":
+                sentences.append(
+                    f"{count:,} tokens were computed again, because the request may not read cached KV "
+                    "(prompt_logprobs, or echo with logprobs)"
+                )
+                continue
             if cause == "changed":
                 sentences.append(
                     f"{count:,} tokens differ from the previous context, "
@@ -328,7 +334,9 @@ def _advice(
     facts: Mapping[str, Any],
 ) -> list[Advice]:
     gap_s = record["gap_s"]
-    avoidable = {cause: count for cause, count in lost.items() if cause not in ("changed", "unknown")}
+    avoidable = {
+        cause: count for cause, count in lost.items() if cause not in ("changed", "unread", "unknown")
+    }
     advice: list[Advice] = []
     if _mostly_waited(record) and any(one["kind"] in _MOVES_AWAY for one in decisions):
         text = "No hint: it waited for KV memory. More memory, host memory (--kv-host-gib) or fewer programs"

@@ -33,6 +33,9 @@ class LossCause(str, Enum):
     """The KV was dropped at the program's end or by a cache reset."""
     PREEMPTED = "preempted"
     """The request itself was preempted, and its blocks were taken before it resumed."""
+    UNREAD = "unread"
+    """The request may not read cached KV, for example because it asks for the logprobs of its prompt. Nothing
+    was lost."""
     UNKNOWN = "unknown"
 
 

@@ -586,6 +586,7 @@ class SchedulerAdapter(EngineView):
                 # vLLM also admits each further part of a prompt that a client streams.
                 resumed=known.preempted,
                 most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
+                reads_cache=not request.skip_reading_prefix_cache,
             ),
             now,
         )
