@@ -15,7 +15,7 @@ from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from virtual_engine import VirtualEngine, prompt
 
 BLANK = ProgramRow(
-    "p", "0", None, "acting", None, None, 1, 9, 0, "bash", 1.0, False, None, 2, 0, None, None, 8, 1, 0.5
+    "p", None, "acting", None, None, 1, 9, 0, "bash", 1.0, False, None, 2, 0, None, None, 8, 1, 0.5
 )
 
 
@@ -150,7 +150,7 @@ async def test_viewers_are_limited_and_tenants_see_their_own() -> None:
     for viewer in viewers:
         assert (await read(viewer))["engines"][0]["turns"] == 7
     frame = await read(tenant)
-    assert {row[2] for row in frame["programs"]} == {"t"}
+    assert {row[1] for row in frame["programs"]} == {"t"}
     assert frame["engines"][0].get("turns", 0) == 0
     with pytest.raises(ApiError) as refused:
         hub.stream(Audience())

@@ -80,7 +80,7 @@ def row(program_id: str, **changed: Any) -> ProgramRow:
     usual: dict[str, Any] = {
         "program_id": program_id, "engine": "0", "tenant": None, "status": "acting", "name": None,
         "parent_program_id": None, "turns": 3, "context_tokens": 12_345, "requests": 0, "tool": "bash",
-        "since_s": 90.0, "running": False, "tier": None, "device_blocks": 12, "lease_blocks": 12,
+        "since_s": 90.0, "running": False, "placed": None, "device_blocks": 12, "lease_blocks": 12,
         "lease_until_s": 4000.0, "lease_reason": "this_tool", "reused_tokens": 30_000, "lost_tokens": 0,
         "saved_s": 12.5, "ttft_s": 0.27,
     }  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
 
 
 def test_hostile_names_stay_text(browser: Any) -> None:
-    names = {"name": HOSTILE, "tool": HOSTILE, "tenant": HOSTILE, "lease_reason": HOSTILE, "tier": HOSTILE}
+    names = {"name": HOSTILE, "tool": HOSTILE, "tenant": HOSTILE, "lease_reason": HOSTILE, "placed": HOSTILE}
     scene = Scene([row(HOSTILE, **names, parent_program_id=HOSTILE, engine="0"), row("javascript:alert(1)")])
     with served(scene) as url, opened(browser, url, expected="404|TrustedHTML") as page:
         page.get_by_role("button", name="javascript:alert(1)").wait_for()
@@ -204,7 +204,7 @@ def test_the_page_and_top_say_the_same(browser: Any) -> None:
         row("tool", since_s=10.0, lost_tokens=123_456, device_blocks=1500, saved_s=0.04),
         row("idle", tool=None, since_s=-500_000.0, turns=1_200_000),
         row("returned", tool_ended=True, since_s=-400_000.0),
-        row("silent", status="expired", tier="host", device_blocks=0),
+        row("silent", status="expired", placed="host", device_blocks=0),
         row("offloaded", status="ended", device_blocks=0, lease_blocks=0, lease_until_s=None, disk_blocks=3),
         row("ended", status="ended", lease_blocks=0, lease_until_s=None),
     ]

@@ -86,10 +86,10 @@ def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
 def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> None:
     bare = {"lease_blocks": 0, "lease_until_s": None, "lease_reason": None, "reused_tokens": 2500}
     rows = [
-        row("here", tier="device", **bare),
-        row("apart", tier="host", **bare),
-        row("back", tier="waiting", status="gated", **bare),
-        row("there", tier="device", **bare),
+        row("here", placed="device", **bare),
+        row("apart", placed="host", **bare),
+        row("back", placed="waiting", status="gated", **bare),
+        row("there", placed="device", **bare),
     ]
     empty = frame()
     engine = msgspec.structs.replace(

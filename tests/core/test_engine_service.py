@@ -80,13 +80,13 @@ def test_a_snapshot_counts_the_requests_that_came_without_a_program(engine: Virt
 def test_programs_latest_first(engine: VirtualEngine) -> None:
     told = engine.ask("programs")
     assert [p["program_id"] for p in told["programs"]] == ["c", "b", "a"]
-    assert (told["shown"], told["total"], told["forgotten"]) == (3, 3, 0)
+    assert (told["shown"], told["total"]) == (3, 3)
     a = told["programs"][-1]
     assert a["name"] == "fixer"
-    assert (a["parent_program_id"], a["root_program_id"]) == ("b", "b")
+    assert a["parent_program_id"] == "b"
     assert (a["status"], a["turns"], a["context_tokens"], a["requests"]) == ("acting", 1, 42, 0)
-    assert (a["tool"], a["tools_running"], a["age_s"], a["silent_s"]) == (TOOL, 1, 2.0, 2.0)
-    assert a["lease"] == {"blocks": 10, "ttl_s": 10.0, "left_s": 8.0, "reason": "fixed", "waiting": False}
+    assert (a["tool"], a["lease_blocks"], a["lease_reason"]) == (TOOL, 10, "fixed")
+    assert a["lease_until_s"] == told["now_s"] + 8.0
 
 
 @pytest.mark.parametrize(("status", "found"), [("acting", ["a"]), ("ended", ["c"]), ("gated", [])])
@@ -107,7 +107,7 @@ def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:
     [turn] = told["ledger"]
     assert told["program_id"] == turn["program_id"] == "a"
     assert turn["tokens"] == {"prompt": 40, "device": 0, "host": 0, "new": 40, "tail": 0, "lost": {}}
-    assert turn["outcome"] == "stopped"
+    assert (turn["outcome"], told["tools_running"]) == ("stopped", 1)
     assert (told["tenant"], told["graph_hash"], told["expected_steps_left"]) == (None, None, None)
     assert engine.ask("program", program_id="nobody") is None
     assert engine.ask("program") is None
@@ -150,21 +150,6 @@ def test_where_there_is_no_disk_nothing_is_written(engine: VirtualEngine) -> Non
     assert len(engine.done) == before
 
 
-def test_a_programs_running_tools_the_longest_first(engine: VirtualEngine) -> None:
-    engine.send(
-        ToolStart(program_id="a", seq=-1, call_id="c2", tool="web", expected_s=0.5),
-        ToolStart(program_id="a", seq=-1, call_id="c0", tool="sleep", age_s=1.5),
-    )
-    engine.now += 0.25
-    assert engine.ask("program", program_id="a")["tools"] == [
-        {"call_id": "c1", "tool": "bash", "tool_class": "pytest", "elapsed_s": 2.25, "expected_s": None},
-        {"call_id": "c0", "tool": "sleep", "tool_class": None, "elapsed_s": 1.75, "expected_s": None},
-        {"call_id": "c2", "tool": "web", "tool_class": None, "elapsed_s": 0.25, "expected_s": 0.5},
-    ]
-    engine.send(*(ToolStop(program_id="a", seq=-1, call_id=f"c{n}", duration_s=1) for n in range(3)))
-    assert engine.ask("program", program_id="a")["tools"] == []
-
-
 def test_what_the_client_declared_of_a_program(engine: VirtualEngine) -> None:
     engine.send(ProgramStart(program_id="d", seq=-1, tenant="acme"))
     assert engine.ask("program", program_id="d")["tenant"] == "acme"
@@ -174,8 +159,6 @@ def test_what_the_client_declared_of_a_program(engine: VirtualEngine) -> None:
     for nonsense in (-1, None):
         engine.turn("d", prompt(8, seed=3), sojourn={"v": 1, "expected_steps_left": nonsense})
         assert engine.ask("program", program_id="d")["expected_steps_left"] is None
-    [light] = [p for p in engine.ask("programs")["programs"] if p["program_id"] == "d"]
-    assert not {"tools", "tenant", "graph_hash", "expected_steps_left", "ledger"} & set(light)
 
 
 def test_stats(engine: VirtualEngine) -> None:

@@ -136,7 +136,7 @@ def check_tools(programs: list[dict[str, Any]], scenario: Scenario, asked: list[
     ran = {_label(tool) for fact in scenario.programs for tool in fact.tools}
     seen: set[str] = set()
     for program in programs:
-        assert program["tools_running"] == 0, program["tools"]
+        assert program["tools_running"] == 0
         seen |= tools_seen(program)
     strange = seen - ran - {use.name for use in asked}
     assert not strange, f"the engine saw {sorted(strange)}, the scenario runs {sorted(ran)}"

@@ -11,7 +11,7 @@ def row(program_id: str, **fields: Any) -> ProgramRow:
     values = {
         "program_id": program_id, "engine": "0", "tenant": None, "status": "acting", "name": None,
         "parent_program_id": None, "turns": 3, "context_tokens": 12_345, "requests": 0, "tool": "bash:pytest",
-        "since_s": 90.0, "running": False, "tier": None, "device_blocks": 64, "lease_blocks": 64,
+        "since_s": 90.0, "running": False, "placed": None, "device_blocks": 64, "lease_blocks": 64,
         "lease_until_s": 130.0, "lease_reason": "this_tool", "reused_tokens": 9000, "lost_tokens": 0,
         "saved_s": 1.0, "ttft_s": 0.42,
     }  # fmt: skip

@@ -41,7 +41,7 @@ def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:
 
 def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
     """Return one answer with at most ``limit`` programs. If several engines list a program, the entry with
-    the most turns is kept. ``total`` and ``forgotten`` are lower bounds."""
+    the most turns is kept. ``total`` is a lower bound."""
     if len(answers) == 1:
         return dict(answers[0])
     best: dict[str, dict[str, Any]] = {}
@@ -54,8 +54,7 @@ def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
     # Engines list only some programs, so duplicates among the others stay unknown. The largest count is a
     # safe lower bound.
     total = max(len(best), *(answer["total"] for answer in answers))
-    forgotten = max(answer.get("forgotten", 0) for answer in answers)
-    return {"programs": shown, "total": total, "shown": len(shown), "forgotten": forgotten}
+    return {**answers[0], "programs": shown, "total": total, "shown": len(shown)}
 
 
 def merge_program(answers: Sequence[Any]) -> dict[str, Any] | None:

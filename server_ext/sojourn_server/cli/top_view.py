@@ -100,7 +100,7 @@ def _state(row: ProgramRow) -> str:
 def _tier(view: ProgramView) -> str:
     row = view.row
     held = {"device": row.device_blocks or row.lease_blocks, "host": row.host_blocks, "disk": row.disk_blocks}
-    place = row.tier or next((tier for tier, blocks in held.items() if blocks), None)
+    place = row.placed or next((tier for tier, blocks in held.items() if blocks), None)
     if place == "device":
         return f"dev {size(view.kv_bytes)}" if view.kv_bytes else "dev"
     return place or "–"
@@ -389,7 +389,7 @@ def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
     work = f"requests {running} running, {requests - running} waiting"
     if shows_leases(frame):
         work += f" · leases {leases}"
-    elif places := Counter(row.tier for row in frame.programs if row.tier is not None):
+    elif places := Counter(row.placed for row in frame.programs if row.placed is not None):
         work += f" · placed {', '.join(f'{places[tier]} {tier}' for tier in _PLACES if places[tier])}"
     if frame.total > len(frame.programs):
         work += f" · only {len(frame.programs)} programs shown"

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..metrics.decision_log import DecisionRecord, OwnDecisionRecord
+from ..metrics.decision_log import DecisionRecord
+from ..metrics.live_frame import ProgramSummary
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
-from ..programs.program_status import ProgramOutcome, ProgramStatus
+from ..programs.program_status import ProgramOutcome
 
 
 class CapabilityLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,65 +109,16 @@ class PolicyState(msgspec.Struct, frozen=True):
     """The policy with which the engine started."""
 
 
-class LeaseSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The lease that keeps a program's KV on the device."""
-
-    blocks: int
-    ttl_s: float
-    left_s: float
-    """Seconds until the lease's deadline. Negative after the deadline, while the program's request waits."""
-    reason: str
-    waiting: bool
-    """Whether the program's next request has arrived and waits."""
-
-
-class ProgramSummary(msgspec.Struct, kw_only=True):
-    """One program in the list of programs."""
-
-    program_id: str
-    status: ProgramStatus
-    """Reasoning: a request is in the engine. Acting: between two requests. Gated: its request is not
-    admitted. Ended: its client said so. Expired: its client fell silent."""
-    outcome: ProgramOutcome | None
-    """How the program ended; ``None`` if the program goes on. The client reports ok, error and cancelled. The
-    other values name what the client did before it fell silent: final (it announced its last request as
-    final), disconnected (it closed the connection of its last request), lost (its heartbeats stopped), idle
-    (it sent no heartbeats)."""
-    name: str | None
-    agent_type: str | None
-    parent_program_id: str | None
-    root_program_id: str | None
-    node: str | None
-    """Node of the program's execution graph."""
-    turns: int
-    """Number of finished turns."""
-    context_tokens: int
-    """Prompt plus output tokens of the last finished turn."""
-    requests: int
-    """Number of requests in the engine."""
-    placed: str | None
-    """Tier in which the placement policy has placed the program: device, host, disk, or waiting (no tier
-    keeps its KV); ``None``: not placed, as under a policy without placement."""
-    tool: str | None
-    """Tool that runs in this gap."""
-    tools_running: int
-    age_s: float
-    """Seconds since the program's first contact."""
-    silent_s: float
-    """Seconds since the program's last contact."""
-    lease: LeaseSummary | None
-
-
 class ProgramList(msgspec.Struct, frozen=True, kw_only=True):
     """The newest programs of an engine."""
 
+    now_s: float
+    """Time of the answer, on the engine's clock, as the other times."""
     programs: list[ProgramSummary]
     shown: int
     total: int
     """If a status was requested, number of programs with this status; else number of all programs that the
     engine knows. With several engines, a lower bound."""
-    forgotten: int
-    """Number of programs that were removed from a full table."""
 
 
 class LinkStats(msgspec.Struct, frozen=True):
@@ -214,34 +166,23 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Instance of the KV transfer manager of an engine of a pair."""
 
 
-class ToolSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call in progress."""
+class ProgramDetail(ProgramSummary, frozen=True, kw_only=True):
+    """One program with the ledger of its turns and the decisions about the program."""
 
-    call_id: str
-    tool: str
-    tool_class: str | None
-    elapsed_s: float
-    expected_s: float | None
-
-
-class ProgramDetail(ProgramSummary, kw_only=True):
-    """One program with its running tools, the ledger of its turns and the decisions about the program."""
-
-    tenant: str | None
-    """As the client declared it; not authenticated."""
+    outcome: ProgramOutcome | None
+    """How the program ended; ``None`` if the program goes on. The client reports ok, error and cancelled. The
+    other values name what the client did before it fell silent: final (it announced its last request as
+    final), disconnected (it closed the connection of its last request), lost (its heartbeats stopped), idle
+    (it sent no heartbeats)."""
+    agent_type: str | None
+    node: str | None
+    """Node of the program's execution graph."""
     graph_hash: str | None
     expected_steps_left: float | None
     """Number of further turns that the client expects."""
-    goes_on: float | None
-    """Probability that another turn follows; ``null``: unknown."""
-    tier: str | None
-    """Source of ``goes_on``: hints, inferred or cold. It is not a memory tier."""
-    p_reuse: float | None
-    """``goes_on`` times the share of the next prompt that the cached context covers."""
-    tools: list[ToolSummary]
-    """Running tools, the longest-running first; at most 256."""
+    tools_running: int
     ledger: list[TurnEntry]
-    decisions: list[OwnDecisionRecord]
+    decisions: list[DecisionRecord]
 
 
 class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from sojourn.ids import ProgramId
@@ -22,7 +22,7 @@ from sojourn.wire_codec import (
 )
 
 from ..metrics.link_metrics import count_links
-from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow
+from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow, ProgramSummary
 from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
@@ -41,6 +41,7 @@ from .scheduler_state import SchedulerState
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``StockEngineService`` answers."""
 
+_Summary = TypeVar("_Summary", bound=ProgramSummary)
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -173,36 +174,20 @@ class EngineService:
         programs = self._state.programs
         chosen = [one for one in programs if arguments.status in (None, one.status.value)]
         chosen.sort(key=lambda program: program.rank, reverse=True)
-        shown = [
-            answers.ProgramSummary(**self._summary(program, now)) for program in chosen[: arguments.limit]
-        ]
-        return answers.ProgramList(
-            programs=shown, shown=len(shown), total=len(chosen), forgotten=programs.forgotten
-        )
+        shown = [self._row(program, ProgramSummary) for program in chosen[: arguments.limit]]
+        return answers.ProgramList(now_s=now, programs=shown, shown=len(shown), total=len(chosen))
 
     def _program(self, arguments: _Arguments, now: float) -> answers.ProgramDetail | None:
-        program = self._state.programs.get(ProgramId(arguments.program_id))
+        state, program = self._state, self._state.programs.get(ProgramId(arguments.program_id))
         if program is None:
             return None
-        longest = sorted(program.tools.items(), key=lambda item: (item[1].started_s, item[0]))
-        tools = [
-            answers.ToolSummary(
-                call_id=call_id,
-                tool=tool.name,
-                tool_class=tool.tool_class,
-                elapsed_s=round(max(0.0, now - tool.started_s), 3),
-                expected_s=tool.expected_s,
-            )
-            for call_id, tool in longest
-        ]
-        return answers.ProgramDetail(
-            **self._summary(program, now),
-            **_same(program, "tenant graph_hash expected_steps_left p_reuse"),
-            goes_on=program.continuation_probability,
-            tier=program.prediction_source,
-            tools=tools,
-            ledger=[turn.as_dict() for turn in self._state.ledger.of_program(program.id)],
-            decisions=[one.own_dict() for one in self._state.decisions.of_program(program.id)],
+        return self._row(
+            program,
+            answers.ProgramDetail,
+            **_same(program, "outcome agent_type node graph_hash expected_steps_left"),
+            tools_running=len(program.tools),
+            ledger=[turn.as_dict() for turn in state.ledger.of_program(program.id)],
+            decisions=[one.as_dict() for one in state.decisions.of_program(program.id)],
         )
 
     def _load(self, arguments: _Arguments, now: float) -> answers.EngineLoad:
@@ -348,7 +333,7 @@ class EngineService:
         ]
         chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
         tiers, totals = self._view.tier_state(), state.ledger.totals
-        rows = [self._row(program) for program in chosen[: arguments.limit]]
+        rows = [self._row(program, ProgramRow) for program in chosen[: arguments.limit]]
         engine = EngineRow(
             engine="0",
             now_s=now,
@@ -410,15 +395,14 @@ class EngineService:
         gauges |= count_links(recorder, self._view.paths.stats())
         return recorder.drain(gauges)
 
-    def _row(self, program: ProgramState) -> ProgramRow:
+    def _row(self, program: ProgramState, kind: type[_Summary], **more: Any) -> _Summary:
         lease, tier = self._state.leases.get(program.id), self._program_scheduler.tiers.placed(program.id)
         host_blocks, disk_blocks = self._view.below_blocks(program.id)
         requests = self._requests_of(program)
         since_s = min((request.arrived_s for request in requests), default=program.last_active_s)
-        return ProgramRow(
+        return kind(
             **_same(program, "tenant turns context_tokens reused_tokens lost_tokens"),
             program_id=program.id,
-            engine="0",
             status=program.status.value,
             name=program.name or program.agent_type,
             parent_program_id=program.parent_id,
@@ -426,7 +410,7 @@ class EngineService:
             tool=program.tool_now(),
             since_s=round(since_s, 3),
             running=any(request.running for request in requests),
-            tier=tier.value if tier is not None else None,
+            placed=tier.value if tier is not None else None,
             device_blocks=len(self._state.owners.blocks.get(program.id, ())),
             lease_blocks=lease.blocks if lease is not None else 0,
             lease_until_s=round(lease.deadline_s(), 3) if lease is not None else None,
@@ -436,37 +420,13 @@ class EngineService:
             host_blocks=host_blocks,
             disk_blocks=disk_blocks,
             tool_ended=program.tools_ended(),
+            **more,
         )
 
     def _requests_of(self, program: ProgramState) -> list[RequestState]:
         """The program's requests in the engine."""
         found = map(self._state.requests.states.get, program.live_requests)
         return [request for request in found if request is not None]
-
-    def _summary(self, program: ProgramState, now: float) -> dict[str, Any]:
-        """The fields of a ``ProgramSummary``."""
-        lease = self._state.leases.get(program.id)
-        return {
-            **_same(program, "status outcome name agent_type node turns context_tokens"),
-            "program_id": program.id,
-            "parent_program_id": program.parent_id,
-            "root_program_id": program.root_id,
-            "requests": len(program.live_requests),
-            "placed": self._program_scheduler.tiers.placed(program.id),
-            "tool": program.tool_now(),
-            "tools_running": len(program.tools),
-            "age_s": round(now - program.arrived_s, 3),
-            "silent_s": round(now - program.last_contact_s, 3),
-            "lease": None
-            if lease is None
-            else answers.LeaseSummary(
-                blocks=lease.blocks,
-                ttl_s=round(lease.ttl_s, 3),
-                left_s=round(lease.deadline_s() - now, 3),
-                reason=lease.reason.value,
-                waiting=lease.waiting,
-            ),
-        }
 
 
 class StockEngineService:

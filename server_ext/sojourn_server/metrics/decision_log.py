@@ -34,43 +34,24 @@ class Decision:
             **self.numbers,
         }
 
-    def own_dict(self) -> OwnDecisionRecord:
-        """Return the decision without ``program_id``. An answer about one program uses this form, because a
-        gateway rewrites the program's id in the answer."""
-        document = self.as_dict()
-        del document["program_id"]
-        return document
 
-
-_OWN_FIELDS: dict[str, Any] = {
+_FIELDS: dict[str, Any] = {
     "seq": {"type": "integer", "description": "Number of the decision in its engine's log."},
     "at_s": {"type": "number", "description": "Seconds on the engine's monotonic clock."},
     "kind": {"type": "string", "description": "What was decided, for example keep, release or preempt."},
+    "program_id": {"type": ["string", "null"]},
     "reason": {"type": "string"},
 }
 _TERMS = {"description": "A term of the decision, for example ttl_s or blocks.", "type": "number"}
-_PROGRAM = {"program_id": {"type": ["string", "null"]}}
 
 # Plain dictionaries, since each kind of decision has terms of its own.
-OwnDecisionRecord = Annotated[
-    dict[str, Any],
-    Meta(
-        description="A decision about the program.",
-        extra_json_schema={
-            "properties": _OWN_FIELDS,
-            "required": sorted(_OWN_FIELDS),
-            "additionalProperties": _TERMS,
-        },
-    ),
-]
-"""Result of ``Decision.own_dict()``."""
 DecisionRecord = Annotated[
     dict[str, Any],
     Meta(
         description="A scheduling decision.",
         extra_json_schema={
-            "properties": {**_OWN_FIELDS, **_PROGRAM},
-            "required": sorted({**_OWN_FIELDS, **_PROGRAM}),
+            "properties": _FIELDS,
+            "required": sorted(_FIELDS),
             "additionalProperties": _TERMS,
         },
     ),

@@ -12,17 +12,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-FRAME_VERSION = 1
+FRAME_VERSION = 2
 PROBE_ID = "sojourn-doctor"
 """Part of the id of each request that ``sojourn doctor`` sends."""
 
 
-class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
-    """One program, sent as a JSON array in the order of the fields. New fields come last."""
+class ProgramSummary(msgspec.Struct, frozen=True):
+    """One program, as far as an engine's tables tell."""
 
     program_id: str
-    engine: str
-    """Name of the engine in ``LiveFrame.engines``."""
     tenant: str | None
     status: str
     """A value of ``ProgramStatus``: reasoning, acting, gated (its request is held back), ended or expired."""
@@ -32,6 +30,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     turns: int
     """Number of finished turns."""
     context_tokens: int
+    """Prompt plus output tokens of the last finished turn."""
     requests: int
     """Number of requests in the engine."""
     tool: str | None
@@ -40,7 +39,7 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     """Arrival of the oldest live request, else the end of the last turn, else the first contact."""
     running: bool
     """Whether any request of the program has its blocks; false while all requests wait."""
-    tier: str | None
+    placed: str | None
     """Tier in which the placement policy has placed the program: device, host, disk, or waiting (no tier
     keeps its KV); ``None``: not placed, as under a policy without placement."""
     device_blocks: int
@@ -66,6 +65,14 @@ class ProgramRow(msgspec.Struct, array_like=True, frozen=True):
     """Blocks of the last turn's context on disk, counted like ``host_blocks``."""
     tool_ended: bool = False
     """Whether the client reported the end of a tool in this gap, and reports no other tool that runs."""
+
+
+class ProgramRow(ProgramSummary, array_like=True, frozen=True):
+    """A ``ProgramSummary`` of a live frame, sent as a JSON array in the order of the fields. New fields come
+    last."""
+
+    engine: str = "0"
+    """Name of the engine in ``LiveFrame.engines``."""
 
 
 class EngineRow(msgspec.Struct, frozen=True, kw_only=True):

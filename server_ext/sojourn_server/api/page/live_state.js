@@ -4,9 +4,9 @@ import { programLabel } from "./text_format.js";
 
 // In the order of ProgramRow (metrics/live_frame.py), which sends a row as an array.
 export const FIELDS = [
-  "program_id", "engine", "tenant", "status", "name", "parent_program_id", "turns", "context_tokens", "requests",
-  "tool", "since_s", "running", "tier", "device_blocks", "lease_blocks", "lease_until_s", "lease_reason",
-  "reused_tokens", "lost_tokens", "saved_s", "ttft_s", "host_blocks", "disk_blocks", "tool_ended",
+  "program_id", "tenant", "status", "name", "parent_program_id", "turns", "context_tokens", "requests",
+  "tool", "since_s", "running", "placed", "device_blocks", "lease_blocks", "lease_until_s", "lease_reason",
+  "reused_tokens", "lost_tokens", "saved_s", "ttft_s", "host_blocks", "disk_blocks", "tool_ended", "engine",
 ];
 export const STATES = ["thinking", "waiting", "gated", "tool", "idle", "silent", "ended"];
 const SAMPLE_S = 1;
@@ -15,7 +15,7 @@ const TOP_PROGRAMS = 12; // kept by name in a sample; the others are one sum
 export const TIERS = ["device", "host", "disk"];
 
 export function tierOf(row) {
-  if (row.tier) return row.tier;
+  if (row.placed) return row.placed;
   if (row.device_blocks || row.lease_blocks) return "device";
   return row.host_blocks ? "host" : row.disk_blocks ? "disk" : null;
 }
