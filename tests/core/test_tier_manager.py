@@ -20,7 +20,7 @@ from sojourn_server.core.events_and_actions import (
 )
 from sojourn_server.core.placed_programs import RETURN_S
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.core.tier_manager import ENGINE_PAUSE_S, RELEASE_GAP_S, RETRY_S
+from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
@@ -571,19 +571,6 @@ def test_a_released_request_is_never_parked_again() -> None:
     assert engine.tier("b") is WAITING
     assert not engine.parked(request)
     assert engine.parked(engine.come("b", 10)), "it has not waited"
-
-
-@pytest.mark.parametrize("jump_s", [ENGINE_PAUSE_S, -500.0])
-def test_a_pause_of_the_engine_counts_in_no_wait(jump_s: float) -> None:
-    engine = holding()
-    request = engine.come("b", 10)
-    engine.spend(50.0)
-    engine.now += jump_s
-    engine.step()
-    engine.spend(49.0)
-    assert engine.parked(request)
-    engine.spend(1.1)
-    assert not engine.parked(request)
 
 
 def test_long_parked_requests_are_released_one_after_the_other() -> None:

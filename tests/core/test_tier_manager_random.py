@@ -23,7 +23,7 @@ from sojourn_server.core.events_and_actions import (
 from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.request_table import RequestState
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
-from sojourn_server.core.tier_manager import ENGINE_PAUSE_S, RELEASE_GAP_S
+from sojourn_server.core.tier_manager import RELEASE_GAP_S
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import (
     PlacementView,
@@ -128,10 +128,6 @@ class PlacedLife:
         self.others: dict[str, Request] = {}
         """Running, of nobody who has a place."""
         self.ended: list[str] = []
-        self.put_back = False
-        """The clock was, and somebody still waits who came before."""
-        self.told_s = 0.0
-        """When the steward was last told that time passes."""
         self.sizes: dict[str, int] = {}
         """On the device, as the policy was shown them last."""
         self.sent_away_ready = False
@@ -248,17 +244,10 @@ class PlacedLife:
         self.now += self.draw.choice([70.0, 310.0, 700.0])
         self._tick()
 
-    def clock_is_put_back(self) -> None:
-        self.now -= self.draw.choice([0.01, 50.0, 2000.0])
-        self.put_back = True
-        self._tick()
-
     # -- how it happens ---------------------------------------------------------------
 
     def _arrive(self, program: str | None, tokens: int) -> None:
         self.numbers += 1
-        if program is not None:
-            self._time_passes()
         request = Request(f"r{self.numbers}", program, self.numbers, tokens, self.now, since_s=self.now)
         self.program_scheduler.arrived(
             RequestArrived(
@@ -292,7 +281,6 @@ class PlacedLife:
 
     def _tick(self) -> None:
         asked = self.asked
-        self._time_passes()
         self.program_scheduler.tick(self.now)
         self._forget_as_the_table_did()
         released = self._who_is_released()
@@ -321,12 +309,6 @@ class PlacedLife:
                 each.parked and self.now - each.since_s > limit_s for each in self.requests.values()
             )
         return tiers._released is not before
-
-    def _time_passes(self) -> None:
-        passed_s, self.told_s = self.now - self.told_s, self.now
-        if not 0 <= passed_s < ENGINE_PAUSE_S:  # the engine stood still, or its clock was set
-            for request in self.requests.values():
-                request.since_s += passed_s
 
     def _forget_as_the_table_did(self) -> None:
         for name in list(self.places):
@@ -413,7 +395,6 @@ class PlacedLife:
             for each in group:
                 self._is_seen_as_it_is(each, tier)
         assert view.device.untracked_blocks == -(-sum(each.tokens for each in self.others.values()) // BLOCK)
-        self.put_back = self.put_back and bool(view.waiting)
 
     def _is_seen_as_it_is(self, shown: ProgramTierView, tier: Tier) -> None:
         place = self.places[shown.program_id]
@@ -449,7 +430,7 @@ class PlacedLife:
             # Who has yet to get its turn is not sent away.
             assert len(stay) == 1 or all(each.activity is ProgramActivity.READY for each in stay)
         # Who came back while it was to leave is sent away first, and may find room when it is asked again.
-        if not (self.put_back or self.sent_away_ready):
+        if not self.sent_away_ready:
             assert self.policy.moves(view, self.now) == ()
 
     # -- what must hold after each ---------------------------------------------------------------
@@ -527,7 +508,6 @@ OFTEN = {
     PlacedLife.come_again_after_the_end: 1,
     PlacedLife.reset_cache: 0.3,
     PlacedLife.long_silence: 0.3,
-    PlacedLife.clock_is_put_back: 0.3,
 }
 """How often each operation is drawn."""
 
@@ -540,7 +520,7 @@ SETTINGS = [
     ({**PAPERS, "standstill_s": math.inf}, 40, 40),
     ({"patience_s": 0.0, "standstill_s": 0.0}, 15, 15),
     ({"patience_s": 10.0, "standstill_s": math.inf, "k": 1}, 0, 0),
-    ({"disk_idleness": 0.2, **USUAL}, 25, 60),
+    ({"disk_idleness": 0.7, **USUAL}, 30, 60),
 ]
 ALWAYS = (
     "parked", "branched", "preempted", "begun again", "parked and aborted", "parked and ended",

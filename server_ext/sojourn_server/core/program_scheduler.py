@@ -239,7 +239,7 @@ class ProgramScheduler:
         full table for it."""
         program, forgotten = self._programs.open(program_id, now)
         for each in forgotten:
-            self.tiers.forget(each.id)
+            self.tiers.forget(each.id, now)
             self.lease_manager.drop(each.id, DecisionReason.SUPERSEDED, now)
             # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
             self.state.contexts.drop(each.id)
@@ -511,7 +511,7 @@ class ProgramScheduler:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
         if request_state.final and self.predictor.believes_final(program):
-            self.tiers.forget(program.id)
+            self.tiers.forget(program.id, now)
             self.lease_manager.log_keep(
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), cached_blocks, now
             )
@@ -697,7 +697,7 @@ class ProgramScheduler:
         program.outcome = outcome
         if signal is ProgramSignal.END:  # after silence a tool may still run, and its end may be reported
             program.tools.clear()
-        self.tiers.forget(program.id)
+        self.tiers.forget(program.id, now)
         if program.turns != program.turns_at_last_end:
             program.turns_at_last_end = program.turns
             state.histories.turns.observe(program.turns)

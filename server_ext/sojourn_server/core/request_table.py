@@ -33,7 +33,7 @@ class RequestState:
     """The user's priority; a larger number is less important."""
     waits_since_s: float = 0.0
     """Time from which placement counts the request as waiting: the arrival of the request or, for a retry, of
-    the aborted request. ``TierManager`` adds the engine's pauses."""
+    the aborted request."""
     released: bool = False
     """Whether the request has waited for so long that placement does not park it any more."""
     # What the request's hint says:

@@ -42,9 +42,6 @@ from .scheduler_state import SchedulerState
 
 EXCHANGED_SHARE_WEIGHT = 1 / 8
 """Weight of the newest return in ``PlacementView.exchanged_share``, a moving average."""
-ENGINE_PAUSE_S = 120.0
-"""Seconds without a tick after which the engine counts as paused, for example because the machine was
-suspended. A pause does not count towards the limit on parked requests."""
 RELEASE_GAP_S = 10.0
 """Seconds after a release when the next request may be released, even if the engine has not admitted the
 first."""
@@ -82,11 +79,6 @@ class TierManager:
         """Time at which the policy is asked if no event comes before."""
         self._last_overdue_promotion_s = self._last_shortage_s = -math.inf
         self._exchanged_share = 0.0
-        # -- how long requests are parked --
-        self._ticked_s = -math.inf
-        """Time of the newest tick or arrival."""
-        self._overdue_at_s = math.inf
-        """No wait reaches its limit before this time."""
         self._released: RequestState | None = None
         """The request that was released last, at ``_released_s``."""
         self._released_s = -math.inf
@@ -98,8 +90,7 @@ class TierManager:
         program = request_state.program
         if not self.places or program is None:
             return
-        self._pass_time(now)
-        self._start_wait(request_state, self._continued_wait_s(program, now))
+        request_state.waits_since_s = self._continued_wait_s(program, now)
         place = self._places.get(program.id)
         if place is None:
             since_s, returning = request_state.waits_since_s, program.turns > 0
@@ -169,9 +160,11 @@ class TierManager:
         place.pass_time(now)
         self._changed(place)
         if failed and waited and not place.running:
-            self._keep_wait(place, request_state.waits_since_s, now)
+            # For the retry, if the client tries again.
+            since_s = min(request_state.waits_since_s, self._continued_wait_s(place.program, now))
+            place.program.aborted_wait = since_s, now
         if failed and not (place.waiting or place.running or place.context_blocks):
-            self.forget(place.program.id)  # the program has neither KV nor requests
+            self.forget(place.program.id, now)  # the program has neither KV nor requests
 
     def take_out(self, request_state: RequestState, now: float) -> None:
         """Count a program's request as a request without a program from now on."""
@@ -197,7 +190,7 @@ class TierManager:
             place.tools_ended_s = now if program.tools_ended() else None
             place.view = None
 
-    def forget(self, program_id: ProgramId) -> None:
+    def forget(self, program_id: ProgramId, now: float) -> None:
         """Remove a program that has ended or was removed from the program table. Its requests are no longer
         parked, and its KV in lower tiers is not needed any more."""
         place = self._places.pop(program_id, None)
@@ -206,7 +199,7 @@ class TierManager:
             if parent is not None and parent.children.pop(program_id, None) is not None:
                 parent.view = None
                 if not parent.children:
-                    parent.tools_ended_s = self._ticked_s
+                    parent.tools_ended_s = now
             for request_id, request_state in place.running.items():
                 self._untracked[request_id] = request_state.prompt_tokens, place.prompts[request_id]
             self._event = True
@@ -258,7 +251,7 @@ class TierManager:
         wait has reached the limit. Yields each move after it was made.
 
         Raises errors of the policy, after moves that give all programs up. Then placement is off."""
-        if self._pass_time(now) or self._event or now >= self._ask_at_s:
+        if self._event or now >= self._ask_at_s:
             try:
                 yield from self._ask(now)
             except Exception:
@@ -283,7 +276,7 @@ class TierManager:
         for request_state in requests:
             hashes = request_state.block_hashes or ()
             self.arrived(request_state, now, hashes)
-            self._start_wait(request_state, min(now, request_state.arrived_s))
+            request_state.waits_since_s = request_state.arrived_s
             if request_state.admitted:
                 move = self.admitted(request_state, now, hashes)
                 if move is not None and request_state.program is not None:
@@ -380,39 +373,12 @@ class TierManager:
 
     # -- how long requests wait -----------------------------------------------------
 
-    def _pass_time(self, now: float) -> bool:
-        """Leave the time since the last call out of all waits if the engine was paused, or if its clock was
-        set back. Returns whether this is so."""
-        passed_s, self._ticked_s = now - self._ticked_s, now
-        jumped = not 0 <= passed_s < ENGINE_PAUSE_S
-        if jumped and passed_s < math.inf:
-            self._overdue_at_s += passed_s
-            for place in self._places.values():
-                place.view = None
-                for request_state in place.waiting.values():
-                    request_state.waits_since_s += passed_s
-        return jumped
-
     def _continued_wait_s(self, program: ProgramState, now: float) -> float:
         """Return the start of the wait of a request that arrives now: of its program's aborted request, if
         this is a retry."""
         since_s, aborted_s = program.aborted_wait or (now, now)
         program.aborted_wait = None
-        return since_s if since_s <= now and 0 <= now - aborted_s <= RETRY_S else now
-
-    def _start_wait(self, request_state: RequestState, since_s: float) -> None:
-        request_state.waits_since_s = since_s
-        self._overdue_at_s = min(self._overdue_at_s, since_s + self.limits.hold_timeout_s)
-
-    def _keep_wait(self, place: PlacedProgram, since_s: float, now: float) -> None:
-        """Keep the wait of a request that was aborted now for its retry. A retry may reach the engine before
-        the abort, so the program's newest waiting request can be the retry. A parallel request can be taken
-        for it."""
-        program, newest = place.program, next(reversed(place.waiting.values()), None)
-        if newest is None or newest.waits_since_s <= since_s or not 0 <= now - newest.arrived_s <= RETRY_S:
-            program.aborted_wait = min(since_s, self._continued_wait_s(program, now)), now
-        else:
-            self._start_wait(newest, since_s)
+        return since_s if now - aborted_s <= RETRY_S else now
 
     def _next_released(self, now: float) -> ProgramId | None:
         """Release the parked request with the longest wait, if its wait has reached the limit, and return its
@@ -420,26 +386,23 @@ class TierManager:
 
         The next request is released after the released request was admitted or has ended, or after
         ``RELEASE_GAP_S``."""
-        if now < self._overdue_at_s:
-            return None  # as in most steps
         released = self._released
-        if released is not None and 0 <= now - self._released_s < RELEASE_GAP_S:
+        if released is not None and now - self._released_s < RELEASE_GAP_S:
             place = self._place_of(released)
             if place is not None and place.waiting.get(released.request_id) is released:
                 return None  # the engine has not admitted the released request yet
-        waiting = [each for place in self._places.values() for each in place.waiting.values()]
-        waiting.sort(key=lambda each: (each.waits_since_s, each.arrival))
-        for request_state in waiting:
-            if request_state.released:
-                continue
-            self._overdue_at_s = request_state.waits_since_s + self.limits.hold_timeout_s
-            if now < self._overdue_at_s:
-                return None
+        hold_s = self.limits.hold_timeout_s
+        overdue = [
+            each
+            for place in self._places.values()
+            for each in place.waiting.values()
+            if now >= each.waits_since_s + hold_s and not each.released
+        ]
+        for request_state in sorted(overdue, key=lambda each: (each.waits_since_s, each.arrival)):
             parked, request_state.released = self.is_parked(request_state), True
             if parked:
                 self._released, self._released_s = request_state, now
                 return request_state.program_id
-        self._overdue_at_s = math.inf
         return None
 
     # -- inside -----------------------------------------------------------------------
