@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -161,27 +162,45 @@ def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, c
     assert program.steps_left == StepsLeft(PLAN, 2.0, after=2)
 
 
-def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemption(make_engine, clock):
+def stream(engine, program, tokens, *, resumable=True):
+    """Add a part of a prompt that a program's client streams."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    def part(tokens: range, resumable: bool) -> Request:
-        extra = {"agentic_context": '{"program_id": "A"}'}
-        return Request(
-            request_id="a1",
-            prompt_token_ids=list(tokens),
-            sampling_params=SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra),
-            pooling_params=None,
-            block_hasher=engine.hash_blocks,
-            resumable=resumable,
-        )
+    extra = {"agentic_context": json.dumps({"program_id": program})}
+    request = Request(
+        request_id=program,
+        prompt_token_ids=list(tokens),
+        sampling_params=SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra),
+        pooling_params=None,
+        block_hasher=engine.hash_blocks,
+        resumable=resumable,
+    )
+    engine.scheduler.add_request(request)
 
+
+def test_a_warning_says_which_sessions_wait_for_blocks_that_they_hold(make_engine, clock, caplog):
+    """As in stock vLLM they wait for ever: each keeps its blocks, and the client must end one."""
+    engine = make_engine(blocks=65)
+    for number, part in enumerate((500, 64)):
+        for program in ("A", "B"):
+            stream(engine, program, prompt(ord(program) * 10 + number, part))
+        for _ in range(3):
+            engine.step()
+    for expected in (0, 1, 1):
+        assert caplog.text.count("nothing was computed for 300 s, although 2 requests") == expected
+        clock.now += 301
+        engine.step()
+    assert "A: WAITING, holds 32 blocks; B: WAITING, holds 32 blocks" in caplog.text
+
+
+def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemption(make_engine, clock):
     engine = make_engine(blocks=65)
     for number in range(3):
-        engine.scheduler.add_request(part(prompt(number, 64), resumable=True))
+        stream(engine, "A", prompt(number, 64))
         engine.step()
         clock.now += 1.0
-    engine.scheduler.add_request(part(prompt(3, 64), resumable=False))
+    stream(engine, "A", prompt(3, 64), resumable=False)
     engine.run(max_steps=20)
     (turn,) = engine.ask("program", program_id="A")["ledger"]
     assert (turn["preemptions"], turn["recomputed_after_preemption_tokens"]) == (0, 0)
