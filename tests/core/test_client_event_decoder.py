@@ -52,8 +52,7 @@ def state_of(engine: VirtualEngine) -> Any:
     leases = {
         held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in engine.leases.values()
     }
-    graphs = [known.aeg.hash for known in program_scheduler.state.graphs]
-    return programs, leases, graphs, program_scheduler.histories.tools.snapshot(), len(engine.done)
+    return programs, leases, program_scheduler.histories.tools.snapshot(), len(engine.done)
 
 
 BAD_ROWS = {

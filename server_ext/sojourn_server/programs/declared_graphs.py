@@ -8,15 +8,14 @@ engine's step.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 
 from sojourn.aeg import END, Aeg
 from sojourn.errors import ArgumentError, InputError
-from sojourn.wire_codec import encode
 from sojourn.wire_events import AegGraph
+
+from .windowed_history import recent_entry
 
 MAX_STEPS_AFTER = 64
 """Maximum number of steps that ``KnownGraph.steps_after`` looks ahead."""
@@ -31,8 +30,6 @@ class KnownGraph:
     """One stored graph."""
 
     aeg: Aeg
-    size_bytes: int
-    """Size of the graph as JSON, in bytes."""
     _after: dict[str, float] = field(default_factory=dict, repr=False)
 
     def following(self, node: str) -> tuple[tuple[str, float], ...]:
@@ -62,31 +59,15 @@ class KnownGraph:
 
 
 class GraphStore:
-    """Stores graphs of agents: at most ``max_graphs``, and at most ``max_bytes`` of JSON together, which is
-    enough for one graph.
+    """Stores at most ``max_graphs`` graphs of agents, and removes the least recently followed first. One graph
+    takes about seven times its JSON (at most ``MAX_GRAPH_BYTES``) in memory."""
 
-    The least recently used graph is removed first; ``get`` and ``follow`` count as uses. As Python objects,
-    graphs take about seven times the memory of their JSON.
-    """
-
-    def __init__(self, max_graphs: int = 256, max_bytes: int = 4 * 1024 * 1024) -> None:
-        self.max_graphs = max_graphs
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        """Size of all stored graphs as JSON, in bytes."""
-        self._graphs: OrderedDict[str, KnownGraph] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def __iter__(self) -> Iterator[KnownGraph]:
-        """Iterate over all stored graphs, the least recently used first."""
-        return iter(self._graphs.values())
+    def __init__(self, max_graphs: int = 64) -> None:
+        self._max_graphs = max_graphs
+        self._graphs: dict[str, KnownGraph] = {}
 
     def get(self, graph_hash: str) -> KnownGraph | None:
-        """Return the graph with this hash; ``None`` if it is not stored. Counts as a use."""
-        if graph_hash in self._graphs:
-            self._graphs.move_to_end(graph_hash)
+        """Return the graph with this hash; ``None`` if it is not stored. Does not count as a use."""
         return self._graphs.get(graph_hash)
 
     def follow(self, graph_hash: str, graph: AegGraph | None) -> bool:
@@ -96,18 +77,12 @@ class GraphStore:
         Returns whether the graph is stored now: false if the client sent only an unknown hash. Raises
         ``GraphError`` for a graph that cannot be accepted, and changes nothing in this case.
         """
-        if graph_hash not in self._graphs:
-            if graph is None:
-                return False
+        known = self._graphs.get(graph_hash)
+        if known is None and graph is not None:
             known = _checked(graph_hash, graph)
-            self._graphs[graph_hash] = known
-            self.bytes += known.size_bytes
-        self._graphs.move_to_end(graph_hash)
-        # The newest graph is last. It always fits alone, so it stays.
-        while len(self._graphs) > self.max_graphs or self.bytes > self.max_bytes:
-            _, oldest = self._graphs.popitem(last=False)
-            self.bytes -= oldest.size_bytes
-        return True
+        if known is not None:
+            recent_entry(self._graphs, graph_hash, lambda: known, self._max_graphs)
+        return known is not None
 
 
 def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
@@ -120,4 +95,4 @@ def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
         raise GraphError(f"not a graph: {error}") from None
     if aeg.hash != graph_hash:
         raise GraphError(f"the hash of this graph is {aeg.hash}, not the one given")
-    return KnownGraph(aeg, len(encode(aeg.wire())))
+    return KnownGraph(aeg)
