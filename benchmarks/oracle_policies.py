@@ -114,7 +114,7 @@ class OraclePlacement(ResidencyPricePlacement):
 
     def _left_key(self, program: ProgramTierView) -> SortKey:
         left_s = self.work.left_s(program.program_id) or 0.0
-        return (0, self.device_blocks(program) * left_s, program.waiting_since_s, program.program_id)
+        return (0, program.device_blocks * left_s, program.waiting_since_s, program.program_id)
 
 
 _NORMAL_SCORES = tuple(

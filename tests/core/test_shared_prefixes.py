@@ -103,8 +103,7 @@ def counted(engine: VirtualEngine) -> int:
     """Blocks that count on the device: those of all programs there, and those of other requests."""
     tiers = engine.program_scheduler.tiers
     view = tiers._view()
-    sizes = map(tiers.policy.device_blocks, view.on_device)  # type: ignore[attr-defined]
-    return sum(sizes) + view.device.untracked_blocks
+    return sum(each.device_blocks for each in view.on_device) + view.device.untracked_blocks
 
 
 class Contexts(RuleBasedStateMachine):

@@ -383,7 +383,7 @@ class PlacedLife:
         self._forget_as_the_table_did()
         groups = {DEVICE: view.on_device, HOST: view.on_host, DISK: view.on_disk, WAITING: view.waiting}
         self.sent_away_ready = False
-        self.sizes = {each.program_id: self.policy.device_blocks(each) for g in groups.values() for each in g}
+        self.sizes = {each.program_id: each.device_blocks for g in groups.values() for each in g}
         for tier, group in groups.items():
             expected = {
                 name

@@ -238,11 +238,9 @@ def test_size_is_the_context_and_what_is_already_known_to_come() -> None:
     there = program("there", DEVICE, REASONING, 0.5, 10, peak_blocks=80)
     ready = program("ready", HOST, READY, 0.5, 10, peak_blocks=30)
     assert moved(PAPER, view(there, ready)) == {"ready": DEVICE}, "predictions do not count"
-    assert PAPER.device_blocks(replace(ready, required_blocks=17)) == 17, (
-        "its answer and tool output come on top"
-    )
-    assert PAPER.device_blocks(replace(there, resident_blocks=25)) == 25, "branches side by side"
-    assert PAPER.device_blocks(newcomer("new", 0)) == 1
+    assert replace(ready, required_blocks=17).device_blocks == 17, "its answer and tool output come on top"
+    assert replace(there, resident_blocks=25).device_blocks == 25, "branches side by side"
+    assert newcomer("new", 0).device_blocks == 1
 
 
 # -- stickiness (M8, §4.3) -------------------------------------------------------------------

@@ -378,7 +378,7 @@ class World(RuleBasedStateMachine):
                 assert agent.tier is not DEVICE or agent.activity is ACTING or agent.pending
 
     def size(self, program: ProgramTierView) -> int:
-        return self.policy.device_blocks(program)
+        return program.device_blocks
 
     def room(self, view: PlacementView) -> int:
         return view.device.budget_blocks - sum(map(self.size, view.on_device))

@@ -218,9 +218,10 @@ def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
     for owner, method, name in (
         (ResidencyPricePlan, "_hold_value", "hold values"),
         (ResidencyPricePlacement, "_promotion_key", "keys"),
-        (ResidencyPricePlacement, "device_blocks", "sizes"),
     ):
         monkeypatch.setattr(owner, method, counted(name, getattr(owner, method)))
+    sizes = property(counted("sizes", ProgramTierView.device_blocks.fget))
+    monkeypatch.setattr(ProgramTierView, "device_blocks", sizes)
     seen = of_many(400, waiting=waiting, on_host=on_host)
     moves = ResidencyPricePlacement().moves(seen, NOW)
     assert sum(move.to is DEVICE for move in moves) == MAX_EXCHANGES, "the next answer goes on"

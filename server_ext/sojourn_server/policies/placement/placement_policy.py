@@ -90,6 +90,10 @@ class PlacementPolicy:
     tick_s = math.inf
     idle_tick_s = math.inf
     """Replaces ``tick_s`` while nothing runs although a program waits."""
+    patience_s = math.inf
+    """Seconds until a waiting ready program is overdue; ``inf``: never."""
+    overdue_gap_s = 0.0
+    """Seconds between promotions of two overdue programs; 0: none."""
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""

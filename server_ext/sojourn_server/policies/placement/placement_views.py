@@ -96,6 +96,11 @@ class ProgramTierView:
     """Whether the policy has decided that the program leaves the device after its turn. Requests of this turn
     may finish. Later requests wait until the program has moved."""
 
+    @property
+    def device_blocks(self) -> int:
+        """Blocks that the program needs on the device now; at least 1."""
+        return max(self.context_blocks, self.required_blocks, self.resident_blocks, 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCapacity:

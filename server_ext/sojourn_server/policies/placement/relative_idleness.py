@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -13,7 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from ...programs.idleness import WINDOW_CYCLES
-from .placement_plan import PlacementPlan, SortKey, has_elapsed, is_ready
+from .placement_plan import PlacementPlan, SortKey, has_elapsed
 from .placement_policy import MoveReason, PlacementPolicy, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
@@ -97,10 +97,6 @@ class RelativeIdlenessPlacement(PlacementPolicy):
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         return RelativeIdlenessPlan(self, view, now).decide()
 
-    def device_blocks(self, program: ProgramTierView) -> int:
-        """Return the blocks that a program needs on the device now; at least 1."""
-        return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
-
 
 class RelativeIdlenessPlan(PlacementPlan):
     """Builds one answer of ``RelativeIdlenessPlacement``."""
@@ -116,27 +112,10 @@ class RelativeIdlenessPlan(PlacementPlan):
             self._fill_device() or self._promote_after_absence() or self._promote_at_standstill()
         ):
             pass
-        self._demote_overflow(Tier.HOST, self._view.on_host)
-        self._demote_overflow(Tier.DISK, self._view.on_disk)
+        self._demote_overflow()
         return self.answer()
 
     # -- the device ---------------------------------------------------------------------------
-
-    def _promote_overdue(self) -> bool:
-        """Promote overdue programs (rule 4), then demote until the device is within capacity.
-
-        Returns whether other programs may be promoted now: false if an overdue program must first wait until
-        running turns end."""
-        gap_s, patience_s = self._policy.overdue_gap_s, self._policy.patience_s
-        if has_elapsed(self._view.last_overdue_promotion_s, gap_s, self._now):
-            overdue = [p for p in self.ready if has_elapsed(p.waiting_since_s, patience_s, self._now)]
-            overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
-            for program in overdue[:1] if gap_s else overdue:
-                blocks = self._policy.device_blocks(program)
-                if not self._demote_until_free(blocks, MoveReason.OVERDUE, program):
-                    return False
-        self._demote_until_free(0, MoveReason.OVER_CAPACITY)
-        return True
 
     def _fill_device(self) -> bool:
         """Promote programs that fit. Returns whether any program was promoted."""
@@ -144,17 +123,17 @@ class RelativeIdlenessPlan(PlacementPlan):
         for program in self._candidates():
             if self._free[Tier.DEVICE] <= 0 and not self._is_empty():
                 break
-            if self._policy.device_blocks(program) <= self._free[Tier.DEVICE] or self._is_empty():
+            if program.device_blocks <= self._free[Tier.DEVICE] or self._is_empty():
                 self._promote(program, MoveReason.FREE_CAPACITY)
         return len(self._entered) > before
 
     def _promote_after_absence(self) -> bool:
         """Replace programs whose tools have run for ``absent_s`` by the first ready program for which they
         are enough (rule 5). Returns whether a program was promoted."""
-        size, limit_s = self._policy.device_blocks, self._policy.absent_s
+        limit_s = self._policy.absent_s
         absent = [p for p in self._acting() if has_elapsed(p.last_active_s, limit_s, self._now)]
-        most = self._free[Tier.DEVICE] + sum(map(size, absent))
-        program = next((p for p in self._candidates() if size(p) <= most), None) if absent else None
+        most = self._free[Tier.DEVICE] + sum(p.device_blocks for p in absent)
+        program = next((p for p in self._candidates() if p.device_blocks <= most), None) if absent else None
         if program is None:
             return False
         self._promote(program, MoveReason.ABSENT)
@@ -167,7 +146,7 @@ class RelativeIdlenessPlan(PlacementPlan):
     def _promote_at_standstill(self) -> bool:
         """Promote a program if all programs on the device have run tools for ``standstill_s`` (rule 3).
         Returns whether a program was promoted."""
-        here, first = self._staying.values(), next(self._candidates(), None)
+        here, first = self._staying.values(), next(iter(self._candidates()), None)
         if first is None or not here or self._entered:
             return False
         if any(program.activity is not ProgramActivity.ACTING for program in here):
@@ -175,44 +154,32 @@ class RelativeIdlenessPlan(PlacementPlan):
         last_s = max(program.last_active_s for program in here)
         if not has_elapsed(last_s, self._policy.standstill_s, self._now):
             return False
-        return self._demote_until_free(self._policy.device_blocks(first), MoveReason.STANDSTILL, first)
+        return self._demote_until_free(first.device_blocks, MoveReason.STANDSTILL, first)
 
     def _is_empty(self) -> bool:
         return not self._staying and not self._entered
 
     # -- the tiers below ----------------------------------------------------------------------
 
-    def _demote_overflow(self, tier: Tier, group: Sequence[ProgramTierView]) -> None:
-        """Demote programs from ``tier`` (host or disk), which has the programs ``group``, while the tier is
-        over capacity."""
-        if self._free[tier] >= 0:
-            return
-        for program in sorted(self._unmoved(group), key=self._demotion_key):
-            if self._free[tier] >= 0:
-                break
-            fits = tier is Tier.HOST and 0 < program.context_blocks <= self._free[Tier.DISK]
-            self._send(program, Tier.DISK if fits else Tier.WAITING, MoveReason.OVER_CAPACITY)
-
-    def _tier_below(self, program: ProgramTierView, free: Mapping[Tier, int]) -> Tier:
+    def _tiers_below(self, program: ProgramTierView) -> Sequence[Tier]:
         to_disk = self._idleness(program) >= self._policy.disk_idleness
-        for tier in (Tier.DISK, Tier.HOST) if to_disk else (Tier.HOST, Tier.DISK):
-            if 0 < program.context_blocks <= free[tier]:
-                return tier
-        return Tier.WAITING
+        return (Tier.DISK, Tier.HOST) if to_disk else (Tier.HOST, Tier.DISK)
 
     def _place_below(self, program: ProgramTierView) -> Tier:
         """Return the tier for a program that leaves the device, as ``_tier_below`` does. If host memory is
         full, first make room in it: move programs that are idle enough from host memory to disk."""
         threshold, room = self._policy.disk_idleness, self._free[Tier.DISK]
-        to = self._tier_below(program, self._free)
+        to = self._tier_below(program)
         if to is Tier.HOST or room <= 0 or self._idleness(program) >= threshold or not program.context_blocks:
             return to
         short = program.context_blocks - self._free[Tier.HOST]
         down = []
         idle = [
             other
-            for other in self._unmoved(self._view.on_host)
-            if other.activity is ProgramActivity.ACTING and self._idleness(other) >= threshold
+            for other in self._view.on_host
+            if other.program_id not in self._moved
+            and other.activity is ProgramActivity.ACTING
+            and self._idleness(other) >= threshold
         ]
         for other in sorted(idle, key=self._demotion_key):
             if short > 0 and other.context_blocks <= room:
@@ -226,14 +193,6 @@ class RelativeIdlenessPlan(PlacementPlan):
         return Tier.HOST
 
     # -- candidates and their order ------------------------------------------------------------
-
-    def _candidates(self) -> Iterator[ProgramTierView]:
-        """Yield the ready programs off the device in promotion order, without programs that this answer has
-        moved."""
-        return self._unmoved(self._in_promotion_order)
-
-    def _unmoved(self, programs: Sequence[ProgramTierView]) -> Iterator[ProgramTierView]:
-        return (program for program in programs if program.program_id not in self._moved)
 
     @cached_property
     def _in_promotion_order(self) -> list[ProgramTierView]:
@@ -259,10 +218,14 @@ class RelativeIdlenessPlan(PlacementPlan):
     @cached_property
     def _in_demotion_order(self) -> list[ProgramTierView]:
         """The programs on the device that may leave it, by rule 1."""
-        here = [program for program in self._view.on_device if not is_ready(program) or program.pending]
+        here = [
+            program
+            for program in self._view.on_device
+            if program.activity is not ProgramActivity.READY or program.pending
+        ]
         return sorted(here, key=self._demotion_key)
 
-    def _demotion_key(self, program: ProgramTierView) -> SortKey:
+    def _demotion_key(self, program: ProgramTierView, tier: Tier = Tier.DEVICE) -> SortKey:
         """Return the sort key of the demotion order: first pending programs whose turn has ended, then acting
         programs, then others; within each group the most idle first.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, islice
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 from sojourn.ids import ProgramId
@@ -142,10 +142,6 @@ class ResidencyPricePlacement(PlacementPolicy):
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
         return ResidencyPricePlan(self, view, now).decide()
 
-    def device_blocks(self, program: ProgramTierView) -> int:
-        """Return the blocks that a program needs on the device now; at least 1."""
-        return max(program.context_blocks, program.required_blocks, program.resident_blocks, 1)
-
     def promotion_order(self, ready: Sequence[ProgramTierView]) -> list[ProgramTierView]:
         """Return ready programs, the first to enter first, but for urgent ones: those with their context in
         host memory or on disk, then others that ran before, then new programs.
@@ -155,19 +151,21 @@ class ResidencyPricePlacement(PlacementPolicy):
         KV was dropped does not wait for ever: after a time it is overdue and enters first.
 
         Within a level, those with the most worth per block are first if the work left is stated for most of
-        ``ready``. Else the earliest is, and of new programs the smallest: of contexts of one ``size_class``,
-        the earliest."""
+        ``ready``. Else the earliest is, and of new programs the smallest: of sizes between the same powers of
+        two, the earliest."""
         by_work = 2 * sum(program.work_stated for program in ready) > len(ready)
         return sorted(ready, key=lambda program: self._promotion_key(program, by_work))
 
     def _promotion_key(self, program: ProgramTierView, by_work: bool) -> SortKey:
-        saved, blocks = program.tier in (Tier.HOST, Tier.DISK), self.device_blocks(program)
-        level = _SAVED if saved else _RETURNING if program.returning else _NEW
+        blocks = program.device_blocks
+        level = _SAVED if _has_saved_context(program) else _RETURNING if program.returning else _NEW
         if by_work:
             return (level, blocks / self.worth(program), program.waiting_since_s, program.program_id)
         if level != _NEW:
             return (level, program.arrived_s, program.waiting_since_s, program.program_id)
-        return (level, float(size_class(blocks)), program.arrived_s, program.program_id)
+        # First prompts of one kind of agent often differ by less than a factor of two, which says little
+        # about the programs' total work. So sizes between the same powers of two count as equal.
+        return (level, blocks.bit_length(), program.arrived_s, program.program_id)
 
     def worth(self, program: ProgramTierView) -> float:
         """Return the Gittins index of a program's service, relative to a new program of its type; 1 if
@@ -178,92 +176,60 @@ class ResidencyPricePlacement(PlacementPolicy):
 
 
 class WeightedValues:
-    """Pairs (value, weight) in ascending order. The first use after a change adds them up."""
+    """Pairs (value, weight) in ascending order, and their cumulative sums."""
 
     def __init__(self, pairs: Iterable[tuple[float, float]]) -> None:
         self._pairs = sorted(pairs)
-
-    def change(self, pair: tuple[float, float], by: int) -> None:
-        """Add the pair if ``by`` is 1; remove it if ``by`` is -1."""
-        if by > 0:
-            insort(self._pairs, pair)
-        else:
-            del self._pairs[bisect_left(self._pairs, pair)]
-        vars(self).pop("_sums", None)
+        self._products = [*accumulate((value * weight for value, weight in self._pairs), initial=0.0)]
+        self._weights = [*accumulate((weight for _, weight in self._pairs), initial=0.0)]
 
     def split(self, value: float) -> tuple[float, float]:
         """Return the sum of value · weight over the values below ``value``, and the sum of the other values'
         weights."""
-        products, weights = self._sums
         at = bisect_left(self._pairs, (value, -math.inf))
-        return products[at], weights[-1] - weights[at]
+        return self._products[at], self._weights[-1] - self._weights[at]
+
+
+class KvUse(NamedTuple):
+    """How a program with KV uses the device until it ends."""
+
+    reasoning_share: float
+    """Share of the program's time in which it reasons."""
+    mean_blocks: float
+    """Predicted mean size of its context, midway between now and the peak."""
+    growth_blocks: int
+    """Predicted growth of its context."""
+    worth: float
+
+    @property
+    def demand_blocks(self) -> float:
+        """Blocks of the device that the program uses on average."""
+        return self.reasoning_share * self.mean_blocks
+
+
+class KvUses:
+    """Sums over the programs with KV. A sum is computed at its first use, because most answers use none."""
+
+    def __init__(self, uses: Sequence[KvUse]) -> None:
+        self._uses = uses
 
     @cached_property
-    def _sums(self) -> tuple[list[float], list[float]]:
-        """Cumulative sums over the pairs, from 0: of value · weight, and of weight."""
-        products = accumulate((value * weight for value, weight in self._pairs), initial=0.0)
-        return [*products], [*accumulate((weight for _, weight in self._pairs), initial=0.0)]
-
-
-class ProgramsWithKv:
-    """The programs with KV after the moves so far, each with its tier, and sums over these programs. A sum is
-    computed at its first use, because most answers use none. Afterwards, each move updates it."""
-
-    def __init__(self, policy: ResidencyPricePlacement, view: PlacementView, now: float) -> None:
-        self._policy, self._view, self._now = policy, view, now
-
-    def __iter__(self) -> Iterator[tuple[Tier, ProgramTierView]]:
-        return iter(self._of.values())
+    def demand_blocks(self) -> float:
+        return sum(use.demand_blocks for use in self._uses)
 
     @cached_property
-    def _of(self) -> dict[ProgramId, tuple[Tier, ProgramTierView]]:
-        view = self._view
-        groups = ((Tier.DEVICE, view.on_device), (Tier.HOST, view.on_host), (Tier.DISK, view.on_disk))
-        return {program.program_id: (tier, program) for tier, group in groups for program in group}
-
-    @cached_property
-    def sums(self) -> list[float]:
-        """Two sums over all programs, in blocks: demand, and mean context. A program's demand is its mean
-        context times the share of its time in which it reasons: the device blocks that it uses on average
-        until its end."""
-        sums = [0.0, 0.0]
-        for _, program in self:
-            self._add(sums, program, 1)
-        return sums
-
-    def _add(self, sums: list[float], program: ProgramTierView, sign: int) -> None:
-        sums[0] += sign * self._demand_of(program)
-        sums[1] += sign * self.mean_blocks_of(program)
-
-    def _reasoning_share(self, program: ProgramTierView) -> float:
-        """Return the share of the program's time in which it reasons."""
-        return 1.0 - program.idleness.at(self._now)
-
-    def _demand_of(self, program: ProgramTierView) -> float:
-        return self._reasoning_share(program) * self.mean_blocks_of(program)
-
-    def mean_blocks_of(self, program: ProgramTierView) -> float:
-        """Return the predicted mean size of the program's context until the program ends, in blocks."""
-        now_blocks = self._policy.device_blocks(program)
-        return (now_blocks + max(now_blocks, program.peak_blocks)) / 2
-
-    def growth_of(self, program: ProgramTierView) -> int:
-        """Return the blocks by which the program's context is predicted to grow."""
-        return max(0, program.peak_blocks - self._policy.device_blocks(program))
+    def mean_blocks(self) -> float:
+        return sum(use.mean_blocks for use in self._uses)
 
     def growth_within(self, most_blocks: int) -> float:
-        """Return a sum over all programs, in blocks: min(predicted growth, ``most_blocks``) times the share
-        of the program's time in which it reasons. A context grows only while its program reasons."""
+        """Return a sum in blocks: min(predicted growth, ``most_blocks``) times the share of the program's
+        time in which it reasons. A context grows only while its program reasons."""
         grown_blocks, share_above = self._growths.split(most_blocks)
         return grown_blocks + most_blocks * share_above
 
     @cached_property
     def _growths(self) -> WeightedValues:
-        """Each program's predicted growth in blocks, with the share of its time in which it reasons."""
-        return WeightedValues(self._growth(program) for _, program in self)
-
-    def _growth(self, program: ProgramTierView) -> tuple[float, float]:
-        return self.growth_of(program), self._reasoning_share(program)
+        return WeightedValues((use.growth_blocks, use.reasoning_share) for use in self._uses)
 
     def demand_above(self, worth: float) -> float:
         """Return the demand of the programs with at least this worth."""
@@ -271,22 +237,7 @@ class ProgramsWithKv:
 
     @cached_property
     def _worths(self) -> WeightedValues:
-        """Each program's worth, with its demand."""
-        return WeightedValues(self._worth(program) for _, program in self)
-
-    def _worth(self, program: ProgramTierView) -> tuple[float, float]:
-        return self._policy.worth(program), self._demand_of(program)
-
-    def move(self, program: ProgramTierView, to: Tier) -> None:
-        """Record that a program moves to tier ``to``."""
-        change = (to is not Tier.WAITING) - (self._of.pop(program.program_id, None) is not None)
-        if to is not Tier.WAITING:
-            self._of[program.program_id] = (to, program)
-        if change and "sums" in vars(self):
-            self._add(self.sums, program, change)
-        for name, pair in (("_worths", self._worth), ("_growths", self._growth)) if change else ():
-            if name in vars(self):
-                vars(self)[name].change(pair(program), change)
+        return WeightedValues((use.worth, use.demand_blocks) for use in self._uses)
 
 
 class ResidencyPricePlan(PlacementPlan):
@@ -305,7 +256,7 @@ class ResidencyPricePlan(PlacementPlan):
         self._acting_room: tuple[int, int] | None = None
         """Free blocks in host memory and on disk when ``_acting`` was computed, whose values depend on
         them; ``None``: not computed yet."""
-        self._with_kv = ProgramsWithKv(policy, view, now)
+        self._use_of: dict[ProgramId, KvUse] = {}
         self._small_growth_blocks = 0
         """Predicted growth of the small programs that enter without a reserve."""
 
@@ -316,7 +267,6 @@ class ResidencyPricePlan(PlacementPlan):
         elif self.is_settled:
             return ()
         elif self._promote_overdue():
-            self._demote_until_free(0, MoveReason.OVER_CAPACITY)
             while self._fill() or self._demote_overflow():
                 pass
         else:
@@ -342,18 +292,13 @@ class ResidencyPricePlan(PlacementPlan):
         if room >= 0:
             return
         here = (*self._staying.values(), *self._entered.values())
-        active = [self._policy.device_blocks(p) for p in here if p.activity is not ProgramActivity.ACTING]
+        active = [p.device_blocks for p in here if p.activity is not ProgramActivity.ACTING]
         price = self._headroom * len(active) / sum(active) if active else 0.0
         for hold, _, program_id in self._acting_by_hold_value():
             if room >= 0 or hold >= price:
                 break
             room += self._reserved_blocks(self._staying[program_id], reserve)
             self._moved[program_id] = TierMove(program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FUTILE)
-
-    def _candidates(self) -> list[ProgramTierView]:
-        """Return the ready programs off the device in promotion order, without those that this answer has
-        moved."""
-        return [p for p in self._in_promotion_order if p.program_id not in self._moved]
 
     @cached_property
     def _in_promotion_order(self) -> list[ProgramTierView]:
@@ -372,38 +317,18 @@ class ResidencyPricePlan(PlacementPlan):
         present = [program.importance for group in groups for program in group]
         return math.fsum(present) / len(present) if present else 0.0
 
-    def _promote_overdue(self) -> bool:
-        """Promote overdue programs. Returns whether other programs may be promoted now: false if an overdue
-        program must first wait until running turns end."""
-        policy, view = self._policy, self._view
-        if not has_elapsed(view.last_overdue_promotion_s, policy.overdue_gap_s, self._now):
-            return True
-        overdue = [
-            program
-            for program in self.ready
-            if has_elapsed(
-                program.waiting_since_s,
-                policy.patience_s * (1.0 if _has_saved_context(program) else BEGIN_PATIENCE),
-                self._now,
-            )
-        ]
-        overdue.sort(key=lambda program: (program.waiting_since_s, program.program_id))
-        for program in overdue[:1] if policy.overdue_gap_s else overdue:
-            if self._waits_for_long_turn(program):
-                continue
-            if not self._demote_until_free(policy.device_blocks(program), MoveReason.OVERDUE, program):
-                return False
-        return True
+    def _patience_s(self, program: ProgramTierView) -> float:
+        return self._policy.patience_s * (1.0 if _has_saved_context(program) else BEGIN_PATIENCE)
 
     def _waits_for_long_turn(self, program: ProgramTierView) -> bool:
         """Return whether an overdue program can enter only after the end of a turn that has run for
         ``patience_s``. If so, other programs may enter meanwhile. Without this exception, one long answer
         would make all programs wait."""
-        short = self._policy.device_blocks(program) - self._free[Tier.DEVICE]
+        short = program.device_blocks - self._free[Tier.DEVICE]
         for victim in self._demotion_candidates() if short > 0 else ():
             if has_elapsed(min(victim.running_since_s, self._now), self._policy.patience_s, self._now):
                 return True
-            short -= self._policy.device_blocks(victim)
+            short -= victim.device_blocks
             if short <= 0:
                 break
         return False
@@ -432,7 +357,7 @@ class ResidencyPricePlan(PlacementPlan):
             elif not (victims := self._victims_for(wanted - room, gain, reserve)):
                 continue
             else:
-                price = gain / self._policy.device_blocks(program)
+                price = gain / program.device_blocks
                 self._exchanges += 1
                 self._promote(program, MoveReason.EXCHANGE, worth=worth, price=price)
                 for hold, victim in victims:
@@ -445,12 +370,12 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _is_small_and_late(self, program: ProgramTierView) -> bool:
         """Return whether a program need not wait any longer for the growth of others."""
-        blocks = max(self._policy.device_blocks(program), program.turn_blocks, program.peak_blocks)
+        blocks = max(program.device_blocks, program.turn_blocks, program.peak_blocks)
         free_blocks = self._free[Tier.DEVICE] - self._small_growth_blocks
         if blocks > SMALL_SHARE * free_blocks:
             return False
         is_late = has_elapsed(program.waiting_since_s, SMALL_PATIENCE_S, self._now)
-        self._small_growth_blocks += is_late * (blocks - self._policy.device_blocks(program))
+        self._small_growth_blocks += is_late * (blocks - program.device_blocks)
         return is_late
 
     def _room(self, reserve: float) -> float:
@@ -475,7 +400,7 @@ class ResidencyPricePlan(PlacementPlan):
         free = sum(max(0, blocks) for blocks in self._free.values())
         share = self._share_in_all_tiers
         # While this program is there, the others grow about as much as it does.
-        growth_blocks = self._with_kv.growth_within(self._with_kv.growth_of(program))
+        growth_blocks = self._kv_uses.growth_within(self._use(program).growth_blocks)
         short = self._reserved_blocks(program, share) - (free - share * growth_blocks)
         if short <= 0:
             return True
@@ -494,11 +419,37 @@ class ResidencyPricePlan(PlacementPlan):
         part of the device unused. True if sizes are unknown."""
         if not program.service_s:
             return True
-        demand, mean = self._with_kv.sums
-        own = demand / max(1.0, mean) * self._with_kv.mean_blocks_of(program)
+        uses = self._kv_uses
+        own = uses.demand_blocks / max(1.0, uses.mean_blocks) * self._use(program).mean_blocks
         room = self._view.device.budget_blocks - own
         # The first condition implies the second one, and is cheaper to check.
-        return demand <= room or self._with_kv.demand_above(self._worth(program) * BEGIN_WORTH) <= room
+        return uses.demand_blocks <= room or uses.demand_above(self._worth(program) * BEGIN_WORTH) <= room
+
+    @property
+    def _with_kv(self) -> list[tuple[Tier, ProgramTierView]]:
+        """The programs with KV after the moves so far, each with its tier."""
+        view, moved = self._view, self._moved
+        before = chain(view.on_device, view.on_host, view.on_disk)
+        now = [(moved[p.program_id].to if p.program_id in moved else p.tier, p) for p in before]
+        new = ((Tier.DEVICE, p) for p in self._entered.values() if p.tier is Tier.WAITING)
+        return [(tier, program) for tier, program in (*now, *new) if tier is not Tier.WAITING]
+
+    @cached_property
+    def _kv_uses(self) -> KvUses:
+        return KvUses([self._use(program) for _, program in self._with_kv])
+
+    def _use(self, program: ProgramTierView) -> KvUse:
+        use = self._use_of.get(program.program_id)
+        if use is None:
+            now_blocks = program.device_blocks
+            peak_blocks = max(now_blocks, program.peak_blocks)
+            use = self._use_of[program.program_id] = KvUse(
+                1.0 - program.idleness.at(self._now),
+                (now_blocks + peak_blocks) / 2,
+                peak_blocks - now_blocks,
+                self._policy.worth(program),
+            )
+        return use
 
     @cached_property
     def _share(self) -> float:
@@ -542,7 +493,7 @@ class ResidencyPricePlan(PlacementPlan):
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
         """Return the blocks that count for the program on the device: its present size if ``reserve`` is 0,
         else its size after the next turn plus the share ``reserve`` of its further growth."""
-        now_blocks = self._policy.device_blocks(program)
+        now_blocks = program.device_blocks
         if not reserve:
             return now_blocks
         turn_blocks = max(now_blocks, program.turn_blocks)
@@ -560,7 +511,7 @@ class ResidencyPricePlan(PlacementPlan):
             # Earlier victims may have taken the room below.
             to = self._tier_below(victim, free)
             hold = self._hold_value(victim, Tier.DEVICE, to)
-            gain -= hold * self._policy.device_blocks(victim)
+            gain -= hold * victim.device_blocks
             if gain <= 0:
                 break
             if to is not Tier.WAITING:
@@ -597,11 +548,14 @@ class ResidencyPricePlan(PlacementPlan):
         if room != self._acting_room:
             self._acting_room = room
             self._acting = sorted(
-                (self._hold_value(program, Tier.DEVICE), program.last_active_s, program.program_id)
+                self._demotion_key(program, Tier.DEVICE)
                 for program in self._staying.values()
                 if program.activity is ProgramActivity.ACTING
             )
         return [key for key in self._acting if key[-1] in self._staying]
+
+    def _demotion_key(self, program: ProgramTierView, tier: Tier) -> tuple[float, float, ProgramId]:
+        return (self._hold_value(program, tier), program.last_active_s, program.program_id)
 
     def _hold_value(self, program: ProgramTierView, tier: Tier, to: Tier | None = None) -> float:
         """Return the progress per block and second that the program's KV in ``tier`` is expected to save.
@@ -644,43 +598,15 @@ class ResidencyPricePlan(PlacementPlan):
         reasoning.sort(key=lambda program: (-program.arrived_s, program.program_id))
         return [*pending, *acting, *reasoning]
 
-    # -- the tiers below ------------------------------------------------------------------------
-
-    def _tier_below(
-        self, program: ProgramTierView, free: Mapping[Tier, int] | None = None, tier: Tier = Tier.DEVICE
-    ) -> Tier:
-        """Return the highest tier below ``tier`` with room for the program's context; ``WAITING`` if none has
-        room. ``free``: free blocks by tier, by default those of this plan."""
-        free = self._free if free is None else free
-        for below in (Tier.HOST, Tier.DISK)[tier is Tier.HOST :] if tier is not Tier.DISK else ():
-            if 0 < program.context_blocks <= free[below]:
-                return below
-        return Tier.WAITING
-
-    def _demote_overflow(self) -> bool:
-        """Demote the programs of the least value from host memory and from disk while the tier is over
-        capacity. Returns whether a program moved."""
-        before = len(self._moved)
-        for tier, group in ((Tier.HOST, self._view.on_host), (Tier.DISK, self._view.on_disk)):
-            if self._free[tier] >= 0:
-                continue
-            values = [(self._hold_value(p, tier), p.last_active_s, p.program_id, p) for p in group]
-            for *_, program in sorted(values, key=lambda entry: entry[:3]):
-                if self._free[tier] >= 0:
-                    break
-                if program.program_id not in self._moved:
-                    self._send(program, self._tier_below(program, tier=tier), MoveReason.OVER_CAPACITY)
-        return len(self._moved) > before
-
     # -- bookkeeping ----------------------------------------------------------------------------
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
         super()._promote(program, reason, **terms)
-        self._with_kv.move(program, Tier.DEVICE)
+        vars(self).pop("_kv_uses", None)
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         super()._send(program, to, reason, **terms)
-        self._with_kv.move(program, to)
+        vars(self).pop("_kv_uses", None)
         if "_droppable" in vars(self) and _is_droppable(program):
             del self._droppable[bisect_left(self._droppable, self._drop_key(program, program.tier))]
             if to is not Tier.WAITING:
@@ -693,15 +619,6 @@ def _has_saved_context(program: ProgramTierView) -> bool:
 
 def _is_droppable(program: ProgramTierView) -> bool:
     return program.activity is ProgramActivity.ACTING and program.context_blocks > 0
-
-
-def size_class(blocks: int) -> int:
-    """Return the exponent of the power of two above ``blocks``: 1 → 1, 2 and 3 → 2, 4 to 7 → 3.
-
-    First prompts of one kind of agent often differ by less than a factor of two, which says little about the
-    programs' total work. So within a class the size does not decide which program waits. At the boundary
-    between two classes, one block still decides."""
-    return blocks.bit_length()
 
 
 @lru_cache(maxsize=4096)
