@@ -27,7 +27,6 @@ from sojourn_server.core import engine_answers
 from sojourn_server.core.engine_answers import Capabilities, ProgramDetail
 from sojourn_server.gateway.http.gateway_route_types import (
     MAX_LISTED_PROGRAMS,
-    AnyStats,
     GatewayStats,
     MoveList,
     PolicyStates,
@@ -253,16 +252,10 @@ class ServerCapabilities(engine_answers.EngineCapabilities, frozen=True, kw_only
     """Number of engines behind the server."""
 
 
-class StockServerCapabilities(engine_answers.StockCapabilities, frozen=True, kw_only=True):
-    """Capabilities of a server whose engines run vLLM's own scheduler."""
-
-    engines: int
-
-
 class StatsByEngine(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of each of several engines."""
 
-    engines: dict[str, AnyStats]
+    engines: dict[str, engine_answers.EngineStats]
 
 
 class DecisionsAnswer(engine_answers.DecisionPage, frozen=True, kw_only=True):
@@ -329,16 +322,14 @@ EVENT_STREAM = {"text/event-stream": "Server-sent events; the data of each is a 
 
 ENGINE_OPERATIONS = {
     ("POST", "/events"): Operation(OutcomeBatch, body=EventBatch),
-    ("GET", "/capabilities"): Operation(Annotated[Any, either(ServerCapabilities, StockServerCapabilities)]),
+    ("GET", "/capabilities"): Operation(ServerCapabilities),
     ("POST", "/policy"): Operation(engine_answers.PolicyState, PolicyQuery),
     ("GET", "/programs"): Operation(engine_answers.ProgramList, ProgramsQuery),
     ("GET", "/load"): Operation(LoadByRank),
     ("GET", "/programs/{program_id}"): Operation(engine_answers.ProgramDetail),
     ("GET", "/programs/{program_id}/explain"): Operation(Explanation, ExplainQuery),
     ("POST", "/programs/{program_id}/persist"): Operation(engine_answers.PersistProgress),
-    ("GET", "/stats"): Operation(
-        Annotated[Any, either(engine_answers.EngineStats, engine_answers.StockStats, StatsByEngine)]
-    ),
+    ("GET", "/stats"): Operation(Annotated[Any, either(engine_answers.EngineStats, StatsByEngine)]),
     ("GET", "/stream"): Operation(LiveFrame, StreamQuery, media=EVENT_STREAM),
     ("GET", "/decisions"): Operation(DecisionsAnswer, DecisionsQuery, media=DECISION_LINES),
     ("GET", "/openapi.json"): Operation(dict[str, Any]),

@@ -91,7 +91,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
 
     @router.get("/capabilities")
     async def get_capabilities() -> JSONResponse:
-        """Return the wire versions, events, policy, limits and tiers of this server."""
+        """Return the wire versions, events, policy and tiers of this server."""
         found = await query("capabilities")
         return JSONResponse({**merge_capabilities(found), "engines": len(engine.engine_ids())})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
@@ -10,20 +11,6 @@ from ..metrics.decision_log import DecisionRecord
 from ..metrics.live_frame import ProgramSummary
 from ..metrics.turn_ledger import LedgerTotals, TurnEntry
 from ..programs.program_status import ProgramOutcome
-
-
-class CapabilityLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of what a client may send."""
-
-    batch_bytes: int
-    batch_events: int
-    context_bytes: int
-    """Maximum size of a request's hint, in bytes."""
-    programs: int
-    """Maximum number of programs that the engine remembers."""
-    graphs: int
-    graph_bytes: int
-    hinted_ttl_s: float
 
 
 class TierCapacity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,23 +49,24 @@ class MissingTiers(msgspec.Struct, frozen=True):
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine understands, and how it is configured."""
 
-    name: Literal["sojourn"] = "sojourn"
-    version: str
+    name: Literal["sojourn", "vllm"] = "sojourn"
+    """``vllm`` for an engine of a pair that runs vLLM's own scheduler. Clients send events and hints only
+    to engines named ``sojourn``."""
+    version: str = version("sojourn")
     """Version of sojourn."""
     wire: list[int]
     """Versions of the wire format."""
     policy: str
-    events: list[str]
+    events: list[str] = []
     """Types of events that the engine accepts."""
-    limits: CapabilityLimits
-    unused_hints: list[str]
+    unused_hints: list[str] = []
     """Fields of hints and of events (``tool_start.expected_s``) that the policy does not use."""
     engine: dict[str, str]
     """Version of vLLM, and sizes and limits of the engine."""
-    tiers: TierCapabilities | None
+    tiers: TierCapabilities | None = None
     """KV storage below the device; ``null``: none. With several engines, the entry of the first engine whose
     tiers are off, or else of the first engine."""
-    missing: MissingTiers | None
+    missing: MissingTiers | None = None
 
 
 class EngineCapabilities(Capabilities, frozen=True, kw_only=True):
@@ -86,18 +74,6 @@ class EngineCapabilities(Capabilities, frozen=True, kw_only=True):
 
     paths: dict[str, Any] | None
     """Role and address of an engine of a prefill/decode pair."""
-
-
-class StockCapabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of an engine of a pair that runs vLLM's own scheduler."""
-
-    name: Literal["vllm"] = "vllm"
-    """``vllm`` and not ``sojourn``, because clients send events and hints to engines named ``sojourn``."""
-    wire: list[int]
-    policy: str = "stock"
-    engine: dict[str, str]
-    tiers: None = None
-    paths: dict[str, Any] | None
 
 
 class PolicyState(msgspec.Struct, frozen=True):
@@ -208,58 +184,30 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     steps; ``None``: unknown."""
 
 
-class LeaseTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """All leases of an engine."""
-
-    count: int
-    blocks: int
-    budget_blocks: int
-    """Maximum number of blocks that leases may hold."""
-
-
-class HistoryTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has learned from earlier programs."""
-
-    tool_calls: int
-    programs: int
-    memoryfulness: float
-    """Continuum's η (§4.2), from -1 to 1: how well the turns of a program so far predict its turns left."""
-    mean_evicted_wait_s: float | None
-    """Mean queueing delay of requests whose program's KV had been evicted; ``None``: there were none."""
-
-
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Current counters and gauges of one engine."""
+    """Current counters and gauges of one engine. An engine of a pair that runs vLLM's own scheduler (policy
+    ``stock``) fills only ``paths``."""
 
     policy: str
-    programs: dict[str, int]
+    programs: dict[str, int] = {}
     """Number of programs by status."""
-    requests: int
-    leases: LeaseTotals
-    pool: dict[str, int]
+    requests: int = 0
+    leases: dict[str, int] = {}
+    """Number of leases (``count``) and of their ``blocks``."""
+    pool: dict[str, int] = {}
     """Tokens of a block, and blocks by state: total, running, leased, cached, free."""
-    tiers: dict[str, Any]
+    tiers: dict[str, Any] = {}
     """Blocks of host memory and disk by state, ``moves`` by result and the ``traffic`` of copies; empty
     without tiers."""
     paths: dict[str, Any] | None
     """Links and requests of an engine of a prefill/decode pair."""
-    placed: dict[str, int]
+    placed: dict[str, int] = {}
     """Number of programs by the tier in which the policy places them."""
-    ledger: LedgerTotals
-    output_lengths: dict[str, Any]
+    ledger: LedgerTotals | None = None
+    output_lengths: dict[str, Any] = {}
     """``outputs``: number of learned output lengths. ``network_off`` and ``without_off``: mean |ln(actual ÷
     predicted)| of predictions with and without the neural network; ``null``: too few outputs were checked.
     ``network``: state of the network; ``null`` without one."""
-    tombstones: int
-    """Number of evicted blocks whose eviction the engine remembers."""
-    history: HistoryTotals
-
-
-class StockStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of an engine of a pair that runs vLLM's own scheduler."""
-
-    policy: Literal["stock"] = "stock"
-    paths: dict[str, Any] | None
 
 
 class DecisionPage(msgspec.Struct, frozen=True, kw_only=True):

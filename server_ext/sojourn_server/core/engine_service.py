@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from sojourn.ids import ProgramId
-from sojourn.wire_codec import (
-    MAX_BATCH_BYTES,
-    MAX_BATCH_EVENTS,
-    MAX_CONTEXT_BYTES,
-    MAX_GRAPH_BYTES,
-    WIRE_VERSION,
-    WireError,
-    encode,
-)
+from sojourn.wire_codec import WIRE_VERSION, WireError, encode
 
 from ..metrics.link_metrics import count_links
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow, ProgramSummary
@@ -143,21 +135,11 @@ class EngineService:
         return encode(answer).decode()
 
     def _capabilities(self, arguments: _Arguments, now: float) -> answers.EngineCapabilities:
-        preset, limits = self._state.preset, self._state.limits
+        preset = self._state.preset
         return answers.EngineCapabilities(
-            version=version("sojourn"),
             wire=[WIRE_VERSION],
             policy=preset.name,
             events=list(EVENT_TYPES),
-            limits=answers.CapabilityLimits(
-                batch_bytes=MAX_BATCH_BYTES,
-                batch_events=MAX_BATCH_EVENTS,
-                context_bytes=MAX_CONTEXT_BYTES,
-                programs=limits.max_programs,
-                graphs=limits.max_graphs,
-                graph_bytes=MAX_GRAPH_BYTES,
-                hinted_ttl_s=limits.max_hinted_ttl_s,
-            ),
             unused_hints=unused_fields(preset),
             engine=dict(self._view.engine),
             tiers=self._view.below_device(),
@@ -290,33 +272,24 @@ class EngineService:
         )
 
     def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
-        state, histories, placed = self._state, self._state.histories, self._program_scheduler.tiers.counts()
+        state, placed = self._state, self._program_scheduler.tiers.counts()
         network_off, without_off = self._program_scheduler.forecaster.prediction_errors
         return answers.EngineStats(
             policy=state.preset.name,
             programs=_by_status(state),
             requests=len(state.requests.states),
-            leases=answers.LeaseTotals(
-                count=len(state.leases), **_same(state.leases, "blocks budget_blocks")
-            ),
+            leases={"count": len(state.leases), "blocks": state.leases.blocks},
             pool={"block_size": state.pool.block_size, **self._view.pool_state()},
             tiers=self._view.tier_state(),
             paths=self._view.paths.stats(),
             placed={tier.value: count for tier, count in placed.items()},
             ledger=state.ledger.totals,
             output_lengths={
-                "outputs": histories.output_lengths.count(),
+                "outputs": state.histories.output_lengths.count(),
                 "network_off": network_off,
                 "without_off": without_off,
                 "network": self._view.network_state(),
             },
-            tombstones=len(state.eviction_log),
-            history=answers.HistoryTotals(
-                tool_calls=histories.tools.count(),
-                programs=histories.turns.count(),
-                memoryfulness=histories.turns.memoryfulness(),
-                mean_evicted_wait_s=histories.evicted_waits.mean(),
-            ),
         )
 
     def _snapshot(self, arguments: _Arguments, now: float) -> EngineSnapshot:
@@ -443,9 +416,11 @@ class StockEngineService:
         the supported operations."""
         if operation == "capabilities":
             paths = self._paths.capabilities()
-            answer: Any = answers.StockCapabilities(wire=[], engine=self._engine(), paths=paths)
+            answer: Any = answers.EngineCapabilities(
+                name="vllm", wire=[], policy="stock", engine=self._engine(), paths=paths
+            )
         elif operation == "stats":
-            answer = answers.StockStats(paths=self._paths.stats())
+            answer = answers.EngineStats(policy="stock", paths=self._paths.stats())
         elif operation == "load":
             answer = answers.EngineLoad(complete=False, **pair_load(self._paths))
         elif operation == "drain_metrics":

@@ -43,9 +43,6 @@ class SchedulerLimits:
     """Limits of a scheduler. Six of them can be changed by plugin settings of the same names."""
 
     max_programs: int = 2_000
-    max_graphs: int = 256
-    max_graph_bytes: int = 4 * 1024 * 1024
-    """Maximum size of all graphs together, in bytes of JSON."""
     lease_budget_fraction: float = 0.95
     """Share of the pool that all leases together may hold."""
     max_hinted_ttl_s: float = 300.0
@@ -186,7 +183,7 @@ class SchedulerState:
         """Program → why its KV was released, as a cause in the turn ledger; ``None``: a reason for which the
         ledger has no cause. The entry is removed when a turn of the program begins."""
         self.eviction_log = EvictionLog(max(MIN_LOGGED_EVICTED_BLOCKS, 2 * pool.blocks))
-        self.graphs = GraphStore(self.limits.max_graphs, self.limits.max_graph_bytes)
+        self.graphs = GraphStore()
         self.ledger = TurnLedger(LOGGED_TURNS_AND_DECISIONS)
         self.decisions = DecisionLog(LOGGED_TURNS_AND_DECISIONS)
         self.recorder = MetricsRecorder()

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...api.openapi import either
-from ...core.engine_answers import EngineStats, PolicyState, StockStats
+from ...core.engine_answers import EngineStats, PolicyState
 from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
 from .gateway_metrics import ProgramMove
 
@@ -17,7 +17,6 @@ MAX_LISTED_PROGRAMS = 1000
 """Maximum number of programs in one answer."""
 
 AnyReplicaStatus = Annotated[Any, either(ReplicaStatus, PairEngineStatus)]
-AnyStats = Annotated[Any, either(EngineStats, StockStats)]
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +34,7 @@ class GatewayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Status of all replicas, and the statistics of their engines."""
 
     replicas: Sequence[AnyReplicaStatus]
-    engines: dict[str, AnyStats]
+    engines: dict[str, EngineStats]
     """Statistics by the engine's URL."""
     stock: list[str]
     """URLs of engines that run without sojourn."""
