@@ -84,7 +84,7 @@ def test_memory_is_bounded_and_an_honest_program_is_learned_after_lies():
     types = transitions.snapshot()
     assert len(types) == module.MAX_TYPES
     counts = types["k"]["contexts"].values()
-    assert types["k"]["entries"] == sum(map(len, counts)) <= module.MAX_ENTRIES
+    assert sum(map(len, counts)) <= module.MAX_ENTRIES
     assert transitions.stats("kind-0").runs == 0
     for honest in range(30):
         transitions.learn("k", ["a", "b"])

@@ -314,8 +314,7 @@ class ProgramScheduler:
         gap_s, tool_s, tool_before = None, None, tool
         if program.gap_started_s is not None and not program.live_requests:
             gap_s, tool_before = max(0.0, now - program.gap_started_s), program.tool_of_gap()
-            if program.gap_tool_time is not None and not program.tools:
-                tool_s = program.gap_tool_time.seconds
+            tool_s = program.gap_tool_s()
             if tool is not None:
                 source = "reported" if program.gap_reported else "inferred"
                 self.recorder.count("sojourn_tool_gap_source_total", source=source)
@@ -325,7 +324,7 @@ class ProgramScheduler:
                     program.gap_inferred_s = now
             if program.hinted_ttl_s and gap_s > 0:
                 self.histories.tool_estimates.learn(f"{TTL}/{tool}", program.hinted_ttl_s, gap_s)
-            program.gap_started_s = program.gap_tool_time = None
+            program.gap_started_s = None
             self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
         program.tools.clear()
         program.tools_ended_s = now
@@ -560,7 +559,8 @@ class ProgramScheduler:
             program.first_prompt_tokens = event.prompt_tokens
         program.context_tokens = context_tokens
         program.peak_tokens = max(program.peak_tokens, context_tokens)
-        program.gap_started_s, program.gap_tool_time = now, None
+        program.gap_started_s = now
+        program.gap_calls.clear()
         program.gap_reported = program.gap_leased = False
         # Calls whose start was reported late, and their end lost, do not run in this gap.
         program.tools = {
@@ -602,8 +602,6 @@ class ProgramScheduler:
         program.agent_type = event.agent_type or program.agent_type
         if event.parent_program_id:
             program.parent_id = ProgramId(event.parent_program_id)
-        if event.root_program_id:
-            program.root_id = ProgramId(event.root_program_id)
         program.tenant = event.tenant or program.tenant
         if event.heartbeat:
             self._heartbeat(program, event, now)
@@ -624,7 +622,7 @@ class ProgramScheduler:
             # A history already has the tool's duration, the gap between the two requests, or the gap is over.
             return Outcome.DEFERRED, "a request overtook this event and has ended the tool call"
         program.tools[CallId(event.call_id)] = RunningTool(
-            key, started_s, event.expected_s, event.expected_p95_s, event.tool, event.tool_class
+            key, started_s, event.expected_s, event.expected_p95_s
         )
         if program.live_requests:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
@@ -656,7 +654,7 @@ class ProgramScheduler:
         if tool.expected_s is not None and 0 < tool.expected_s < math.inf and duration_s > 0:
             histories.tool_estimates.learn(tool.key, tool.expected_s, duration_s)
         program.gap_reported = True
-        program.add_tool_time(tool, duration_s, now)
+        program.tool_ended(tool, duration_s, now)
         self.tiers.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self.state.limits.return_grace_s)

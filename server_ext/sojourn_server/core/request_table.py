@@ -115,8 +115,6 @@ class RequestState:
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
             program.blocks_parent = context.blocks_parent is True
-        if context.root_program_id:
-            program.root_id = ProgramId(context.root_program_id)
         if ttl_s is not None:
             self.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
         program.importance = context.priority or 0

@@ -59,7 +59,7 @@ class KnownGraph:
 
 
 class GraphStore:
-    """Stores at most ``max_graphs`` graphs of agents, and removes the least recently followed first. One graph
+    """Stores at most ``max_graphs`` graphs of agents. The least recently followed is removed first. A graph
     takes about seven times its JSON (at most ``MAX_GRAPH_BYTES``) in memory."""
 
     def __init__(self, max_graphs: int = 64) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, fields
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from .program_status import ProgramOutcome, ProgramStatus
 from .windowed_history import Amount
 
 MAX_GAP_CALLS = 256
-"""Maximum number of calls that ``GapToolTime`` keeps, the last reported ones."""
+"""Maximum number of calls in ``ProgramState.gap_calls``, the last reported ones."""
 SEQ_WINDOW = 1024
 """Number of sequence numbers that are tracked per emitter (the sender of events in one client process).
 A number that is further behind the newest number counts as seen."""
@@ -47,41 +48,6 @@ class RunningTool:
     """The client's estimate of the duration."""
     expected_p95_s: float | None = None
     """The client's estimate of the duration's 95th percentile."""
-    name: str = ""
-    """The tool's name in the framework, e.g. ``bash``."""
-    tool_class: str | None = None
-    """The finer class that the client gave, e.g. ``pytest``."""
-
-
-class GapToolTime:
-    """The seconds of one gap in which reported tool calls ran: the length of the union of their intervals. So
-    the time of calls at once counts once, and the time between calls does not count. Reports may come in any
-    order. Times are seconds on the engine's clock."""
-
-    def __init__(self, gap_started_s: float = -math.inf) -> None:
-        """``gap_started_s``: time at which the gap began. What a call ran before it does not count."""
-        self.last_tool = ""
-        """History key of the call that began last."""
-        self.last_started_s = -math.inf
-        """Time at which this call began; it may lie before the gap."""
-        self._gap_started_s = gap_started_s
-        self._calls: deque[tuple[float, float]] = deque(maxlen=MAX_GAP_CALLS)
-        """Start and end of each call."""
-
-    @property
-    def seconds(self) -> float:
-        """The seconds in which at least one call ran."""
-        total_s, counted_until_s = 0.0, self._gap_started_s
-        for start_s, end_s in sorted(self._calls):
-            total_s += max(0.0, end_s - max(start_s, counted_until_s))
-            counted_until_s = max(counted_until_s, end_s)
-        return total_s
-
-    def add(self, tool: str, start_s: float, end_s: float) -> None:
-        """Add the interval of one call. ``tool``: its history key."""
-        if start_s >= self.last_started_s:
-            self.last_tool, self.last_started_s = tool, start_s
-        self._calls.append((start_s, end_s))
 
 
 @dataclass(slots=True)
@@ -169,7 +135,6 @@ class ProgramState:
     arrived_s: float
     status: ProgramStatus = ProgramStatus.ACTING
     parent_id: ProgramId | None = None
-    root_id: ProgramId | None = None
     blocks_parent: bool = False
     """Whether the parent waits for this program, as the client says."""
     importance: int = 0
@@ -256,8 +221,8 @@ class ProgramState:
     """Whether the program has had a lease in this gap between turns; it gets no second one."""
     gap_reported: bool = False
     """Whether the client reported a tool's duration in this gap. If not, the gap's length is learned."""
-    gap_tool_time: GapToolTime | None = None
-    """Time of the reported tool calls that have ended in this gap."""
+    gap_calls: deque[tuple[float, float, str]] = field(default_factory=lambda: deque(maxlen=MAX_GAP_CALLS))
+    """Start, end and history key of the reported tool calls that have ended in this gap."""
     gap_started_s: float | None = None
     gap_inferred_s: float | None = None
     """Time at which the last gap without a reported tool duration ended. Its length was learned as the tool's
@@ -315,14 +280,21 @@ class ProgramState:
             return ProgramOutcome.DISCONNECTED
         return ProgramOutcome.LOST if self.heartbeats else ProgramOutcome.IDLE
 
-    def add_tool_time(self, tool: RunningTool, duration_s: float, now: float) -> None:
-        """Add a call that has ended to the time in which tools ran in this gap. A call that ended before the
-        gap does not count."""
-        if self.gap_started_s is None or tool.started_s + duration_s < self.gap_started_s:
-            return
-        if self.gap_tool_time is None:
-            self.gap_tool_time = GapToolTime(self.gap_started_s)
-        self.gap_tool_time.add(tool.key, tool.started_s, min(tool.started_s + duration_s, now))
+    def tool_ended(self, tool: RunningTool, duration_s: float, now: float) -> None:
+        """Add a call that has ended to ``gap_calls``. A call that ended before the gap does not count."""
+        if self.gap_started_s is not None and tool.started_s + duration_s >= self.gap_started_s:
+            self.gap_calls.append((tool.started_s, min(tool.started_s + duration_s, now), tool.key))
+
+    def gap_tool_s(self) -> float | None:
+        """Return the seconds of this gap in which at least one reported call ran; ``None``: none ended, or
+        one still runs. Reports may come in any order."""
+        if self.gap_started_s is None or self.tools or not self.gap_calls:
+            return None
+        total_s, counted_until_s = 0.0, self.gap_started_s
+        for start_s, end_s, _ in sorted(self.gap_calls):
+            total_s += max(0.0, end_s - max(start_s, counted_until_s))
+            counted_until_s = max(counted_until_s, end_s)
+        return total_s
 
     def running_tool(self) -> RunningTool | None:
         """The reported tool call that has run longest; ``None`` without a reported call."""
@@ -337,11 +309,9 @@ class ProgramState:
         """History key of the tool of this gap: of the reported call that began last, whether it still runs or
         has ended, or else ``pending_tool``. A start that came during the turn counts too, although it changed
         no ``pending_tool``."""
-        last = max(self.tools.values(), key=lambda tool: tool.started_s, default=None)
-        ended = self.gap_tool_time
-        if last is not None and (ended is None or last.started_s >= ended.last_started_s):
-            return last.key
-        return ended.last_tool if ended is not None else self.pending_tool
+        calls = [(tool.started_s, tool.key) for tool in self.tools.values()]
+        calls += [(started_s, key) for started_s, _, key in self.gap_calls]
+        return max(calls, key=itemgetter(0))[1] if calls else self.pending_tool
 
     def tools_ended(self) -> bool:
         """Whether the client reported a tool's end in this gap, and no reported tool call runs."""
@@ -350,7 +320,7 @@ class ProgramState:
 
 _KEPT_ON_REUSE = frozenset({
     "id", "rank", "ranked", "status", "outcome", "last_contact_s", "heartbeats", "disconnected", "seen",
-    "parent_id", "root_id", "name", "agent_type", "tenant", "graph_hash", "priority", "live_requests",
+    "parent_id", "name", "agent_type", "tenant", "graph_hash", "priority", "live_requests",
     "tools", "tools_ended_s", "calls_before_request", "context_tokens", "prompt_tokens",
 })  # fmt: skip
 """Fields that ``ProgramState.reset_for_reuse`` does not reset."""

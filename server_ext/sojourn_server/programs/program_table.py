@@ -37,8 +37,8 @@ class ProgramTable:
         self._promised_s = promised_s
         self._programs: dict[ProgramId, ProgramState] = {}
         self._next_rank = 0
-        self._silence_due_s = -math.inf
-        """No program is silent before this time."""
+        self._looked_s = -math.inf
+        """Time at which ``silent`` last looked."""
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -86,16 +86,16 @@ class ProgramTable:
         return True
 
     def silent(self, now: float) -> list[ProgramState]:
-        """Return the silent programs, the longest silent first."""
-        if now < self._silence_due_s:
+        """Return the silent programs, the longest silent first. Looks at most once a second."""
+        if now < self._looked_s + 1.0:
             return []
-        acting = [program for program in self if program.status is ProgramStatus.ACTING]
-        limit_s = {program.id: self._promised_s if program.heartbeats else self._idle_s for program in acting}
-        # After a later contact or promise a program is not silent before this.
-        due_s = [now + min(self._promised_s, self._idle_s)]
-        due_s += [program.last_contact_s + limit_s[program.id] for program in acting]
-        self._silence_due_s = min(due_s)
-        silent = [program for program in acting if now - program.last_contact_s > limit_s[program.id]]
+        self._looked_s = now
+        silent = [
+            program
+            for program in self
+            if program.status is ProgramStatus.ACTING
+            and now - program.last_contact_s > (self._promised_s if program.heartbeats else self._idle_s)
+        ]
         return sorted(silent, key=lambda program: program.last_contact_s)
 
     def _make_room(self) -> list[ProgramState]:

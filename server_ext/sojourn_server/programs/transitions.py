@@ -44,8 +44,6 @@ class AgentTypeStats(msgspec.Struct):
     contexts: dict[str, dict[str, _Weight]] = {}
     """Context (one to three steps, see ``_context``) → weight of each step that followed it. The least
     recently seen context comes first."""
-    entries: _Count = 0
-    """Number of weights in ``contexts``."""
     weight: _Weight = 1.0
     """Weight that the next program will have."""
     runs: _Count = 0
@@ -68,6 +66,8 @@ class Transitions:
         for at in range(1, len(path)):
             for order in range(1, min(at, ORDER) + 1):
                 _count(known, _context(path[at - order : at]), path[at])
+        while sum(map(len, known.contexts.values())) > MAX_ENTRIES:
+            del known.contexts[next(iter(known.contexts))]
         known.runs += begins
         known.finished += ends
         known.weight *= _GROWTH
@@ -118,14 +118,9 @@ def _context(steps: Sequence[str]) -> str:
 
 def _count(stats: AgentTypeStats, context: str, target: str) -> None:
     counts = stats.contexts[context] = stats.contexts.pop(context, {})
-    if target not in counts:
-        if len(counts) >= MAX_SUCCESSORS:
-            del counts[min(counts, key=lambda each: counts[each])]
-            stats.entries -= 1
-        stats.entries += 1
+    if target not in counts and len(counts) >= MAX_SUCCESSORS:
+        del counts[min(counts, key=lambda each: counts[each])]
     counts[target] = counts.get(target, 0.0) + stats.weight
-    while stats.entries > MAX_ENTRIES:
-        stats.entries -= len(stats.contexts.pop(next(iter(stats.contexts))))
 
 
 def _rescale(stats: AgentTypeStats) -> None:
@@ -137,4 +132,3 @@ def _rescale(stats: AgentTypeStats) -> None:
         for context, counts in stats.contexts.items()
     )
     stats.contexts = {context: counts for context, counts in decayed if counts}
-    stats.entries = sum(map(len, stats.contexts.values()))
