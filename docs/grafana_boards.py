@@ -214,7 +214,6 @@ def engine_board() -> dict[str, Any]:
             graph("Running and waiting", "vllm:num_requests_running", "vllm:num_requests_waiting"),
             graph("Time in the queue", "vllm:request_queue_time_seconds"),
             graph("Preemptions, by recovery", "sojourn_preemptions_total", by="mode", stacked=True),
-            graph("Preemptions in a row", "sojourn_preemption_cascade_length"),
             graph("Prompts cut by the compute quota", "sojourn_quota_cuts_total"),
             graph("Attention time of a step", "sojourn_step_attention_seconds"),
             graph("Attention time of a full step ÷ quota", "sojourn_step_quota_ratio"),

@@ -190,20 +190,3 @@ def test_a_repeated_request_id_is_no_second_turn() -> None:
     engine.finish(failed, outcome=TurnFinishReason.ABORTED)
     engine.turn("p", NEXT, request_id="r3")
     assert engine.program("p").turns == 3
-
-
-def test_tool_calls_without_any_request_give_one_warning() -> None:
-    engine = VirtualEngine()
-    engine.send(ProgramStart(seq=-1, program_id="p"))
-    for call in range(20):
-        engine.send(ToolStart(seq=-1, program_id="p", call_id=f"{call}", tool="bash"))
-        [outcome] = engine.send(ToolStop(seq=-1, program_id="p", call_id=f"{call}", duration_s=1.0))
-        assert not outcome.reason, "with data parallelism another engine may have the requests"
-    engine.turn("q", TASK)
-    for call in range(20):
-        engine.send(ToolStart(seq=-1, program_id="q", call_id=f"{call}", tool="bash"))
-        engine.send(ToolStop(seq=-1, program_id="q", call_id=f"{call}", duration_s=1.0))
-    assert len(engine.reasons("unseen_requests")) == 1, "a program with requests gets none"
-    decisions = engine.ask("program", program_id="p")["decisions"]
-    assert [(one["kind"], one["calls"]) for one in decisions] == [("unseen_requests", 8)]
-    assert "no request with this program id has reached this engine" in decisions[0]["reason"]

@@ -27,7 +27,6 @@ from sojourn.wire_codec import EventOutcome, Outcome
 from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, ToolStart, ToolStop
 
 from ..metrics.live_frame import PROBE_ID
-from ..metrics.preemption_cascades import PreemptionCascades
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length, split_tokens
 from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveTiming, TierMove
@@ -57,8 +56,6 @@ from .workflow_predictor import WorkflowPredictor
 
 MAX_TOOLS_PER_PROGRAM = 256
 MAX_EMITTERS_PER_PROGRAM = 16
-CALLS_BEFORE_WARNING = 8
-"""Number of tool calls of a program without any request after which a warning is given, once per program."""
 _Refusal = tuple[Outcome, str]
 """Outcome of a client's event that was not applied, and the reason."""
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
@@ -121,9 +118,8 @@ class ProgramScheduler:
         self._unused_fields = unused_fields(state.preset)
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests of programs without an output token, by request id."""
-        self._cascades = PreemptionCascades()
-        self._arrivals = self._steps = 0
-        """Numbers of requests that have arrived, and of completed engine steps."""
+        self._arrivals = 0
+        """Number of requests that have arrived."""
         self._now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
         self._handlers: dict[type, Callable[[Any, float], ev.Answer | None]] = {
@@ -447,9 +443,6 @@ class ProgramScheduler:
                 if request_state.record is not None:
                     request_state.record.preemptions += 1
             self.state.last_shortage_s = now
-            if length := self._cascades.preempted(self._steps):
-                self.recorder.observe("sojourn_preemption_cascade_length", length)
-            numbers["in_cascade"] = self._cascades.length
         self.recorder.count("sojourn_preemptions_total", mode=mode)
         if request_state is not None:
             self.decisions.add(now, "preempt", request_state.program_id, mode, **numbers)
@@ -658,14 +651,6 @@ class ProgramScheduler:
         self.tiers.tool_known(program, now)
         if not program.tools:
             self._leases.extend(program.id, now + self.state.limits.return_grace_s)
-        program.calls_before_request += not program.ranked
-        if not program.ranked and program.calls_before_request == CALLS_BEFORE_WARNING:
-            # Not in the outcome: with data parallelism every rank gets the events, and one the requests.
-            warning = (
-                "tool calls are reported, but no request with this program id has reached this engine: "
-                "send the client's requests to this server, with the id"
-            )
-            self.state.decisions.add(now, "unseen_requests", program.id, warning, calls=CALLS_BEFORE_WARNING)
         return None
 
     def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Refusal | None:
@@ -777,9 +762,6 @@ class ProgramScheduler:
         if event.link is not None:
             self.state.host_link.observe(event.link)
         self.forecaster.record_step(event.seconds)
-        self._steps += 1
-        if self._cascades.length and (length := self._cascades.end_if_stale(self._steps)):
-            self.recorder.observe("sojourn_preemption_cascade_length", length)
 
     def _cache_reset_started(self, event: ev.CacheResetStarted, now: float) -> None:
         for program_id in self.lease_manager.end_all(DecisionReason.RESET, now):

@@ -145,7 +145,6 @@ GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
 """Bounds from 0.05 s to 1,638 s, doubling. Gaps between turns take from milliseconds to half an hour."""
 PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
 """Bounds from 1 s to 32,768 s, doubling."""
-CASCADE_BUCKETS = tuple(float(2**k) for k in range(9))
 """Bounds from 1 to 256 preemptions, doubling."""
 RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
 """Bounds from 1/64 to 64, doubling."""
@@ -293,11 +292,6 @@ _ALL = (
         "sojourn_preemptions_total",
         "Requests that lost their blocks, by how they recover their KV; load: it was still being loaded.",
         mode=PREEMPTION_MODES,
-    ),
-    _histogram(
-        "sojourn_preemption_cascade_length",
-        "Preemptions in a row, each within ten engine steps of the previous one; 1: a single one.",
-        CASCADE_BUCKETS,
     ),
     _histogram(
         "sojourn_step_attention_seconds",

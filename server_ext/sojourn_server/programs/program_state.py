@@ -197,8 +197,6 @@ class ProgramState:
     """Number of finished turns."""
     client_request_id: str | None = None
     """The client's own id of the request that was counted last in ``turns``. A repetition does not count."""
-    calls_before_request: int = 0
-    """Number of reported tool calls that ended before the program's first request."""
     first_prompt_tokens: int = 0
     context_tokens: int = 0
     """Prompt plus output tokens of the last finished turn."""
@@ -321,6 +319,6 @@ class ProgramState:
 _KEPT_ON_REUSE = frozenset({
     "id", "rank", "ranked", "status", "outcome", "last_contact_s", "heartbeats", "disconnected", "seen",
     "parent_id", "name", "agent_type", "tenant", "graph_hash", "priority", "live_requests",
-    "tools", "tools_ended_s", "calls_before_request", "context_tokens", "prompt_tokens",
+    "tools", "tools_ended_s", "context_tokens", "prompt_tokens",
 })  # fmt: skip
 """Fields that ``ProgramState.reset_for_reuse`` does not reset."""

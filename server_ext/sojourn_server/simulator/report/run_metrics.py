@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from sojourn_server.metrics.preemption_cascades import CASCADE_STEPS
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
 from ..run_log import SLO_FACTOR, ProgramLog, RunFacts, RunLog, TurnLog
@@ -41,6 +40,9 @@ NONE_FINISHED_NOTE = (
     "far. Simulate longer, or fewer programs"
 )
 NONE_ARRIVED_NOTE = "no program arrived in this time, so nothing can be said. Simulate longer"
+CASCADE_STEPS = 10
+"""Maximum number of engine steps between two preemptions of a cascade. Tetris §1 gives no number; ten steps
+are well under a second of decoding."""
 _ROUNDING = 1e-12
 """Tolerance for rounding errors in shares, which are products of fractions."""
 _TRACE_ENDINGS = (".jsonl.gz", ".json.gz", ".jsonl", ".json")
