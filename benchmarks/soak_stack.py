@@ -130,7 +130,7 @@ class Engine:
     def state(self) -> ServerState:
         """Return the engine's state, which may be half a second old."""
         told = _get(f"{self.url}/sojourn/v1/stats")
-        pool, moved = told["pool"], told["tiers"].get("traffic", {})
+        pool, moved = told["blocks"], told["tiers"].get("traffic", {})
         metrics = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
         own = {"vllm:num_requests_running": 0.0, "vllm:num_requests_waiting": 0.0}
         for family in text_string_to_metric_families(metrics):
@@ -140,9 +140,9 @@ class Engine:
             "requests": told["requests"],
             "vLLM's running requests": own["vllm:num_requests_running"],
             "vLLM's waiting requests": own["vllm:num_requests_waiting"],
-            "leases": told["leases"]["count"],
-            "leased blocks": told["leases"]["blocks"] + pool["leased"],
-            "blocks not back": pool["total"] - pool["cached"] - pool["free"],
+            "leases": told["leases"],
+            "leased blocks": pool["leased"],
+            "blocks not back": pool["running"] + pool["leased"],
             "copies under way": moved.get("jobs", 0),
             "host blocks not back": moved.get("pinned_host_blocks", 0),
             "programs too many": max(0, sum(told["programs"].values()) - MOST_PROGRAMS),

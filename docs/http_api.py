@@ -245,7 +245,7 @@ def _markdown(text: str) -> str:
 # ---- what an engine takes and answers
 
 
-class ServerCapabilities(engine_answers.EngineCapabilities, frozen=True, kw_only=True):
+class ServerCapabilities(Capabilities, frozen=True, kw_only=True):
     """What a server understands, and how it is configured."""
 
     engines: int

@@ -203,7 +203,7 @@ def token_row(
     stats = found.get("stats", {})
     moves = (stats.get("tiers") or {}).get("moves") or {}
     differ = sum(one != other for one, other in pairs)
-    loaded = stats.get("ledger", {}).get("host_tokens", 0)
+    loaded = stats.get("host_tokens", 0)
     row |= {
         "tokens": len(pairs),
         "differ": differ,

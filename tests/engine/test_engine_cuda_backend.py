@@ -86,7 +86,7 @@ def test_late_copies_give_the_tokens_of_stock(loud_model, late_copies, tmp_path,
         stock, _ = generate(loud_model, None, hints=False)
         tokens, report = generate(loud_model, {"policy": "mori"}, hints=True, **below)
     assert tokens == stock
-    assert report["stats"]["ledger"]["host_tokens"] > 500
+    assert report["stats"]["host_tokens"] > 500
     assert report["stats"]["tiers"]["moves"]["spilled"] > 0
     (cuda,) = late_copies
     assert cuda.copies > 20
@@ -102,5 +102,5 @@ def test_without_waiting_for_saves_the_tokens_are_wrong(loud_model, late_copies,
         tokens, report = generate(
             loud_model, {"policy": "mori"}, hints=True, **with_tiers(host_bytes=350 * LOUD_BLOCK_BYTES)
         )
-    assert report["stats"]["ledger"]["host_tokens"] > 500
+    assert report["stats"]["host_tokens"] > 500
     assert tokens != stock

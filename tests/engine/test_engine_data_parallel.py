@@ -39,6 +39,6 @@ def test_programs_keep_their_rank_behind_a_gateway_alone(tiny_model: str, tmp_pa
     for rank in behind.at_home():
         assert share_that_stayed(behind, rank) == 1.0
         assert share_that_found(behind, rank) == 1.0
-    turns = [rank["ledger"]["turns"] for rank in stats["engines"].values()]
+    turns = [rank["turns"] for rank in stats["engines"].values()]
     assert sum(turns) == 2 * PROGRAMS * TURNS
     assert min(turns) > PROGRAMS

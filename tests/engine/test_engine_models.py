@@ -112,8 +112,8 @@ def says_what_stock_says(
         kinds = {decision["kind"] for decision in report["decisions"]}
         assert kinds & {"keep", "to_host"}, policy
     assert (report["stats"]["tiers"]["moves"].get("stored", 0) > 0) is stores
-    assert (report["stats"]["ledger"]["host_tokens"] > 0) is loads
-    assert not loads or report["stats"]["ledger"]["lost_tokens"] == {}
+    assert (report["stats"]["host_tokens"] > 0) is loads
+    assert not loads or report["stats"]["lost_tokens"] == {}
 
 
 @pytest.mark.nightly
@@ -210,7 +210,7 @@ def test_a_window_and_full_attention_say_what_they_say_on_stock(make_model: Call
     for policy in ("observe", "continuum"):
         tokens, report = generate(model, {"policy": policy}, hints=True, blocks=GROUP_BLOCKS)
         assert tokens == stock, policy
-        found[policy] = report["stats"]["ledger"]["device_tokens"]
+        found[policy] = report["stats"]["device_tokens"]
     assert found["continuum"] > found["observe"]
 
 
@@ -234,7 +234,7 @@ def test_a_model_with_states_continues_from_the_right_state(
     found = {}
     for policy in ("observe", "continuum"):
         tokens, report = in_a_process(generate, model, {"policy": policy}, hints=True, **engine)
-        found[policy] = report["stats"]["ledger"]["device_tokens"]
+        found[policy] = report["stats"]["device_tokens"]
         if policy == "observe":
             assert tokens == stock, "its steps are stock's"
         assert share_off(tokens) < 0.02

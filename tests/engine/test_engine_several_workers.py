@@ -76,9 +76,9 @@ def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
     # By one worker: what two of them add up in another order changes no token in float32.
     with one_thread(monkeypatch):
         assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
-    assert stats["ledger"]["host_tokens"] > 300
+    assert stats["host_tokens"] > 300
     # On a busy machine a block may leave before its copy is made; no other loss is allowed.
-    assert stats["ledger"]["lost_tokens"].keys() <= {"evicted"}
+    assert stats["lost_tokens"].keys() <= {"evicted"}
     assert stats["tiers"]["moves"]["spilled"] > 0
     assert stats["tiers"]["moves"].get("failed", 0) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"rank0of2", "rank1of2"}

@@ -89,8 +89,8 @@ def test_no_hints_and_leases_under_pressure_give_the_tokens_of_stock(
     kinds = [(d["kind"], d["reason"]) for d in report["decisions"]]
     assert ("keep", "hinted") in kinds
     assert ("release", "pressure") in kinds, "the leases must have been under pressure"
-    assert report["stats"]["ledger"]["device_tokens"] > 0
-    assert by_program["stats"]["ledger"]["device_tokens"] > 0
+    assert report["stats"]["device_tokens"] > 0
+    assert by_program["stats"]["device_tokens"] > 0
     taken = [row["evicted_score"] for row in by_program["ledger"] if row["evicted_score"]]
     assert taken, "blocks must have been taken in the order by program"
 
@@ -180,8 +180,8 @@ def test_what_was_in_host_memory_gives_the_tokens_of_stock(loud_model: str, stoc
         loud_model, {"policy": "mori"}, hints=True, **with_tiers(host_bytes=AMPLE_BYTES)
     )
     assert tokens == stock
-    assert report["stats"]["ledger"]["host_tokens"] > 1000
-    assert report["stats"]["ledger"]["lost_tokens"] == {}
+    assert report["stats"]["host_tokens"] > 1000
+    assert report["stats"]["lost_tokens"] == {}
     assert report["stats"]["tiers"]["moves"]["stored"] > 0
     kinds = {decision["kind"] for decision in report["decisions"]}
     assert {"to_device", "to_host"} <= kinds
@@ -221,7 +221,7 @@ def test_loads_that_fail_change_no_token(
         )
     assert tokens == stock
     assert counts["failed"] > 0
-    ledger, moves = report["stats"]["ledger"], report["stats"]["tiers"]["moves"]
+    ledger, moves = report["stats"], report["stats"]["tiers"]["moves"]
     assert moves["loaded"] > 0
     assert moves["discarded"] > 0
     # Each loaded block counts once, for the request that it arrived for; an aborted one there is none.
@@ -242,6 +242,6 @@ def test_a_real_model_says_what_it_says_on_stock(engine_environment: None) -> No
     tokens, report = generate(smol_model, {"policy": "mori"}, hints=True, **real, **host)
     assert len({tuple(each) for each in stock}) == real["programs"], "the programs must differ"
     assert tokens == stock
-    assert report["stats"]["ledger"]["host_tokens"] > 0
-    assert report["stats"]["ledger"]["lost_tokens"] == {}
+    assert report["stats"]["host_tokens"] > 0
+    assert report["stats"]["lost_tokens"] == {}
     assert report["stats"]["tiers"]["moves"]["stored"] > 0

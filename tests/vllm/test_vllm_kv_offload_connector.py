@@ -326,7 +326,7 @@ def test_what_a_foreign_connector_loads_counts_as_host_tokens(
     assert request.is_finished()
     tokens = engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
     assert (tokens["device"], tokens["host"]) == (160, arrived * BLOCK_TOKENS)
-    ledger = engine.ask("stats")["ledger"]
+    ledger = engine.ask("stats")
     assert (ledger["device_tokens"], ledger["host_tokens"]) == (160, arrived * BLOCK_TOKENS)
 
 

@@ -72,11 +72,11 @@ def test_a_lease_ends_with_its_time(make_engine, clock):
     engine.add("a1", prompt(1, 300), program_id="A")
     engine.run()
     engine.tell(tool("A", 1))
-    assert engine.ask("stats")["pool"]["leased"] == 18
+    assert engine.ask("stats")["blocks"]["leased"] == 18
     clock.now += 10.1
     stats = engine.ask("stats")
-    assert stats["leases"]["count"] == 0
-    assert stats["pool"]["cached"] + stats["pool"]["free"] == stats["pool"]["total"]
+    assert stats["leases"] == 0
+    assert (stats["blocks"]["running"], stats["blocks"]["leased"]) == (0, 0)
 
 
 def test_the_references_of_a_lease_make_no_prefix_common_to_all_requests(make_engine):
@@ -104,7 +104,7 @@ def test_a_turn_that_vllm_cuts_off_is_a_turn_like_others(make_engine, clock, rea
         engine.scheduler.finish_requests("a1", RequestStatus.FINISHED_IGNORED)
     assert request.status.name == f"FINISHED_{reason.upper()}"
     engine.tell(tool("A", 1))
-    assert engine.ask("stats")["leases"]["count"] == 1
+    assert engine.ask("stats")["leases"] == 1
     (turn,) = engine.ask("program", program_id="A")["ledger"]
     assert turn["outcome"] == {"repetition": "stopped", "ignored": "length"}[reason]
 
@@ -131,7 +131,7 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
     program = engine.ask("program", program_id="A")
     assert (program["ledger"][-1]["outcome"], program["turns"]) == ("stopped", 1)
     assert program["tool"] == "bash:pytest"
-    assert engine.ask("stats")["leases"]["count"] == 1
+    assert engine.ask("stats")["leases"] == 1
     for other in range(8):
         engine.add(f"x{other}", prompt(10 + other, 300))
         engine.run()
@@ -255,9 +255,9 @@ def test_an_expired_lease_stays_while_its_program_waits_to_be_scheduled(make_eng
     engine.add("a2", [*prompt(1, 300), 7, *prompt(3, 20)], program_id="A")
     clock.now += 60.0
     engine.step()
-    assert engine.ask("stats")["leases"]["count"] == 1
+    assert engine.ask("stats")["leases"] == 1
     engine.run()
-    assert engine.ask("stats")["leases"]["count"] == 0
+    assert engine.ask("stats")["leases"] == 0
     assert cached_tokens(engine, "A")[-1] == 288
 
 
@@ -268,7 +268,7 @@ def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engin
         engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
         engine.run()
         engine.tell(tool(f"P{number}", 1))
-    assert engine.ask("stats")["pool"]["leased"] == 64
+    assert engine.ask("stats")["blocks"]["leased"] == 64
     engine.add("new", prompt(50, 800), program_id="NEW")
     result = engine.step()
     assert result.planned.num_scheduled_tokens == {"new": 800}
@@ -285,7 +285,7 @@ def test_a_running_request_reclaims_leases_before_a_preemption(make_engine, cloc
     engine.add("b1", prompt(2, 240), program_id="B", max_tokens=200)
     engine.run()
     assert engine.ask("program", program_id="B")["ledger"][0]["preemptions"] == 0
-    assert engine.ask("stats")["leases"]["count"] == 0
+    assert engine.ask("stats")["leases"] == 0
 
 
 def test_leases_stay_within_their_budget(make_engine, clock):
@@ -295,7 +295,7 @@ def test_leases_stay_within_their_budget(make_engine, clock):
         engine.run()
         engine.tell(tool(f"P{number}", 1))
     stats = engine.ask("stats")
-    assert stats["leases"]["blocks"] == 32
+    assert stats["blocks"]["leased"] == 32
     keeps = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "late_keep"]
     assert keeps[-1]["program_id"] == "P2"
     assert keeps[-1]["reason"] == "over_budget"
@@ -311,7 +311,7 @@ def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_
         engine.add(f"{name}1", [*shared, *prompt(ord(name), 64)], program_id=name)
         engine.run()
     engine.tell(*ends("A", "B"))
-    uncached = engine.ask("stats")["pool"]["free"]
+    uncached = engine.ask("stats")["blocks"]["free"]
     engine.add("D1", prompt(ord("D"), (uncached + 4) * 16), program_id="D")
     engine.run()
     engine.add("C1", [*shared, *prompt(ord("C"), 16)], program_id="C")
@@ -363,7 +363,7 @@ def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):
     engine.step()
     stats = engine.ask("stats")
     assert stats["requests"] == 0
-    assert stats["leases"]["count"] == 0
+    assert stats["leases"] == 0
     assert engine.pool.get_num_free_blocks() == 64
     assert [p["turns"] for p in engine.ask("programs")["programs"]] == [0, 0, 0]
 
@@ -385,7 +385,7 @@ def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):
     released = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "release"]
     assert [d["reason"] for d in released] == ["ttl"]
     assert released[0]["held_s"] <= 311.0
-    assert engine.ask("stats")["leases"]["count"] == 0
+    assert engine.ask("stats")["leases"] == 0
 
 
 def test_a_running_request_takes_all_leases_before_a_preemption_even_if_the_first_frees_nothing(

@@ -147,7 +147,7 @@ def test_observing_programs_changes_no_step(make_engine, groups):
 
     observed = make_engine("observe", **shape)
     assert run(observed, True) == run(make_engine(None, **shape), False)
-    totals = observed.ask("stats")["ledger"]
+    totals = observed.ask("stats")
     assert totals["turns"] == 24
     assert totals["prompt_tokens"] == totals["device_tokens"] + totals["new_tokens"] + totals[
         "tail_tokens"

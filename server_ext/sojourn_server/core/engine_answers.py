@@ -6,10 +6,11 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ..metrics.decision_log import DecisionRecord
-from ..metrics.live_frame import ProgramSummary
-from ..metrics.turn_ledger import LedgerTotals, TurnEntry
+from ..metrics.live_frame import EngineRow, ProgramSummary
+from ..metrics.turn_ledger import TurnEntry
 from ..programs.program_status import ProgramOutcome
 
 
@@ -67,13 +68,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """KV storage below the device; ``null``: none. With several engines, the entry of the first engine whose
     tiers are off, or else of the first engine."""
     missing: MissingTiers | None = None
-
-
-class EngineCapabilities(Capabilities, frozen=True, kw_only=True):
-    """What an engine understands, and how it is configured."""
-
-    paths: dict[str, Any] | None
-    """Role and address of an engine of a prefill/decode pair."""
+    paths: dict[str, Any] | UnsetType | None = UNSET
+    """Role and address of an engine of a prefill/decode pair. A gateway's answer does not have this field."""
 
 
 class PolicyState(msgspec.Struct, frozen=True):
@@ -169,42 +165,29 @@ class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):
     """If ``writing``, ask again later. If ``unsupported``, ``reason`` says why."""
     reason: str | None
     """Why nothing is written."""
-    shared: bool
-    """Whether other engines may read what is written."""
     turns: int
     """Number of the program's finished turns. Of several engines, the one with the most answers."""
     context_tokens: int
     stored_tokens: int
     """Number of leading tokens of the context that are on disk, up to the first block that is not."""
     pending_tokens: int
-    bytes: int
-    """Bytes being written."""
     compute_s: float | None
     """Estimated seconds for this engine to compute the context again, from the engine's profile or measured
     steps; ``None``: unknown."""
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(EngineRow, frozen=True, kw_only=True):
     """Current counters and gauges of one engine. An engine of a pair that runs vLLM's own scheduler (policy
     ``stock``) fills only ``paths``."""
 
-    policy: str
-    programs: dict[str, int] = {}
-    """Number of programs by status."""
-    requests: int = 0
-    leases: dict[str, int] = {}
-    """Number of leases (``count``) and of their ``blocks``."""
-    pool: dict[str, int] = {}
-    """Tokens of a block, and blocks by state: total, running, leased, cached, free."""
-    tiers: dict[str, Any] = {}
+    tiers: dict[str, Any] = msgspec.field(default_factory=dict)
     """Blocks of host memory and disk by state, ``moves`` by result and the ``traffic`` of copies; empty
     without tiers."""
     paths: dict[str, Any] | None
     """Links and requests of an engine of a prefill/decode pair."""
-    placed: dict[str, int] = {}
+    placed: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of programs by the tier in which the policy places them."""
-    ledger: LedgerTotals | None = None
-    output_lengths: dict[str, Any] = {}
+    output_lengths: dict[str, Any] = msgspec.field(default_factory=dict)
     """``outputs``: number of learned output lengths. ``network_off`` and ``without_off``: mean |ln(actual ÷
     predicted)| of predictions with and without the neural network; ``null``: too few outputs were checked.
     ``network``: state of the network; ``null`` without one."""

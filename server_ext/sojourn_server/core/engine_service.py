@@ -33,6 +33,7 @@ from .scheduler_state import SchedulerState
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``StockEngineService`` answers."""
 
+_Engine = TypeVar("_Engine", bound=EngineRow)
 _Summary = TypeVar("_Summary", bound=ProgramSummary)
 _batches = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -97,8 +98,8 @@ class EngineView:
         return None
 
     def persist(self, hashes: Sequence[Any]) -> dict[str, Any]:
-        """Write the blocks of a chain of hashes to disk. Returns ``stored_blocks``, ``pending_blocks``,
-        ``pending_bytes`` and ``shared``, or the ``reason`` why writing is not possible."""
+        """Write the blocks of a chain of hashes to disk. Returns ``stored_blocks`` and
+        ``pending_blocks``, or the ``reason`` why writing is not possible."""
         return {"reason": "there is no disk"}
 
 
@@ -134,9 +135,9 @@ class EngineService:
             raise WireError(f"{operation}: invalid arguments: {error}") from error
         return encode(answer).decode()
 
-    def _capabilities(self, arguments: _Arguments, now: float) -> answers.EngineCapabilities:
+    def _capabilities(self, arguments: _Arguments, now: float) -> answers.Capabilities:
         preset = self._state.preset
-        return answers.EngineCapabilities(
+        return answers.Capabilities(
             wire=[WIRE_VERSION],
             policy=preset.name,
             events=list(EVENT_TYPES),
@@ -263,29 +264,23 @@ class EngineService:
             program_id=program.id,
             state="unsupported" if "reason" in progress else "writing" if pending else "done",
             reason=progress.get("reason"),
-            shared=progress.get("shared", False),
             **_same(program, "turns context_tokens"),
             stored_tokens=progress.get("stored_blocks", 0) * block_size,
             pending_tokens=pending * block_size,
-            bytes=progress.get("pending_bytes", 0),
             compute_s=reload.seconds(program.context_tokens) if reload.known else None,
         )
 
     def _stats(self, arguments: _Arguments, now: float) -> answers.EngineStats:
-        state, placed = self._state, self._program_scheduler.tiers.counts()
-        network_off, without_off = self._program_scheduler.forecaster.prediction_errors
-        return answers.EngineStats(
-            policy=state.preset.name,
-            programs=_by_status(state),
-            requests=len(state.requests.states),
-            leases={"count": len(state.leases), "blocks": state.leases.blocks},
-            pool={"block_size": state.pool.block_size, **self._view.pool_state()},
+        placed, forecaster = self._program_scheduler.tiers.counts(), self._program_scheduler.forecaster
+        network_off, without_off = forecaster.prediction_errors
+        return self._engine_row(
+            answers.EngineStats,
+            now,
             tiers=self._view.tier_state(),
             paths=self._view.paths.stats(),
             placed={tier.value: count for tier, count in placed.items()},
-            ledger=state.ledger.totals,
             output_lengths={
-                "outputs": state.histories.output_lengths.count(),
+                "outputs": self._state.histories.output_lengths.count(),
                 "network_off": network_off,
                 "without_off": without_off,
                 "network": self._view.network_state(),
@@ -305,16 +300,26 @@ class EngineService:
             or program.id in state.leases
         ]
         chosen.sort(key=lambda program: program.last_contact_s, reverse=True)
-        tiers, totals = self._view.tier_state(), state.ledger.totals
+        tiers = self._view.tier_state()
         rows = [self._row(program, ProgramRow) for program in chosen[: arguments.limit]]
-        engine = EngineRow(
+        engine = self._engine_row(
+            EngineRow,
+            now,
+            tiers={tier: dict(tiers[tier]) for tier in ("host", "disk") if tier in tiers},
+            spent_s=round(time.thread_time() - started_s, 6),
+        )
+        full = within_s is None and len(rows) == len(chosen)
+        return EngineSnapshot(engine=engine, programs=rows, total=len(state.programs), full=full)
+
+    def _engine_row(self, kind: type[_Engine], now: float, **more: Any) -> _Engine:
+        state, totals = self._state, self._state.ledger.totals
+        return kind(
             engine="0",
             now_s=now,
             policy=state.preset.name,
             block_tokens=state.pool.tokens_per_block,
             block_bytes=state.pool.block_bytes,
             blocks={name: count for name, count in self._view.pool_state().items() if name != "total"},
-            tiers={tier: dict(tiers[tier]) for tier in ("host", "disk") if tier in tiers},
             programs=_by_status(state),
             requests=len(state.requests.states),
             running_requests=sum(request.running for request in state.requests.states.values()),
@@ -326,10 +331,8 @@ class EngineService:
             preempted_tokens=totals.recomputed_after_preemption_tokens,
             grants_leases=type(state.preset.retention) is not RetentionPolicy,
             untracked_requests=state.requests.untracked_arrivals,
-            spent_s=round(time.thread_time() - started_s, 6),
+            **more,
         )
-        full = within_s is None and len(rows) == len(chosen)
-        return EngineSnapshot(engine=engine, programs=rows, total=len(state.programs), full=full)
 
     def _decisions(self, arguments: _Arguments, now: float) -> answers.DecisionPage:
         chosen, following = self._state.decisions.since(arguments.since, arguments.limit or 1000)
@@ -416,11 +419,11 @@ class StockEngineService:
         the supported operations."""
         if operation == "capabilities":
             paths = self._paths.capabilities()
-            answer: Any = answers.EngineCapabilities(
+            answer: Any = answers.Capabilities(
                 name="vllm", wire=[], policy="stock", engine=self._engine(), paths=paths
             )
         elif operation == "stats":
-            answer = answers.EngineStats(policy="stock", paths=self._paths.stats())
+            answer = answers.EngineStats(engine="0", now_s=0.0, policy="stock", paths=self._paths.stats())
         elif operation == "load":
             answer = answers.EngineLoad(complete=False, **pair_load(self._paths))
         elif operation == "drain_metrics":
