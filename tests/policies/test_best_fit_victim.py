@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from itertools import permutations
-from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.policies import preemption_policies
 from sojourn_server.policies.forecasting import STEP_POINTS
 from sojourn_server.policies.policy_views import (
     BlockShortage,
@@ -19,7 +16,6 @@ from sojourn_server.policies.policy_views import (
 from sojourn_server.policies.preemption_policies import (
     HORIZON_STEPS,
     IMMUNE_TOKENS,
-    MAX_CANDIDATES_COMPARED,
     MOST_PREEMPTIONS,
     BestFitVictim,
     VictimPolicy,
@@ -140,37 +136,6 @@ def test_the_order_of_the_candidates_does_not_matter(
 
 
 # -- the rule, by example ---------------------------------------------------------------------------
-
-
-def test_of_very_many_a_bounded_number_is_weighed_and_a_good_one_is_among_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    draw = Random(5)
-    running = [
-        request(
-            f"r{at}", at, blocks=(size := draw.randint(1, 400)), context_tokens=16 * size,
-            output_tokens=draw.randint(0, 900), recover_s=size / 100,
-            remaining=tuple(sorted(float(draw.randint(1, 3000)) for _ in range(8))),
-        )
-        for at in range(400)
-    ]  # fmt: skip
-    need = BlockShortage(sum(view.blocks for view in running) + 40, 16, step_s=0.05)
-    weighed: list[int] = []
-    original = preemption_policies.needed_blocks
-
-    def counted(views: list[RunningRequestView], size: int) -> list[float]:
-        weighed.append(len(views))
-        return original(views, size)
-
-    monkeypatch.setattr(preemption_policies, "needed_blocks", counted)
-    BestFitVictim().victim(running, need, 0.0)
-    assert sum(weighed) <= 400 + MAX_CANDIDATES_COMPARED
-    # Where nobody by leaving makes room for the others, whoever frees most is among them.
-    tight = need._replace(available_blocks=need.available_blocks // 2)
-    monkeypatch.setattr(preemption_policies, "HORIZON_STEPS", 1.0)
-    chosen = BestFitVictim().victim(running, tight, 0.0)
-    monkeypatch.setattr(preemption_policies, "MAX_CANDIDATES_COMPARED", 1000)
-    assert BestFitVictim().victim(running, tight, 0.0) == chosen
 
 
 def test_a_program_that_holds_too_little_is_spared() -> None:

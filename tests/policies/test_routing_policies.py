@@ -28,7 +28,6 @@ from sojourn_server.policies.routing_policies import (
     SessionAffinityRouting,
     StealDecision,
     StealingPolicy,
-    StealingReplicaView,
     WorkStealing,
 )
 
@@ -139,8 +138,8 @@ def test_a_program_moves_to_the_most_free_replica_and_waits_without_one() -> Non
 
 
 def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:
-    thief = StealingReplicaView("t", 0.2, 0, 0.1)
-    victim = StealingReplicaView("v", 0.5, 3, 0.0, may_leave=2)
+    thief = ReplicaView("t", 0.2, 0, 0, idle_s=0.1)
+    victim = ReplicaView("v", 0.5, 0, 0, queued=3, may_leave=2)
     assert WorkStealing().steal([thief, victim], 1.0) == StealDecision("t", "v", "idle")
     for spoilt in (
         [thief._replace(idle_s=0.09), victim],
@@ -155,8 +154,8 @@ def test_a_thief_has_to_be_idle_and_its_victim_loaded_twice_as_much() -> None:
 
 def test_victims_are_drawn_among_all_loaded_replicas() -> None:
     replicas = [
-        StealingReplicaView("t", 0.0, 0, 1.0),
-        *(StealingReplicaView(name, 1.0, 3, 0.0, may_leave=2) for name in "uvw"),
+        ReplicaView("t", 0.0, 0, 0, idle_s=1.0),
+        *(ReplicaView(name, 1.0, 0, 0, queued=3, may_leave=2) for name in "uvw"),
     ]
     drawn = {WorkStealing().steal(replicas, float(at)).victim for at in range(50)}  # type: ignore[union-attr]
     assert drawn == {"u", "v", "w"}

@@ -291,11 +291,8 @@ def _remaining_from_hint(view: OutputLengthView, error_without_hint: float) -> R
         return None  # longer than the longest output that the hint makes plausible
     longest = math.log(max(1, so_far + view.most_tokens))
     return tuple(
-        clamp_remaining(
-            math.exp(min(longest, by_hint.inv_cdf(ended + left * (point + 0.5) / QUANTILE_POINTS))) - so_far,
-            view,
-        )
-        for point in range(QUANTILE_POINTS)
+        clamp_remaining(math.exp(min(longest, by_hint.inv_cdf(ended + left * share))) - so_far, view)
+        for share in _QUANTILE_SHARES
     )
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,6 @@ from .forecasting import STEP_POINTS, needed_blocks, peak_demand_blocks
 from .policy_views import BlockShortage, RunningRequestView
 from .queue_order_policies import service_level
 
-MAX_CANDIDATES_COMPARED = 64
-"""Maximum number of candidates that ``BestFitVictim`` compares in full: half of them are chosen for the least
-loss, half for the most freed blocks."""
 HORIZON_STEPS = 1024.0
 IMMUNE_TOKENS = 64
 MOST_PREEMPTIONS = 3
@@ -110,7 +106,7 @@ class BestFitVictim(VictimPolicy):
             )
             return (lacking, _preemption_loss(view, back_at, need.step_s), -view.program_rank, -view.position)
 
-        return min(_preselected_candidates(candidates, need), key=worth).request_id
+        return min(candidates, key=worth).request_id
 
 
 def _last(
@@ -124,25 +120,6 @@ def _is_immune(view: RunningRequestView) -> bool:
     return view.preemptions > 0 and (
         view.preemptions >= MOST_PREEMPTIONS or view.stayed_tokens < IMMUNE_TOKENS
     )
-
-
-def _preselected_candidates(
-    candidates: Sequence[RunningRequestView], need: BlockShortage
-) -> Sequence[RunningRequestView]:
-    """Return the candidates to compare in full; see ``MAX_CANDIDATES_COMPARED``."""
-    if len(candidates) <= MAX_CANDIDATES_COMPARED:
-        return candidates
-    least = heapq.nsmallest(
-        MAX_CANDIDATES_COMPARED // 2,
-        candidates,
-        key=lambda view: (_preemption_loss(view, 0, need.step_s), -view.program_rank, -view.position),
-    )
-    most = heapq.nlargest(
-        MAX_CANDIDATES_COMPARED // 2,
-        candidates,
-        key=lambda view: (view.blocks - view.shared_blocks, view.program_rank, view.position),
-    )
-    return list({view.request_id: view for view in (*least, *most)}.values())
 
 
 def _preemption_loss(view: RunningRequestView, back_at: int, step_s: float) -> float:

@@ -96,6 +96,14 @@ class LeastWasteRetention(RetentionPolicy):
         return RetentionDecision(min(worth_s, MAX_TTL_S), DecisionReason.LEAST_WASTE)
 
 
+def _durations(turn: FinishedTurnView, least: int) -> tuple[Sequence[float], DecisionReason]:
+    """Return the durations of the turn's tool, ascending, or of all tools if it has fewer than ``least``."""
+    durations = turn.history.durations(turn.tool)
+    if len(durations) >= least:
+        return durations, DecisionReason.THIS_TOOL
+    return turn.history.durations(), DecisionReason.ALL_TOOLS
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuumRetention(RetentionPolicy):
     """Continuum's cost-benefit time-to-live (Continuum §4.1–4.2, eq. 2; mechanisms C4 and C5).
@@ -121,9 +129,7 @@ class ContinuumRetention(RetentionPolicy):
             return RetentionDecision(min(turn.hinted_ttl_s, MAX_TTL_S), DecisionReason.HINTED)
         if turn.tool is None:
             return NO_TOOL_CALL
-        durations, reason = turn.history.durations(turn.tool), DecisionReason.THIS_TOOL
-        if len(durations) <= self.min_samples:
-            durations, reason = turn.history.durations(), DecisionReason.ALL_TOOLS
+        durations, reason = _durations(turn, self.min_samples + 1)
         if len(durations) > self.min_samples:
             benefit_s = turn.mean_evicted_wait_s * turn.memoryfulness + turn.restore_s
             ttl_s = best_ttl_s(durations, benefit_s)
@@ -185,9 +191,7 @@ class ToolTypeRetention(RetentionPolicy):
             return RetentionDecision(0.0, DecisionReason.COLD_START)
         if turn.continuation_probability == 0.0:
             return NOT_WORTH_IT
-        durations, reason = turn.history.durations(turn.tool), DecisionReason.THIS_TOOL
-        if len(durations) < MIN_TOOL_CALLS:
-            durations, reason = turn.history.durations(), DecisionReason.ALL_TOOLS
+        durations, reason = _durations(turn, MIN_TOOL_CALLS)
         if len(durations) < MIN_TOOL_CALLS:
             return RetentionDecision(0.0, DecisionReason.COLD_START)
         return RetentionDecision(min(_percentile_s(durations), MAX_TTL_S), reason)

@@ -45,6 +45,12 @@ class ReplicaView(NamedTuple):
     """Requests that wait for the replica at the gateway."""
     memory_tokens: int = 0
     """KV capacity of device and host memory, in tokens."""
+    idle_s: float = 0.0
+    """Seconds since the replica stopped being full; 0: it is full, or requests wait for it. Set, like
+    ``may_leave``, for the stealing policy."""
+    may_leave: int = 0
+    """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
+    has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""
 
 
 class ResidentProgramGroup(NamedTuple):
@@ -410,20 +416,6 @@ class LargestFirstOrder(WaitingOrderPolicy):
 # -- which program moves ------------------------------------------------------------------
 
 
-class StealingReplicaView(NamedTuple):
-    """A possible thief or victim; the first fields and ``takes_new`` are those of ``ReplicaView``."""
-
-    replica_id: str
-    load: float
-    queued: int
-    idle_s: float
-    """Seconds since the replica stopped being full; 0: it is full, or requests wait for it."""
-    takes_new: bool = True
-    may_leave: int = 0
-    """Number of waiting requests that may be stolen. Such a request has not failed at a replica. Its program
-    has no request in flight, and has not moved in this turn. Only the oldest requests are examined."""
-
-
 class StealDecision(NamedTuple):
     """The replica ``thief`` takes over the oldest request that may be stolen from the replica ``victim``, and
     the request's program."""
@@ -445,7 +437,7 @@ class StealingPolicy:
 
     is_used = False
 
-    def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
+    def steal(self, replicas: Sequence[ReplicaView], now: float) -> StealDecision | None:
         return None
 
 
@@ -463,7 +455,7 @@ class WorkStealing(StealingPolicy):
     is_used = True
     reasons = ("idle",)
 
-    def steal(self, replicas: Sequence[StealingReplicaView], now: float) -> StealDecision | None:
+    def steal(self, replicas: Sequence[ReplicaView], now: float) -> StealDecision | None:
         thieves = [r for r in replicas if r.takes_new and not r.queued and r.idle_s >= self.idle_s]
         if not thieves:
             return None

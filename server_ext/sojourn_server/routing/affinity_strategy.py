@@ -764,19 +764,11 @@ class AffinityStrategy(RoutingStrategy):
             self.dequeue(movable[0])
             self._core.place(movable[0], Placement(steal.thief, steal_reason(steal.reason)), now)
 
-    def _stealing_view(self, replica: Replica, now: float) -> policies.StealingReplicaView:
+    def _stealing_view(self, replica: Replica, now: float) -> policies.ReplicaView:
         idle_s = 0.0
         if replica.idle_since_s is not None and not replica.queued:
             idle_s = max(0.0, now - replica.idle_since_s)
-        view = replica.view()
-        return policies.StealingReplicaView(
-            replica.replica_id,
-            view.load,
-            view.queued,
-            idle_s,
-            view.takes_new,
-            len(self._movable(replica.replica_id)),
-        )
+        return replica.view()._replace(idle_s=idle_s, may_leave=len(self._movable(replica.replica_id)))
 
     def _movable(self, replica_id: str) -> list[RoutedRequest]:
         """Return the requests that may move, among the ``MAX_STEAL_CANDIDATES`` oldest requests that wait
