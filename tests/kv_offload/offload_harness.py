@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from block_contexts import as_context
 from fake_cuda import FakeCuda
 from kv_blocks import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
@@ -149,8 +150,7 @@ class Engine:
         """End a step: wait for all loads and take the results. Returns the blocks that were not filled."""
         self.mover.wait_for_loads()
         loaded, invalid = self.mover.take_loaded()
-        for request_id in loaded:
-            self.planner.take_loaded(request_id, invalid)
+        self.planner.end_loads(loaded, invalid)
         if self.cuda is not None:
             self.cuda.run_some(30)
         self.results = self.mover.take_results()
@@ -213,7 +213,7 @@ class Engine:
         return answers[-1]
 
     def ask(self, keys: Sequence[bytes], request_id: str = "r") -> int | None:
-        return self.planner.lookup(request_id, keys, self.now)
+        return self.planner.lookup(request_id, as_context(keys), self.now)
 
     def wait_for(self, keys: Sequence[bytes], request_id: str = "r") -> int:
         """Look up keys as a scheduler does, by asking again in each step until there is an answer."""

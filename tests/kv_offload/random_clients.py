@@ -8,6 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from block_contexts import as_context
+
 DEVICE_BLOCKS = 12
 HOST_SLOTS = 7
 DISK_BLOCKS = 6
@@ -26,6 +28,7 @@ class Loading:
     local: list[bytes]
     keys: list[bytes]
     block_ids: list[int]
+    aborted: bool = False
 
 
 class RandomClients:
@@ -56,8 +59,8 @@ class RandomClients:
     def _serve(self, asked: list[tuple[str, int, int]]) -> None:
         in_use: dict[bytes, int] = {}
         writes: dict[int, bytes] = {}
-        for request_id, chain, blocks in asked:
-            self._admit(request_id, [key_of(chain, index) for index in range(blocks)], in_use, writes)
+        for request_id, number, blocks in asked:
+            self._admit(request_id, [key_of(number, index) for index in range(blocks)], in_use, writes)
         self._step(writes)
         self.cached.update(in_use)
 
@@ -67,7 +70,8 @@ class RandomClients:
         local = 0
         while local < len(keys) and keys[local] in self.cached:
             local += 1
-        found = self.planner.lookup(request_id, keys[local:], self._now())
+        found = self.planner.lookup(request_id, as_context(keys[local:]), self._now())
+        assert found is not None or local < len(keys)
         fits = len(keys) - local <= DEVICE_BLOCKS - len(self._held({*keys[:local]}) | {*in_use.values()})
         if found is None or not fits or self.draw.random() < 0.1:
             self.done["shared a load"] += found is None and any(
@@ -93,13 +97,17 @@ class RandomClients:
             self.taken.update(block_ids)
         if self.draw.random() < 0.5:
             self.planner.abandon(request_id)
+            if found:
+                self.loading[request_id].aborted = True
 
     def _arrived(self, request_id: str, not_filled: Collection[int]) -> None:
         """Handle the worker's report that the load has ended."""
         load = self.loading.pop(request_id)
-        arrived = self.planner.take_loaded(request_id, not_filled)
+        ended = self.planner.end_loads([request_id], set(not_filled))
         filled = [block_id not in not_filled for block_id in load.block_ids]
-        assert arrived == [*filled, False].index(False)
+        arrived = [*filled, False].index(False)
+        assert ended.failed == ({request_id} if not all(filled) and not load.aborted else set())
+        assert ended.done == {request_id} - ended.failed
         for key, block_id, is_filled in zip(load.keys, load.block_ids, filled, strict=True):
             if is_filled:
                 self._check(block_id, key)
@@ -122,9 +130,9 @@ class RandomClients:
     def turns(self) -> None:
         """Send one or two requests, which the same step admits."""
         asked = []
-        for chain in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
+        for number in self.draw.sample(range(CHAINS), self.draw.choice([1, 1, 2])):
             self.requests += 1
-            asked.append((f"r{self.requests}", chain, self.draw.randint(1, CHAIN_BLOCKS)))
+            asked.append((f"r{self.requests}", number, self.draw.randint(1, CHAIN_BLOCKS)))
         self._serve(asked)
 
     def a_client_goes(self) -> None:
@@ -152,8 +160,8 @@ class RandomClients:
         self._step({})
 
     def _chain(self) -> list[bytes]:
-        chain = self.draw.randrange(CHAINS)
-        return [key_of(chain, index) for index in range(CHAIN_BLOCKS)]
+        number = self.draw.randrange(CHAINS)
+        return [key_of(number, index) for index in range(CHAIN_BLOCKS)]
 
     def _take_block(self, in_use: dict[bytes, int]) -> int:
         """Take a device block for new content. If none is free, evict a cached block."""

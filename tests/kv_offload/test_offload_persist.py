@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from block_contexts import as_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.kv_offload.disk_planner import TierLimits
@@ -61,7 +62,7 @@ def test_after_a_reset_nothing_is_written_until_a_restart(shared: bool) -> None:
         assert [*jobs.spills, *jobs.stages, *jobs.drops] == []
     assert kept.persist(keys(5), placed(keys(5))) == PersistStatus(0, 0)
     assert not kept.has_jobs
-    assert kept.lookup("r", [key(1)], 0.0) == 1, "host memory goes on"
+    assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
 
 
 def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from block_contexts import as_context
 from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
@@ -17,7 +18,7 @@ def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
     assert planner.has_jobs
     planner.take_results(OffloadResults(on_disk=[key(1)]))
     assert not planner.has_jobs
-    assert planner.lookup("r", [key(1)], 0.0) is None, "it is being read"
+    assert planner.lookup("r", as_context([key(1)]), 0.0) is None, "it is being read"
 
 
 def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
@@ -107,7 +108,7 @@ def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> No
 def waited_s(planner: OffloadPlanner, request: str, context: list[bytes], now: float) -> float:
     """The seconds until a request is not held for the disk any more; its worker answers nothing."""
     began = now
-    while planner.lookup(request, context, now) is None:
+    while planner.lookup(request, as_context(context), now) is None:
         planner.take_jobs()
         now += 0.125
     planner.abandon(request)
@@ -124,8 +125,8 @@ def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> N
     assert planner.fetch(contexts[1]) == 0
     assert list(planner.disk._staged_by) == [read], "nothing is read behind a read that does not end"
     planner.take_results(OffloadResults(staged={read: dict.fromkeys(contexts[0], CopyResult.MOVED)}))
-    assert planner.lookup("again", contexts[0], 30.0) == 20
-    assert planner.lookup("other", contexts[2], 30.0) is None, "the disk answers, so it is read"
+    assert planner.lookup("again", as_context(contexts[0]), 30.0) == 20
+    assert planner.lookup("other", as_context(contexts[2]), 30.0) is None, "the disk answers, so it is read"
 
 
 def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:
@@ -133,15 +134,15 @@ def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() 
     planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
     long, short = keys(0, 300), keys(300, 20)
     planner.take_results(OffloadResults(on_disk=[*long, *short]))
-    assert planner.lookup("long", long, 0.0) is None
+    assert planner.lookup("long", as_context(long), 0.0) is None
     read = 0
     for job, files in planner.take_jobs().stages.items():  # 25 blocks a second, for 10 s
         read += len(files)
         if read <= 250:
             moved = {file.key: CopyResult.MOVED for file in files}
             planner.take_results(OffloadResults(staged={job: moved}))
-    assert planner.lookup("long", long, 10.0) == 224, "what its last whole job has read"
-    assert planner.lookup("short", short, 10.0) is None, "the disk answers, so it is read"
+    assert planner.lookup("long", as_context(long), 10.0) == 224, "what its last whole job has read"
+    assert planner.lookup("short", as_context(short), 10.0) is None, "the disk answers, so it is read"
 
 
 def test_a_busy_disk_that_answers_is_no_hang() -> None:
@@ -152,7 +153,7 @@ def test_a_busy_disk_that_answers_is_no_hang() -> None:
     reads: list[int] = []
 
     def ask(number: int, now: float) -> int | None:
-        found = planner.lookup(f"r{number}", contexts[number], now)
+        found = planner.lookup(f"r{number}", as_context(contexts[number]), now)
         reads.extend(planner.take_jobs().stages)
         return found
 

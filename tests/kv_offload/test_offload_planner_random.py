@@ -217,7 +217,7 @@ class TierLife(RandomClients):
         planner = self.planner
         expected: Counter[int] = Counter()
         found = [lookup.found for lookup in planner._looked_up.values()]
-        loads = [load.entries for load in planner.loads.by_request.values()]
+        loads = [load.entries for load in planner.loads.values()]
         for entries in [*found, *loads, *planner.disk._spilling.values()]:
             expected.update(entry.slot for entry in entries)
         for waiting in planner.disk._staging.values():
@@ -229,8 +229,8 @@ class TierLife(RandomClients):
         planner, mover = self.planner, self.mover
         on_their_way = {*planner._jobs.stores, *mover.stores, *mover.results.stored}
         assert planner._storing.keys() <= on_their_way
-        assert planner.loads.by_request.keys() == self.loading.keys() == mover.loads.keys()
-        assert planner.loads.keys == {key for load in self.loading.values() for key in load.keys}
+        assert planner.loads.keys() == self.loading.keys() == mover.loads.keys()
+        assert planner._loading.keys() == {key for load in self.loading.values() for key in load.keys}
         files = {job for _, job, _ in mover.file_jobs}
         assert planner.disk._spilling.keys() <= {*planner.disk._spills, *files, *mover.results.spilled}
         assert planner.disk._staged_by.keys() <= {*planner.disk._stages, *files, *mover.results.staged}

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from block_contexts import as_context
 from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner
@@ -75,31 +76,31 @@ def planner(**limits: float) -> OffloadPlanner:
 
 def test_others_are_asked_once_a_request_and_never_for_little() -> None:
     asked = planner(min_probe_blocks=8)
-    assert asked.lookup("r", CHAIN[:7], 0.0) == 0
+    assert asked.lookup("r", as_context(CHAIN[:7]), 0.0) == 0
     assert not asked.take_jobs().probes
-    assert asked.lookup("s", CHAIN, 0.0) is None
+    assert asked.lookup("s", as_context(CHAIN), 0.0) is None
     (job, looked_for), *others = asked.take_jobs().probes.items()
     assert (list(looked_for), others) == (CHAIN, [])
-    assert asked.lookup("s", CHAIN, 0.1) is None
+    assert asked.lookup("s", as_context(CHAIN), 0.1) is None
     assert not asked.take_jobs().probes, "it is being asked"
     asked.take_results(OffloadResults(probed={job: ProbeResult(0, 1)}))
-    assert asked.lookup("s", CHAIN, 0.2) == 0
+    assert asked.lookup("s", as_context(CHAIN), 0.2) == 0
     asked.take_jobs()
-    assert asked.lookup("s", [*CHAIN, key(50)], 0.3) == 0, "nor when it has grown"
+    assert asked.lookup("s", as_context([*CHAIN, key(50)]), 0.3) == 0, "nor when it has grown"
     assert not asked.take_jobs().probes
     asked.abandon("s")
-    assert asked.lookup("s", CHAIN, 0.4) is None, "a request that was preempted may find more"
+    assert asked.lookup("s", as_context(CHAIN), 0.4) is None, "a request that was preempted may find more"
 
 
 def test_after_a_reset_nothing_of_others_is_read_and_nothing_is_written_for_them() -> None:
     """The engine may have other weights by then than its stores' name says."""
     asked = planner()
     asked.plan_save(key(1), 1)
-    assert asked.lookup("r", CHAIN, 0.0) is None
+    assert asked.lookup("r", as_context(CHAIN), 0.0) is None
     (early,) = asked.take_jobs().probes
     asked.forget()
     asked.take_results(OffloadResults(probed={early: ProbeResult(10, 1)}))
-    assert asked.lookup("s", CHAIN, 0.1) == 0
+    assert asked.lookup("s", as_context(CHAIN), 0.1) == 0
     for number in range(30):
         asked.plan_save(key(100 + number), 1)
         asked.write_to_disk([key(100 + number)], 2)  # type: ignore[arg-type]
@@ -165,21 +166,21 @@ def test_whatever_three_engines_write_read_and_lose_nobody_loads_what_is_wrong(
 def test_a_probe_that_is_not_answered_holds_nobody() -> None:
     """As where another engine's share hangs: who comes later does not wait for it at all."""
     asked = planner(max_probe_wait_s=0.5)
-    assert asked.lookup("r", CHAIN, 0.0) is None
+    assert asked.lookup("r", as_context(CHAIN), 0.0) is None
     jobs = asked.take_jobs().probes
     for number in range(50):
         now = 0.5 + number / 10
-        assert asked.lookup("r", CHAIN, now) == 0
-        assert asked.lookup(f"s{number}", CHAIN, now) == 0
+        assert asked.lookup("r", as_context(CHAIN), now) == 0
+        assert asked.lookup(f"s{number}", as_context(CHAIN), now) == 0
         asked.abandon(f"s{number}")
         assert not asked.take_jobs().probes
     assert asked.under_way == 1
     # It answers at last.
     asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(0, 1))))
-    assert asked.lookup("s", CHAIN, 6.6) is None
+    assert asked.lookup("s", as_context(CHAIN), 6.6) is None
     jobs = asked.take_jobs().probes
     asked.take_results(OffloadResults(probed=dict.fromkeys(jobs, ProbeResult(1, 1))))
-    assert asked.lookup("s", CHAIN, 6.7) is None
+    assert asked.lookup("s", as_context(CHAIN), 6.7) is None
     (stage,) = asked.take_jobs().stages
     asked.take_results(OffloadResults(staged={stage: {CHAIN[0]: CopyResult.MOVED}}))
-    assert asked.lookup("s", CHAIN, 6.8) == 1
+    assert asked.lookup("s", as_context(CHAIN), 6.8) == 1

@@ -52,11 +52,9 @@ def arrive(engine: Any, planned: Any, *request_ids: str, without: set[int] = fro
 
 
 def nothing_is_left(engine: Any) -> bool:
-    connector, below = engine.scheduler.connector, planner(engine)
+    below = planner(engine)
     pinned = any(entry.pins for entry in below.host._by_slot.values())
-    return not (
-        pinned or below.loads.by_request or below.loads.keys or connector._waiting or connector._group_loads
-    )
+    return not (pinned or below.loads or below._loading)
 
 
 @pytest.fixture(params=[False, True], ids=["as they come", "one ahead"])
@@ -330,7 +328,7 @@ def test_what_a_foreign_connector_loads_counts_as_host_tokens(
     assert (ledger["device_tokens"], ledger["host_tokens"]) == (160, arrived * BLOCK_TOKENS)
 
 
-HOOKS = ["lookup", "load", "take_jobs", "take_loaded", "take_results", "abandon", "plan_save"]
+HOOKS = ["lookup", "load", "take_jobs", "end_loads", "take_results", "abandon", "plan_save"]
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -358,13 +356,13 @@ def test_a_hook_that_fails_is_not_the_engines_failure(
     while engine.scheduler.has_unfinished_requests():
         planned = engine.plan()
         orders = planned.kv_connector_metadata
-        rejected |= orders.rejected
+        rejected |= orders.jobs.rejected
         engine.update_from_output(
             planned,
             KVConnectorOutput(
                 kv_connector_worker_meta=StepReport(OffloadResults()),
-                finished_recving={*orders.rejected, *orders.jobs.loads},
-                invalid_block_ids={block_id for ids in orders.rejected.values() for block_id in ids},
+                finished_recving={*orders.jobs.rejected, *orders.jobs.loads},
+                invalid_block_ids={block_id for ids in orders.jobs.rejected.values() for block_id in ids},
             ),
         )
     assert engine.scheduler.connector.off
@@ -648,8 +646,8 @@ def test_programs_that_never_end_leave_a_bounded_memory_of_windows(make_engine: 
     for number in range(60):
         turn(engine, f"r{number}", prompt(number, 160), f"p{number}")
         engine.tell({"type": "program_end", "program_id": f"p{number}", "seq": 1})
-    ends = engine.scheduler.sojourn._offload._ends
-    assert 0 < len(ends._users) <= 75 + 40
+    ends = planner(engine).ends
+    assert 0 < len(ends._users) <= 40
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -292,9 +292,8 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     assert device.counts["not filled"] > 3 or not failing
     planner = engine.scheduler.connector.planner
     assert not any(entry.pins for entry in planner.host)
-    connector = engine.scheduler.connector
-    assert not connector._waiting
-    assert not connector._group_loads
+    assert not planner.loads
+    assert not planner._loading
     assert not planner.under_way - len(device.stores)
     assert engine.scheduler.sojourn.failures == 0
     return device

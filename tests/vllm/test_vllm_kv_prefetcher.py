@@ -74,15 +74,10 @@ class Ahead:
         return self.adapter._groups.cached_prefix(self.keys).hashes
 
     def nothing_is_left(self) -> bool:
-        connector = self.engine.scheduler.connector
         return not (
             any(entry.pins for entry in self.planner.host)
-            or self.planner.loads.by_request
-            or self.planner.loads.keys
-            or connector._ahead
-            or connector._waiting
-            or connector._ordered
-            or connector._cancelled
+            or self.planner.loads
+            or self.planner._loading
             or self.loads._loads
             or self.engine.pool.get_num_free_blocks() < self.engine.pool.num_gpu_blocks - 1
         )

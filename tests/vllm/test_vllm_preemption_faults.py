@@ -55,15 +55,15 @@ class Timed(Device):
 
     def __init__(self, engine: Any, clock: Any, copy_s: float = COPY_S) -> None:
         super().__init__(engine)
-        connector = engine.scheduler.connector
-        cancel_load = connector.cancel_load
+        planner = engine.scheduler.connector.planner
+        cancel_load = planner.cancel_load
 
         def cancelled(request_id: str) -> None:
             self.times[request_id] += 1
             self.counts["given up"] += 1
             cancel_load(request_id)
 
-        connector.cancel_load = cancelled
+        planner.cancel_load = cancelled
         self.clock = clock
         self.copy_s = copy_s
         self.ends: dict[int, float] = {}

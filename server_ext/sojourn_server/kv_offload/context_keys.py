@@ -95,6 +95,32 @@ class ContextKeys:
             end = shorter
         return self.start_tokens
 
+    def begins(self, has: HasBlock) -> bool:
+        """Return whether ``covered`` is more than ``start_tokens``, in O(1) without windows."""
+        wholes = [group for group in self._groups if group.keeps_all]
+        for group in wholes:
+            index = self.start_tokens // group.block_tokens
+            if (index + 1) * group.block_tokens > self.end_tokens or not has(self._key(group, index)):
+                return False
+        return len(wholes) == len(self._groups) or self.covered(has) > self.start_tokens
+
+    def missed_windows(self, tokens: int, has: HasBlock) -> list[BlockKey]:
+        """Return the keys of the window blocks that a longer prefix than ``tokens`` tokens needs, if all its
+        other blocks are available."""
+        if all(group.keeps_all for group in self._groups):
+            return []
+        end = self._beginning_at(tokens).covered_without_windows(has)
+        return self._beginning_at(0).window_keys(end) if end > tokens else []
+
+    def _beginning_at(self, tokens: int) -> ContextKeys:
+        return ContextKeys(
+            self._groups,
+            self._hashes,
+            step_tokens=self._step_tokens,
+            start_tokens=tokens,
+            end_tokens=self.end_tokens,
+        )
+
     def covered_without_windows(self, has: HasBlock) -> int:
         """Return what ``covered`` would return if all window blocks were available."""
         end = self.end_tokens

@@ -73,6 +73,9 @@ class OffloadJobs:
     loads: dict[str, list[BlockCopy]] = field(default_factory=dict)
     """Request id → copies from host to device. They begin after the saves and run in parallel with this step
     and later ones. vLLM runs a request once the worker has reported its load."""
+    rejected: dict[str, list[int]] = field(default_factory=dict)
+    """Request id → ids of blocks that it waits for, but that no job fills. The worker reports them as not
+    filled."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Job number → copies from device to host while the model computes."""
     drops: list[BlockKey] = field(default_factory=list)

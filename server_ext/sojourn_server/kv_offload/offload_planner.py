@@ -2,7 +2,7 @@
 
 One planner serves one engine's scheduler. The scheduler calls ``plan_save`` for a block that this step
 overwrites, ``store`` for blocks that may be overwritten later, and ``lookup`` and ``load`` for a request.
-``take_jobs`` returns a step's jobs; ``take_loaded`` and ``take_results`` handle their results. The planner
+``take_jobs`` returns a step's jobs; ``end_loads`` and ``take_results`` handle their results. The planner
 itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
@@ -13,11 +13,12 @@ the slot. (3) Blocks whose copy failed are forgotten. In the worst case, their K
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import NamedTuple
 
-from .context_keys import ContextKeys
+from .context_keys import ContextEnds, ContextKeys
 from .disk_planner import DiskPlanner, TierLimits
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
@@ -25,6 +26,9 @@ from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadR
 STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of these blocks before the job ends, the step
 waits for the whole job."""
+
+AHEAD = "\0ahead:"
+"""Beginning of the names of loads ahead of need. No request id begins with it."""
 
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
 _WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
@@ -39,71 +43,44 @@ class PersistStatus(NamedTuple):
     """Number of blocks of the context that wait to be written or are being written."""
 
 
-class DeviceLoad(NamedTuple):
-    """Blocks that are being loaded for a request."""
+@dataclass(slots=True, eq=False)
+class Load:
+    """Blocks that are copied to the device for a request, or ahead of need. It exists from ``load``,
+    ``reject`` or ``load_ahead`` until all workers have reported its end (``end_loads``)."""
 
     entries: list[HostEntry]
-    """The blocks' entries in host memory, pinned until the worker has copied them."""
+    """The blocks' entries in host memory, pinned. Empty if the load was rejected: the workers then report all
+    of ``block_ids`` as not filled."""
     block_ids: Sequence[int]
+    is_sent: bool = False
+    """Whether ``take_jobs`` has returned it."""
+    is_aborted: bool = False
+    """Whether the request has finished. vLLM frees the blocks when the load ends."""
+    is_cancelled: bool = False
+    """Whether the blocks were freed before the load's end. vLLM must not learn of this end."""
+    not_filled: set[int] = field(default_factory=set)
+    """Those of ``block_ids`` that at least one worker could not fill."""
 
 
-class DeviceLoads:
-    """The loads of one engine. The blocks' entries in host memory stay pinned until their load ends."""
+class EndedLoads(NamedTuple):
+    """Loads that have ended, by what became of them. Cancelled loads are left out."""
 
-    def __init__(self, host: HostBlockPool) -> None:
-        self._host = host
-        self.by_request: dict[str, DeviceLoad] = {}
-        self.keys: set[BlockKey] = set()
-        """Keys of the blocks of all loads. Another request that needs one of these blocks waits for the
-        running load instead of loading the block again."""
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.by_request
-
-    def __len__(self) -> int:
-        return len(self.by_request)
-
-    def begin(self, request_id: str, entries: list[HostEntry], block_ids: Sequence[int]) -> list[BlockCopy]:
-        """Add a load of ``entries``, which must be pinned, into the first ``len(entries)`` of ``block_ids``.
-        Returns the copies to make."""
-        load = self.by_request[request_id] = DeviceLoad(entries, block_ids[: len(entries)])
-        self.keys.update(entry.key for entry in entries)
-        return [
-            BlockCopy(block_id, entry.slot) for entry, block_id in zip(entries, load.block_ids, strict=True)
-        ]
-
-    def end(self, request_id: str) -> DeviceLoad | None:
-        """Remove a request's load, unpin its entries and return the load; ``None`` if there is none."""
-        load = self.by_request.pop(request_id, None)
-        if load is not None:
-            self.keys.difference_update(entry.key for entry in load.entries)
-            self._host.release(load.entries)
-        return load
-
-    def blocks(self, without: Collection[str] = ()) -> set[int]:
-        """Return the ids of the device blocks of all unfinished loads, except of requests in ``without``."""
-        return {
-            block_id
-            for request_id, load in self.by_request.items()
-            if request_id not in without
-            for block_id in load.block_ids
-        }
-
-    def block_count(self) -> int:
-        """Return the number of device blocks of all unfinished loads. Cheap: it is called in every step."""
-        return sum(len(load.block_ids) for load in self.by_request.values())
+    done: set[str]
+    """Requests that can be computed, and finished ones."""
+    failed: set[str]
+    """Requests of which at least one block is missing."""
+    ahead: dict[str, int]
+    """Name of a load ahead of need → number of its leading blocks that arrived."""
 
 
 class _Lookup(NamedTuple):
     """The result of a request's look-up."""
 
-    identity: tuple[int | BlockKey, ...]
-    """Value that identifies the keys looked up: their number and the first key, or ``ContextKeys.identity``.
-    Equal values of one request mean equal keys, because a request only grows at its end."""
+    identity: tuple[int, int, bytes]
+    """``ContextKeys.identity`` of the keys looked up."""
     found: list[HostEntry]
-    """Entries of the leading keys that were found; pinned."""
-    tokens: int = 0
-    """Result of ``lookup_context``; unused by ``lookup``."""
+    """Entries of the found blocks; pinned."""
+    tokens: int
 
 
 class OffloadPlanner:
@@ -126,7 +103,15 @@ class OffloadPlanner:
         self._lost = False
         """Whether a block has been lost since the last ``take_jobs``. Earlier look-ups may have found it, so
         their results are not used again."""
-        self.loads = DeviceLoads(self.host)
+        self.loads: dict[str, Load] = {}
+        """Unfinished loads by request, or by name."""
+        self._loading: Counter[BlockKey] = Counter()
+        """Keys of the blocks of all loads. Another request that needs these waits for the running load
+        instead of loading them again."""
+        self.ends = ContextEnds(limits.host_slots)
+        """Keys of the window blocks from which later requests may continue."""
+        self.is_on_device: Callable[[BlockKey], bool] = lambda key: False
+        """Whether the device has a block with this key. Used only with several KV cache groups."""
         self._jobs = OffloadJobs()
         """Jobs of the step being planned, without disk jobs."""
         self._wants_step = False
@@ -301,91 +286,72 @@ class OffloadPlanner:
 
     # -- requests -------------------------------------------------
 
-    def lookup(self, request_id: str, keys: Sequence[BlockKey], now: float) -> int | None:
-        """Return how many leading ``keys`` can be loaded from host memory now.
+    def lookup(self, request_id: str, context: ContextKeys, now: float) -> int | None:
+        """Return how many tokens of a context, after those that the device has (``context.start_tokens``),
+        can be loaded from host memory now.
 
         ``None`` means: look up again in a later step. A search of other engines' stores or a disk read for
-        this request is in progress, perhaps begun by this call. Or another request is loading the first key.
-        A repeated look-up, or one during a disk read, takes O(1).
+        this request is in progress, perhaps begun by this call. Or another load brings the beginning of the
+        context. Or a cancelled load of this request has not ended. A repeated look-up takes O(1).
 
-        Found blocks are pinned. ``take_jobs`` unpins them, except those of the latest look-up. The scheduler
-        looks up the first waiting request in every step, so this request's blocks stay. If a block was lost
-        since the last ``take_jobs``, the next ``take_jobs`` unpins all.
+        To load, pass the keys of ``context.needed(…)`` to ``load`` in the same order. Found blocks are
+        pinned. ``take_jobs`` unpins them, except those of the latest look-up. The scheduler looks up the
+        first waiting request in every step, so this request's blocks stay. If a block was lost since the last
+        ``take_jobs``, the next ``take_jobs`` unpins all.
         """
-        if not keys:
+        if request_id in self.loads:
+            return None  # the end of the old load would be taken for the end of the new one
+        if context.begins(self._loading.__contains__):
+            self._drop_lookup(request_id)
+            return None
+        if context.end_tokens == context.start_tokens:
             self._drop_lookup(request_id)
             return 0
-        if keys[0] in self.loads.keys:
-            # The other request's load brings the block to the device. Checking the first key is enough:
-            # hashes are chained, and every load begins after the last block on the device.
-            return None
         disk = self.disk
         if disk.must_wait(request_id, now):
             return None
         was_read = disk.disk_read_requested(request_id)
-        before, identity = self._looked_up.get(request_id), (len(keys), keys[0])
-        # After a disk read the answer may have changed.
-        if before is not None and before.identity == identity and not was_read and not self._lost:
-            self._last_asked = request_id
-            return len(before.found)
-        found = self._found(keys)
-        missing = keys[len(found) :]
-        # Search other stores first, so that everything missing is read together.
-        if missing and not was_read and disk.probe(request_id, missing, now):
-            return None
-        if missing and not was_read and disk.stage(request_id, found, missing, now):
-            return None
-        self._keep_lookup(request_id, _Lookup(identity, found))
-        return len(found)
-
-    def lookup_context(self, request_id: str, context: ContextKeys) -> int | None:
-        """Return how many leading tokens of a context the device can have after a load from host memory. For
-        models with several KV cache groups; these have no disk tier.
-
-        The result includes the tokens that the device has already (``context.start_tokens``). ``None`` means:
-        look up again in a later step, because another request is loading the beginning of this context.
-
-        To load, pass the keys of ``context.needed(result)`` to ``load`` in the same order. Found blocks are
-        pinned, and unpinned by ``take_jobs``, like those of ``lookup``.
-        """
-        if self.remembers(request_id, context):
-            self._last_asked = request_id
-            return self._looked_up[request_id].tokens
-        tokens = context.covered(self._in_host)
-        keys = [block.key for block in context.needed(tokens)]
-        ends = {load.entries[-1].key for load in self.loads.by_request.values()}
-        if not ends.isdisjoint(keys):
-            # The other load ends within this context, and brings all blocks needed to continue there.
-            self._drop_lookup(request_id)
-            return None
-        found = self._found(keys)
-        self._keep_lookup(request_id, _Lookup(context.identity, found, tokens))
-        return tokens
-
-    def remembers(self, request_id: str, context: ContextKeys) -> bool:
-        """Return whether ``lookup_context`` would return its last answer for the request in O(1)."""
         before = self._looked_up.get(request_id)
-        return before is not None and before.identity == context.identity and not self._lost
+        # After a disk read the answer may have changed.
+        if before is not None and before.identity == context.identity and not was_read and not self._lost:
+            self._last_asked = request_id
+            return before.tokens
+        end = context.covered(self._in_host)
+        found = [self._readable(block.key) for block in context.needed(end)]
+        # Models with several groups, whose contexts have window blocks, have no disk.
+        if self.limits.disk_blocks and not was_read:
+            missing = [block.key for block in context.needed(context.end_tokens)][len(found) :]
+            # Search other stores first, so that everything missing is read together.
+            if missing and disk.probe(request_id, missing, now):
+                return None
+            if missing and disk.stage(request_id, found, missing, now):
+                return None
+        for entry in found:
+            self.host.pin(entry)
+        self._drop_lookup(request_id)
+        self._looked_up[request_id] = _Lookup(context.identity, found, end - context.start_tokens)
+        self._last_asked = request_id
+        # A request computes the window blocks that its look-up missed. Others probably share the longer
+        # prefix, for example a system prompt.
+        self.ends.add(context.missed_windows(end, lambda key: self._in_host(key) or self.is_on_device(key)))
+        return end - context.start_tokens
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
-        """Plan to copy the blocks ``keys``, in order, to the request's device blocks ``block_ids``. This ends
-        the request's look-up.
-
-        The slots of ``keys`` are pinned until ``take_loaded``. Raises ``KeyError`` if ``keys`` are not the
-        leading keys that the request's last look-up found, or if the request is loading already.
-        """
+        """Plan to copy the blocks ``keys``, in order, to the request's device blocks ``block_ids``. ``keys``
+        are those of the request's last look-up, or the first of them. This ends the look-up."""
         self.disk.abandon(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
-        if [entry.key for entry in found[: len(keys)]] != list(keys) or (keys and request_id in self.loads):
-            self.host.release(found)
-            raise KeyError(
-                f"request {request_id}: these {len(keys)} blocks are not what its last lookup found, or it "
-                "is loading already"
-            )
         self.host.release(found[len(keys) :])
+        assert [entry.key for entry in found[: len(keys)]] == list(keys), (
+            "a look-up must have found the blocks"
+        )
         if keys:
-            self._jobs.loads[request_id] = self.loads.begin(request_id, found[: len(keys)], block_ids)
+            self._begin_load(request_id, found[: len(keys)], block_ids)
+
+    def reject(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Make the workers report the request's load into ``block_ids`` as failed."""
+        self.loads[request_id] = Load([], block_ids)
 
     def loadable(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading ``keys`` ``load_ahead`` can load now. A key can be loaded if its copy in
@@ -393,59 +359,67 @@ class OffloadPlanner:
         count = 0
         for key in keys:
             entry = self.host.get(key)
-            if entry is None or entry.job is not None or key in self.loads.keys:
+            if entry is None or entry.job is not None or key in self._loading:
                 break
             count += 1
         return count
 
-    def load_ahead(self, name: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
+    def load_ahead(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> str:
         """Plan to copy blocks from host memory to the device before a request needs them. All ``keys`` must
-        be ``loadable``. ``name`` takes the place of a request's id in ``take_loaded`` and ``cancel_load``."""
-        entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
+        be ``loadable``. Returns the load's name, which takes the place of a request id."""
+        entries = [self._readable(key) for key in keys]
         for entry in entries:
             self.host.pin(entry)
-        self._looked_up[name] = _Lookup((len(keys), keys[0]), entries)
-        self.load(name, keys, block_ids)
+        name = f"{AHEAD}{next(self._numbers)}"
+        self._begin_load(name, entries, block_ids)
+        return name
 
-    def withdraw_load(self, name: str) -> bool:
-        """Remove a planned load that ``take_jobs`` has not returned yet. Returns whether there was one; if
-        not, call ``cancel_load``."""
-        if self._jobs.loads.pop(name, None) is None:
-            return False
-        self.loads.end(name)
-        return True
-
-    def cancel_load(self, request_id: str) -> bool:
-        """Handle a request that gives up its device blocks during their load. Returns whether the request is
-        loading.
-
-        The next step waits for the load's copies before it writes to the device. The load still ends with
-        ``take_loaded``.
-        """
-        self._jobs.settles = self._jobs.settles or request_id in self.loads
-        return request_id in self.loads
-
-    def take_loaded(self, request_id: str, not_filled: Collection[int] = ()) -> int:
-        """Handle the end of a request's load. Returns how many leading blocks arrived; 0 without a load.
-        ``not_filled``: ids of device blocks that the worker could not fill. The copies of these blocks in
-        host memory and on disk are removed, so later look-ups do not find them."""
-        load = self.loads.end(request_id)
+    def cancel_load(self, request_id: str) -> None:
+        """Handle the end of a load's right to its blocks, which are freed at once. If the load was sent, the
+        workers end its copies before the next step writes to the device."""
+        load = self.loads.get(request_id)
         if load is None:
-            return 0
-        failed = [
-            entry
-            for entry, block_id in zip(load.entries, load.block_ids, strict=True)
-            if block_id in not_filled
-        ]
-        # A key whose entry was removed meanwhile may have a new, correct entry.
-        self.discard([entry.key for entry in failed if not entry.removal_pending])
-        self.counts["loaded"] += len(load.entries) - len(failed)
-        return sum(1 for _ in takewhile(lambda block_id: block_id not in not_filled, load.block_ids))
+            return
+        if load.is_sent:
+            load.is_cancelled = self._jobs.settles = True
+        else:
+            self._end_load(request_id)
+
+    def end_loads(self, request_ids: Iterable[str], not_filled: Set[int]) -> EndedLoads:
+        """Handle the workers' reports. ``request_ids``: loads that all workers have ended. ``not_filled``:
+        device blocks that a worker could not fill; it may report them before the others end the load. The
+        copies of these blocks in host memory and on disk are removed, so later look-ups do not find them."""
+        if not_filled:
+            for load in self.loads.values():
+                load.not_filled.update(not_filled & {*load.block_ids})
+        ended = EndedLoads(set(), set(), {})
+        for request_id in request_ids:
+            if request_id not in self.loads:
+                ended.done.add(request_id)
+                continue
+            load = self._end_load(request_id)
+            pairs = zip(load.entries, load.block_ids, strict=False)
+            failed = [entry for entry, block_id in pairs if block_id in load.not_filled]
+            # A key whose entry was removed meanwhile may have a new, correct entry.
+            self.discard([entry.key for entry in failed if not entry.removal_pending])
+            self.counts["loaded"] += len(load.entries) - len(failed)
+            if load.is_cancelled:
+                continue
+            if request_id.startswith(AHEAD):
+                filled = [block_id not in load.not_filled for block_id in load.block_ids]
+                ended.ahead[request_id] = [*filled, False].index(False)
+            elif load.not_filled and not load.is_aborted:
+                ended.failed.add(request_id)
+            else:
+                ended.done.add(request_id)
+        return ended
 
     def abandon(self, request_id: str) -> None:
-        """End the look-up and disk waits of a request that has finished or will not be looked up again."""
+        """End the look-up and disk waits of a request that has finished."""
         self.disk.abandon(request_id)
         self._drop_lookup(request_id)
+        if (load := self.loads.get(request_id)) is not None:
+            load.is_aborted = True
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of leading ``keys`` in host memory or on disk."""
@@ -462,7 +436,7 @@ class OffloadPlanner:
         if not self.disk:
             return 0
         self.disk.touch(keys)
-        found = self._found(keys)
+        found = [self._readable(key) for key in takewhile(self._in_host, keys)]
         for entry in found:  # the rest must not replace these
             self.host.pin(entry)
         coming = self.disk.fetch(keys[len(found) :], rank)
@@ -480,8 +454,21 @@ class OffloadPlanner:
         if spill:
             self.disk.plan_spills()
         jobs, self._jobs = self._jobs, OffloadJobs()
+        for request_id, load in self._unsent():
+            copies = zip(load.block_ids, (entry.slot for entry in load.entries), strict=False)
+            if load.entries:
+                jobs.loads[request_id] = [BlockCopy(*copy) for copy in copies]
+            else:
+                jobs.rejected[request_id] = list(load.block_ids)
         self.disk.add_jobs(jobs)
         return jobs
+
+    def reject_loads(self) -> OffloadJobs:
+        """Return the jobs of a step whose planning failed: its loads are rejected. Without a rejection, their
+        requests would wait for ever."""
+        self._jobs = OffloadJobs()
+        rejected = {request_id: list(load.block_ids) for request_id, load in self._unsent()}
+        return OffloadJobs(settles=True, rejected=rejected)  # a load may have been cancelled
 
     def take_results(self, results: OffloadResults) -> None:
         """Handle the results of earlier jobs."""
@@ -511,7 +498,8 @@ class OffloadPlanner:
     def has_jobs(self) -> bool:
         """Whether the engine must run a step even without requests. True if jobs or writes to disk wait for a
         step, or if the worker has not yet listed the blocks that an earlier engine left on disk."""
-        return bool(self._jobs) or self._wants_step or self.disk.has_jobs
+        unsent = any(not load.is_sent for load in self.loads.values())
+        return bool(self._jobs) or unsent or self._wants_step or self.disk.has_jobs
 
     def state(self) -> dict[str, dict[str, int]]:
         """Return ``{"host": {"used": …, "free": …}, "disk": …, "moves": counts}``, in blocks. Without a disk,
@@ -528,6 +516,16 @@ class OffloadPlanner:
         return self.host.slots - self.host.room(_WANTED)
 
     @property
+    def loads_ahead(self) -> bool:
+        """Whether any load ahead of need has neither ended nor been cancelled."""
+        return any(name.startswith(AHEAD) and not load.is_cancelled for name, load in self.loads.items())
+
+    @property
+    def loading_blocks(self) -> int:
+        """Number of device blocks that loads fill. Cheap: it is read in every step."""
+        return sum(len(load.block_ids) for load in self.loads.values())
+
+    @property
     def storing_blocks(self) -> int:
         """Number of blocks in store jobs (device to host memory) that have not ended."""
         return sum(len(entries) for entries, _ in self._storing.values())
@@ -542,32 +540,44 @@ class OffloadPlanner:
         Running jobs end as usual, but the blocks that they copied are not kept."""
         for request_id in list(self._looked_up):
             self._drop_lookup(request_id)
+        self.ends = ContextEnds(self.limits.host_slots)
         self.disk.forget()
         for entry in list(self.host):
             self.host.remove(entry)
 
     # -- inside ------------------------------------------------------------------------
 
-    def _found(self, keys: Sequence[BlockKey]) -> list[HostEntry]:
-        """Return the entries of the leading ``keys`` that this step can read. Store jobs that still fill
-        these entries are made to end before the step."""
-        found: list[HostEntry] = []
-        get = self.host.get
-        for key in keys:
-            entry = get(key)
-            if entry is None:
-                break
-            if entry.job is not None:
-                if entry.job not in self._storing:
-                    break
-                self._await_store(entry.job)
-            found.append(entry)
-        return found
+    def _begin_load(self, name: str, entries: list[HostEntry], block_ids: Sequence[int]) -> None:
+        self.loads[name] = Load(entries, block_ids)
+        self._loading.update(entry.key for entry in entries)
+
+    def _end_load(self, name: str) -> Load:
+        load = self.loads.pop(name)
+        self._loading.subtract(entry.key for entry in load.entries)
+        self._loading = +self._loading
+        self.host.release(load.entries)
+        return load
+
+    def _unsent(self) -> list[tuple[str, Load]]:
+        """Return the loads that no step has begun, and count them as begun."""
+        unsent = [(name, load) for name, load in self.loads.items() if not load.is_sent]
+        for _, load in unsent:
+            load.is_sent = True
+        return unsent
 
     def _in_host(self, key: BlockKey) -> bool:
-        """Return whether ``_found`` finds the block."""
+        """Return whether this step can read the block from host memory."""
         entry = self.host.get(key)
         return entry is not None and (entry.job is None or entry.job in self._storing)
+
+    def _readable(self, key: BlockKey) -> HostEntry:
+        """Return the entry of a block ``_in_host``. A store job that still fills it must end before the
+        step."""
+        entry = self.host.get(key)
+        assert entry is not None
+        if entry.job is not None:
+            self._await_store(entry.job)
+        return entry
 
     def _await_store(self, job: int) -> None:
         """Make store job ``job`` end before this step's loads and forward pass. Its slots count as filled
@@ -584,14 +594,6 @@ class OffloadPlanner:
         """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
         if entry.rank != _WANTED:
             self.host.set_rank(entry, rank)
-
-    def _keep_lookup(self, request_id: str, lookup: _Lookup) -> None:
-        """Pin the blocks that a look-up has found, and unpin the blocks of the request's previous look-up."""
-        for entry in lookup.found:
-            self.host.pin(entry)
-        self._drop_lookup(request_id)
-        self._looked_up[request_id] = lookup
-        self._last_asked = request_id
 
     def _drop_lookup(self, request_id: str) -> None:
         before = self._looked_up.pop(request_id, None)

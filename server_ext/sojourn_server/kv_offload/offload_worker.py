@@ -96,7 +96,7 @@ class OffloadWorker:
         self._probe = TransferThread("probe") if sibling_stores is not None else None
         """Thread for searches of other engines' stores, which thus need not wait for disk reads."""
         self._stores: dict[int, _PendingStore] = {}
-        self.loading: set[str] = set()
+        self._loading: set[str] = set()
         """Requests whose loads have begun and have not been returned by ``take_loaded``."""
         self._loaded: dict[str, set[int]] = {}
         """Request whose load has ended → ids of its device blocks that were not filled."""
@@ -112,12 +112,13 @@ class OffloadWorker:
         """Begin a step's jobs, before its forward pass. The device completes saves and awaited stores before
         any work that is queued later. All other jobs run in parallel with that work.
 
-        If this raises, ``take_results`` reports the jobs that have not begun as failed. The caller must treat
-        the loads that are not in ``loading`` as failed."""
+        If this raises, ``take_results`` and ``take_loaded`` report what has not begun as failed."""
         # Files are deleted even if the step fails, because the planner has forgotten them. Drops come first,
         # because spills need their space and may write other content under the same keys.
         for key in jobs.drops:
             self._to_disk.submit(partial(self._drop, key))
+        with self._lock:
+            self._loaded.update((request_id, set(ids)) for request_id, ids in jobs.rejected.items())
         begun: set[int] = set()
         try:
             self._save_before_step(jobs)
@@ -168,9 +169,12 @@ class OffloadWorker:
                 begun.add(job)
 
     def _fail_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
-        """Report the jobs that are not in ``begun`` as failed. Otherwise their slots would stay in use."""
+        """Report the jobs that are not in ``begun``, and the loads that have not begun, as failed. Otherwise
+        their slots would stay in use, and requests would wait for ever."""
         failed = {*jobs.stores, *jobs.spills, *jobs.stages, *jobs.probes} - begun
         with self._lock:
+            for request_id in jobs.loads.keys() - self._loading:
+                self._loaded[request_id] = {copy.block_id for copy in jobs.loads[request_id]}
             self._results.stored.update(dict.fromkeys(failed & jobs.stores.keys(), CopyResult.FAILED))
             self._results.spilled.update({job: {} for job in failed & jobs.spills.keys()})
             self._results.staged.update({job: {} for job in failed & jobs.stages.keys()})
@@ -181,7 +185,7 @@ class OffloadWorker:
         device blocks that were not filled."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
-        self.loading.difference_update(loaded)
+        self._loading.difference_update(loaded)
         return set(loaded), set().union(*loaded.values())
 
     def wait_for_loads(self) -> None:
@@ -279,7 +283,7 @@ class OffloadWorker:
             return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_device.submit(load)
-        self.loading.add(request_id)
+        self._loading.add(request_id)
 
     def _store(self, job: int, copies: Sequence[BlockCopy], fence: Any) -> None:
         store = _PendingStore(copies)

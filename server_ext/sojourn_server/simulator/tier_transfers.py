@@ -52,7 +52,7 @@ class TierTransfers(HostTransfers):
             begins_s += self.to_host.took_s(len(jobs.saves) * self.block_bytes)
         for request_id, copies in jobs.loads.items():
             self.to_device.begin(request_id, len(copies) * self.block_bytes, begins_s)
-        for request_id, block_ids in orders.rejected.items():
+        for request_id, block_ids in jobs.rejected.items():
             self.to_device.running.append((begins_s, request_id))
             self._not_filled.update(block_ids)
         for job, copies in jobs.stores.items():

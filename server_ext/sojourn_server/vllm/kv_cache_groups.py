@@ -79,7 +79,7 @@ class KVCacheGroups:
                 fixed += min(most, window // each.block_size + 1) if window else most
         self.fixed_blocks = 0 if self.is_single else fixed
         """Number of blocks that a request needs for windows and states, however long its context is."""
-        self._keeps_all = [type(each) is FullAttentionManager for each in self._managers]
+        self._keeps_all = [self.is_single or type(each) is FullAttentionManager for each in self._managers]
         """For each group, whether a request holds the blocks of its whole context."""
         self.tokens_per_block: float = (
             scheduler.block_size
@@ -93,7 +93,7 @@ class KVCacheGroups:
         """Every prefix cache hit is a multiple of this number of tokens."""
         self._layouts = [
             GroupLayout(
-                suffix=number.to_bytes(GROUP_BYTES, "big"),
+                suffix=b"" if self.is_single else number.to_bytes(GROUP_BYTES, "big"),
                 block_tokens=each.block_size,
                 hashes_per_block=max(1, each.block_size // self.hash_tokens),
                 first_needed=partial(_first_needed, each),

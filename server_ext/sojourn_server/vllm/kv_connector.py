@@ -21,11 +21,10 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from ..kv_offload.context_keys import ContextKeys
-from ..kv_offload.offload_jobs import BlockKey
 from ..metrics.rate_limited_log import RateLimitedLog
 from .compat import (
     KVConnectorBase_V1,
@@ -61,8 +60,6 @@ GroupBlockIds = Sequence[list[int]]
 @dataclass
 class StepOrders(KVConnectorMetadata, Generic[JobsT]):
     jobs: JobsT
-    rejected: dict[str, list[int]] = field(default_factory=dict)
-    """Request id → ids of blocks that it waits for, but no job fills: the worker reports them as such."""
     stop: bool = False
     """Whether to close the links to peers, because the engine's weights may have changed."""
 
@@ -93,9 +90,8 @@ class MatchedTokens(NamedTuple):
     """Number of leading tokens that the device has, before the supplied ones."""
     is_async: bool = False
     """Whether they load while other requests compute, not in the step that runs the request."""
-    keys: Sequence[BlockKey] = ()
-    """Keys of the found blocks, if the planner needs them to load. Empty with several KV cache groups."""
     context: ContextKeys | None = None
+    """Keys of the request's blocks, for ``SojournConnector``."""
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
@@ -132,14 +128,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         device."""
         raise NotImplementedError
 
-    def _blocks_to_fill(
-        self, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> list[int]:
-        size = self.settings.block_tokens
-        return block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
-
-    def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        """Make the worker report the blocks ``block_ids`` as not filled, and the request's load as ended."""
+    def _reject_fill(
+        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
+    ) -> None:
+        """After ``_allocated`` failed: make the worker report the request's load as failed."""
         raise NotImplementedError
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
@@ -192,11 +184,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self._allocated(request, block_ids, match, num_external_tokens)
         except Exception as error:
             if num_external_tokens:  # vLLM already expects these tokens to arrive
-                try:
-                    unfilled = self._blocks_to_fill(block_ids, match, num_external_tokens)
-                except Exception:  # the same failure again: report all blocks of the request as not filled
-                    unfilled = [block_id for group in block_ids for block_id in group if block_id]
-                self._reject_fill(request, unfilled, match)
+                self._reject_fill(request, block_ids, match, num_external_tokens)
             self.handle_failure(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:

@@ -65,6 +65,8 @@ class KVPrefetcher:
         # vLLM's KV cache event for a cached block contains the block's tokens, which are unknown here.
         has_events = bool(getattr(pool, "enable_kv_cache_events", False))
         self._connector = connector if groups.is_single and not has_events else None
+        if connector is not None:
+            connector.load_ahead_ended = self._ended
         self._budget = int(MAX_DEVICE_SHARE * (pool.num_gpu_blocks - 1))
         self._loads: dict[str, _Load] = {}
         self._filled: dict[ProgramId, tuple[float, list[int]]] = {}
@@ -94,7 +96,7 @@ class KVPrefetcher:
             count = self._connector.planner.loadable(keys[first:])
             if count:
                 wanted, ids = keys[first : first + count], [block.block_id for block in blocks[:count]]
-                name = self._connector.load_ahead(wanted, ids, self._ended)
+                name = self._connector.planner.load_ahead(wanted, ids)
                 self._loads[name] = _Load(program_id, keys[: first + count], blocks[:count], expires_s)
                 blocks = blocks[count:]
         finally:
@@ -124,7 +126,7 @@ class KVPrefetcher:
         loads, self._loads = self._loads, {}
         for name, load in loads.items():
             assert self._connector is not None
-            self._connector.cancel_load_ahead(name)
+            self._connector.planner.cancel_load(name)
             self._pool.free_blocks(load.blocks)
         return bool(loads)
 

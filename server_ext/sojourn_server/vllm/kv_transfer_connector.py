@@ -149,8 +149,12 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     ) -> None:
         self.planner.allocated(request.request_id, block_ids[0], external_tokens)
 
-    def _reject_fill(self, request: Request, block_ids: list[int], match: MatchedTokens) -> None:
-        self.planner.reject_fill(request.request_id, block_ids, match.is_async)
+    def _reject_fill(
+        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
+    ) -> None:
+        size = self.settings.block_tokens
+        unfilled = block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
+        self.planner.reject_fill(request.request_id, unfilled, match.is_async)
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[TransferJobs]:
         if self._is_off():

@@ -18,7 +18,6 @@ from sojourn.ids import ProgramId
 from ..core.block_owners import BlockOwners
 from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
-from ..kv_offload.context_keys import ContextEnds
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
@@ -88,10 +87,6 @@ class OffloadManager:
         self._program_scheduler = program_scheduler
         self._groups = groups
         pool = program_scheduler.pool
-        self._all_blocks = pool.blocks + pool.host_blocks
-        # A request computes the window blocks that its look-up missed. Others probably share the longer
-        # prefix, for example a system prompt.
-        connector.windows_missed = lambda keys: self._ends.add(keys)
         self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
         """Whether ``place`` lowers the ranks of host copies. If so, ``save`` lowers none: it knows only the
         programs that own the block on the device, but other programs may need the copy."""
@@ -113,8 +108,6 @@ class OffloadManager:
         self._forget()
 
     def _forget(self) -> None:
-        self._ends = ContextEnds(self._all_blocks)
-        """Keys of the window blocks from which later requests may continue. No others are saved."""
         self._leaving: set[ProgramId] = set()
         """Programs that have lost a block on the device since their last turn."""
         self._to_complete: list[ProgramId] = []
@@ -231,7 +224,9 @@ class OffloadManager:
             if program_id is not None:
                 self._leaving.discard(program_id)
             keys = map(self._groups.key_of, blocks)
-            self._ends.put_turn(program_id, [key for key in keys if self._groups.is_of_window(key)])
+            self._connector.planner.ends.put_turn(
+                program_id, [key for key in keys if self._groups.is_of_window(key)]
+            )
 
     def remember_prompt_end(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
@@ -239,7 +234,9 @@ class OffloadManager:
         """Remember the window blocks at the end of a prompt, as ``remember_turn_end`` does. The next prompt
         continues from this end if a chat template drops the turn's reasoning."""
         if not self._groups.is_single and not self._connector.off:
-            self._ends.put_prompt(program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
+            self._connector.planner.ends.put_prompt(
+                program_id, self._groups.prompt_end_keys(hashes, prompt_tokens)
+            )
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier) -> None:
@@ -285,7 +282,7 @@ class OffloadManager:
         if they have the rank ``SPARE``. If the preset places programs, ``place`` lowers the ranks of the rest
         of the context."""
         self._leaving.discard(program_id)
-        self._ends.forget(program_id)
+        self._connector.planner.ends.forget(program_id)
         if not self._under_pressure:
             return
         alone = [self._groups.key_of(block) for block in blocks]
@@ -465,7 +462,7 @@ class OffloadManager:
         byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
         if byte_s is None:
             return LinkCosts(None, None, loads_queued_s=0.0)
-        block_s, loading = byte_s * connector.settings.block_bytes, connector.planner.loads.block_count()
+        block_s, loading = byte_s * connector.settings.block_bytes, connector.planner.loading_blocks
         return LinkCosts(None, block_s / self._tokens_per_block, loads_queued_s=loading * block_s)
 
     def _room(self) -> int:
@@ -515,7 +512,11 @@ class OffloadManager:
 
     def _is_behind_window(self, key: BlockKey) -> bool:
         """Whether it is a window block from which no request is expected to continue. It is not saved."""
-        return self._groups.is_of_window(key) and key not in self._ends and key not in self._wanted
+        return (
+            self._groups.is_of_window(key)
+            and key not in self._connector.planner.ends
+            and key not in self._wanted
+        )
 
 
 def host_eviction_rank(label: BlockLabel) -> RetentionRank:

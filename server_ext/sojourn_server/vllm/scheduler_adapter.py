@@ -306,7 +306,7 @@ class SchedulerAdapter(EngineView):
         copies: KVConnectorOutput | None = getattr(results, "kv_connector_output", None)
         self.guarded(self._step_ended, output, copy_wait_s(copies) if copies is not None else 0.0)
         if copies is not None:
-            self.guarded(self._drop_cancelled, copies)
+            self.guarded(self._end_loads, copies)
             if copies.invalid_block_ids:
                 self.guarded(self.evict_unfilled, set(copies.invalid_block_ids))
         rows = getattr(results, OUTPUT_ATTRIBUTE, None)
@@ -435,13 +435,11 @@ class SchedulerAdapter(EngineView):
             if preempts and self._connector is not None:
                 self.waiting.requeue_loading(self._connector)
 
-    def _drop_cancelled(self, copies: KVConnectorOutput) -> None:
-        """Remove the results of cancelled loads from a step's results, before vLLM handles them. With several
-        KV cache groups, also remove failed loads and queue their requests again."""
+    def _end_loads(self, copies: KVConnectorOutput) -> None:
+        """Handle ended loads before vLLM does, and queue the requests of failed ones again."""
         if self._connector is None:
             return
-        self._connector.drop_cancelled(copies)
-        for request_id in self._connector.take_failed_requests(copies):
+        for request_id in self._connector.end_loads(copies):
             request = self._scheduler.requests.get(request_id)
             if request is not None and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                 # Otherwise vLLM would keep the request's blocks, and its reservation for the failed load,

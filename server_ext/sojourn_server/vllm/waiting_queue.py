@@ -258,7 +258,7 @@ class WaitingQueueAdapter:
         """Cancel a load of ``loading()``, free its blocks and queue it again, as vLLM preempts running
         ones."""
         scheduler = self._scheduler
-        connector.cancel_load(request.request_id)
+        connector.planner.cancel_load(request.request_id)
         for ids in (scheduler.finished_recving_kv_req_ids, scheduler.failed_recving_kv_req_ids):
             ids.discard(request.request_id)
         scheduler._inflight_prefills.discard(request)
@@ -284,7 +284,7 @@ class WaitingQueueAdapter:
         scheduler = self._scheduler
         for request in tuple(scheduler.requests.values()):
             if request.is_finished():  # aborted; vLLM would free its blocks after the load
-                connector.cancel_load(request.request_id)
+                connector.planner.cancel_load(request.request_id)
                 scheduler._free_blocks(request)
         for request in self.loading():
             self.give_up_load(request, connector)
