@@ -53,7 +53,7 @@ def look(worker: Any) -> dict[str, Any]:
         "clean": traffic.is_clean,
         "counts": traffic.stats()["counts"],
         "worker": dict(connector._worker.counts),
-        "reading": traffic.call(lambda: len(traffic.node.reads)),
+        "reading": len(traffic.node.reads),
         "waiting": len(connector._worker._prompts),
         "held": traffic.stats()["slots_used"],
     }
@@ -63,7 +63,7 @@ def hold_reads(worker: Any) -> None:
     """Make reads from storage wait until ``let_reads_go``, at most a minute."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    store = get_kv_transfer_group()._store
+    store = get_kv_transfer_group()._traffic.storage._store
     get_into, store.gate = store.get_into, threading.Event()
 
     def held(*arguments: Any) -> None:
@@ -77,7 +77,7 @@ def let_reads_go(worker: Any) -> None:
     """Let the reads that ``hold_reads`` stopped continue."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    store = get_kv_transfer_group()._store
+    store = get_kv_transfer_group()._traffic.storage._store
     del store.get_into
     store.gate.set()
 
@@ -87,4 +87,5 @@ def end_leases(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     traffic = get_kv_transfer_group()._traffic
-    traffic.call(lambda: [prompt.stop("expired") for prompt in traffic.node.prompts.values()])
+    for prompt in list(traffic.node.prompts.values()):
+        traffic.node.post(prompt.stop, "expired")

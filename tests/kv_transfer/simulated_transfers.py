@@ -129,10 +129,7 @@ class Engine:
         assert not options, options
 
         async def make() -> TransferNode:
-            return TransferNode(
-                of, limits, name=name, epoch=f"{name}/{epoch}", read=self._read, look_up=self._look_up,
-                dial=self._dial,
-            )  # fmt: skip
+            return TransferNode(of, limits, name=name, epoch=f"{name}/{epoch}", storage=self, dial=self._dial)
 
         self.node = world.do(make())
         self.node.changed = _Changes(self.note_ends)
@@ -171,15 +168,13 @@ class Engine:
     def expect(self, transfer: str, **options: Any) -> Any:
         return self._keep(lambda: self.node.expect(transfer, **options))
 
-    def want(self, transfers: Sequence[str]) -> None:
-        self.world.call(lambda: self.node.want(transfers))
-
     def forget(self, transfer: str) -> None:
-        """End a prompt that was expected, or discard one that was not."""
+        """End a prompt, whether or not it was expected."""
         if ("prompt", transfer) in self.transfers:
             self._end("prompt", transfer)
-        self.world.call(lambda: self.node.discard(transfer))
-        self.world.settle()
+        elif transfer in self.node.prompts:
+            self.node.prompts[transfer].end()
+            self.world.settle()
 
     def over(self, kind: type[Ended], name: str) -> Any:
         """The last event of a kind about ``name``; ``None`` if there is none yet."""
@@ -246,27 +241,24 @@ class Engine:
         peer.node.spawn(peer.node.peers.accept(there))
         return here
 
-    async def _look_up(self, keys: Sequence[bytes]) -> int:
+    async def look_up(self, keys: Sequence[bytes]) -> int:
         raise NotImplementedError
 
-    def _read(self, blocks: Sequence[tuple[bytes, memoryview]], report: Callable[[str | None], None]) -> None:
+    def read(self, key: bytes, into: memoryview) -> asyncio.Future[str | None]:
         world = self.world
-        assert blocks, "a reader of no blocks would never be free again"
 
-        async def read() -> None:
-            for key, into in blocks:
-                world.reads.append((self.name, key))
-                world.changed()
-                if key in world.hung:
-                    await world.released.wait()
-                await self.occupy("storage_read", BLOCK_BYTES)
-                if key in world.broken or key not in world.stored:
-                    report(world.broken.get(key, "missing"))
-                else:
-                    into[:] = world.stored[key]
-                    report(None)
+        async def read() -> str | None:
+            world.reads.append((self.name, key))
+            world.changed()
+            if key in world.hung:
+                await world.released.wait()
+            await self.occupy("storage_read", BLOCK_BYTES)
+            if key in world.broken or key not in world.stored:
+                return world.broken.get(key, "missing")
+            into[:] = world.stored[key]
+            return None
 
-        self.node.spawn(read())
+        return asyncio.ensure_future(read())
 
 
 class _Changes(threading.Condition):
@@ -382,8 +374,8 @@ def assert_clean(*engines: Engine) -> None:
     for engine in engines:
         engine.world.settle()
         node = engine.node
-        assert node.is_clean, (engine.name, node.stats(), node._transfers(), node.wanted)
+        assert node.is_clean, (engine.name, node.stats(), node._transfers())
         buffers = node.buffers
         assert (buffers.used, buffers.leases, buffers.waiting) == (0, 0, 0)
         assert sorted(buffers._free) == list(range(buffers.slots))
-        assert (node.fetches, node.reads.meter.queued_bytes, node.sending.queued_bytes) == ({}, 0, 0)
+        assert (node.fetches, len(node.reads), node.queued_send_bytes) == ({}, 0, 0)

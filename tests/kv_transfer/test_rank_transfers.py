@@ -138,14 +138,12 @@ def test_each_worker_listens_at_an_address_of_its_own() -> None:
 def test_a_worker_gets_the_address_and_the_epoch_of_its_counterpart() -> None:
     jobs = TransferJobs(
         expects=[ExpectJob(1, "c", "e0,e1"), ExpectJob(2, "c", "of an engine with one")],
-        drops=[ExpectJob(0, "c", None)],
         fetches=[FetchJob(3, [b"k"], "tcp:h:1,tcp:h:2", "c", 1, "e0,e1"), FetchJob(4, [b"k"])],
         pushes=[PushJob("r", "c", "tcp:h:1,tcp:h:2", "e0,e1", [b"k"], [1])],
         ends=[7],
     )
     part = jobs_of_rank(jobs, 1, 2)
     assert [each.epoch for each in part.expects] == ["e1", "of an engine with one"]
-    assert [each.epoch for each in part.drops] == [None]
     assert [(each.peer, each.epoch) for each in part.fetches] == [("tcp:h:2", "e1"), ("", None)]
     assert [(each.address, each.epoch) for each in part.pushes] == [("tcp:h:2", "e1")]
     assert part.ends == [7]

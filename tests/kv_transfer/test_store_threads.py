@@ -1,4 +1,4 @@
-"""Reads and writes of a store by threads: width, order, and one report each, whatever the store raises."""
+"""Reads, lookups and writes of a store by threads: each has an end, whatever the store does."""
 
 from __future__ import annotations
 
@@ -23,24 +23,11 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def now() -> list[float]:
-    return [0.0]
-
-
-@pytest.fixture
-def threads(store: MemoryStore, now: list[float]) -> Iterator[StoreThreads]:
+def threads(store: MemoryStore) -> Iterator[StoreThreads]:
     of: Any = store
-    made = StoreThreads(of, LIMITS, clock=lambda: now[0])
+    made = StoreThreads(of, LIMITS)
     yield made
     assert made.close()
-
-
-async def read(threads: StoreThreads, *numbers: int) -> tuple[list[bytearray], list[str | None]]:
-    contents = [bytearray(BLOCK_BYTES) for _ in numbers]
-    results: asyncio.Queue[str | None] = asyncio.Queue()
-    blocks = [(key(number), memoryview(content)) for number, content in zip(numbers, contents, strict=True)]
-    threads.read(blocks, results.put_nowait)
-    return contents, [await results.get() for _ in numbers]
 
 
 async def test_as_many_reads_run_at_a_time_as_there_are_readers(
@@ -48,11 +35,12 @@ async def test_as_many_reads_run_at_a_time_as_there_are_readers(
 ) -> None:
     both_run = threading.Barrier(2)
     store.before = lambda what, one: both_run.wait(PATIENCE_S) and None
-    store.fill(*keys(*range(4)))
-    for _ in range(10):  # a reader is free again when its last read is reported
-        found = await asyncio.gather(read(threads, 0, 1), read(threads, 2, 3))
-        contents = [content for contents, _ in found for content in contents]
-        assert contents == [payload(one) for one in keys(*range(4))]
+    store.fill(*keys(0, 1))
+    for _ in range(10):
+        contents = [bytearray(BLOCK_BYTES) for _ in range(2)]
+        reads = [threads.read(key(at), memoryview(content)) for at, content in enumerate(contents)]
+        assert await asyncio.gather(*reads) == [None, None]
+        assert contents == [payload(one) for one in keys(0, 1)]
 
 
 @pytest.mark.parametrize(
@@ -62,22 +50,18 @@ async def test_a_failed_read_is_reported_with_its_error(
     threads: StoreThreads, store: MemoryStore, error: Exception, why: str
 ) -> None:
     def fail(what: str, one: bytes) -> None:
-        if one == key(0):
-            raise error
+        raise error
 
     store.before = fail
-    store.fill(key(1))
-    contents, whys = await read(threads, 0, 1)
-    assert whys == [why, None]
-    assert contents[1] == payload(key(1))
+    assert await threads.read(key(0), memoryview(bytearray(BLOCK_BYTES))) == why
 
 
-def write(threads: StoreThreads, number: int) -> bool:
-    return threads.write(key(number), b"", [memoryview(payload(key(number)))])
+def write(threads: StoreThreads, number: int) -> None:
+    threads.write(key(number), b"", [memoryview(payload(key(number)))])
 
 
-def test_writes_go_in_order_and_a_store_that_hangs_drops_those_that_wait(
-    threads: StoreThreads, store: MemoryStore, now: list[float]
+def test_writes_go_in_order_and_a_store_that_hangs_gets_no_more_than_may_wait(
+    threads: StoreThreads, store: MemoryStore
 ) -> None:
     gate, seen = threading.Event(), list[bytes]()
 
@@ -89,20 +73,30 @@ def test_writes_go_in_order_and_a_store_that_hangs_drops_those_that_wait(
             raise RuntimeError("broken")
 
     store.before = hang
-    assert write(threads, 0)
-    assert write(threads, 1)
+    write(threads, 0)
+    write(threads, 1)
     eventually(lambda: len(seen) == 2)
-    assert [write(threads, number) for number in range(2, 6)] == [True, True, True, False], "three may wait"
-    now[0] += LIMITS.patience_s
-    assert not write(threads, 6)
-    assert threads.counts["write_stalled"] == 3
+    for number in (2, 3):
+        assert threads.has_room
+        write(threads, number)
+    assert not threads.has_room
+    assert not threads.knows(key(0)), "it is not there, so it may be written again"
+    assert threads.knows(key(3)), "it will be there"
     gate.set()
-    eventually(lambda: threads.counts["write_stored"] == 1)
-    assert seen == keys(0, 1)
-    assert write(threads, 9)
-    eventually(lambda: threads.writes.queued_bytes == 0)
+    eventually(lambda: threads.counts["write_stored"] == 3)
+    assert threads.has_room
     assert threads.counts["write_failed"] == 1
-    assert list(store.blocks) == keys(1, 9)
+    assert seen == keys(0, 1, 2, 3)
+    assert list(store.blocks) == keys(1, 2, 3)
+
+
+async def test_what_a_lookup_misses_is_not_known_any_more(threads: StoreThreads, store: MemoryStore) -> None:
+    store.fill(*keys(*range(40)))
+    assert await threads.look_up(keys(*range(50))) == 40
+    assert [threads.knows(key(at)) for at in (0, 39, 40)] == [True, True, False]
+    del store.blocks[key(20)]
+    assert await threads.look_up(keys(*range(50))) == 20
+    assert [threads.knows(key(at)) for at in (19, 20, 39)] == [True, False, False]
 
 
 async def test_one_lookup_that_hangs_costs_patience_once(threads: StoreThreads, store: MemoryStore) -> None:

@@ -80,22 +80,9 @@ def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
         engine.load(str(number), CONTEXT)
     world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in engine.events) == 1000)
     assert len(world.reads) == 8
-    assert engine.buffers.most_used == 8
     for number in range(1000):
         assert engine.taken(str(number)) == [payload(one) for one in CONTEXT]
     assert_clean(engine)
-
-
-def test_a_stream_takes_from_its_first_layer_to_its_last() -> None:
-    world, here, there = two_engines(rates={"compute": 64.0})
-    world.put(*CONTEXT)
-    here.load("t", CONTEXT, address="d")
-    here.wait(LoadEnded, "t")
-    layer_s = 8 * BLOCK_BYTES / LAYERS / 64.0
-    assert here.transfers["load", "t"].streamed_s == pytest.approx((LAYERS - 1) * layer_s)
-    here.taken("t")
-    there.forget("t")
-    assert_clean(here, there)
 
 
 def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:

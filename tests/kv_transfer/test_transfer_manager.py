@@ -9,21 +9,19 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kv_blocks import LAYERS, identity, key, keys, payload
 from simulated_transfers import LAYER_BYTES, layers_of
-from sojourn_server.kv_offload.disk_store import DiskStore
-from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.kv_transfer.block_load import ReadingPeer
 from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
 from sojourn_server.kv_transfer.transfer import TransferOutcome
-from sojourn_server.kv_transfer.transfer_limits import TransferLimits
-from sojourn_server.kv_transfer.transfer_manager import TransferManager
-from sojourn_server.kv_transfer.transfer_stats import transfer_manager_stats
+from sojourn_server.kv_transfer.transfer_manager import StatsUnavailable, TransferManager, fetch_stats
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
     NeedMessage,
@@ -75,8 +73,8 @@ def take(blocks: list[memoryview]) -> list[bytes]:
 def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager]) -> None:
     here, there = pair
     (to,) = there.addresses
-    mine = here.load("mine", CONTEXT[:3])
-    theirs = here.load(
+    mine = here.node.load("mine", CONTEXT[:3])
+    theirs = here.node.load(
         "t", CONTEXT[3:], peer=ReadingPeer(address=to, transfer="t", total=9, epoch=there.epoch)
     )
     assert mine.requested_blocks == 3
@@ -88,8 +86,8 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert (mine.wait(PATIENCE_S), theirs.wait(PATIENCE_S)) == (TransferOutcome(3), TransferOutcome(5))
     mine.end()
     theirs.end()
-    push = here.offer("t", to, WHOLE, epoch=there.epoch)
-    prompt = there.expect("t", epoch=there.epoch)
+    push = here.node.offer("t", to, WHOLE, epoch=there.epoch)
+    prompt = there.node.expect("t", epoch=there.epoch)
     for layer in range(LAYERS):
         assert push.give(layer, layers_of(WHOLE, layer))
     assert prompt.wait(PATIENCE_S) == TransferOutcome(len(WHOLE))
@@ -97,26 +95,21 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert take(prompt.blocks()) == [payload(one) for one in WHOLE]
     prompt.end()
     assert_clean(here, there)
-    moved = here.node.sending.moved_bytes
+    moved = here.node.counts["bytes_sent"]
     assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
 
 
-def test_blocks_are_stored_with_their_parents(tmp_path: Path) -> None:
-    own = DiskStore.open(tmp_path, identity(), budget_bytes=1 << 20, name="d")
-    with (
-        closing(SharedStore(own)) as shared,
-        TransferManager(shared, TransferLimits(slots=8), name="d") as made,
-    ):
+def test_blocks_that_are_stored_are_read_again() -> None:
+    with manager(MemoryStore(), "d") as made:
         parent = b""
         for one in CONTEXT:
-            assert made.store(one, parent, [memoryview(payload(one))])
+            made.storage.write(one, parent, [memoryview(payload(one))])
             parent = one
         eventually(lambda: made.stats()["counts"].get("write_stored") == 8)
-        load = made.load("again", CONTEXT)
+        load = made.node.load("again", CONTEXT)
         assert load.wait(PATIENCE_S) == TransferOutcome(8)
         assert take(load.blocks()) == [payload(one) for one in CONTEXT]
         load.end()
-        assert own.parent_of(CONTEXT[1]) == CONTEXT[0][:16]
         assert_clean(made)
 
 
@@ -124,7 +117,7 @@ def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(stor
     gate = threading.Event()
     store.before = lambda what, one: waits_for(gate) if one == key(3) else None
     made = manager(store, "p")
-    load = made.load("a", CONTEXT)
+    load = made.node.load("a", CONTEXT)
     assert load.wait(PATIENCE_S) == TransferOutcome(3, "storage has not answered")
     load.end()
     eventually(lambda: 0 < made.stats()["slots_used"] <= 5)
@@ -139,9 +132,9 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     slow.before = lambda what, one: waits_for(gate)
     there = manager(store, "d", [f"unix:{tmp_path}/d.sock"])
     here = manager(slow, "p", limits={"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S})
-    load = here.load("a", CONTEXT)
-    push = here.offer("t", there.addresses[0], CONTEXT)
-    prompt = there.expect("t")
+    load = here.node.load("a", CONTEXT)
+    push = here.node.offer("t", there.addresses[0], CONTEXT)
+    prompt = there.node.expect("t")
     eventually(lambda: there.stats()["leases"] == 1)
     waited = []
 
@@ -163,7 +156,7 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     assert there.close()
     assert there.close(), "closing again does no harm"
     with pytest.raises(ValueError, match="closed"):
-        here.load("b", CONTEXT)
+        here.node.load("b", CONTEXT)
     load.end()
 
 
@@ -200,8 +193,8 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> N
         assert process.stdout.readline() == b"listening\n"
         here = manager(MemoryStore(), "p")
         to = f"unix:{path}"
-        load = here.load("t", CONTEXT, peer=ReadingPeer(address=to, transfer="t", total=9))
-        push = here.offer("u", to, [b"tail"])
+        load = here.node.load("t", CONTEXT, peer=ReadingPeer(address=to, transfer="t", total=9))
+        push = here.node.offer("u", to, [b"tail"])
         assert load.wait_layer(0, PATIENCE_S)
         os.kill(process.pid, signal.SIGKILL)
         outcome = load.wait(PATIENCE_S)
@@ -210,7 +203,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> N
         assert push.wait(PATIENCE_S) is not None
         load.end()
         process.wait()  # till then a listening socket of it may still take calls
-        again = here.offer("v", to, CONTEXT)
+        again = here.node.offer("v", to, CONTEXT)
         outcome_again = again.wait(PATIENCE_S)
         assert outcome_again is not None
         assert "cannot reach unix:" in outcome_again.why
@@ -237,7 +230,7 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
     with pytest.raises(UnknownTransport, match="unknown transport 'ib'; use tcp or unix"):
         check_address("ib:x")
     made = manager(MemoryStore(), "p")
-    push = made.offer("t", "nixl:decode-0", CONTEXT)
+    push = made.node.offer("t", "nixl:decode-0", CONTEXT)
     outcome = push.wait(PATIENCE_S)
     assert outcome is not None
     assert "NIXL is not built in; use tcp or unix" in outcome.why
@@ -337,7 +330,7 @@ def give_all(push: object) -> None:
 
 def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck: Stuck) -> None:
     with manager(MemoryStore(LARGE), "p", limits=SOON) as here:
-        push = here.offer("t", stuck.address, CONTEXT)
+        push = here.node.offer("t", stuck.address, CONTEXT)
         give_all(push)
         assert stuck.has_stopped.wait(PATIENCE_S)
         assert push.wait(PATIENCE_S) == TransferOutcome(0, "the peer accepts no data")
@@ -351,13 +344,13 @@ def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: 
     """With so much patience that nothing is cut off while the test runs."""
     here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
     there = manager(MemoryStore(LARGE), "d", [f"unix:{tmp_path}/d.sock"], limits=NOT_SOON)
-    first = here.offer("t", stuck.address, CONTEXT)
+    first = here.node.offer("t", stuck.address, CONTEXT)
     give_all(first)
     assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.node.sending.queued_bytes > 0)
-    second = here.offer("u", there.addresses[0], CONTEXT)
+    eventually(lambda: here.node.queued_send_bytes > 0)
+    second = here.node.offer("u", there.addresses[0], CONTEXT)
     give_all(second)
-    prompt = there.expect("u")
+    prompt = there.node.expect("u")
     assert prompt.wait(PATIENCE_S) == TransferOutcome(len(CONTEXT))
     assert second.wait(PATIENCE_S) == TransferOutcome(len(CONTEXT))
     prompt.end()
@@ -382,11 +375,11 @@ def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
     store = MemoryStore()
     store.fill(*FOUR)
     with manager(store, "p") as here, manager(store, "d", ["tcp:127.0.0.1:0"]) as there:
-        load = here.load("l", FOUR)
+        load = here.node.load("l", FOUR)
         assert load.wait(PATIENCE_S) is not None
-        assert transfer_manager_stats(here, {})["slots_used"] == 4
-        push = here.offer("t", there.addresses[0], FOUR, epoch=there.epoch)
-        prompt = there.expect("t", epoch=there.epoch)
+        assert here.stats()["slots_used"] == 4
+        push = here.node.offer("t", there.addresses[0], FOUR, epoch=there.epoch)
+        prompt = there.node.expect("t", epoch=there.epoch)
         for layer in range(LAYERS):
             push.give(layer, layers_of(FOUR, layer))
         assert prompt.wait(PATIENCE_S) is not None
@@ -394,8 +387,8 @@ def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
         load.end()
         assert_clean(here, there)
         mine, theirs = (
-            transfer_manager_stats(here, {"blocks_not_filled": 2}),
-            transfer_manager_stats(there, {}),
+            here.stats(Counter(blocks_not_filled=2)),
+            there.stats(),
         )
     whole = 4 * BLOCK_BYTES
     assert mine["links"]["storage read"]["moved_bytes"] == whole
@@ -412,9 +405,9 @@ def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
     store.before = lambda what, key: assert_in_time(gate)
     patient = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
     with manager(store, "p", limits=patient) as here:
-        load = here.load("l", FOUR)
-        eventually(lambda: here.node.reads.meter.queued_bytes > 0)
-        link = transfer_manager_stats(here, {})["links"]["storage read"]
+        load = here.node.load("l", FOUR)
+        eventually(lambda: len(here.node.reads) > 0)
+        link = here.stats()["links"]["storage read"]
         assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": None, "moved_bytes": 0}
         gate.set()
         assert load.wait(PATIENCE_S) is not None
@@ -423,3 +416,22 @@ def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
 
 def assert_in_time(gate: threading.Event) -> None:
     assert gate.wait(PATIENCE_S)
+
+
+# -- The socket at which it tells another process how it goes.
+
+
+def test_statistics_are_told_to_whoever_asks_until_it_closes() -> None:
+    answers: list[dict[str, Any] | None] = [{"asked": 1}, None, {"big": "b" * (1 << 23)}, {"asked": 4}]
+    with manager(MemoryStore(), "p") as here:
+        address = here.serve_stats(lambda: answers.pop(0))
+        assert Path(address).parent.stat().st_mode & 0o077 == 0, "its user's alone"
+        assert fetch_stats(address) == {"asked": 1}
+        assert fetch_stats(address) is None
+        with socket.socket(socket.AF_UNIX) as lazy:  # whoever does not read holds up nobody
+            lazy.connect(address)
+            eventually(lambda: len(answers) == 1)
+            assert fetch_stats(address) == {"asked": 4}
+    assert not Path(address).parent.exists()
+    with pytest.raises(StatsUnavailable, match="/stats: "):
+        fetch_stats(address)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_transfer_requests import Request, full_keys, prompt, to_prefill
-from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FillJob, TransferResults
+from sojourn_server.kv_transfer.transfer_jobs import FillJob, TransferResults
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_request import (
     MATCH_PENDING,
@@ -128,55 +128,27 @@ def test_a_context_that_is_not_whole_is_fetched_from_the_store_instead(blocks: i
     assert not orders.fetches[0].peer
 
 
-def test_a_context_is_wanted_from_the_moment_when_its_request_is_in_the_queue() -> None:
+@pytest.mark.parametrize("how", ["aborted", "abandoned", "here already", "reads no cache"])
+def test_a_prompt_is_expected_when_its_request_arrives_and_let_go_of_when_it_is_not_needed(how: str) -> None:
     planner = make()
     tokens = prompt(1, 400)
     answer = answer_of(tokens)
     begin(planner, Request("r", tokens, answer))
     assert planner.has_jobs, "a step is made for it"
-    orders = planner.take_jobs()
-    assert orders.wants == [answer["context"]]
-    assert not orders.expects
-    planner.ask("r", 0)
-    orders = planner.take_jobs()
-    assert [expect.context for expect in orders.expects] == [answer["context"]]
-    assert not orders.wants
-
-
-@pytest.mark.parametrize("how", ["aborted", "abandoned", "here already"])
-def test_a_context_that_was_wanted_and_will_not_be_asked_for_is_let_go_of(how: str) -> None:
-    planner = make()
-    tokens = prompt(1, 400)
-    answer = answer_of(tokens)
-    begin(planner, Request("r", tokens, answer))
-    planner.take_jobs()
+    (expect,) = planner.take_jobs().expects
+    assert expect.context == answer["context"]
     if how == "aborted":
         planner.finished("r", False)
     elif how == "abandoned":
         planner.abandon()
+    elif how == "reads no cache":  # the connector is not asked
+        planner.allocated("r", ids(400), 0)
     else:
+        planner.take_results(TransferResults(prompts={expect.ask: 7}))
         assert planner.ask("r", 400) == NO_MATCH
-    assert planner.take_jobs().drops == [ExpectJob(0, answer["context"], None)]
-
-
-def test_contexts_are_wanted_in_the_order_of_the_queue() -> None:
-    planner = make()
-    contexts = {}
-    for number, name in enumerate("abcd", 1):
-        answer = answer_of(prompt(number, 400))
-        contexts[name] = answer["context"]
-        begin(planner, Request(name, prompt(number, 400), answer))
-    planner.order_wants("abcd")
-    assert planner.take_jobs().wants == [*contexts.values()]
-    planner.order_wants("abcd")
-    assert not planner.take_jobs(), "nothing has changed"
-    planner.ask("c", 0)
-    planner.take_jobs()
-    planner.order_wants(["d", "elsewhere", "c", "a"])
-    assert planner.take_jobs().wants == [contexts["d"], contexts["a"], contexts["b"]]
-    for name in "abd":
-        planner.finished(name, False)
-    assert not planner.wanted
+    assert planner.take_jobs().ends == [expect.ask]
+    planner.take_results(TransferResults(prompts={expect.ask: 7}))  # reported before it was ended
+    assert not planner.take_jobs()
 
 
 def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> None:

@@ -27,28 +27,11 @@ class FakeWorker:
     prompts: set[int] = field(default_factory=set)
     unanswered: set[int] = field(default_factory=set)
     pushes: set[str] = field(default_factory=set)
-    contexts: set[str] = field(default_factory=set)
-    """Of pushes to here that nobody has expected or dropped."""
-    wanted: set[str] = field(default_factory=set)
-    """Of those, for requests in the queue."""
     fills: list[str] = field(default_factory=list)
     asks: set[int] = field(default_factory=set)
     """All there ever were."""
 
     def carry_out(self, orders: TransferJobs) -> None:
-        for context in orders.wants:
-            assert context in self.contexts, "nobody will ask for it"
-            assert context not in self.wanted
-            self.wanted.add(context)
-        for ask in orders.ends:
-            assert ask in self.fetches or ask in self.prompts, "an ask was ended twice, or never was"
-            self.fetches.pop(ask, None)
-            self.prompts.discard(ask)
-            self.unanswered.discard(ask)
-        for drop in orders.drops:
-            assert drop.context in self.contexts or drop.context.startswith("foreign")
-            self.contexts.discard(drop.context)
-            self.wanted.discard(drop.context)
         assert set(orders.aborts) <= {*orders.holds, *orders.unreported}
         for fetch in orders.fetches:
             assert fetch.keys
@@ -57,8 +40,12 @@ class FakeWorker:
         for expect in orders.expects:
             self._begin(expect.ask)
             self.prompts.add(expect.ask)
-            self.contexts.remove(expect.context)
-            self.wanted.remove(expect.context)
+            assert not expect.context.startswith("foreign")
+        for ask in orders.ends:
+            assert ask in self.fetches or ask in self.prompts, "an ask was ended twice, or never was"
+            self.fetches.pop(ask, None)
+            self.prompts.discard(ask)
+            self.unanswered.discard(ask)
         for stream in orders.streams:
             blocks = self.fetches.pop(stream.ask)
             assert 0 <= stream.skip < stream.skip + len(stream.block_ids) <= blocks * PER_FULL
@@ -143,7 +130,6 @@ class Planning(RuleBasedStateMachine):
                 whole = tokens // BLOCK_TOKENS
                 last = request.block_hashes[whole - 1] if whole else b""
                 context = context_name(f"t{number}", last, ids[whole * BLOCK_TOKENS :], tokens)
-                self.worker.contexts.add(context)
             said = {"do_remote_prefill": True, "transfer": f"t{number}", "context": context}
         life = Life(Request(f"r{number}", ids, said))
         self.lives[life.request.request_id] = life
@@ -310,8 +296,6 @@ class Planning(RuleBasedStateMachine):
         assert not self.worker.fetches
         assert not self.worker.prompts
         assert not self.worker.pushes
-        assert not self.worker.contexts
-        assert not self.worker.wanted
 
 
 class PlanningAhead(Planning):

@@ -87,6 +87,29 @@ def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
     settle(p, d)
 
 
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_a_peers_layers_are_used_as_they_come(
+    make: Make, monkeypatch: pytest.MonkeyPatch, layerwise: bool
+) -> None:
+    p, d = make("p"), make("d", rates={"compute": 8_000.0})
+    start = prompt(1, 6 * FULL_TOKENS)
+    d.add(Request("before", start))
+    settle(d)
+    ready_at: list[int] = []
+    ready = BlockLoad.ready
+
+    def watched(self: BlockLoad, *arguments: Any) -> int | None:
+        found = ready(self, *arguments)
+        if found is not None:
+            ready_at.append(self.layers_loaded)
+        return found
+
+    monkeypatch.setattr(BlockLoad, "ready", watched)
+    p.worker._layerwise = layerwise
+    through(p, d, [*start, *prompt(2, 50)], decode_reads=True)
+    assert (ready_at[0] < LAYERS) == layerwise
+
+
 def test_full_blocks_are_stored_as_they_fill_prompt_and_output(make: Make, store: MemoryStore) -> None:
     engine = make("e", max_saves=2)
     tokens = prompt(1, 300)

@@ -183,8 +183,7 @@ class Rank:
 
     def __init__(
         self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: dict[str, Any],
-        log: Callable[[str, BaseException], None], layerwise: bool, concurrent_steps: int,
-        cuda: FakeCuda | None,
+        log: Callable[[str, BaseException], None], layerwise: bool, cuda: FakeCuda | None,
     ) -> None:  # fmt: skip
         rows = BLOCK_TOKENS * TOKEN_BYTES
         self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
@@ -198,10 +197,7 @@ class Rank:
         self.manager = TransferManager(store, bounds, name=name, listen=[listen])
         if rates.get("compute"):
             send_slowly(self.manager, rates["compute"])
-        self.worker = TransferWorker(
-            self.manager, store.leading, self.kv, slots=bounds.slots, log=log, layerwise=layerwise,
-            concurrent_steps=concurrent_steps,
-        )  # fmt: skip
+        self.worker = TransferWorker(self.manager, self.kv, slots=bounds.slots, log=log, layerwise=layerwise)
 
 
 class ToyEngine:
@@ -235,7 +231,7 @@ class ToyEngine:
             Rank(
                 name, each, rank_address(listen, rank, len(stores)), blocks, bounds,
                 rates or {}, lambda what, error: self.errors.append(error),
-                len(stores) == concurrent_steps == 1, concurrent_steps, cuda,
+                len(stores) == concurrent_steps == 1, cuda,
             )
             for rank, each in enumerate(stores)
         ]  # fmt: skip

@@ -12,11 +12,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.kv_transfer.transfer_jobs import TransferResults
-from sojourn_server.kv_transfer.transfer_request import prompt_context
-from sojourn_server.simulator import simulated_engine
 from sojourn_server.vllm.kv_connector import StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
-from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -89,73 +86,6 @@ def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None
     assert engine.pool.get_num_free_blocks() == free
     engine.plan()
     assert not engine.scheduler.has_requests()
-
-
-def test_contexts_are_wanted_in_the_order_in_which_the_scheduler_will_run_their_requests(
-    make_paths_engine: Any, clock: Any
-) -> None:
-    engine = make_paths_engine("continuum", blocks=65, max_model_len=1024, max_num_seqs=1)
-    engine.add("a1", list(range(300)), max_tokens=50, program_id="A")
-    answer(engine, planned := engine.plan(), hits(planned, 0))
-    wanted = {}
-    for number, program in ((2, "B"), (1, "A")):  # A is the earlier program
-        name, tokens = f"{program}2", list(range(1000 * number, 1000 * number + 400))
-        request = engine.add(name, tokens, max_tokens=2, program_id=program)
-        context = prompt_context(request, name, engine.options.block_size)
-        wanted[program] = context
-        request.kv_transfer_params = {
-            "do_remote_prefill": True, "transfer": name, "context": context, "stored": 0
-        }  # fmt: skip
-        engine.scheduler.connector.on_new_request(request)
-    assert [request.request_id for request in engine.scheduler.waiting] == ["a1", "A2", "B2"]
-    planned = engine.plan()
-    assert planned.kv_connector_metadata.jobs.wants == [wanted["A"], wanted["B"]]
-    answer(engine, planned)
-    assert not engine.plan().kv_connector_metadata.jobs.wants
-
-
-def test_a_paths_connector_inside_a_multi_connector_knows_the_order_of_the_queue(
-    make_engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    inner = {
-        "kv_connector": "PathsConnector",
-        "kv_connector_module_path": "sojourn_server.vllm.kv_transfer_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "listen": f"unix:{tmp_path / 'p.sock'}", "store": str(tmp_path / "store"), "store_name": "p",
-            "store_bytes": 1 << 24, "buffer_bytes": 1 << 24,
-        },
-    }  # fmt: skip
-    transfer = KVTransferConfig(
-        kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy="recompute",
-        kv_connector_extra_config={"connectors": [inner]},
-    )  # fmt: skip
-    monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
-    engine = make_engine("continuum", blocks=65, max_model_len=1024)
-    (paths,) = engine.scheduler.connector._connectors
-    assert isinstance(paths, PathsConnector)
-    engine.add("a", list(range(40)), max_tokens=2)
-    assert [request.request_id for request in paths.next_requests(5)] == ["a"]
-
-
-def test_a_queue_that_cannot_be_read_keeps_the_order_and_the_connector(
-    make_paths_engine: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_paths_engine("continuum", blocks=65, max_model_len=1024, max_num_seqs=1)
-    adapter, connector = engine.scheduler.sojourn, engine.scheduler.connector
-    for name in ("a", "b", "c"):
-        engine.add(name, list(range(40)), max_tokens=2, program_id=name)
-    assert [request.request_id for request in connector.next_requests(2)] == ["a", "b"]
-    monkeypatch.setattr(adapter, "_settings", dataclasses.replace(adapter._settings, strict=False))
-
-    def fail(most: int) -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(engine.scheduler.waiting, "next_requests", fail)
-    assert connector.next_requests(2) == ()
-    assert adapter.failures == 1
 
 
 def test_a_request_that_ends_in_the_step_that_fills_its_blocks_keeps_them_until_they_are_stored(

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from sojourn_server.api.engine_rpc import StockEngineError
-from sojourn_server.kv_transfer.transfer_stats import StatsServer
+from sojourn_server.vllm import kv_transfer_connector
 from sojourn_server.vllm.endpoint import VllmEngine
 from sojourn_server.vllm.kv_transfer_connector import reachable_address, worker_status
 from sojourn_server.vllm.plugin import _sojourn_call
@@ -135,44 +135,36 @@ def test_a_worker_that_does_not_answer_keeps_nobody_from_asking(make_core: Any, 
     assert core.ask("capabilities")["paths"] is None, "its traffic is over"
 
 
-def test_a_worker_in_another_process_is_woken_once(make_core: Any) -> None:
+def test_a_worker_in_another_process_is_woken_once(make_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core("observe")
     now = dict(TOLD)
-    told = StatsServer(lambda: now)
-    try:
-        core.model_executor.told = {**TOLD, "stats_address": told.address}
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_transfer_connector, "fetch_stats", lambda address: now)
+        core.model_executor.told = {**TOLD, "stats_address": "/nobody/stats"}
         stats = core.ask("stats")["paths"]
         assert (stats["slots_used"], "stats_address" in stats) == (3, False)
         now["slots_used"] = 4
         assert core.ask("stats")["paths"]["slots_used"] == 4
         assert core.ask("capabilities")["paths"]["epoch"] == "e1"
         assert core.model_executor.asked == 1
-    finally:
-        told.close()
     core.model_executor.told = TOLD
     assert core.ask("stats")["paths"]["slots_used"] == 3, "asked in vLLM's way again"
     assert core.model_executor.asked == 2
 
 
-def test_an_engine_of_several_workers_tells_of_all(make_core: Any) -> None:
+def test_an_engine_of_several_workers_tells_of_all(make_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core("observe")
     told = [
         {**TOLD, "addresses": [f"tcp:10.0.0.7:850{at}"], "epoch": f"e{at}", "slots_used": 5 + at}
         for at in range(2)
     ]
-    servers = [StatsServer(lambda status=status: status) for status in told]  # type: ignore[misc]
-    try:
-        core.model_executor.told = [
-            {**status, "stats_address": server.address} for status, server in zip(told, servers, strict=True)
-        ]
-        paths = core.ask("capabilities")["paths"]
-        assert (paths["peer"], paths["epoch"]) == ("tcp:10.0.0.7:8500,tcp:10.0.0.7:8501", "e0,e1")
-        assert core.ask("stats")["paths"]["slots_used"] == 6
-        assert core.ask("capabilities")["paths"]["peer"] == paths["peer"]
-        assert core.model_executor.asked == 1
-    finally:
-        for server in servers:
-            server.close()
+    monkeypatch.setattr(kv_transfer_connector, "fetch_stats", lambda address: told[int(address)])
+    core.model_executor.told = [{**status, "stats_address": str(at)} for at, status in enumerate(told)]
+    paths = core.ask("capabilities")["paths"]
+    assert (paths["peer"], paths["epoch"]) == ("tcp:10.0.0.7:8500,tcp:10.0.0.7:8501", "e0,e1")
+    assert core.ask("stats")["paths"]["slots_used"] == 6
+    assert core.ask("capabilities")["paths"]["peer"] == paths["peer"]
+    assert core.model_executor.asked == 1
 
 
 def test_an_engine_without_a_role_is_no_member(make_core: Any) -> None:

@@ -8,7 +8,6 @@ fails later, missing blocks stay missing, because a step may already wait for la
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,7 +56,6 @@ class BlockLoad(Transfer):
         self._why = ""
         self._fetched: list[BufferSlot] = []
         """Slots of the blocks that the peer was asked to read."""
-        self._first_s = self._newest_s = 0.0
         super().__init__(node, name)
 
     # -- for the engine's threads -----------------------------------------------------
@@ -66,11 +64,6 @@ class BlockLoad(Transfer):
     def requested_blocks(self) -> int:
         """Number of blocks that the load tries to get: at most as many as fit the buffers."""
         return len(self.keys)
-
-    @property
-    def streamed_s(self) -> float:
-        """Seconds between the arrival of the first layer and of the newest one."""
-        return self._newest_s - self._first_s
 
     def ready(self, layerwise: bool) -> int | None:
         """Return how many leading blocks a request can use now; ``None`` if it must wait. Blocks can be used
@@ -100,7 +93,7 @@ class BlockLoad(Transfer):
     async def run(self) -> None:
         node, slots = self.node, self.node.limits.slots
         if self._look_up:
-            self.keys = self.keys[: await node.look_up(self.keys[:slots])]
+            self.keys = self.keys[: await node.storage.look_up(self.keys[:slots])]
             if not self.keys:
                 self.finish(TransferOutcome(0))
                 return
@@ -204,7 +197,4 @@ class BlockLoad(Transfer):
     def _layer_loaded(self) -> None:
         with self.node.changed:
             self.layers_loaded += 1
-            self._newest_s = asyncio.get_running_loop().time()
-            if self.layers_loaded == 1:
-                self._first_s = self._newest_s
             self.node.changed.notify_all()

@@ -10,8 +10,7 @@ messages of the peer:
 
 A prompt may have both messages, or only one of them. The engine calls ``expect`` to wait for a transfer,
 before or after its data arrives. When all blocks are present, the engine uses them and then calls ``end``. An
-expected transfer without progress fails after ``patience_s``. While a request is queued, the engine repeats
-``want``, which keeps the complete prompt in the buffers.
+expected transfer without progress fails after ``patience_s``.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import asyncio
 from .peer_connection import PeerConnection, TransferFailed
 from .staging_buffers import BufferSlot, LeaseTooLarge
 from .transfer import Transfer, TransferOutcome
-from .transfer_resources import GIVEN_UP, TransferResources
+from .transfer_resources import TransferResources
 from .transfer_wire import (
     AbortMessage,
     CompleteMessage,
@@ -55,7 +54,7 @@ class IncomingPrompt(Transfer):
 
     def __init__(self, node: TransferResources, name: str) -> None:
         self.is_expected = False
-        """Whether the engine waits for the prompt (``TransferNode.expect``)."""
+        """Whether the engine waits for the prompt. Set by ``TransferNode.expect``, in any thread."""
         self.read_conn: PeerConnection | None = None
         self.offer_conn: PeerConnection | None = None
         """Connections of the peer that has asked for a read, and of the peer that has offered the prompt."""
@@ -66,18 +65,17 @@ class IncomingPrompt(Transfer):
         self._inbox: asyncio.Queue[ReadMessage | OfferMessage] = asyncio.Queue()
         self._has_read = False
         """Whether a peer has asked for a read."""
-        self._moved_s = asyncio.get_running_loop().time()
+        self._moved_s = node.loop.time()
         """Time at which data last arrived or this engine made progress for which the prompt waits."""
         super().__init__(node, name)
 
     # -- what the engine asks for -----------------------------------------------------
 
-    def expect(self) -> None:
-        if self.is_expected:
-            raise ValueError(f"transfer {self.name!r} is expected already")
-        self.is_expected = True
+    def expected(self) -> None:
+        """Fail from now on after ``patience_s`` without progress."""
         if self.outcome is None:
             self.allowed_s = self.node.limits.patience_s
+        self.start()
         self.renew()
 
     @property
@@ -170,10 +168,6 @@ class IncomingPrompt(Transfer):
         return "it makes no progress" if self.is_expected else "its peer sent no data of it"
 
     def ended(self, why: str) -> None:
-        # Until the engine calls ``end``, a late offer of the prompt is refused.
-        self.keeps_name = self.is_expected and why != GIVEN_UP
-        if not self.is_expected and why != GIVEN_UP:
-            self.node.remember(self.name, why)
         if self.outcome is not None:
             return
         self.node.counts["prompts_failed"] += 1

@@ -8,9 +8,8 @@ accepts or refuses. No KV is sent before that.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -31,19 +30,6 @@ from .transfer_wire import (
     encode,
 )
 
-logger = logging.getLogger(__name__)
-
-MAX_CONNECTIONS = 256
-MAX_REFUSALS = 256
-"""Maximum number of reasons of refused peers that are logged."""
-MAX_HANDSHAKE_BYTES = 64 << 10
-"""Maximum bytes of a message from a peer that has not identified itself. Such a peer may send no payload."""
-MIN_PAYLOAD_BYTES = 1 << 20
-"""Payloads up to this size, in bytes, are accepted from every identified peer, even if this engine's own
-payloads are smaller."""
-PIECE_BYTES = 256 << 10
-"""Maximum bytes of one write to a stream; larger messages are sent in pieces. A peer must accept each piece
-within ``patience_s`` seconds."""
 STALL_CHECKS = 4
 """A write's timeout is divided into this many steps. If this process pauses, only one step expires, and
 waiting socket events are handled before the next. So a pause is not taken for a stalled peer."""
@@ -59,7 +45,8 @@ _FIELD_DESCRIPTIONS = {
     "tp_rank": "the rank",
     "tp_size": "the number of ranks",
 }
-_PRIVATE_FIELDS = {"model", "hash_scheme"}
+_PRIVATE_FIELDS = ("model", "hash_scheme")
+"""Fields with local paths and the hash seed, which a refused peer is not told."""
 
 
 class TransferFailed(Exception):
@@ -67,27 +54,20 @@ class TransferFailed(Exception):
 
 
 def incompatibility_reason(
-    ours: KvIdentity, theirs: Mapping[str, str | int], *, for_unidentified_peer: bool = False
-) -> str | None:
-    """Return why two engines cannot exchange blocks, as a message for the operator; ``None`` if they can.
+    ours: KvIdentity, theirs: Mapping[str, str | int], *, hidden: Collection[str] = ()
+) -> str:
+    """Return why two engines cannot exchange blocks, as a message for the operator; empty if they can.
 
-    ``theirs``: the fields of the peer's ``KvIdentity``. ``for_unidentified_peer``: leave out the values of
-    private fields, which contain local paths and the hash seed.
+    ``theirs``: the fields of the peer's ``KvIdentity``. ``hidden``: fields whose values are left out.
     """
-    mine = asdict(ours)
-    names = [*mine, *sorted(theirs.keys() - mine.keys())]
-    different = [name for name in names if theirs.get(name) != mine.get(name)]
-    if not different:
-        return None
-
-    def line(name: str) -> str:
-        what = _FIELD_DESCRIPTIONS.get(name, name)
-        if for_unidentified_peer and name in _PRIVATE_FIELDS:
-            return what
-        return f"{what}: {theirs.get(name, 'not said')!r} there, {mine.get(name, 'unknown')!r} here"
-
-    listed = "; ".join(map(line, different))
-    return f"KV of another kind cannot be used here: {listed}. Start both engines alike"
+    mine, lines = asdict(ours), []
+    for name in [*mine, *sorted(theirs.keys() - mine.keys())]:
+        if theirs.get(name) != mine.get(name):
+            values = f": {theirs.get(name, 'not said')!r} there, {mine.get(name, 'unknown')!r} here"
+            lines.append(_FIELD_DESCRIPTIONS.get(name, name) + values * (name not in hidden))
+    if not lines:
+        return ""
+    return f"KV of another kind cannot be used here: {'; '.join(lines)}. Start both engines alike"
 
 
 class PeerStream(Protocol):
@@ -118,13 +98,6 @@ class PeerConnection:
         """Return the next message and its payload. Raises ``OSError`` or ``EOFError`` if the connection ends,
         and ``PeerWireError`` for an invalid message."""
         head = decode_head(await self.stream.read(HEAD_BYTES))
-        if not self.epoch and (head.payload_bytes or head.message_bytes > MAX_HANDSHAKE_BYTES):
-            raise PeerWireError("the message is too large for a peer that has not identified itself")
-        if head.payload_bytes > self._table.max_payload_bytes:
-            raise PeerWireError(
-                f"a payload of {head.payload_bytes} bytes is too long, expected at most "
-                f"{self._table.max_payload_bytes}; give all engines the same chunk_bytes"
-            )
         message = decode(await self.stream.read(head.message_bytes))
         if head.payload_bytes and not isinstance(message, DataMessage):
             raise PeerWireError(f"{type(message).__name__} has no payload")
@@ -138,7 +111,7 @@ class PeerConnection:
             frame = encode(message, sum(part.nbytes for part in payload))
         except PeerWireError as error:
             raise TransferFailed(str(error)) from error
-        sending = self._table.spawn(self._send(frame, payload))
+        sending = self._table.node.spawn(self._send(frame, payload))
         try:
             await asyncio.shield(sending)
         except asyncio.CancelledError:
@@ -148,25 +121,25 @@ class PeerConnection:
     def post(self, message: WireMessage) -> None:
         """Send a message without waiting for it."""
         if self.why_lost is None:
-            self._table.spawn(self._send(encode(message), ()))
+            self._table.node.spawn(self._send(encode(message), ()))
 
     async def _send(self, frame: bytes, payload: Sequence[memoryview]) -> None:
+        node = self._table.node
         async with self._sending:
-            for piece in _pieces([frame, *payload]):
-                self.check()
-                writing = asyncio.ensure_future(self.stream.write(piece))
-                for _ in range(STALL_CHECKS):
-                    await asyncio.wait({writing}, timeout=self._table.limits.patience_s / STALL_CHECKS)
-                    if writing.done():
-                        break
-                else:
-                    self._table.counts["stalls"] += 1
-                    self._table.drop(self, "the peer accepts no data")
-                try:
-                    await writing
-                except OSError as error:
-                    self._table.drop(self, str(error) or "the connection has ended")
-                self.check()
+            self.check()
+            writing = asyncio.ensure_future(self.stream.write([frame, *payload]))
+            for _ in range(STALL_CHECKS):
+                await asyncio.wait({writing}, timeout=node.limits.patience_s / STALL_CHECKS)
+                if writing.done():
+                    break
+            else:
+                node.counts["stalls"] += 1
+                self._table.drop(self, "the peer accepts no data")
+            try:
+                await writing
+            except OSError as error:
+                self._table.drop(self, str(error) or "the connection has ended")
+            self.check()
 
     def check(self) -> None:
         """Raise ``TransferFailed`` if the connection has ended."""
@@ -174,40 +147,31 @@ class PeerConnection:
             raise TransferFailed(self.why_lost)
 
 
+class PeerNode(Protocol):
+    """What connections use of their ``TransferNode``."""
+
+    identity: KvIdentity
+    limits: TransferLimits
+    name: str
+    epoch: str
+    counts: Counter[str]
+
+    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.Task[object]: ...
+    async def dial(self, address: str) -> PeerStream: ...
+    def received(self, conn: PeerConnection, message: AnyWireMessage, payload: bytes) -> None: ...
+    def lost(self, conn: PeerConnection, why: str) -> None: ...
+    def warn(self, message: str, *arguments: object) -> None: ...
+
+
 class PeerTable:
     """All connections of one engine: one to each dialled address, and those that peers have opened."""
 
-    def __init__(
-        self,
-        identity: KvIdentity,
-        limits: TransferLimits,
-        *,
-        name: str,
-        epoch: str,
-        counts: Counter[str],
-        dial: Callable[[str], Awaitable[PeerStream]],
-        spawn: Callable[[Coroutine[Any, Any, object]], asyncio.Task[object]],
-        received: Callable[[PeerConnection, AnyWireMessage, bytes], None],
-        lost: Callable[[PeerConnection, str], None],
-    ) -> None:
-        """``received`` is called with each message of an identified peer, ``lost`` when a connection has
-        ended."""
-        self.limits = limits
-        self.counts = counts
-        self.spawn = spawn
+    def __init__(self, node: PeerNode) -> None:
+        """``node.received`` is called with each message of an identified peer, ``node.lost`` when a
+        connection has ended."""
+        self.node = node
         self.conns: set[PeerConnection] = set()
-        self.refusals: set[str] = set()
-        """Reasons of refused handshakes, by this engine or by peers."""
-        self.max_payload_bytes = max(
-            limits.chunk_bytes, identity.block_bytes // identity.layers, MIN_PAYLOAD_BYTES
-        )
         self.connection = PeerConnection
-        self._identity = identity
-        self._name = name
-        self._epoch = epoch
-        self._dial_address = dial
-        self._received = received
-        self._lost = lost
         self._dialled: dict[str, asyncio.Task[object]] = {}
         """Address → task that returns the connection to it."""
 
@@ -216,7 +180,7 @@ class PeerTable:
         that the router chose; ``None`` for any. Raises ``TransferFailed``."""
         dialled = self._dialled.get(address)
         if dialled is None:
-            dialled = self._dialled[address] = self.spawn(self._dial(address))
+            dialled = self._dialled[address] = self.node.spawn(self._dial(address))
         conn = await asyncio.shield(dialled)
         assert isinstance(conn, PeerConnection)
         conn.check()
@@ -227,10 +191,6 @@ class PeerTable:
     async def accept(self, stream: PeerStream) -> None:
         """Serve a connection that a peer has opened, until it ends."""
         conn = self.connection(self, stream)
-        if len(self.conns) >= MAX_CONNECTIONS:
-            self.counts["turned_away"] += 1
-            stream.close()
-            return
         self.conns.add(conn)
         await self._serve(conn, self._greet(conn))
 
@@ -241,15 +201,15 @@ class PeerTable:
             conn.stream.close()
             self.conns.discard(conn)
             self._dialled.pop(conn.address, None)
-            self._lost(conn, why)
+            self.node.lost(conn, why)
 
     async def _dial(self, address: str) -> PeerConnection:
-        conn: PeerConnection | None = None
+        conn, node = None, self.node
         try:
-            async with asyncio.timeout(self.limits.patience_s):
-                conn = self.connection(self, await self._dial_address(address), address)
+            async with asyncio.timeout(node.limits.patience_s):
+                conn = self.connection(self, await node.dial(address), address)
                 self.conns.add(conn)
-                hello = HelloMessage(name=self._name, epoch=self._epoch, kv=asdict(self._identity))
+                hello = HelloMessage(name=node.name, epoch=node.epoch, kv=asdict(node.identity))
                 await conn.send(hello)
                 answer, _ = await conn.receive()
             if isinstance(answer, RefusedMessage):
@@ -258,35 +218,35 @@ class PeerTable:
             if not isinstance(answer, WelcomeMessage):
                 raise PeerWireError(f"{type(answer).__name__} is not allowed here now")
         except (OSError, EOFError, ValueError, UnknownTransport, TransferFailed) as error:
+            why = f"cannot reach {address}: {error}"
             if isinstance(error, TransferFailed):
                 why = str(error)
             elif isinstance(error, TimeoutError):
-                self.counts["stalls"] += 1
+                node.counts["stalls"] += 1
                 why = f"{address} does not answer"
-            else:
-                why = f"cannot reach {address}: {error}"
             self._dialled.pop(address, None)
             if conn is not None:
                 self.drop(conn, why)
             raise TransferFailed(why) from error
         conn.epoch = answer.epoch
-        self.spawn(self._serve(conn))
+        node.spawn(self._serve(conn))
         return conn
 
     async def _greet(self, conn: PeerConnection) -> None:
         """Answer a peer's ``HelloMessage``."""
-        async with asyncio.timeout(self.limits.patience_s):
+        node = self.node
+        async with asyncio.timeout(node.limits.patience_s):
             hello, _ = await conn.receive()
             if not isinstance(hello, HelloMessage):
                 raise PeerWireError(f"{type(hello).__name__} is not allowed here now")
-            why = incompatibility_reason(self._identity, hello.kv)
-            if why is not None:
+            why = incompatibility_reason(node.identity, hello.kv)
+            if why:
                 self._refuse(hello.name, why)
-                told = incompatibility_reason(self._identity, hello.kv, for_unidentified_peer=True)
-                await conn.send(RefusedMessage(reason=told or why))
+                told = incompatibility_reason(node.identity, hello.kv, hidden=_PRIVATE_FIELDS)
+                await conn.send(RefusedMessage(reason=told))
                 raise EOFError(why)
             conn.epoch = hello.epoch
-            await conn.send(WelcomeMessage(name=self._name, epoch=self._epoch))
+            await conn.send(WelcomeMessage(name=node.name, epoch=node.epoch))
 
     async def _serve(self, conn: PeerConnection, greeting: Awaitable[None] | None = None) -> None:
         """Receive a connection's messages until it ends."""
@@ -295,37 +255,18 @@ class PeerTable:
             if greeting is not None:
                 await greeting
             while conn.why_lost is None:
-                self._received(conn, *await conn.receive())
+                self.node.received(conn, *await conn.receive())
         except (OSError, EOFError, TransferFailed) as error:
             why = str(error) or why
             if isinstance(error, TimeoutError) and not conn.epoch:
-                self.counts["stalls"] += 1
+                self.node.counts["stalls"] += 1
                 why = "the peer has not identified itself"
         except PeerWireError as error:
-            self.counts["not_understood"] += 1
+            self.node.counts["not_understood"] += 1
             why = str(error)
         finally:
             self.drop(conn, why)
 
     def _refuse(self, peer: str, why: str) -> None:
-        self.counts["refused"] += 1
-        if why not in self.refusals and len(self.refusals) < MAX_REFUSALS:
-            self.refusals.add(why)
-            logger.warning("%s: no KV goes to or from %s: %s", self._name, peer, why)
-
-
-def _pieces(parts: Sequence[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """Split the parts into pieces of at most ``PIECE_BYTES``."""
-    piece: list[memoryview] = []
-    room = PIECE_BYTES
-    for part in parts:
-        rest = memoryview(part).cast("B")
-        while rest.nbytes:
-            taken, rest = rest[:room], rest[room:]
-            piece.append(taken)
-            room -= taken.nbytes
-            if not room:
-                yield piece
-                piece, room = [], PIECE_BYTES
-    if piece:
-        yield piece
+        self.node.counts["refused"] += 1
+        self.node.warn("%s: no KV goes to or from %s: %s", self.node.name, peer, why)

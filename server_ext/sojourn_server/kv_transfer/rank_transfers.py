@@ -76,7 +76,6 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
         fetches=[job._replace(peer=address(job.peer), epoch=epoch(job.epoch)) for job in jobs.fetches],
         pushes=[job._replace(address=address(job.address), epoch=epoch(job.epoch)) for job in jobs.pushes],
         expects=[job._replace(epoch=epoch(job.epoch)) for job in jobs.expects],
-        drops=[job._replace(epoch=epoch(job.epoch)) for job in jobs.drops],
     )
 
 
@@ -115,7 +114,7 @@ class RankAnswers:
 
 def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:
     """Return an engine's status; ``None`` if one of its workers has no status. ``workers``: the statuses of
-    its workers (``transfer_manager_stats``), in the order of ranks.
+    its workers (``TransferManager.stats``), in the order of ranks.
 
     ``peer`` in the result is the address for peers. Byte counts are summed. Other numbers are the maximum
     over the workers: all workers do the same transfers, and the maximum shows a failure of any worker.

@@ -117,7 +117,6 @@ class BufferPool:
         """Number of granted leases."""
         self.released = 0
         """Number of granted leases that have ended. Its growth counts as progress of waiting transfers."""
-        self.most_used = 0
 
     @property
     def used(self) -> int:
@@ -211,7 +210,6 @@ class BufferPool:
                 slot = self._by_key[key] = BufferSlot(index, key, memory, self.layers)
             slot.leases += 1
             lease.slots[key] = slot
-        self.most_used = max(self.most_used, self.slots - len(self._free))
 
     def _let_go(self, slot: BufferSlot) -> None:
         slot.leases -= 1

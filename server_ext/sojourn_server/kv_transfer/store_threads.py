@@ -1,140 +1,119 @@
-"""Threads that read blocks from the store and write blocks to it."""
+"""Threads that read blocks from the store, look them up, and write blocks to it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import TypeVar
 
 from ..kv_offload.block_file import OffloadError
 from ..kv_offload.shared_store import SharedStore
 from ..kv_offload.transfer_thread import TransferThread
 from .transfer_limits import TransferLimits
-from .transfer_resources import LinkMeter
-
-
-class _BlockWrite(NamedTuple):
-    key: bytes
-    parent: bytes
-    content: Sequence[memoryview]
-
-
-logger = logging.getLogger(__name__)
 
 LOOKUP_BATCH_KEYS = 16
 """Number of block keys per lookup in the store. The store counts as hung if a lookup takes ``patience_s``."""
+
+MAX_KNOWN_KEYS = 1 << 17
+"""Maximum number of keys that are known to be stored. Blocks of older keys are copied once more."""
+
+ResultT = TypeVar("ResultT")
 
 
 class StoreThreads:
     """Runs one thread per concurrent read, one for all writes, and one for lookups."""
 
-    def __init__(
-        self, store: SharedStore, limits: TransferLimits, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: SharedStore, limits: TransferLimits) -> None:
         self.counts: Counter[str] = Counter()
-        """Writes by outcome: a ``PutOutcome`` value, ``failed``, or ``stalled`` if dropped; and refused
-        writes."""
-        self.writes = LinkMeter()
+        """Writes by outcome (of ``SharedStore.put``, or ``failed``), and lookups that were given up."""
+        self.queued_writes = 0
+        self.written_bytes = 0
         self._store = store
         self._limits = limits
-        self._clock = clock
         self._lock = threading.Lock()
-        """Guards the state of writes, which the writer changes."""
-        self._waiting: deque[_BlockWrite] = deque()
-        self._write_began_s: float | None = None
+        """Guards ``_known`` and ``queued_writes``."""
+        self._known: dict[bytes, None] = {}
+        """Keys of blocks that the store has, or that are queued to be written."""
         self._readers = [TransferThread(f"kv-read-{index}") for index in range(limits.read_width)]
         self._idle = list(self._readers)
         self._writer = TransferThread("kv-write")
         self._lookups = TransferThread("kv-look-up")
         self._lookup_order = asyncio.Lock()
-        self._lookup_hangs = False
+        self._lookup: asyncio.Future[int] | None = None
+        """The lookup that runs, or hangs."""
 
-    def read(self, blocks: Sequence[tuple[bytes, memoryview]], report: Callable[[str | None], None]) -> None:
-        """Read blocks in an idle thread (``ReadBlocks``). Call it in the event loop."""
-        thread, call = self._idle.pop(), asyncio.get_running_loop().call_soon_threadsafe
+    # -- for the event loop -------------------------------------------------------------
 
-        def read() -> int:
-            for at, (key, memory) in enumerate(blocks):
-                why: str | None = None
-                try:
-                    self._store.get_into(key, [memory])
-                except OffloadError as error:
-                    why = str(error)
-                except Exception as error:  # the read is reported whatever a store raises
-                    why = f"{type(error).__name__}: {error}"
-                if at == len(blocks) - 1:
-                    self._idle.append(thread)
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    call(report, why)
-            return sum(memory.nbytes for _, memory in blocks)
+    def read(self, key: bytes, memory: memoryview) -> asyncio.Future[str | None]:
+        """Read a block in an idle thread. The result is the reason of a failure, or ``None``."""
+        thread = self._idle.pop()
 
-        thread.submit(read)
+        def read() -> str | None:
+            try:
+                self._store.get_into(key, [memory])
+            except OffloadError as error:
+                return str(error)
+            except Exception as error:  # the read is reported whatever a store raises
+                return f"{type(error).__name__}: {error}"
+            finally:
+                self._idle.append(thread)
+            return None
+
+        return _run_in(thread, read)
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
         """Return how many leading ``keys`` the store has. If a lookup hangs, it and all others return 0 until
         the store answers."""
         async with self._lookup_order:
-            if self._lookup_hangs:
-                self.counts["looks_given_up"] += 1
-                return 0
-            loop, found, is_wanted = asyncio.get_running_loop(), [0], [True]
-            done: asyncio.Future[None] = loop.create_future()
+            found = 0
+            while found < len(keys):
+                if self._lookup is None or self._lookup.done():
+                    some = keys[found : found + LOOKUP_BATCH_KEYS]
+                    self._lookup = _run_in(self._lookups, partial(self._leading, some))
+                    await asyncio.wait({self._lookup}, timeout=self._limits.patience_s)
+                if not self._lookup.done():
+                    self.counts["looks_given_up"] += 1
+                    return 0
+                found += self._lookup.result()
+                if self._lookup.result() < len(some):
+                    break
+            with self._lock:
+                for key in keys[:found]:
+                    self._note(key)
+                for key in keys[found:]:
+                    self._known.pop(key, None)
+            return found
 
-            def look_up() -> None:
-                try:
-                    for at in range(0, len(keys), LOOKUP_BATCH_KEYS):
-                        some = keys[at : at + LOOKUP_BATCH_KEYS]
-                        found[0] += self._store.leading(some) if is_wanted[0] else 0
-                        if found[0] < at + len(some):
-                            break
-                except Exception as error:
-                    logger.error("sojourn: could not look up blocks in the store", exc_info=error)
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(ended)
+    def _leading(self, keys: Sequence[bytes]) -> int:
+        try:
+            return self._store.leading(keys)
+        except Exception:
+            self.counts["looks_failed"] += 1
+            return 0
 
-            def ended() -> None:
-                self._lookup_hangs = False
-                done.set_result(None)
+    # -- for the engine's thread --------------------------------------------------------
 
-            self._lookups.submit(look_up)
-            try:
-                before = -1
-                while not done.done() and found[0] > before:
-                    before = found[0]
-                    await asyncio.wait({done}, timeout=self._limits.patience_s)
-            finally:
-                is_wanted[0] = False
-            if not done.done():
-                self._lookup_hangs = True
-                self.counts["looks_given_up"] += 1
-                return 0
-            return found[0]
-
-    def write(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
-        """Queue a write of a block. Returns false, without queueing, if too many writes wait or the store
-        hangs. If it hangs, the queued writes are dropped, because the engine needs their memory; the hanging
-        write keeps its memory until the store returns."""
+    def knows(self, key: bytes) -> bool:
+        """Whether the block is stored, as far as is known, or will be."""
         with self._lock:
-            began_s = self._write_began_s
-            hangs = began_s is not None and self._clock() - began_s >= self._limits.patience_s
-            if hangs and self._waiting:
-                self.counts["stalls"] += 1
-                self.counts["write_stalled"] += len(self._waiting)
-                self.writes.queued_bytes -= sum(map(_size, self._waiting))
-                self._waiting.clear()
-            if hangs or len(self._waiting) >= self._limits.max_waiting_writes:
-                self.counts["writes_refused"] += 1
-                return False
-            write = _BlockWrite(key, parent, content)
-            self._waiting.append(write)
-            self.writes.queued_bytes += _size(write)
-        self._writer.submit(self._write_next)
-        return True
+            return key in self._known
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another block may be queued to be written. Its memory stays in use until it is written."""
+        return self.queued_writes < self._limits.max_waiting_writes
+
+    def write(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> None:
+        """Queue a write of a block. ``content`` must not change any more. ``parent``: key of the previous
+        block of the context; empty if there is none."""
+        with self._lock:
+            self._note(key)
+            self.queued_writes += 1
+        self._writer.submit(partial(self._write, key, parent, content))
 
     def close(self) -> bool:
         """Stop all threads; wait at most 5 s for each. Returns false if a thread still runs, in a hanging
@@ -144,22 +123,34 @@ class StoreThreads:
             thread.close()
         return not any(thread.is_alive for thread in threads)
 
-    def _write_next(self) -> int:
-        with self._lock:
-            if not self._waiting:  # dropped
-                return 0
-            write = self._waiting.popleft()
-            self._write_began_s = began_s = self._clock()
+    def _write(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> None:
         try:
-            outcome = self._store.put(write.key, write.content, parent=write.parent).value
+            outcome = self._store.put(key, content, parent=parent).value
         except Exception:
             outcome = "failed"
+        self.counts[f"write_{outcome}"] += 1
         with self._lock:
-            self._write_began_s = None
-            self.writes.moved(_size(write), began_s, self._clock())
-            self.counts[f"write_{outcome}"] += 1
-        return _size(write)
+            self.queued_writes -= 1
+            self.written_bytes += sum(part.nbytes for part in content)
+            if outcome not in ("stored", "already"):
+                self._known.pop(key, None)
+
+    def _note(self, key: bytes) -> None:
+        self._known.pop(key, None)
+        self._known[key] = None
+        if len(self._known) > MAX_KNOWN_KEYS:
+            del self._known[next(iter(self._known))]
 
 
-def _size(write: _BlockWrite) -> int:
-    return sum(part.nbytes for part in write.content)
+def _run_in(thread: TransferThread, call: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+    """Make a call, which must not raise, in a thread. Returns a future of the running event loop."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[ResultT] = loop.create_future()
+
+    def run() -> None:
+        result = call()
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(future.set_result, result)
+
+    thread.submit(run)
+    return future

@@ -50,8 +50,6 @@ class Transfer:
         as any transfer of this engine makes progress."""
         self.allowed_s = node.limits.lease_s
         """Seconds without progress after which the transfer fails."""
-        self.keeps_name = False
-        """Whether the transfer's name stays in use after its end, until the engine calls ``end``."""
         self.lease: BufferLease | None = None
         self.peer_done = -1
         """Highest progress counter that the peer has reported."""
@@ -92,7 +90,9 @@ class Transfer:
     # -- the coroutine ----------------------------------------------------------------
 
     def start(self) -> None:
-        self._task = self.node.spawn(self._live())
+        """Start the coroutine, unless it runs or has been stopped."""
+        if self._task is None and self.outcome is None:
+            self._task = self.node.spawn(self._live())
 
     async def run(self) -> None:
         """Do the transfer, and keep its blocks until they are not needed any more."""
@@ -128,6 +128,7 @@ class Transfer:
     def stop(self, why: str) -> None:
         """End the transfer for the reason ``why``. Does nothing if it is ending already."""
         if self._task is None or self._task.done():
+            self.finish(TransferOutcome(0, why))
             self.node.forget(self)
         elif self._why_stopped is None:
             self._why_stopped = why
@@ -162,8 +163,7 @@ class Transfer:
                 await asyncio.wait(self._children)
             if self.lease is not None:
                 self.node.buffers.release(self.lease)
-            if not self.keeps_name:
-                self.node.forget(self)
+            self.node.forget(self)
 
     def finish(self, outcome: TransferOutcome) -> None:
         """Report the outcome to the engine, if there is none yet."""
@@ -171,8 +171,9 @@ class Transfer:
             with self.node.changed:
                 self.outcome = outcome
                 self.node.changed.notify_all()
-            if outcome.why:
-                self.node.log_failure(self.kind, self.name, outcome.why)
+            if outcome.why and not self.node.is_closing and GIVEN_UP not in outcome.why:
+                message = "%s: a %s of KV (%s) failed, so missing blocks are computed: %s"
+                self.node.warn(message, self.node.name, self.kind, self.name, outcome.why)
 
     @contextlib.asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
@@ -268,17 +269,18 @@ class Transfer:
     ) -> None:
         """Send one layer of some blocks to a peer, in chunks. ``blocks``: (index within the transfer, memory
         of the layer)."""
-        node, loop = self.node, asyncio.get_running_loop()
+        node = self.node
         per = max(1, node.limits.chunk_bytes // node.layer_bytes)
         left = len(blocks) * node.layer_bytes
-        node.sending.queued_bytes += left
+        node.queued_send_bytes += left
         try:
             for start in range(0, len(blocks), per):
                 part = blocks[start : start + per]
                 message = DataMessage(transfer=transfer, layer=layer, indices=[index for index, _ in part])
-                began_s, size = loop.time(), len(part) * node.layer_bytes
                 await conn.send(message, [memory.cast("B") for _, memory in part])
+                size = len(part) * node.layer_bytes
                 left -= size
-                node.sending.moved(size, began_s, loop.time())
+                node.queued_send_bytes -= size
+                node.counts["bytes_sent"] += size
         finally:
-            node.sending.queued_bytes -= left
+            node.queued_send_bytes -= left

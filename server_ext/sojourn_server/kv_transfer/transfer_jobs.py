@@ -12,10 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-WANT_INTERVAL_S = 0.5
-"""Seconds between announcements of the contexts that queued requests will ask for. Each announcement keeps
-the contexts in the transfer buffers for ``lease_s`` seconds, which is much longer."""
-
 
 class FetchJob(NamedTuple):
     """Find out how many leading ``keys`` are stored, and read these blocks. The result is in
@@ -95,14 +91,7 @@ class TransferJobs:
     ends, it copies the blocks of ``saves`` and starts ``fills``."""
 
     ends: list[int] = field(default_factory=list)
-    """Numbers of asks whose results are not needed any more."""
-    wants: list[str] = field(default_factory=list)
-    """Contexts that queued requests will ask for, in queue order: only the new contexts, or all of them if
-    their order has changed. The worker keeps a context in the buffers until a later step has it in
-    ``expects`` or ``drops``. If the engine takes no steps, contexts are kept for at most ``lease_s``
-    seconds."""
-    drops: list[ExpectJob] = field(default_factory=list)
-    """Contexts that are pushed to this engine but that no request will ask for. Their ``ask`` is 0."""
+    """Numbers of asks whose results are not needed any more. They may be asks of the same step."""
     aborts: list[str] = field(default_factory=list)
     """Requests whose push is cancelled."""
     fetches: list[FetchJob] = field(default_factory=list)

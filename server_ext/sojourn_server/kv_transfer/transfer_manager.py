@@ -1,29 +1,35 @@
 """Runs one engine's KV transfers: a ``TransferNode`` in an event loop of its own, and threads for the store.
 
-The engine's threads call the manager and the handles of transfers, which hand the work to the event loop.
+It also answers each connection to a local socket with the engine's statistics. Another process asks a worker
+once for the socket's address. It does not call the worker each time: vLLM's worker processes spin for a
+second after a call, so a call every second would keep a core busy.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import secrets
+import shutil
+import socket
+import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from ..kv_offload.shared_store import SharedStore
-from .block_load import BlockLoad, ReadingPeer
-from .block_push import BlockPush
-from .incoming_prompt import IncomingPrompt
 from .peer_transport import dial, listen, stop_listening
 from .store_threads import StoreThreads
 from .transfer_limits import TransferLimits
 from .transfer_node import TransferNode, link_stats
 
 START_TIMEOUT_S = 30.0
-ResultT = TypeVar("ResultT")
+STATS_TIMEOUT_S = 1.0
+"""Maximum seconds that either side of the stats socket waits for the other."""
 
 
 class TransferManager:
@@ -40,12 +46,12 @@ class TransferManager:
         """
         self.epoch = secrets.token_hex(8)
         self.name = name
-        self.addresses: list[str] = []
-        """Addresses at which peers reach this engine."""
         self.node: TransferNode
-        self._store = store
+        self.storage = StoreThreads(store, limits)
+        self._identity = store.identity
         self._limits = limits
-        self._threads = StoreThreads(store, limits)
+        self._folder = ""
+        """Temporary folder of the stats socket, which only this process's user can access."""
         self._is_closing = False
         self._started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -55,7 +61,7 @@ class TransferManager:
         try:
             self._started.result(START_TIMEOUT_S)
         except BaseException:
-            self._threads.close()
+            self.storage.close()
             raise
 
     def __enter__(self) -> TransferManager:
@@ -64,75 +70,48 @@ class TransferManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- what the engine asks for ---------------------------------------------------
-
-    def load(
-        self, load: str, keys: Sequence[bytes], *, peer: ReadingPeer | None = None, look_up: bool = False
-    ) -> BlockLoad:
-        """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
-        handle to wait for them; its ``end`` must be called. ``look_up``: load only the leading blocks that
-        the store has. If the peer reads for another load of the transfer, this engine reads the blocks.
-
-        Raises ``ValueError`` if there are no keys or a duplicate key, if the peer's address is this engine's
-        own, or after ``close``."""
-        if peer is not None and peer.address in self.addresses:
-            raise ValueError(
-                f"{peer.address} is this engine's own address: the engine cannot be its own peer"
-            )
-        return self.node.load(load, keys, peer, look_up)
-
-    def offer(
-        self, transfer: str, address: str, keys: Sequence[bytes], *, epoch: str | None = None
-    ) -> BlockPush:
-        """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers.
-
-        ``keys``: the prompt's Full Blocks, in order. ``epoch``: the run of the peer's process that the router
-        chose; ``None`` for any. Raises ``ValueError`` for no keys, a duplicate key, or after ``close``. A
-        push of a transfer that is open already fails."""
-        return self.node.offer(transfer, address, keys, epoch)
-
-    def expect(self, transfer: str, *, epoch: str | None = None) -> IncomingPrompt:
-        """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
-        it; its ``end`` must be called. ``epoch``: the run of this engine's process to which the prompt is
-        pushed; ``None`` if unknown. If it is an earlier run, the prompt fails at once. Raises ``ValueError``
-        if the prompt is expected already, or after ``close``."""
-        return self.call(lambda: self.node.expect(transfer, epoch))
-
-    def discard(self, transfer: str, *, epoch: str | None = None) -> bool:
-        """Release a pushed prompt that no request will ask for. Returns false, and keeps the prompt, if this
-        engine expects it. ``epoch``: the run of this engine's process to which the prompt is pushed; ``None``
-        if unknown."""
-        return self.call(lambda: self.node.discard(transfer, epoch))
-
-    def want(self, transfers: Sequence[str]) -> None:
-        """Announce transfers that queued requests will ``expect``, in queue order. Complete prompts of these
-        transfers stay in the buffers for ``TransferLimits.lease_s`` seconds. Repeat the call to keep them
-        longer."""
-        self.node.post(self.node.want, list(transfers))
-
-    def store(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> bool:
-        """Queue a write of a block to the store. ``content`` must not change any more. Returns false, and
-        queues nothing, if too many writes wait or the store hangs. Raises ``ValueError`` for a wrong size.
-        ``parent``: key of the previous block of the context; empty if there is none."""
-        expected, found = self.node.identity.block_bytes, sum(part.nbytes for part in content)
-        if found != expected:
-            raise ValueError(f"a block of {found} bytes; expected {expected}")
-        return self._threads.write(key, parent, content)
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses at which peers reach this engine."""
+        return self.node.addresses
 
     @property
     def is_clean(self) -> bool:
         """Whether no transfer or write is open, and no buffer is in use."""
-        return self.node.is_clean and not self._threads.writes.queued_bytes
+        return self.node.is_clean and not self.storage.queued_writes
 
-    def stats(self) -> dict[str, Any]:
-        """Return ``TransferNode.stats``, with the link of writes to storage."""
-        stats = self.call(self.node.stats)
-        writes = self._threads.writes
-        stats["links"]["storage write"] = link_stats(writes, writes.seconds_for(writes.queued_bytes))
-        for name, count in self._threads.counts.items():
-            stats["counts"][name] = stats["counts"].get(name, 0) + count
-        stats["counts"] = {name: count for name, count in sorted(stats["counts"].items()) if count}
-        return stats
+    def stats(self, counts: Counter[str] | None = None) -> dict[str, Any]:
+        """Return ``TransferNode.stats``, with the link of writes to storage, ``addresses`` and ``epoch`` for
+        peers, and ``kv``, a digest that is equal for workers that can exchange KV. ``counts``: counters of
+        the worker, which are added."""
+        stats, storage = self.node.stats(), self.storage
+        queued_bytes = storage.queued_writes * self._identity.block_bytes
+        stats["links"]["storage write"] = link_stats(queued_bytes, storage.written_bytes)
+        merged = Counter(stats["counts"]) + storage.counts + (counts or Counter())
+        return {
+            **stats,
+            "addresses": list(self.addresses),
+            "epoch": self.epoch,
+            "kv": self._identity.digest().hex(),
+            "counts": dict(sorted(merged.items())),
+        }
+
+    def serve_stats(self, document: Callable[[], dict[str, Any] | None]) -> str:
+        """Open the stats socket, and return its path. Each connection gets the JSON of ``document``. Raises
+        ``OSError`` if no socket can be opened."""
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError, TimeoutError):
+                writer.write(json.dumps(document()).encode())
+                async with asyncio.timeout(STATS_TIMEOUT_S):
+                    await writer.drain()
+            writer.close()
+
+        self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
+        path = os.path.join(self._folder, "stats")
+        opening = asyncio.run_coroutine_threadsafe(asyncio.start_unix_server(answer, path), self.node.loop)
+        self._stats_server = opening.result(START_TIMEOUT_S)
+        return path
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Abort all transfers and stop the threads. Returns false if a thread still runs afterwards, for
@@ -141,26 +120,9 @@ class TransferManager:
             self._is_closing = True
             self.node.post(self._over.set)
             self._thread.join(timeout_s)
-        return self._threads.close() and not self._thread.is_alive()
-
-    def call(self, what: Callable[[], ResultT]) -> ResultT:
-        """Call ``what`` in the event loop, and return its result. Raises ``ValueError`` after ``close``."""
-        answer: Future[ResultT] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(what())
-            except BaseException as error:
-                answer.set_exception(error)
-
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(run)
-            while self._thread.is_alive():
-                with contextlib.suppress(TimeoutError):
-                    return answer.result(1.0)
-        raise ValueError(f"the transfer manager of {self.name} is closed")
-
-    # -- inside ---------------------------------------------------------------------
+            if self._folder:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return self.storage.close() and not self._thread.is_alive()
 
     def _run(self, listen_at: list[str]) -> None:
         try:
@@ -171,12 +133,10 @@ class TransferManager:
             self._started.set_exception(error)
 
     async def _serve(self, listen_at: list[str]) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._over = asyncio.Event()
         self.node = TransferNode(
-            self._store.identity, self._limits, name=self.name, epoch=self.epoch, read=self._threads.read,
-            look_up=self._threads.look_up,
-            dial=dial,
-        )  # fmt: skip
+            self._identity, self._limits, name=self.name, epoch=self.epoch, storage=self.storage, dial=dial
+        )
         servers: list[asyncio.Server] = []
         try:
             for address in listen_at:
@@ -189,3 +149,23 @@ class TransferManager:
             for server, address in zip(servers, self.addresses, strict=True):
                 stop_listening(server, address)
             await self.node.close()
+
+
+class StatsUnavailable(OSError):
+    """Raised if a worker's stats socket does not answer."""
+
+
+def fetch_stats(address: str) -> dict[str, Any] | None:
+    """Return the document at the stats socket ``address``; ``None`` if the worker has none now. Raises
+    ``StatsUnavailable``."""
+    answer = bytearray()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            asking.settimeout(STATS_TIMEOUT_S)
+            asking.connect(address)
+            while part := asking.recv(1 << 16):
+                answer += part
+        document: dict[str, Any] | None = json.loads(answer)
+    except (OSError, ValueError) as error:
+        raise StatsUnavailable(f"{address}: {error}") from error
+    return document

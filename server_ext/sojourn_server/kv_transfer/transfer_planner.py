@@ -6,8 +6,7 @@ Fetch are jobs (``transfer_jobs``), and names in capitals are phases of the requ
 
     prefill, or whole                          decode
     ────────────────                           ──────
-                                               queued: its context is kept in the buffers
-    asked ── Fetch ──▶ FETCHING                asked ── Expect ──▶ EXPECTING
+    asked ── Fetch ──▶ FETCHING                arrived ── Expect ──▶ EXPECTING
       waits, without KV blocks                   waits, without KV blocks
     first layers arrived ──▶ READY             all arrived ──▶ READY; failed ──▶ as a whole request
     allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ FILLING ──▶ RUNNING
@@ -15,7 +14,8 @@ Fetch are jobs (``transfer_jobs``), and names in capitals are phases of the requ
     finished: held until the push is over      finished: the rest ── Save; held until it is saved
 
 An *ask* is one attempt to get a request's KV. It may last for many steps. In each of them vLLM calls the
-method ``ask`` for the waiting request, and all these calls belong to the same ask. The worker reports a
+method ``ask`` for the waiting request, and all these calls belong to the same ask. A decode request's first
+ask begins when it arrives, so that its prompt stays in the buffers while it is queued. The worker reports a
 result for every ask, so that no request waits forever. If a transfer fails, the engine computes the KV. After
 a preemption vLLM calls ``ask`` again: the request starts over, and can use the blocks that it stored before.
 """
@@ -23,7 +23,7 @@ a preemption vLLM calls ``ask`` again: the request starts over, and can use the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .rank_transfers import RankAnswers, check_peer_ranks
 from .transfer_jobs import (
@@ -48,7 +48,6 @@ from .transfer_request import (
     TransferPhase,
     TransferRequest,
     TransferRole,
-    WantedContexts,
     parse_transfer_params,
     prompt_context,
     tail_key,
@@ -96,7 +95,6 @@ class TransferPlanner:
         """Open asks: ask number → request id. An ask is open until all workers have reported its result, or
         until the planner ends it."""
         self._last_ask = 0
-        self._wants = WantedContexts()
         self._orders = TransferJobs()
 
     def __len__(self) -> int:
@@ -105,11 +103,6 @@ class TransferPlanner:
     @property
     def has_jobs(self) -> bool:
         return bool(self._orders)
-
-    @property
-    def wanted(self) -> int:
-        """Number of contexts that queued requests will ask for."""
-        return len(self._wants)
 
     # -- what vLLM asks ---------------------------------------------------------------
 
@@ -130,21 +123,14 @@ class TransferPlanner:
             entry.context = prompt_context(view, params.transfer, self._block_tokens)
         if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
-            entry.waits_for_prompt = True
-            # The request may be queued for a long time. Until it asks, its context must stay in the buffers.
-            if not entry.has_context_mismatch and self._wants.add(params.context):
-                orders = self._orders
-                orders.drops = [drop for drop in orders.drops if drop.context != params.context]
-                orders.wants.append(params.context)
+            if entry.context == params.context:
+                self._open(entry, TransferPhase.EXPECTING)
+                entry.is_pushed = True
+                self._orders.expects.append(ExpectJob(entry.ask, params.context, params.epoch))
+            else:  # the pushed context has other tokens, as its name shows
+                self.counts["prompts_foreign"] += 1
         self.counts["unreadable" if wrong else params.role.value] += 1
         return wrong
-
-    def order_wants(self, queue: Iterable[str]) -> None:
-        """Announce the wanted contexts again if their order in the queue has changed. ``queue``: ids of the
-        queued requests, in queue order."""
-        entries = map(self._entries.get, queue)
-        order = [entry.params.context for entry in entries if entry is not None and entry.waits_for_prompt]
-        self._orders.wants = self._wants.reorder(order) or self._orders.wants
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
         """Return the number of tokens whose KV a transfer can supply. They follow the first ``computed``
@@ -167,8 +153,6 @@ class TransferPlanner:
             entry.phase is TransferPhase.FILLING and entry.is_pushed
         ):  # preempted, or the context was not filled in
             entry.fetches = 0
-        if entry.waits_for_prompt:
-            return self._expect(entry, computed)
         return self._fetch(entry, computed)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], external_tokens: int) -> None:
@@ -176,15 +160,13 @@ class TransferPlanner:
         context order: first blocks whose KV the device has, then blocks to fill with the KV of
         ``external_tokens`` tokens (as returned by ``ask``), then blocks to compute."""
         entry = self._entries.get(request_id)
-        if entry is None or entry.phase is not TransferPhase.READY:
-            if external_tokens:  # a mistake of the caller: report the blocks as not filled
-                self._orders.not_filled += block_ids
-            if entry is not None and not external_tokens:
+        if not external_tokens:
+            if entry is not None:
+                self._end(entry)
                 entry.phase, entry.is_filling = TransferPhase.RUNNING, False
             return
-        if not external_tokens:
-            self._end(entry)
-            entry.phase = TransferPhase.RUNNING
+        if entry is None or entry.phase is not TransferPhase.READY:
+            self._orders.not_filled += block_ids  # a mistake of the caller: report them as not filled
             return
         end = self._ready_end(entry)
         computed = end - external_tokens
@@ -305,7 +287,6 @@ class TransferPlanner:
         for entry in self._entries.values():
             if entry.phase in WAITING_PHASES:
                 self._end(entry)
-            self._drop(entry)
             entry.fetches = MAX_FETCHES
 
     # -- inside -----------------------------------------------------------------------
@@ -333,22 +314,6 @@ class TransferPlanner:
         if entry.first * self._full_tokens > computed:
             return -1
         return max(0, self._ready_end(entry) - computed)
-
-    def _expect(self, entry: TransferRequest, computed: int) -> ExternalMatch:
-        if entry.has_context_mismatch:
-            entry.waits_for_prompt = False
-            # The pushed context has other tokens, as its name shows. Another request may wait for this
-            # context, for example if a call had several prompts. If none does, the context's lease expires.
-            self.counts["prompts_foreign"] += 1
-            return self._fetch(entry, computed)
-        if entry.view.num_prompt_tokens <= computed:
-            self._drop(entry)
-            return NO_MATCH
-        self._remove_want(entry)
-        self._open(entry, TransferPhase.EXPECTING)
-        entry.first, entry.is_pushed = 0, True
-        self._orders.expects.append(ExpectJob(entry.ask, entry.params.context, entry.params.epoch))
-        return MATCH_PENDING
 
     def _fetch(self, entry: TransferRequest, computed: int) -> ExternalMatch:
         entry.phase = TransferPhase.NEW
@@ -446,24 +411,10 @@ class TransferPlanner:
 
     def _end(self, entry: TransferRequest) -> None:
         """End the request's ask, if one is open."""
-        if entry.ask and not self._take_back(entry.ask):
+        if entry.ask:
             self._orders.ends.append(entry.ask)
         self._close(entry)
         entry.phase = TransferPhase.NEW
-
-    def _take_back(self, ask: int) -> bool:
-        """Remove the ask's job, if the worker has not received it yet. Returns whether it was removed."""
-        orders = self._orders
-        for fetch in orders.fetches:
-            if fetch.ask == ask:
-                orders.fetches.remove(fetch)
-                return True
-        for expect in orders.expects:
-            if expect.ask == ask:
-                orders.expects.remove(expect)
-                self._order_drop(expect)
-                return True
-        return False
 
     def _close(self, entry: TransferRequest) -> None:
         if self._asks.pop(entry.ask, None) is not None:  # a worker may have answered
@@ -473,24 +424,5 @@ class TransferPlanner:
 
     def _forget(self, request_id: str) -> None:
         entry = self._entries.pop(request_id, None)
-        if entry is None:
-            return
-        self._end(entry)
-        self._drop(entry)
-
-    def _drop(self, entry: TransferRequest) -> None:
-        """Plan to release the context that is pushed for the request, because the request will not ask for
-        it. A context that another queued request needs is kept."""
-        if entry.waits_for_prompt:
-            self._remove_want(entry)
-            self._order_drop(ExpectJob(0, entry.params.context, entry.params.epoch))
-
-    def _order_drop(self, expect: ExpectJob) -> None:
-        if expect.context not in self._wants:  # otherwise another queued request needs it
-            self._orders.drops.append(expect._replace(ask=0))
-
-    def _remove_want(self, entry: TransferRequest) -> None:
-        """Remove the request from ``_wants``, because it asks for its context now, or never will."""
-        entry.waits_for_prompt = False
-        if not entry.has_context_mismatch:
-            self._wants.remove(entry.params.context)
+        if entry is not None:
+            self._end(entry)

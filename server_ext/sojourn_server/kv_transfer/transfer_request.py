@@ -20,8 +20,7 @@ ignored, because vLLM adds some. vLLM itself also reads ``do_remote_prefill`` an
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -192,40 +191,6 @@ class ScheduledRequest(NamedTuple):
     """Number of the request's computed tokens after this step."""
 
 
-class WantedContexts:
-    """The contexts that queued requests of one engine will ask for, in queue order."""
-
-    def __init__(self) -> None:
-        self._requests: Counter[str] = Counter()
-        """Context → number of queued requests that will ask for it."""
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, context: str) -> bool:
-        return context in self._requests
-
-    def add(self, context: str) -> bool:
-        """Count a request that will ask for ``context``. Return whether no other request will ask for it."""
-        self._requests[context] += 1
-        return self._requests[context] == 1
-
-    def remove(self, context: str) -> None:
-        """Stop counting a request that asks for ``context`` now, or never will."""
-        self._requests[context] -= 1
-        if not self._requests[context]:
-            del self._requests[context]
-
-    def reorder(self, queue: Iterable[str]) -> list[str]:
-        """Put the contexts in the order of ``queue``. Contexts that ``queue`` lacks go to the end. Return all
-        contexts in the new order, or an empty list if the order has not changed."""
-        order = [each for each in dict.fromkeys([*queue, *self._requests]) if each in self._requests]
-        if order == list(self._requests):
-            return []
-        self._requests = Counter({each: self._requests[each] for each in order})
-        return order
-
-
 class TransferPhase(Enum):
     """Stage of a request's KV transfer."""
 
@@ -260,8 +225,6 @@ class TransferRequest:
     """Whether the ready blocks were pushed to this engine by a peer. If not, this engine fetched them."""
     fetches: int = 0
     """Number of consecutive fetches so far, at most ``MAX_FETCHES``."""
-    waits_for_prompt: bool = False
-    """Whether the prompt's KV is pushed to this engine, but the request has not asked for it yet."""
     pushed: bool = False
     """Whether a push of the prompt to the decode engine has been planned."""
     saved: int = 0
@@ -277,9 +240,3 @@ class TransferRequest:
     ahead, the last of these tokens are not known yet."""
     is_filling: bool = False
     """Whether the request has a fill job whose end vLLM does not know yet."""
-
-    @property
-    def has_context_mismatch(self) -> bool:
-        """Whether the pushed KV was computed from other tokens than this request's prompt. A context's name
-        identifies its tokens, so the two names then differ."""
-        return self.context != self.params.context

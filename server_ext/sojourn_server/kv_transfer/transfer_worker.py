@@ -4,7 +4,7 @@
     wait_for_layer   waits until fetched KV has filled a layer
     save_layer       starts to send a computed layer to peers, while the model computes the next layer
     end_step         copies the step's new Full Blocks, hands them to the store, and starts fill jobs
-    take_*           return results and measured times
+    take_*           return results
 
 An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
 the model calls every method. Other threads gather layers for pushes, and fill
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,6 @@ from ..kv_offload.transfer_thread import TransferThread
 from .block_load import BlockLoad, ReadingPeer
 from .block_saver import BlockSaver
 from .transfer_jobs import (
-    WANT_INTERVAL_S,
     ExpectJob,
     FetchJob,
     FillJob,
@@ -37,7 +36,6 @@ from .transfer_jobs import (
     TransferJobs,
     TransferResults,
 )
-from .transfer_stats import TransferStepTimes
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
@@ -83,36 +81,28 @@ class TransferWorker:
     def __init__(
         self,
         manager: TransferManager,
-        leading: Callable[[Sequence[bytes]], int],
         kv: KvBlocks,
         *,
         slots: int,
         log: Callable[[str, BaseException], None] = lambda what, error: None,
         strict: bool = False,
         layerwise: bool = True,
-        concurrent_steps: int = 1,
         max_held_blocks: int = sys.maxsize,
         patience_s: float = MANAGER_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``leading`` returns how many leading keys of a list the store has; it may block. ``slots``: number
-        of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own errors. With ``strict``
-        they are raised instead, for tests. ``layerwise``: whether a request may run once the first layer of
-        its blocks has arrived; the attribute may be changed at any time, to measure the gain.
-        ``concurrent_steps``: maximum number of planned steps whose results the planner does not know yet.
-        ``max_held_blocks``: maximum number of engine blocks that finished requests pin together until their
-        blocks are saved. ``patience_s``: seconds after which the store counts as hung, if one lookup takes
-        this long or if the store accepts no block of finished requests for this long."""
+        """``slots``: number of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own
+        errors. With ``strict`` they are raised instead, for tests. ``layerwise``: whether a request may run
+        once the first layer of its blocks has arrived. ``max_held_blocks``: maximum number of engine blocks
+        that finished requests pin together until their blocks are saved. ``patience_s``: seconds after which
+        these are given up if the store accepts none."""
         self.counts: Counter[str] = Counter()
-        self.times = TransferStepTimes()
-        """Times summed over all steps."""
-        self.layerwise = layerwise
-        self._manager = manager
+        self._layerwise = layerwise
+        self._node = manager.node
         self._kv = kv
         self._slots = slots
         self._log = log
         self._strict = strict
-        self._clock = clock
         self._lock = threading.Lock()
         """Guards ``_filled`` and ``_not_filled``, which the thread of ``_fill_lane`` changes."""
         self._fetchings: dict[int, BlockLoad] = {}
@@ -122,9 +112,6 @@ class TransferWorker:
         self._prompts: dict[int, IncomingPrompt] = {}
         self._open_expects: set[int] = set()
         """Asks that wait for a context that is pushed to this engine."""
-        self._wanted: dict[str, None] = {}
-        """Contexts that queued requests will ask for, in queue order."""
-        self._wants_said_s = float("-inf")
         self._filled: set[str] = set()
         """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
@@ -140,15 +127,11 @@ class TransferWorker:
         self._bad: set[int] = set()
         """Ids of blocks of this step that were not filled."""
         self._reports = TransferResults()
-        self._step_times = TransferStepTimes()
-        """Times of the present step."""
-        self._new_times = TransferStepTimes()
-        """Times since the last ``take_times``."""
         self._push_lane = TransferThread("paths-give")
         self._fill_lane = TransferThread("paths-take")
         self._saving = BlockSaver(
-            manager, leading, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
-            log=log, max_held_blocks=max_held_blocks, concurrent_steps=concurrent_steps,
+            manager.storage, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
+            max_held_blocks=max_held_blocks,
         )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------
@@ -160,13 +143,6 @@ class TransferWorker:
         self._fills = step.fills
         self._saving.begin_step(step.saves, step.holds)
         self._bad.update(step.not_filled)
-        for ask in step.ends:
-            self._do("end an ask", self._end, ask)
-        for context in step.wants:  # the latest order counts
-            self._wanted.pop(context, None)
-            self._wanted[context] = None
-        for drop in step.drops:
-            self._do("release a context", self._drop, drop)
         for request in filter(self._pushes.__contains__, step.aborts):
             self._do("end a push", self._pushes[request].invalidate)
         for fetch in step.fetches:
@@ -175,7 +151,8 @@ class TransferWorker:
         for expect in step.expects:
             self._open_expects.add(expect.ask)
             self._do("expect a context", self._expect, expect)
-        self._do("announce contexts", self._send_wants, bool(step.wants))
+        for ask in step.ends:
+            self._do("end an ask", self._end, ask)
         for order in step.streams:
             load = self._fetchings.pop(order.ask, None)
             self._open_fetches.discard(order.ask)
@@ -201,8 +178,6 @@ class TransferWorker:
         for stream, load in self._streams:
             filled = self._do("fill a layer", self._fill_layer, stream, load, layer) or ()
             self._bad.update(stream.block_ids[len(filled) :])
-            if layer == len(self._kv) - 1:
-                self._step_times.streamed_s += load.streamed_s
         if self._bad:
             for push in self._step_pushes:
                 if not self._bad.isdisjoint(push.order.block_ids):
@@ -223,9 +198,7 @@ class TransferWorker:
         fill jobs. After that, the step's blocks may be reused. Also call it in steps without a forward
         pass."""
         if self._step_pushes:
-            began_s = time.perf_counter()
             self._push_lane.end_of_work().wait(MANAGER_TIMEOUT_S)
-            self._step_times.push_waited_s += time.perf_counter() - began_s
         for push in self._step_pushes:
             if push.given < len(self._kv):  # the forward pass has skipped layers
                 self._do("end a push", push.invalidate)
@@ -239,10 +212,6 @@ class TransferWorker:
             self._open_fetches.discard(fill.ask)
             self._fill_lane.submit(partial(self._fill_blocks, fill, source, self._kv.fence()))
         self._streams, self._step_pushes, self._fills = [], [], []
-        if self._step_times:
-            times, self._step_times = self._step_times, TransferStepTimes()
-            self.times.add(times)
-            self._new_times.add(times)
 
     # -- results ------------------------------------------------------------------------
 
@@ -281,7 +250,7 @@ class TransferWorker:
         for ask in list(self._open_fetches):
             load, blocks = self._fetchings.get(ask), 0
             if load is not None:
-                blocks = self._do("check a fetch", load.ready, self.layerwise, otherwise=0)
+                blocks = self._do("check a fetch", load.ready, self._layerwise, otherwise=0)
             if blocks is not None:
                 self._open_fetches.discard(ask)
                 self._reports.ready[ask] = blocks
@@ -293,48 +262,30 @@ class TransferWorker:
         reports, self._reports = self._reports, TransferResults()
         return reports
 
-    def take_times(self) -> TransferStepTimes:
-        """Return the times of the steps since the last call, summed."""
-        times, self._new_times = self._new_times, TransferStepTimes()
-        return times
-
     @property
     def open_operations(self) -> int:
-        """Number of open asks, announced contexts, pushes, and finished requests whose blocks are kept."""
-        found = len(self._fetchings) + len(self._filled) + len(self._wanted)
+        """Number of open asks, pushes, and finished requests whose blocks are kept."""
+        found = len(self._fetchings) + len(self._filled)
         return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
         """Stop all threads."""
         for lane in (self._push_lane, self._fill_lane):
             lane.close()
-        self._saving.close()
 
     # -- asks -------------------------------------------------------------------------
 
     def _fetch(self, fetch: FetchJob) -> None:
         """Start to read the stored blocks of a fetch, through the peer if it is to read them."""
-        name = f"{fetch.context}#{fetch.ask}"
+        name, peer = f"{fetch.context}#{fetch.ask}", None
         if fetch.peer:
             total = max(fetch.total, len(fetch.keys))
             peer = ReadingPeer(address=fetch.peer, transfer=fetch.context, total=total, epoch=fetch.epoch)
-            with contextlib.suppress(ValueError):  # the peer is this engine
-                self._fetchings[fetch.ask] = self._manager.load(name, fetch.keys, peer=peer, look_up=True)
-                return
-        self._fetchings[fetch.ask] = self._manager.load(name, fetch.keys, look_up=True)
-
-    def _send_wants(self, more: bool) -> None:
-        """Announce the contexts that queued requests will ask for, at most every ``WANT_INTERVAL_S`` seconds.
-        ``more``: announce now, because this step has new contexts or a new order."""
-        now_s = self._clock()
-        if self._wanted and (more or now_s - self._wants_said_s >= WANT_INTERVAL_S):
-            self._wants_said_s = now_s
-            self._manager.want(list(self._wanted))
+        self._fetchings[fetch.ask] = self._node.load(name, fetch.keys, peer, look_up=True)
 
     def _expect(self, expect: ExpectJob) -> None:
-        self._wanted.pop(expect.context, None)
         try:
-            self._prompts[expect.ask] = self._manager.expect(expect.context, epoch=expect.epoch)
+            self._prompts[expect.ask] = self._node.expect(expect.context, epoch=expect.epoch)
         except ValueError:  # another request waits for it
             self.counts["prompts_twice"] += 1
 
@@ -351,11 +302,6 @@ class TransferWorker:
         except ValueError:
             return 0
 
-    def _drop(self, drop: ExpectJob) -> None:
-        self._wanted.pop(drop.context, None)
-        if not self._manager.discard(drop.context, epoch=drop.epoch):
-            self.counts["prompts_twice"] += 1  # another request waits for it and ends it
-
     def _end(self, ask: int) -> None:
         self._open_fetches.discard(ask)
         self._open_expects.discard(ask)
@@ -366,16 +312,11 @@ class TransferWorker:
     def _fill_layer(self, stream: StreamJob, load: BlockLoad, layer: int) -> list[int]:
         """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
         blocks: list[memoryview] = []
-        began_s = time.perf_counter()
         with contextlib.suppress(ValueError):  # the load was given up meanwhile
             if load.wait_layer(layer, MANAGER_TIMEOUT_S):
                 blocks = load.layer(layer)
-        came_s = time.perf_counter()
         after = self._kv.fence()
-        filled = self._kv.scatter(layer, blocks, stream.skip, stream.block_ids, after=after, hold=True)
-        self._step_times.waited_s += came_s - began_s
-        self._step_times.copied_s += time.perf_counter() - came_s
-        return filled
+        return self._kv.scatter(layer, blocks, stream.skip, stream.block_ids, after=after, hold=True)
 
     def _fill_blocks(self, fill: FillJob, source: IncomingPrompt | BlockLoad | None, after: Any) -> int:
         """Fill a request's blocks with a complete context or with fetched blocks. Returns the bytes copied.
@@ -409,7 +350,7 @@ class TransferWorker:
         try:
             if held and held + len(order.keys) > self._slots:
                 raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
-            push.handle = self._manager.offer(order.context, order.address, order.keys, epoch=order.epoch)
+            push.handle = self._node.offer(order.context, order.address, order.keys, epoch=order.epoch)
         except ValueError:
             self.counts["pushes_refused"] += 1
 
@@ -417,9 +358,7 @@ class TransferWorker:
         """Copy a layer of a push's blocks, and send the copy. Returns the bytes copied. Runs in
         ``_push_lane``."""
         try:
-            began_s = time.perf_counter()
             blocks = self._kv.gather(layer, push.order.block_ids, after)
-            self._step_times.gathered_s += time.perf_counter() - began_s  # the step waits for this thread
             with push.lock:
                 if push.invalid or push.handle is None:
                     return 0

@@ -47,7 +47,6 @@ _NAMES = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
         "KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata, SupportsHMA"
     ),
-    "vllm.distributed.kv_transfer.kv_connector.v1.metrics": "KVConnectorStats",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": (
         "OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferJob"
     ),

@@ -11,19 +11,16 @@ import math
 import os
 import socket
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..core.engine_service import KVTransferStatus
-from ..kv_transfer import transfer_stats
 from ..kv_transfer.rank_transfers import combined_status, jobs_of_rank
-from ..kv_transfer.transfer_jobs import WANT_INTERVAL_S, TransferJobs, TransferResults
+from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
+from ..kv_transfer.transfer_manager import StatsUnavailable, TransferManager, fetch_stats
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..kv_transfer.transfer_request import ScheduledRequest
-from .compat import KVConnectorRole, KVConnectorStats
+from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
 from .plugin_settings import SettingsError
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
     from ..core.engine_service import StockEngineService
     from ..kv_offload.cpu_device_backend import KvBlockArrays
     from ..kv_offload.cuda_block_arrays import CudaBlockArrays
-    from ..kv_offload.shared_store import SharedStore
-    from ..kv_transfer.transfer_manager import TransferManager
     from ..kv_transfer.transfer_worker import TransferWorker
     from .compat import BlockPool, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
@@ -54,27 +49,6 @@ WILDCARDS = ("0.0.0.0", "[::]", "::")
 COMPLETED_STATUSES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
-@dataclass
-class KVTransferStats(KVConnectorStats):
-    """Seconds that steps spent in KV transfers. vLLM logs them as "KV Transfer metrics: waited_s=…"."""
-
-    data: dict[str, float] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, seconds in other.data.items():
-            self.data[name] = self.data.get(name, 0.0) + seconds
-        return self
-
-    def reduce(self) -> dict[str, int | float]:
-        return {name: round(seconds, 4) for name, seconds in self.data.items()}
-
-    def is_empty(self) -> bool:
-        return not any(self.data.values())
-
-
 class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     """Transfers KV from and to a shared store, and between the engines of a prefill/decode pair."""
 
@@ -88,11 +62,10 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self.settings = KVTransferSettings.read(vllm_config, kv_cache_config)
         self._requests: dict[str, Request] = {}
         self._traffic: TransferManager | None = None
-        self._store: SharedStore | None = None
         self._kv: CudaBlockArrays | None = None
         """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
         self._closing: threading.Thread | None = None
-        self._stats_server: transfer_stats.StatsServer | None = None
+        self._stats_address = ""
         self._off = False
         """Planner side: whether the connector is off, because the cache was reset."""
         self._stop_sent = False
@@ -100,10 +73,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """vLLM's block pool; ``None`` if a reset of the pool alone must not turn the connector off."""
         self._cached: object = None
         """Hash table of ``_pool`` at the start. A reset of the pool replaces the table by a new one."""
-        self.clock = time.monotonic
-        self.next_requests: Callable[[int], Iterable[Request]] = lambda most: ()
-        """Returns requests from the front of the queue, in queue order, at most the given number."""
-        self._queue_read_s = -math.inf
         if role is KVConnectorRole.SCHEDULER:
             self.planner = TransferPlanner(
                 block_tokens=self.settings.block_tokens,
@@ -120,12 +89,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         return True
 
     # -- planner side -------------------------------------------------------------
-
-    def bind_scheduler(
-        self, clock: Callable[[], float], next_requests: Callable[[int], Iterable[Request]]
-    ) -> None:
-        """Take the clock and the queue of sojourn's scheduler, which is not in order of arrival."""
-        self.clock, self.next_requests = clock, next_requests
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Keep vLLM's block pool to detect its resets, which vLLM does not report to connectors."""
@@ -160,7 +123,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._is_off():
             return self._final_orders()
         self._attempt(self._plan_saves, scheduler_output)
-        self._attempt(self._order_wants)
         return StepOrders(self.planner.take_jobs())
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
@@ -173,14 +135,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if step and state is not None:
             # A request's list of block ids is long. The planner reads it only if there is KV to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
-
-    def _order_wants(self) -> None:
-        now_s = self.clock()
-        if self.planner.wanted > 1 and now_s - self._queue_read_s >= WANT_INTERVAL_S:
-            self._queue_read_s = now_s
-            # A context takes at least one slot, so more requests than slots do not fit in the buffers.
-            queue = self.next_requests(self.settings.limits.slots)
-            self.planner.order_wants(request.request_id for request in queue)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_recving or ():
@@ -230,8 +184,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Return a step's orders while the connector is off: jobs that release resources and fill blocks that
         vLLM expects, and once the order to close the links to peers."""
         jobs = self.planner.take_jobs()
-        jobs.wants, jobs.fetches, jobs.expects = [], [], []
-        jobs.pushes, jobs.saves = [], []
+        jobs.fetches, jobs.expects, jobs.pushes, jobs.saves = [], [], [], []
         stop, self._stop_sent = not self._stop_sent, True
         return StepOrders(jobs, stop=stop)
 
@@ -243,7 +196,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
         from ..kv_offload.cpu_device_backend import KvBlockArrays
         from ..kv_transfer.block_saver import MAX_HELD_SHARE
-        from ..kv_transfer.transfer_manager import TransferManager
         from ..kv_transfer.transfer_worker import TransferWorker
 
         settings = self.settings
@@ -255,22 +207,20 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 f"settings say {settings.identity.layers} and {settings.identity.block_bytes}"
             )
         self._kv = None if isinstance(kv, KvBlockArrays) else kv
-        self._store = settings.open_store()
+        store = settings.open_store()
         self._traffic = TransferManager(
-            self._store,
+            store,
             settings.limits,
             name=settings.options.store_name or settings.listen,
             listen=[settings.listen],
         )
         worker = TransferWorker(
             self._traffic,
-            self._store.leading,
             kv,
             slots=settings.limits.slots,
             log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
             strict=self.strict,
             layerwise=settings.ranks == settings.concurrent_steps == 1,
-            concurrent_steps=settings.concurrent_steps,
             max_held_blocks=int(MAX_HELD_SHARE * settings.blocks),
             patience_s=settings.limits.patience_s,
         )
@@ -326,35 +276,23 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_not_filled() if self._worker is not None else set()
 
-    def get_kv_connector_stats(self) -> KVTransferStats | None:
-        """Return the seconds that steps since the last call spent in KV transfers, for vLLM's log."""
-        times = self._worker.take_times() if self._worker is not None else None
-        return KVTransferStats(data=asdict(times)) if times else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVTransferStats:
-        return KVTransferStats(data=data or {})
-
     def status(self) -> dict[str, Any] | None:
         traffic, worker = self._traffic, self._worker
         if traffic is None or worker is None or self._closing is not None:
             return None
-        document = transfer_stats.transfer_manager_stats(traffic, worker.counts)
+        document = traffic.stats(worker.counts)
         return {**document, "addresses": [reachable_address(address) for address in document["addresses"]]}
 
     def stats_address(self) -> str | None:
         """Return the address of ``status`` for other processes, if a socket opens. Starts the server."""
-        if self._stats_server is None:
+        if not self._stats_address and self._traffic is not None:
             try:
-                self._stats_server = transfer_stats.StatsServer(self.status)
+                self._stats_address = self._traffic.serve_stats(self.status)
             except OSError as error:
                 logger.warning("sojourn: no socket for the status of KV transfers", exc_info=error)
-                return None
-        return self._stats_server.address
+        return self._stats_address or None
 
     def shutdown(self) -> None:
-        if self._stats_server is not None:
-            self._stats_server.close()
         super().shutdown()
         if self._kv is not None:
             self._kv.close()
@@ -362,8 +300,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self._closing.join(CLOSE_S)
         if self._traffic is not None:
             self._traffic.close()
-        if self._store is not None:
-            self._store.close()
 
 
 class PairStatusReporter(KVTransferStatus):
@@ -371,7 +307,7 @@ class PairStatusReporter(KVTransferStatus):
 
     The transfer manager runs in the worker's process, but the engine core's process answers the API server.
     When a client asks for the status, the engine core asks the workers, between two steps: first through
-    vLLM, later, if they are other processes, at sockets of theirs (``transfer_stats``). The status does not
+    vLLM, later, if they are other processes, at sockets of theirs (``serve_stats``). The status does not
     come with each step's results, because an engine that only reads blocks for peers runs no steps.
     """
 
@@ -392,10 +328,10 @@ class PairStatusReporter(KVTransferStatus):
         """Ask the workers for their status and keep it. Without an answer, the last status stays."""
         if self._stats_addresses:
             try:
-                documents = [transfer_stats.fetch_stats(address) for address in self._stats_addresses]
+                documents = [fetch_stats(address) for address in self._stats_addresses]
                 self._status = combined_status(documents)
                 return
-            except transfer_stats.StatsUnavailable:
+            except StatsUnavailable:
                 self._stats_addresses = []
         try:
             workers = executor.collective_rpc(worker_status, args=(os.getpid(),))

@@ -122,10 +122,6 @@ class SchedulerAdapter(EngineView):
                 strict=settings.strict,
             )
             self._offload = OffloadManager(own, self.program_scheduler, groups)
-        # vLLM's MultiConnector keeps its connectors in ``_connectors``.
-        for each in (connector, *getattr(connector, "_connectors", ())):
-            if isinstance(each, PathsConnector):
-                each.bind_scheduler(clock, lambda n: self.guarded(scheduler.waiting.next_requests, n) or ())
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector, if in use."""
         if self._cache_policy is not None:

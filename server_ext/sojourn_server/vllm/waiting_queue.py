@@ -154,10 +154,6 @@ class PolicyRequestQueue(RequestQueue):
         yield from [entry.request for entry in self.entries]
         yield from tuple(self.parked)
 
-    def next_requests(self, most: int) -> list[Request]:
-        """Return the ``most`` requests with the lowest keys, lowest first, without parked ones."""
-        return [entry.request for entry in self.entries[:most]]
-
     def _first(self) -> Request | None:
         for _, _, request, place in self.entries:
             if place.state is QueueState.OPEN or self._holds_kv:
