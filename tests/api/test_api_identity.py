@@ -149,7 +149,7 @@ def test_the_documented_table_is_the_one_that_is_read() -> None:
 # --- relations --------------------------------------------------------------------------
 
 
-async def test_parent_root_and_agent_type_are_reported_once() -> None:
+async def test_parent_and_agent_type_are_reported_once() -> None:
     engine = VirtualEngine()
     rpc = VirtualRpc(engine)
     async with http_of(rpc) as http:
@@ -158,9 +158,9 @@ async def test_parent_root_and_agent_type_are_reported_once() -> None:
                 await http.post("/v1/responses", headers=headers, json={})
         await wait_until_known(engine, "c-1/a7", "t-2")
     found = [engine.program(name) for name in ("c-1/a7", "t-2")]
-    assert [(one.parent_id, one.root_id, one.agent_type) for one in found] == [
-        ("c-1", "c-1", None),
-        ("t-1", "root", "collab_spawn"),
+    assert [(one.parent_id, one.agent_type) for one in found] == [
+        ("c-1", None),
+        ("t-1", "collab_spawn"),
     ]
     counted = engine.counter("sojourn_events_total", type="program_start", outcome="applied")
     assert counted == 2

@@ -274,6 +274,6 @@ def test_any_bytes_are_a_batch_or_refused(data: bytes) -> None:
     engine = known()
     before = state_of(engine)
     try:
-        engine.service.client_event_decoder.apply_batch(data, engine.now)
+        engine.service.apply_batch(data, engine.now)
     except WireError:
         assert state_of(engine) == before

@@ -1,5 +1,4 @@
-"""A fake engine in virtual time around the real ``ProgramScheduler``, ``ClientEventDecoder`` and
-``EngineService``.
+"""A fake engine in virtual time around the real ``ProgramScheduler`` and ``EngineService``.
 
 The engine has only a prefix cache of chained block hashes, and no scheduler of its own. The test says when
 requests arrive, are admitted and finish, when blocks are evicted, and how much time passes. The engine
@@ -108,7 +107,7 @@ class VirtualEngine(EngineView):
         context = {"program_id": program, **hint}
         xargs = {CONTEXT_KEY: json.dumps(context)} if program and hint else None
         identity = read_identity(program, xargs)
-        self.service.client_event_decoder.apply_attached_events(identity, self.now)
+        self.service.apply_attached_events(identity, self.now)
         self._prompts[request_id] = list(tokens)
         hashes = chain(tokens) if program and identity.context is None else None
         self.program_scheduler.arrived(

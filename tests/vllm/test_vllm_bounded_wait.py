@@ -349,14 +349,14 @@ def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(make_engine, 
 def test_the_time_of_events_on_requests_counts_towards_that_of_all_events(make_engine, clock, monkeypatch):
     """They are handled before their request and cannot wait. So those that clients post wait longer."""
     engine = make_engine(blocks=65)
-    decoder = engine.scheduler.sojourn.service.client_event_decoder
-    apply = decoder.apply_attached_events
+    service = engine.scheduler.sojourn.service
+    apply = service.apply_attached_events
 
     def slow(*arguments: Any) -> Any:
         clock.now += EVENT_BURST_S + 0.01
         return apply(*arguments)
 
-    monkeypatch.setattr(decoder, "apply_attached_events", slow)
+    monkeypatch.setattr(service, "apply_attached_events", slow)
     event = {"type": "heartbeat", "program_id": "A", "seq": 1}
     context = {"sojourn": {"v": 1, "emitter": "e", "events": [event]}}
     engine.add("a1", range(32), program_id="A", context=context)

@@ -1,17 +1,16 @@
-"""Decodes client events from the wire, passes each to the scheduler, and limits the time that they take."""
+"""Outcomes of client events that cannot be decoded, and the limits on the time that events take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
-from sojourn.ids import MAX_ID_BYTES, id_problem
-from sojourn.wire_codec import EventOutcome, Outcome, OutcomeBatch, WireError, decode_batch, decode_event
+from sojourn.ids import MAX_ID_BYTES
+from sojourn.wire_codec import EventOutcome, Outcome
 
-from ..metrics.metrics_recorder import MetricsRecorder
-from .events_and_actions import Action, ClientEventReceived, Event, EventAnswered
-from .request_hints import RequestIdentity
+from .events_and_actions import Action, Event
 
 EventHandler = Callable[[Event, float], list[Action]]
 """Function that handles an event and returns the actions: ``ProgramScheduler.handle``, or an engine's own
@@ -39,50 +38,12 @@ class _EventLabel(msgspec.Struct):
     seq: Any = None
 
 
-class ClientEventDecoder:
-    """Decodes client events and passes each to the scheduler. An event that cannot be decoded is only
-    counted, and its outcome names the reason."""
-
-    def __init__(self, handle: EventHandler, recorder: MetricsRecorder) -> None:
-        self._handle = handle
-        self._recorder = recorder
-
-    def apply_batch(self, data: bytes, now: float) -> OutcomeBatch:
-        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
-        valid batch."""
-        batch = decode_batch(data)
-        return OutcomeBatch(outcomes=[self._one(batch.emitter, raw, now) for raw in batch.events])
-
-    def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
-        """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
-        Events without a valid emitter id are ignored. Call this method before the scheduler handles the
-        request's ``RequestArrived``."""
-        ours = identity.context.sojourn if identity.context is not None else None
-        if ours is None or not ours.events or not ours.emitter or id_problem(ours.emitter) is not None:
-            return []
-        return [self._one(ours.emitter, raw, now) for raw in ours.events[:MAX_ATTACHED_EVENTS]]
-
-    def _one(self, emitter: str, raw: msgspec.Raw, now: float) -> EventOutcome:
-        try:
-            event = decode_event(raw)
-        except WireError as error:
-            kind, outcome = undecodable_outcome(raw, str(error))
-        else:
-            kind = str(event.__struct_config__.tag)
-            answer = self._handle(ClientEventReceived(emitter, event), now)[-1]
-            assert isinstance(answer, EventAnswered)
-            outcome = answer.outcome
-        self._recorder.count("sojourn_events_total", type=kind, outcome=outcome.outcome.value)
-        return outcome
-
-
 def undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome]:
     """Return the type under which an event that cannot be decoded is counted, and its outcome. ``error``: why
     it cannot be decoded."""
-    try:
+    label = _EventLabel()
+    with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         label = msgspec.json.decode(raw, type=_EventLabel)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        label = _EventLabel()
     given, program_id, seq = label.type, label.program_id, label.seq
     kind, outcome = "unknown", Outcome.REJECTED
     if given in EVENT_TYPES:

@@ -10,8 +10,16 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
-from sojourn.ids import ProgramId
-from sojourn.wire_codec import WIRE_VERSION, WireError, encode
+from sojourn.ids import ProgramId, id_problem
+from sojourn.wire_codec import (
+    WIRE_VERSION,
+    EventOutcome,
+    OutcomeBatch,
+    WireError,
+    decode_batch,
+    decode_event,
+    encode,
+)
 
 from ..metrics.link_metrics import count_links
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow, ProgramSummary
@@ -23,10 +31,10 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from ..programs.workflow_history import agent_type_name
 from . import engine_answers as answers
-from .client_event_decoder import EVENT_TYPES, ClientEventDecoder
-from .events_and_actions import Action, Event, PolicySwitched
+from .client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS, undecodable_outcome
+from .events_and_actions import Action, ClientEventReceived, Event, EventAnswered, PolicySwitched
 from .program_scheduler import ProgramScheduler
-from .request_hints import HINTED_TTL, unused_fields
+from .request_hints import HINTED_TTL, RequestIdentity, unused_fields
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -116,17 +124,14 @@ class EngineService:
         self._program_scheduler = program_scheduler
         self._state = program_scheduler.state
         self._view = view
-        self.client_event_decoder = ClientEventDecoder(view.handle, program_scheduler.recorder)
-        """Handles client events, including those attached to requests."""
 
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``WireError``."""
-        apply_batch = self.client_event_decoder.apply_batch
         try:
             if operation == "events":
-                answer: Any = apply_batch(payload.encode("utf-8", "replace"), now)
+                answer: Any = self.apply_batch(payload.encode("utf-8", "replace"), now)
             elif operation == "event_batches":
-                answer = [apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
+                answer = [self.apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
             elif operation in self.OPERATIONS:
                 answer = getattr(self, f"_{operation}")(_arguments.decode(payload or "{}"), now)
             else:
@@ -134,6 +139,35 @@ class EngineService:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise WireError(f"{operation}: invalid arguments: {error}") from error
         return encode(answer).decode()
+
+    def apply_batch(self, data: bytes, now: float) -> OutcomeBatch:
+        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
+        valid batch."""
+        batch = decode_batch(data)
+        return OutcomeBatch(outcomes=[self._apply(batch.emitter, raw, now) for raw in batch.events])
+
+    def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
+        """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
+        Events without a valid emitter id are ignored. Call this method before the scheduler handles the
+        request's ``RequestArrived``."""
+        ours = identity.context.sojourn if identity.context is not None else None
+        if ours is None or not ours.events or not ours.emitter or id_problem(ours.emitter) is not None:
+            return []
+        return [self._apply(ours.emitter, raw, now) for raw in ours.events[:MAX_ATTACHED_EVENTS]]
+
+    def _apply(self, emitter: str, raw: msgspec.Raw, now: float) -> EventOutcome:
+        """Pass an event to the scheduler. An event that cannot be decoded is only counted."""
+        try:
+            event = decode_event(raw)
+        except WireError as error:
+            kind, outcome = undecodable_outcome(raw, str(error))
+        else:
+            kind = str(event.__struct_config__.tag)
+            answer = self._view.handle(ClientEventReceived(emitter, event), now)[-1]
+            assert isinstance(answer, EventAnswered)
+            outcome = answer.outcome
+        self._state.recorder.count("sojourn_events_total", type=kind, outcome=outcome.outcome.value)
+        return outcome
 
     def _capabilities(self, arguments: _Arguments, now: float) -> answers.Capabilities:
         preset = self._state.preset

@@ -208,7 +208,7 @@ class SchedulerAdapter(EngineView):
         )
         ours = identity.context.sojourn if identity.context is not None else None
         if ours is not None and ours.events:
-            self.service.client_event_decoder.apply_attached_events(identity, now)
+            self.service.apply_attached_events(identity, now)
             ended_s = self._clock()
             self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
         hashes = request.block_hashes if identity.program_id is not None else None
