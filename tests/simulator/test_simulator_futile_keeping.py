@@ -15,41 +15,26 @@ from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 
 USERS, TURNS, NEW_TOKENS, POOL_TOKENS = 8, 8, 600, 13_760
 PROFILE = """\
-version = 2
+version = 3
 model = "small"
 hardware = "cheap computing"
 engine = "vllm"
 block_size = 32
-measured_at = "2026-01-01T00:00:00Z"
+points = [[1000, 0.02], [3000, 0.05], [6000, 0.095]]
+device_to_host_bytes_per_s = 1e10
+host_to_device_bytes_per_s = 1e10
+steps = [0.004, 1.5e-5, 0.0, 0.0, 0.0, 0.001]
 
 [prefill]
 a_s = 0.005
 b_s_per_token = 1.5e-5
 c_s_per_token2 = 0.0
-points = [[1000, 0.02], [3000, 0.05], [6000, 0.095]]
-
-[decode]
-points = [[1000, 0.004], [8000, 0.004]]
-
-[steps]
-step_s = 0.004
-token_s = 1.5e-5
-pair_s = 0.0
-kv_token_s = 0.0
-request_s = 0.0
-call_s = 0.001
-
-[bandwidth]
-device_to_host_bytes_per_s = 1e10
-host_to_device_bytes_per_s = 1e10
 
 [limits]
 kv_pool_tokens = 13760
 max_context_tokens = 8192
 max_num_seqs = 128
 max_num_batched_tokens = 2048
-
-[versions]
 """
 
 

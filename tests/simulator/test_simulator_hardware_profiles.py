@@ -232,8 +232,8 @@ def test_what_is_missing_or_wrong_is_named(tmp_path: Path) -> None:
     with pytest.raises(LatencyProfileError, match="no copy bandwidth"):
         load_latency_model(written(tmp_path, no_copies), cpu_ratio=1.0)
     broken = tmp_path / "broken.toml"
-    broken.write_text(PROFILE.to_toml().replace("token_s = 0.0001", "token_s = -1"))
-    with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: .*`\$\.steps\.token_s`"):
+    broken.write_text(PROFILE.to_toml().replace("\na_s = ", "\na_s = -1"))
+    with pytest.raises(LatencyProfileError, match=r"broken\.toml: engine profile: .*`\$\.prefill\.a_s`"):
         load_latency_model(str(broken))
 
 

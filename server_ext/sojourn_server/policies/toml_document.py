@@ -17,7 +17,7 @@ def load_toml(text: str) -> dict[str, Any]:
     """Parse a TOML text. Raises ``TomlError``."""
     try:
         return tomllib.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise TomlError(f"not TOML: {str(error)[:200]}") from None
 
 

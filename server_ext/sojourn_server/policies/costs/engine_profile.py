@@ -3,29 +3,23 @@
 ``sojourn profile`` measures prefill times and fits a quadratic in the context length to them. The linear term
 is the work of the weights on each token, the quadratic term is attention. Policies use
 ``PrefillCurve.seconds``. The simulator also uses step costs (``step_costs.py``) and the engine's limits.
-Profiles of version 1 have neither.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import msgspec
 
-from ..toml_document import TomlError, load_toml
-from .step_costs import StepCosts, StepSample, non_negative_least_squares
+from ..toml_document import load_toml
+from .step_costs import MAX_FLOAT, Cost, StepCosts, StepSample, non_negative_least_squares
 
-PROFILE_VERSION = 2
-
-_Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-"""A finite number."""
-_Cost = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
-_Rate = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
+PROFILE_VERSION = 3
+_Rate = Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOAT)]
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -36,9 +30,9 @@ class PrefillCurve:
     Since a, b, c are ≥ 0, a longer context never takes less time than a shorter one.
     """
 
-    a_s: float
-    b_s_per_token: float
-    c_s_per_token2: float
+    a_s: Cost
+    b_s_per_token: Cost
+    c_s_per_token2: Cost
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds to prefill ``tokens`` tokens on an idle engine; 0.0 for no tokens."""
@@ -87,20 +81,20 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class EngineProfile:
-    """Measurements of one model on one machine with one engine."""
+    """Measurements of one model on one machine with one engine. The file has the same names."""
 
     model: str
     hardware: str
     engine: str
-    block_size: int
+    block_size: _Count
     """Tokens in a KV block."""
     prefill: PrefillCurve
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[int, Cost], ...]
     """Measured (tokens, seconds) that the curve was fitted to."""
-    device_to_host_bytes_per_s: float | None = None
+    device_to_host_bytes_per_s: _Rate | None = None
     """Bandwidth of copies from the device to host memory; ``None``: not measured."""
-    host_to_device_bytes_per_s: float | None = None
-    decode_points: tuple[tuple[int, float], ...] = ()
+    host_to_device_bytes_per_s: _Rate | None = None
+    decode_points: tuple[tuple[int, Cost], ...] = ()
     """Measured (context tokens, seconds per output token); may be empty."""
     measured_at: str = ""
     """ISO 8601, UTC."""
@@ -108,107 +102,52 @@ class EngineProfile:
     """Versions of sojourn, the engine and torch."""
     limits: EngineLimits = EngineLimits()
     steps: StepCosts | None = None
-    """Costs of a step; ``None`` in profiles of version 1."""
+    """Costs of a step; ``None``: decoding was not measured."""
     step_samples: tuple[StepSample, ...] = ()
     """The samples that ``steps`` was fitted to."""
 
     def to_toml(self) -> str:
         """Return the profile as TOML text, which ``from_toml`` reads. TOML has no null, so values that were
         not measured are left out."""
-        named = ("model", "hardware", "engine", "block_size", "measured_at")
-        links = ("device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
-        steps = {} if self.steps is None else {**self.steps._asdict(), "samples": self.step_samples}
-        tables: list[tuple[str, Mapping[str, Any]]] = [
-            ("", {"version": PROFILE_VERSION, **{name: getattr(self, name) for name in named}}),
-            (
-                "[prefill]  # seconds = a_s + b_s_per_token * n + c_s_per_token2 * n * n",
-                {**asdict(self.prefill), "points": self.points},
-            ),
-            ("[decode]  # points: context, seconds a token", {"points": self.decode_points}),
-            ("[bandwidth]", {name: getattr(self, name) for name in links}),
-            ("[limits]", asdict(self.limits)),
-            (f"[steps]  # a step's costs; samples: {', '.join(StepSample._fields)}", steps),
-            ("[versions]", {_toml(key): value for key, value in self.versions.items()}),
-        ]
-        texts = (
-            "\n".join(
-                (head, *(f"{key} = {_toml(value)}" for key, value in values.items() if value is not None))
-            )
-            for head, values in tables
-            if values
-        )
-        return "\n\n".join(texts).lstrip() + "\n"
+        document = {"version": PROFILE_VERSION, **msgspec.to_builtins(self)}
+        tables = {name: value for name, value in document.items() if isinstance(value, dict)}
+        lines = _lines({name: value for name, value in document.items() if name not in tables})
+        for name, table in tables.items():
+            lines += ["", f"[{name}]{_COMMENTS.get(name, '')}", *_lines(table)]
+        return "\n".join(lines) + "\n"
 
     @classmethod
     def from_toml(cls, text: str) -> EngineProfile:
         """Read a profile from TOML text. Raises ``ValueError``, whose message names the faulty field and the
         reason."""
         try:
-            read = msgspec.convert(load_toml(text), _ProfileDocument)
-        except (TomlError, msgspec.ValidationError) as error:
+            document = load_toml(text)
+            version = document.pop("version", None)
+            if version != PROFILE_VERSION:
+                raise ValueError(f"version {version}; expected {PROFILE_VERSION}: run sojourn profile again")
+            return msgspec.convert(document, cls)
+        except (ValueError, msgspec.ValidationError) as error:
             raise ValueError(f"engine profile: {error}") from error
-        prefill, steps = read.prefill, read.steps
-        named = ("model", "hardware", "engine", "block_size", "measured_at", "versions", "limits")
-        return cls(
-            **{name: getattr(read, name) for name in named},
-            prefill=PrefillCurve(prefill.a_s, prefill.b_s_per_token, prefill.c_s_per_token2),
-            points=prefill.points,
-            device_to_host_bytes_per_s=read.bandwidth.device_to_host_bytes_per_s,
-            host_to_device_bytes_per_s=read.bandwidth.host_to_device_bytes_per_s,
-            decode_points=read.decode.points,
-            steps=StepCosts(*(getattr(steps, name) for name in StepCosts._fields)) if steps else None,
-            step_samples=tuple(StepSample(*row) for row in steps.samples) if steps else (),
-        )
 
 
-# --- TOML ---------------------------------------------------------------------------------------
+_COMMENTS = {
+    "prefill": "  # seconds = a_s + b_s_per_token * n + c_s_per_token2 * n * n",
+    "decode_points": "  # context, seconds a token",
+    "steps": f"  # {', '.join(StepCosts._fields)}",
+    "step_samples": f"  # {', '.join(StepSample._fields)}",
+}
 
 
-class _Points(msgspec.Struct, frozen=True):
-    points: tuple[tuple[int, _Number], ...] = ()
+def _lines(values: dict[str, Any]) -> list[str]:
+    known = {key: value for key, value in values.items() if value is not None}
+    return [f"{_key(key)} = {_toml(value)}{_COMMENTS.get(key, '')}" for key, value in known.items()]
 
 
-class _Prefill(msgspec.Struct, frozen=True):
-    a_s: _Cost
-    b_s_per_token: _Cost
-    c_s_per_token2: _Cost
-    points: tuple[tuple[int, _Number], ...]
-
-
-class _Bandwidth(msgspec.Struct, frozen=True):
-    device_to_host_bytes_per_s: _Rate | None = None
-    host_to_device_bytes_per_s: _Rate | None = None
-
-
-class _Steps(msgspec.Struct, frozen=True):
-    step_s: _Cost
-    token_s: _Cost
-    pair_s: _Cost
-    kv_token_s: _Cost
-    request_s: _Cost
-    call_s: _Cost
-    samples: tuple[tuple[_Number, _Number, _Number, _Number, _Number, _Number, _Number], ...] = ()
-    """Rows of ``StepSample``."""
-
-
-class _ProfileDocument(msgspec.Struct, frozen=True):
-    """A profile as TOML data."""
-
-    version: Literal[1, 2]
-    model: str
-    hardware: str
-    engine: str
-    measured_at: str
-    block_size: _Count
-    prefill: _Prefill
-    decode: _Points = _Points()
-    bandwidth: _Bandwidth = _Bandwidth()
-    limits: EngineLimits = EngineLimits()
-    versions: dict[str, str] = {}
-    steps: _Steps | None = None
+def _key(name: str) -> str:
+    return name if name.isidentifier() and name.isascii() else _toml(name)
 
 
 def _toml(value: Any) -> str:
     # A JSON value is a valid TOML value, except that TOML requires DEL to be escaped.
     text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return text.replace("], [", "],\n  [") if isinstance(value, list) else text
+    return text.replace("], [", "],\n  [") if isinstance(value, tuple) else text

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta
+
+MAX_FLOAT = sys.float_info.max
+Cost = Annotated[float, Meta(ge=0, le=MAX_FLOAT)]
+"""A finite number ≥ 0."""
 
 
 class StepSample(NamedTuple):
@@ -14,14 +21,14 @@ class StepSample(NamedTuple):
     and reads the KV of c + n tokens.
     """
 
-    seconds: float
-    steps: float
-    tokens: float
-    attention_pairs: float
-    kv_tokens_read: float
-    requests: float
+    seconds: Cost
+    steps: Cost
+    tokens: Cost
+    attention_pairs: Cost
+    kv_tokens_read: Cost
+    requests: Cost
     """Sum over the steps, so a request in two steps counts twice."""
-    calls: float = 0.0
+    calls: Cost = 0.0
     """1 if the sample is a time to first token over HTTP, which includes the API server's share; else 0."""
 
 
@@ -29,12 +36,12 @@ class StepCosts(NamedTuple):
     """Fitted costs: seconds = step_s·steps + token_s·tokens + pair_s·attention_pairs +
     kv_token_s·kv_tokens_read + request_s·requests + call_s·calls."""
 
-    step_s: float
-    token_s: float
-    pair_s: float
-    kv_token_s: float
-    request_s: float
-    call_s: float = 0.0
+    step_s: Cost
+    token_s: Cost
+    pair_s: Cost
+    kv_token_s: Cost
+    request_s: Cost
+    call_s: Cost = 0.0
     """Seconds that the API server adds to each time to first token, outside of engine steps."""
 
     def seconds(self, sample: StepSample) -> float:

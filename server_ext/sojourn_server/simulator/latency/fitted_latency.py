@@ -28,7 +28,7 @@ class FittedLatency:
     @classmethod
     def of(cls, profile: EngineProfile) -> FittedLatency:
         """Build the model from ``profile``. Raises ``LatencyProfileError`` if the profile has no step costs,
-        as one of version 1 or of ``sojourn profile --no-decode``."""
+        as one of ``sojourn profile --no-decode``."""
         if profile.steps is None:
             raise LatencyProfileError(
                 "the engine profile holds no step costs; measure with sojourn profile, decoding included"
