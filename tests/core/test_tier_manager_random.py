@@ -394,7 +394,8 @@ class PlacedLife:
             assert len(group) == len(expected)
             for each in group:
                 self._is_seen_as_it_is(each, tier)
-        assert view.device.untracked_blocks == -(-sum(each.tokens for each in self.others.values()) // BLOCK)
+        untracked = sum(each.tokens for each in self.others.values() if each.running)
+        assert view.device.untracked_blocks == -(-untracked // BLOCK)
 
     def _is_seen_as_it_is(self, shown: ProgramTierView, tier: Tier) -> None:
         place = self.places[shown.program_id]
@@ -450,7 +451,6 @@ class PlacedLife:
             expected = place is not None and place.parks(request)
             assert self.program_scheduler.is_parked(request.name) == expected
             assert request.parked == (expected and not request.running), "the engine was not told to look"
-        assert self.program_scheduler.tiers._untracked.keys() == self.others.keys()
 
     def everybody_gets_in(self) -> None:
         """Nobody new comes and turns end. Nobody's tool ends unless there is no other hope for the others."""
@@ -483,7 +483,6 @@ class PlacedLife:
     def _limit(self, limits: SchedulerLimits) -> None:
         tiers = self.program_scheduler.tiers
         self.program_scheduler.limits = tiers.limits = limits
-        tiers._overdue_at_s = -math.inf
 
     def _who_acts_ends(self) -> None:
         for name in [name for name, place in self.places.items() if place.activity is ProgramActivity.ACTING]:

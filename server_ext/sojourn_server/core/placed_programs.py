@@ -54,8 +54,6 @@ class PlacedProgram:
     """The program's requests that were not admitted yet, oldest first."""
     running: dict[str, RequestState] = field(default_factory=dict)
     """The program's admitted requests, preempted ones included."""
-    prompts: dict[str, Sequence[Any]] = field(default_factory=dict)
-    """Block hashes of the prompt of each request; empty for a waiting request whose hashes are unknown."""
     context_blocks: int = 0
     """Number of cached blocks that the program's last turn left; 0 if the KV was lost."""
     attained_s: float = 0.0

@@ -212,6 +212,7 @@ class ProgramScheduler:
             prompt_tokens=event.prompt_tokens,
             priority=event.priority,
             block_hashes=hashes,
+            prompt=event.block_hashes or (),
         )
         outcome = event.identity.outcome
         if program is not None and context is not None:
@@ -226,7 +227,7 @@ class ProgramScheduler:
             return
         self._begin_turn(program, request_state, event, now)
         if self.tiers.places:
-            self.tiers.arrived(request_state, now, event.block_hashes or ())
+            self.tiers.arrived(request_state, now)
             if self.tiers.is_parked(request_state):
                 self._programs.signal(program, ProgramSignal.GATE)
 
@@ -351,7 +352,7 @@ class ProgramScheduler:
         self.decisions.add(now, "side_request", program.id, "other_context", tokens=tokens)
         program.live_requests.discard(request_state.request_id)
         self.awaiting_first_token.pop(request_state.request_id, None)
-        self.tiers.take_out(request_state, now)
+        self.tiers.finished(request_state, now)
         request_state.program = request_state.record = None
         self._outbox.append(ev.QueuePlaceChanged(request_state.request_id))
 

@@ -53,7 +53,10 @@ class RequestState:
     """Key of the tool that ran before this request."""
     prompt_tokens: int = 0
     block_hashes: Sequence[Any] | None = None
-    """``RequestArrived.block_hashes``. The engine may append hashes of the output."""
+    """``RequestArrived.block_hashes``, if the request may be a side request. The engine may append hashes of
+    the output."""
+    prompt: Sequence[Any] = ()
+    """Block hashes of the prompt, as far as known; of a waiting request perhaps with those of its output."""
     preempted: bool = False
     admitted: bool = False
     """Whether the request was admitted. It may have been preempted since."""

@@ -69,8 +69,7 @@ class TierManager:
         self._actions = state.actions
         self._views = PlacedProgramViews(state)
         self._places: dict[ProgramId, PlacedProgram] = {}
-        self._untracked: dict[str, tuple[int, Sequence[Any]]] = {}
-        """Running request without a placed program → its prompt tokens and their block hashes."""
+        self._requests = state.requests.states
         self._arrivals = 0
         """Arrival number of the newest request."""
         self._event = False
@@ -85,8 +84,8 @@ class TierManager:
 
     # -- events ----------------------------------------------------------------
 
-    def arrived(self, request_state: RequestState, now: float, prompt: Sequence[Any] = ()) -> None:
-        """Handle a program's request that has reached the engine. ``prompt``: its block hashes, if known."""
+    def arrived(self, request_state: RequestState, now: float) -> None:
+        """Handle a program's request that has reached the engine."""
         program = request_state.program
         if not self.places or program is None:
             return
@@ -104,7 +103,6 @@ class TierManager:
         self._arrivals = request_state.arrival
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
-        place.prompts[request_state.request_id] = prompt
         place.tools_ended_s = None
         place.pass_time(now)
         self._changed(place)
@@ -115,19 +113,15 @@ class TierManager:
         Returns a move if the program was not on the device, since its other requests are no longer parked."""
         if not self.places:
             return None
-        request_id, tokens = request_state.request_id, request_state.prompt_tokens
         # A copy of what the prompt covers: the engine appends to its list while the request runs.
-        prompt = chain[: tokens // self._pool.block_size]
+        request_state.prompt = chain[: request_state.prompt_tokens // self._pool.block_size]
         place = self._place_of(request_state)
         if place is None:
-            self._untracked[request_id] = tokens, prompt
             return None
-        self._untracked.pop(request_id, None)
-        place.waiting.pop(request_id, None)
+        place.waiting.pop(request_state.request_id, None)
         place.program.aborted_wait = None
-        place.running[request_id] = request_state
+        place.running[request_state.request_id] = request_state
         place.pass_time(now)
-        place.prompts[request_id] = prompt
         if place.returning and len(place.running) == 1:
             self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
             place.exchanged = False
@@ -139,7 +133,6 @@ class TierManager:
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
-        self._untracked.pop(request_state.request_id, None)
         place = self._place_of(request_state)
         if place is not None:
             place.pass_time(now)
@@ -147,13 +140,10 @@ class TierManager:
 
     def finished(self, request_state: RequestState, now: float, *, failed: bool = False) -> None:
         """Handle a request that has left the engine. ``failed``: the request adds nothing to the context."""
-        request_id = request_state.request_id
-        if self._untracked.pop(request_id, None) is not None:
-            self._event = True  # programs may use the request's blocks now
-        place = self._place_of(request_state)
+        request_id, place = request_state.request_id, self._place_of(request_state)
+        self._event = True  # programs may use the request's blocks now
         if place is None:
             return
-        place.prompts.pop(request_id, None)
         waited = place.waiting.pop(request_id, None) is not None
         if place.running.pop(request_id, None) is not None:
             place.last_active_s = now
@@ -165,15 +155,6 @@ class TierManager:
             place.program.aborted_wait = since_s, now
         if failed and not (place.waiting or place.running or place.context_blocks):
             self.forget(place.program.id, now)  # the program has neither KV nor requests
-
-    def take_out(self, request_state: RequestState, now: float) -> None:
-        """Count a program's request as a request without a program from now on."""
-        place, request_id = self._place_of(request_state), request_state.request_id
-        if place is not None:
-            runs, prompt = request_id in place.running, place.prompts.get(request_id, ())
-            self.finished(request_state, now)
-            if runs:
-                self._untracked[request_id] = request_state.prompt_tokens, prompt
 
     def turn_finished(self, program: ProgramState, cached_blocks: int) -> None:
         """Handle the end of a program's turn, which left ``cached_blocks`` blocks in the cache."""
@@ -200,8 +181,6 @@ class TierManager:
                 parent.view = None
                 if not parent.children:
                     parent.tools_ended_s = now
-            for request_id, request_state in place.running.items():
-                self._untracked[request_id] = request_state.prompt_tokens, place.prompts[request_id]
             self._event = True
             self._actions.append(
                 EngineAction(EngineActionKind.PLACE, program_id, DecisionReason.END, Tier.WAITING)
@@ -265,7 +244,6 @@ class TierManager:
         waiting = [place.program for place in self._places.values() if place.waiting]
         self.places = False
         self._places.clear()
-        self._untracked.clear()
         for program in waiting:
             yield program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP)
 
@@ -274,11 +252,10 @@ class TierManager:
         the device for each program with an admitted request."""
         self.places = self.policy.is_used
         for request_state in requests:
-            hashes = request_state.block_hashes or ()
-            self.arrived(request_state, now, hashes)
+            self.arrived(request_state, now)
             request_state.waits_since_s = request_state.arrived_s
             if request_state.admitted:
-                move = self.admitted(request_state, now, hashes)
+                move = self.admitted(request_state, now, request_state.prompt)
                 if move is not None and request_state.program is not None:
                     yield request_state.program, move
 
@@ -302,8 +279,9 @@ class TierManager:
         trees = {tier: PrefixTree() for tier in Tier}
         on_device = trees[Tier.DEVICE]
         untracked_tokens = sum(
-            max(0, tokens - on_device.add(prompt) * pool.block_size)
-            for tokens, prompt in self._untracked.values()
+            max(0, request.prompt_tokens - on_device.add(request.prompt) * pool.block_size)
+            for request in self._requests.values()
+            if request.running and not self._is_placed(request)
         )
         shown = [place for place in self._places.values() if place.tier is not Tier.WAITING or place.waiting]
         contexts = [self._context(place) for place in shown]
@@ -344,13 +322,13 @@ class TierManager:
         """Hashes of the blocks that the program has in its tier: of the longest prompt of its running
         requests, or else of its last turn. Empty in the tier WAITING."""
         if place.running:
-            return max((place.prompts[request_id] for request_id in place.running), key=len)
+            return max((request.prompt for request in place.running.values()), key=len)
         has_kv = place.context_blocks and place.tier is not Tier.WAITING
         return self._contexts.get(place.program.id) or () if has_kv else ()
 
     def _next_prompt(self, place: PlacedProgram) -> Sequence[Any]:
         """Hashes of the blocks that a program without KV in a tier needs on the device."""
-        longest = max((place.prompts[request_id] for request_id in place.waiting), key=len, default=())
+        longest = max((request.prompt for request in place.waiting.values()), key=len, default=())
         return longest or self._contexts.get(place.program.id) or ()
 
     def _apply(self, move: TierMove, now: float) -> Iterator[Moved]:
@@ -409,6 +387,10 @@ class TierManager:
 
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._places.get(request_state.program.id) if request_state.program is not None else None
+
+    def _is_placed(self, running: RequestState) -> bool:
+        place = self._place_of(running)
+        return place is not None and running.request_id in place.running
 
     def _parent(self, program: ProgramState) -> PlacedProgram | None:
         return self._places.get(program.parent_id) if program.parent_id not in (None, program.id) else None
