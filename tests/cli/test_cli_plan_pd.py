@@ -22,6 +22,16 @@ def test_the_papers_example() -> None:
     assert 1 < by_name[2, 4]["gain_at_most"] <= 3
 
 
+@pytest.mark.parametrize(("new_tokens", "compute", "gain"), [(10, 1600, 1.0), (4, 4000, 2.0)])
+def test_what_two_paths_gain_by_hand(new_tokens: int, compute: float, gain: float) -> None:
+    """50 MB a turn of 50 GB/s: 1,000 turns/s a node. With ten new tokens computing is the bottleneck."""
+    turn = ("--hit-tokens", "1000", "--kv-bytes", "50000", "--new-tokens-per-s", "1000")
+    told = json.loads(plan(*turn, "--new-tokens", str(new_tokens), "--json", "-").stdout)
+    found = next(each for each in told["divisions"] if each["prefill_nodes"] == 2)
+    assert found["turns_per_s"] == {"one_path": 2000, "two_paths": 6000, "compute": compute}
+    assert found["gain_at_most"] == gain
+
+
 def test_a_table_and_a_file(tmp_path: object) -> None:
     target = f"{tmp_path}/plan.json"
     result = plan("--nodes", "3", "--json", target)

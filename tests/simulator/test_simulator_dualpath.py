@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from script_modules import load_script
-from sojourn_server.policies.prefill_decode.prefill_decode_ratio import AverageTurnSizes
+from sojourn_server.cli.plan_pd import plan_pd
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 
 figures = load_script("benchmarks/dualpath/figures.py")
@@ -102,10 +103,12 @@ def test_the_ratios_of_cache_to_compute_are_those_of_table_1(
 
 def test_the_products_defaults_are_those_of_the_simulation() -> None:
     """Those of ``sojourn plan-pd``, and those of the gateway."""
-    turn, model = AverageTurnSizes(), PD_MODELS["ds-660b"]
-    assert turn.kv_bytes_per_token == model.kv_bytes_per_token
-    computed_s = model.turn_flops(turn.hit_tokens, turn.new_tokens) / PdMachine().flops_per_s
-    assert turn.new_tokens_per_s == pytest.approx(turn.new_tokens / computed_s, rel=0.01)
+    options = inspect.signature(plan_pd).parameters
+    turn = {name: getattr(option.default, "default", None) for name, option in options.items()}
+    model = PD_MODELS["ds-660b"]
+    assert turn["kv_bytes"] == model.kv_bytes_per_token
+    computed_s = model.turn_flops(turn["hit_tokens"], turn["new_tokens"]) / PdMachine().flops_per_s
+    assert turn["new_tokens_per_s"] == pytest.approx(turn["new_tokens"] / computed_s, rel=0.01)
     rules, usual = PrefillDecodeRules(), cluster.PdCluster()
     assert (rules.short_queue_s, rules.most_tokens_s) == (usual.short_queue_s, usual.most_tokens_s)
     # 14,800 output tokens a second on a node of eight, at 21 a second for each of 88 users of a device.

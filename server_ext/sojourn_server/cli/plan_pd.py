@@ -15,11 +15,7 @@ from .console import CliError, console, json_option, write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
-        AverageTurnSizes,
-        NodeLinks,
-        PdRatioRange,
-    )
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import NodeLinks, PdRatioRange
 
 _GBIT = 1e9 / 8
 _EXAMPLES = {
@@ -55,11 +51,7 @@ def plan_pd(
 ) -> None:
     """Print the useful range of prefill-to-decode ratios, the bound that each link sets on the ratio, and
     the turns per second for each division of the nodes into prefill and decode nodes."""
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
-        AverageTurnSizes,
-        NodeLinks,
-        pd_ratio_range,
-    )
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import NodeLinks, pd_ratio_range
 
     given = {
         "--compute-nic-gbit": compute_nic_gbit, "--storage-nic-gbit": storage_nic_gbit,
@@ -78,14 +70,12 @@ def plan_pd(
         storage_nic_bytes_per_s=storage_nic_gbit * _GBIT,
         dram_bytes_per_s=dram_gbyte * 1e9,
     )
-    turn = AverageTurnSizes(
-        hit_tokens=hit_tokens,
-        new_tokens=new_tokens,
-        kv_bytes_per_token=kv_bytes,
-        new_tokens_per_s=new_tokens_per_s,
-    )
+    read_per_s = links.storage_nic_bytes_per_s / (hit_tokens * kv_bytes)
+    computed_per_s = devices * new_tokens_per_s / new_tokens
     found = pd_ratio_range(links)
-    divisions = [_division(links, turn, found, count, nodes - count) for count in range(1, nodes)]
+    divisions = [
+        _division(links, found, count, nodes - count, read_per_s, computed_per_s) for count in range(1, nodes)
+    ]
     if json != "-":
         console.print(_range_text(found), highlight=False)
         console.print(_bounds(found))
@@ -107,13 +97,22 @@ def plan_pd(
 
 
 def _division(
-    links: NodeLinks, turn: AverageTurnSizes, found: PdRatioRange, prefill: int, decode: int
+    links: NodeLinks,
+    found: PdRatioRange,
+    prefill: int,
+    decode: int,
+    read_per_s: float,
+    computed_per_s: float,
 ) -> dict[str, Any]:
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import link_utilisation, two_path_gain
+    """Return one division of the nodes. ``read_per_s``: turns per second that one storage NIC reads;
+    ``computed_per_s``: turns per second that one prefill node computes. Load is even, nothing waits, and
+    decoding is no bottleneck."""
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import link_utilisation
 
     loads = link_utilisation(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])
-    gain = two_path_gain(links, turn, prefill, decode)
+    one_path, two_paths = prefill * read_per_s, (prefill + decode) * read_per_s
+    compute = prefill * computed_per_s
     # Outside the useful range, another link limits the storage NICs, so their total bandwidth says nothing.
     in_range = found.possible and found.contains_ratio(prefill / decode)
     return {
@@ -123,11 +122,11 @@ def _division(
         "fullest_link": fullest,
         "fullest_load": round(loads[fullest], 4),
         "turns_per_s": {
-            "one_path": round(gain.one_path, 3),
-            "two_paths": round(gain.two_paths, 3) if in_range else None,
-            "compute": round(gain.compute, 3),
+            "one_path": round(one_path, 3),
+            "two_paths": round(two_paths, 3) if in_range else None,
+            "compute": round(compute, 3),
         },
-        "gain_at_most": round(gain.max_speedup, 4) if in_range else None,
+        "gain_at_most": round(min(two_paths, compute) / min(one_path, compute), 4) if in_range else None,
     }
 
 
