@@ -19,9 +19,9 @@ CURVE = PrefillCurve(0.0, 0.0, 0.01)
 
 def asked(virtual: VirtualEngine, program: str, turn: int | None = None, status: int = 200) -> Any:
     def ask(arguments: Any) -> Any:
-        return virtual.ask("explain", **arguments)
+        return virtual.ask("program", **arguments)
 
-    client = client_of(ScriptedEngine(engine_answers(explain=ask)))
+    client = client_of(ScriptedEngine(engine_answers(program=ask)))
     more = f"?turn={turn}" if turn is not None else ""
     answer = client.get(f"/sojourn/v1/programs/{program}/explain{more}")
     if status != 200:
@@ -82,7 +82,7 @@ def waited(*moves: dict[str, Any], queued_s: float = 6.5) -> Explanation:
     virtual.admit(request)
     virtual.wait(0.25)
     virtual.finish(request)
-    facts = merge_program([virtual.ask("explain", program_id="a")])
+    facts = merge_program([virtual.ask("program", program_id="a")])
     assert facts is not None
     arrived_s = facts["ledger"][-1]["arrived_s"]
     facts["decisions"] = [
@@ -139,7 +139,7 @@ def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> No
     assert found["usual_first_token_s"] is None
     assert "1" in asked(virtual, "a", 7, status=404)["next"]
     check_error(
-        client_of(ScriptedEngine(engine_answers(explain=None))).get("/sojourn/v1/programs/x/explain"), 404
+        client_of(ScriptedEngine(engine_answers(program=None))).get("/sojourn/v1/programs/x/explain"), 404
     )
 
 

@@ -51,7 +51,6 @@ class Scene:
             engine_answers(
                 snapshot=self.snapshot,
                 program=lambda asked: self.virtual.ask("program", **asked),
-                explain=lambda asked: self.virtual.ask("explain", **asked),
             )
         )
 

@@ -62,7 +62,7 @@ def test_kv_that_a_request_must_not_read_is_not_lost(make_engine):
     counters = engine.ask("drain_metrics")["counters"]
     counted = {labels["result"]: tokens for labels, tokens in counters["sojourn_prompt_tokens_total"]}
     assert (counted["unread"], counted.get("lost")) == (304, None)
-    explained = explain(engine.ask("explain", program_id="A"), 2)
+    explained = explain(engine.ask("program", program_id="A"), 2)
     assert "304 tokens were computed again, because the request may not read cached KV" in explained.text
     assert [each.hint for each in explained.advice] == [None]
 

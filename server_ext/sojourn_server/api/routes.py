@@ -118,7 +118,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
     @router.get("/programs/{program_id:path}/explain")
     async def get_explanation(program_id: str, turn: int | None = Query(None, ge=1)) -> Response:
         """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
-        facts = merge_program(await query_id("explain", program_id=program_id))
+        facts = merge_program(await query_id("program", program_id=program_id))
         if facts is None:
             # An id may itself end in /explain.
             whole = merge_program(await query_id("program", program_id=f"{program_id}/explain"))

@@ -154,7 +154,15 @@ class ProgramDetail(ProgramSummary, frozen=True, kw_only=True):
     """Number of further turns that the client expects."""
     tools_running: int
     ledger: list[TurnEntry]
+    unfinished: list[TurnEntry]
+    """Turns in progress, oldest first. Their numbers are those of now."""
     decisions: list[DecisionRecord]
+    decisions_since_s: float | None
+    """Time of the oldest decision that the log keeps; ``None``: it has dropped none."""
+    max_hinted_ttl_s: float | None
+    """Longest TTL that a hint can get; ``None``: the policy ignores hinted TTLs."""
+    max_hinted_ttl_from: str
+    """What limits this TTL."""
 
 
 class PersistProgress(msgspec.Struct, frozen=True, kw_only=True):

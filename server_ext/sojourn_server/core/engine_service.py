@@ -24,7 +24,6 @@ from sojourn.wire_codec import (
 from ..metrics.link_metrics import count_links
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow, ProgramSummary
 from ..metrics.metrics_recorder import MetricsRecorder
-from ..metrics.turn_ledger import TurnRecord
 from ..policies.placement.placement_views import Tier
 from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
 from ..programs.program_state import ProgramState
@@ -116,7 +115,7 @@ class EngineService:
     arguments and the time."""
 
     OPERATIONS = (
-        "capabilities", "policy", "programs", "program", "load", "explain", "persist", "stats",
+        "capabilities", "policy", "programs", "program", "load", "persist", "stats",
         "snapshot", "decisions", "drain_metrics",
     )  # fmt: skip
 
@@ -198,13 +197,23 @@ class EngineService:
         state, program = self._state, self._state.programs.get(ProgramId(arguments.program_id))
         if program is None:
             return None
+        compute_s = state.reload.seconds if state.reload.known else None
+        live = [request.record for request in self._requests_of(program) if request.record is not None]
+        live.sort(key=lambda record: record.arrived_s)
+        limit_s, reads_ttl = state.limits.max_hinted_ttl_s, HINTED_TTL not in unused_fields(state.preset)
         return self._row(
             program,
             answers.ProgramDetail,
             **_same(program, "outcome agent_type node graph_hash expected_steps_left"),
             tools_running=len(program.tools),
-            ledger=[turn.as_dict() for turn in state.ledger.of_program(program.id)],
+            ledger=[turn.as_dict(compute_s) for turn in state.ledger.of_program(program.id)],
+            unfinished=[
+                replace(record, finished_s=now, outcome="running").as_dict(compute_s) for record in live
+            ],
             decisions=[one.as_dict() for one in state.decisions.of_program(program.id)],
+            decisions_since_s=state.decisions.oldest_s,
+            max_hinted_ttl_s=min(limit_s, MAX_TTL_S) if reads_ttl else None,
+            max_hinted_ttl_from="--sojourn-max-ttl-s" if limit_s < MAX_TTL_S else "the policy's maximum",
         )
 
     def _load(self, arguments: _Arguments, now: float) -> answers.EngineLoad:
@@ -251,41 +260,6 @@ class EngineService:
         if left is None and graph is not None and program.node is not None:
             left = graph.steps_after(program.node)
         return round(left + len(requests), 3) if left is not None else None
-
-    def _explain(self, arguments: _Arguments, now: float) -> dict[str, Any] | None:
-        """The program's turns, oldest first and those in progress last, and the decisions about it.
-        ``max_hinted_ttl_s``: longest TTL that a hint can get; ``None`` if the preset ignores hinted TTLs.
-        ``max_hinted_ttl_from``: what limits this TTL."""
-        state = self._state
-        program = state.programs.get(ProgramId(arguments.program_id))
-        if program is None:
-            return None
-        live = [request.record for request in self._requests_of(program) if request.record is not None]
-        live.sort(key=lambda record: record.arrived_s)
-        records = state.ledger.of_program(program.id)
-        records += [replace(record, finished_s=now, outcome="running") for record in live]
-        limit_s, reads_ttl = state.limits.max_hinted_ttl_s, HINTED_TTL not in unused_fields(state.preset)
-        return {
-            "program_id": program.id,
-            "turns": program.turns,
-            "ledger": [self._with_estimates(record) for record in records],
-            "decisions": [decision.as_dict() for decision in state.decisions.of_program(program.id)],
-            "decisions_since_s": state.decisions.oldest_s,
-            "max_hinted_ttl_s": min(limit_s, MAX_TTL_S) if reads_ttl else None,
-            "max_hinted_ttl_from": "--sojourn-max-ttl-s" if limit_s < MAX_TTL_S else "the policy's maximum",
-        }
-
-    def _with_estimates(self, record: TurnRecord) -> dict[str, Any]:
-        """A turn with estimates of the seconds to compute its lost and its reused tokens."""
-        tokens, seconds = record.tokens, self._state.reload.seconds
-        known = tokens is not None and self._state.reload.known
-        reused = tokens.device + tokens.host if tokens is not None else 0
-        lost = sum(tokens.lost.values()) if tokens is not None else 0
-        return {
-            **record.as_dict(),
-            "recompute_estimate_s": round(seconds(lost), 6) if known else None,
-            "saved_estimate_s": round(seconds(reused), 6) if known else None,
-        }
 
     def _persist(self, arguments: _Arguments, now: float) -> answers.PersistProgress | None:
         program = self._state.programs.get(ProgramId(arguments.program_id))

@@ -126,9 +126,9 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     """Explain turn number ``turn``; if ``turn`` is ``None``, the newest turn. Returns ``None`` for a turn
     that is not in the ledger.
 
-    ``facts``: an engine's answer to the operation ``explain``, with ``ledger``, ``decisions`` and others.
+    ``facts``: an engine's answer to the operation ``program``.
     """
-    records: Sequence[Mapping[str, Any]] = facts["ledger"]
+    records: Sequence[Mapping[str, Any]] = [*facts["ledger"], *facts["unfinished"]]
     chosen = [record for record in records if turn is None or record["turn"] == turn]
     if not chosen:
         return None

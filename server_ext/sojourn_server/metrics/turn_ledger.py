@@ -8,7 +8,7 @@ are queued + prefilling + decoding. Both sums are exact. A loss without a known 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -220,6 +220,10 @@ class TurnEntry(TypedDict):
     seconds: TurnSeconds
     tokens: TurnTokens | None
     """``None``: the request was never admitted."""
+    recompute_estimate_s: float | None
+    """Estimated seconds that computing the lost tokens again took; ``None``: unknown."""
+    saved_estimate_s: float | None
+    """Estimated seconds that computing the reused tokens would have taken; ``None``: unknown."""
 
 
 @dataclass(slots=True)
@@ -267,9 +271,14 @@ class TurnRecord:
             "decoding": end - first,
         }
 
-    def as_dict(self) -> TurnEntry:
-        """Return the record as flat JSON data."""
+    def as_dict(self, compute_s: Callable[[int], float] | None = None) -> TurnEntry:
+        """Return the record as flat JSON data. ``compute_s`` estimates the seconds to compute a number of
+        tokens; ``None``: unknown."""
         seconds, tokens = self.seconds(), self.tokens
+        lost, reused = 0, 0
+        if tokens is not None:
+            lost, reused = sum(tokens.lost.values()), tokens.device + tokens.host
+        known = compute_s if tokens is not None else None
         return {
             "program_id": self.program_id,
             "turn": self.turn,
@@ -305,6 +314,8 @@ class TurnRecord:
                 "tail": tokens.tail,
                 "lost": {cause.value: count for cause, count in tokens.lost.items()},
             },
+            "recompute_estimate_s": round(known(lost), 6) if known else None,
+            "saved_estimate_s": round(known(reused), 6) if known else None,
         }
 
 
