@@ -74,6 +74,8 @@ CALLED: Mapping[str, tuple[str, ...]] = {
     "KVCacheSpec": ("max_memory_usage_bytes",),
     "AsyncModelRunnerOutput": ("get_kv_connector_output",),
     "LRUCachePolicy": ("get",),
+    "EngineCore": ("add_lora", "collective_rpc", "remove_lora"),
+    "Request": ("update_block_hashes",),
 }  # fmt: skip
 """Class → methods that sojourn calls or wraps. Only changes of their parameters matter."""
 
@@ -108,11 +110,11 @@ READ: Mapping[str, tuple[str, ...]] = {
         "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
     ),
     "Request": (
-        "arrival_time", "block_hashes", "client_index", "kv_transfer_params", "max_tokens",
+        "arrival_time", "block_hashes", "cache_salt", "client_index", "kv_transfer_params", "max_tokens",
         "num_computed_tokens", "num_prompt_tokens", "priority", "request_id", "sampling_params",
         "skip_reading_prefix_cache", "spec_token_ids", "status", "num_tokens", "num_output_tokens",
         "output_token_ids", "all_token_ids", "is_finished", "has_encoder_inputs", "is_prefill_chunk",
-        "num_preemptions", "prefill_stats", "resumable",
+        "lora_request", "num_preemptions", "prefill_stats", "resumable",
     ),
     "PrefillStats": ("num_external_cached_tokens", "num_local_cached_tokens"),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from engine_tools import VOCABULARY, new_processes, save_tokenizer, with_tiers
-from multi_turn_programs import gaps_to_the_best, generate
+from multi_turn_programs import arm, first_prompt, gaps_to_the_best, generate, usual_hint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -128,6 +128,39 @@ def test_adapters_say_what_they_say_on_stock(loud_model: str, tmp_path: Path) ->
     says_what_stock_says(loud_model, policies=["mori"], enable_lora=True, max_loras=2, adapters=adapters)
 
 
+def test_an_adapter_that_is_loaded_again_is_not_answered_from_its_old_kv(
+    loud_model: str, tmp_path: Path
+) -> None:
+    """Other prompts take the device's blocks meanwhile; host memory has copies of them."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    tiers = with_tiers(host_bytes=HOST_BYTES)
+    arms = arm(loud_model, {"policy": "mori"}, enable_lora=True, max_loras=2, **tiers)
+    llm = next(arms)
+
+    def say(lora: Any, prompt: int = 0, program: int = 0) -> list[int]:
+        extra = {"agentic_context": usual_hint(program)}
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args=extra)
+        prompts = [{"prompt_token_ids": first_prompt(prompt)}]
+        (answer,) = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+        return list(answer.outputs[0].token_ids)
+
+    told = [say(LoRARequest("same", 1, make_adapter(tmp_path / "same", 0)))]
+    for seed, in_request in ((1, False), (2, True)):
+        adapter = LoRARequest("same", 1, make_adapter(tmp_path / "same", seed), load_inplace=in_request)
+        if not in_request:
+            llm.llm_engine.add_lora(LoRARequest("same", 1, adapter.lora_path, load_inplace=True))
+        for other in range(1, 9):
+            say(None, other, other)
+        told.append(say(adapter))
+        alone = LoRARequest(f"alone {seed}", 1 + seed, make_adapter(tmp_path / str(seed), seed))
+        assert told[-1] == say(alone, program=10 + seed), f"loaded by a request: {in_request}"
+    assert len({tuple(tokens) for tokens in told}) == 3, "the adapters must differ"
+    for _ in arms:
+        pass
+
+
 @pytest.mark.nightly
 def test_images_say_what_they_say_on_stock(tiny_model: str, tmp_path: Path) -> None:
     """Two programs of each prompt, with an image each: a block's key has the image's hash, else they would
@@ -195,7 +228,7 @@ def make_adapter(target: Path, seed: int) -> str:
             of = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{of}.lora_A.weight"] = torch.randn(8, 64, generator=draw) * 0.3
             weights[f"{of}.lora_B.weight"] = torch.randn(size, 8, generator=draw) * 0.3
-    target.mkdir()
+    target.mkdir(exist_ok=True)
     save_file(weights, str(target / "adapter_model.safetensors"))
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
     (target / "adapter_config.json").write_text(json.dumps(config))

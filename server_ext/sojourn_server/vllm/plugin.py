@@ -1,13 +1,15 @@
 """The ``vllm.general_plugins`` entry point: adds ``EngineCore.sojourn_call``, which the API server calls.
 
-vLLM dispatches utility calls by name to ``EngineCore``, so one added method is enough and nothing is
-replaced. With vLLM's own scheduler, only an engine of a prefill/decode pair answers, and only some
-operations.
+vLLM dispatches utility calls by name to ``EngineCore``, so one added method is enough. Those that may replace
+weights are wrapped, to report that to sojourn's scheduler. With vLLM's own scheduler, only an engine of a
+prefill/decode pair answers, and only some operations.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +26,21 @@ def register() -> None:
 
     if not hasattr(EngineCore, METHOD):
         setattr(EngineCore, METHOD, _sojourn_call)
+        for name in ("add_lora", "remove_lora", "collective_rpc"):
+            setattr(EngineCore, name, _reported(getattr(EngineCore, name)))
+
+
+def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:  # a failed call may have changed some weights
+            report = getattr(self.scheduler, "sojourn_weights_called", None)
+            if report is not None:
+                report(method.__name__, *args[:1], *list(kwargs.values())[: not args])
+
+    return call
 
 
 def _sojourn_call(self: Any, operation: str, payload: str) -> str:

@@ -75,6 +75,11 @@ class SojournMixin:
             self.sojourn.guarded(self.sojourn.after_cache_reset, False)
         return done
 
+    def sojourn_weights_called(self, method: str, what: Any) -> None:
+        """Handle the end of a call of ``EngineCore`` that may have changed weights, with its first
+        argument."""
+        self.sojourn.guarded(self.sojourn.weights_called, method, what)
+
     def shutdown(self) -> None:
         self.sojourn.guarded(self.sojourn.shutdown)
         super().shutdown()  # type: ignore[misc]

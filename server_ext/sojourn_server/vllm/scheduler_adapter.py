@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -69,6 +70,7 @@ from .plugin_settings import (
 from .prefill_quota import PrefillQuota
 from .tool_call_reader import ToolCallReader, turn_end
 from .waiting_queue import EngineContext, WaitingQueueAdapter, max_new_tokens
+from .weight_epochs import WeightEpochs
 
 if TYPE_CHECKING:
     from .compat import KVConnectorOutput, Scheduler
@@ -76,6 +78,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 MAX_STEPS_IN_FLIGHT = 64
+_CHANGES_WEIGHTS = re.compile(r"(?!get|compute|check|init|list|save|pin|start).*(weight|lora)")
+"""Names of workers' methods that change weights: of vLLM and of extensions for reinforcement learning."""
 MAX_STALLED_SHOWN = 10
 STALL_WARNING_S = 300.0
 """Seconds of empty steps with unfinished requests after which a warning says what they wait for. By default,
@@ -127,6 +131,7 @@ class SchedulerAdapter(EngineView):
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
+        self._weights = WeightEpochs(scheduler)
         self._pending: list[EngineAction | LeaseGranted] = []
         context = EngineContext(
             scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
@@ -194,6 +199,7 @@ class SchedulerAdapter(EngineView):
         """Handle a new request, before vLLM queues it."""
         now = self._clock()
         try:
+            self._weights.mark(request)
             self._take_in(request, now)
         except Exception:
             if self.program_scheduler.request(request.request_id) is None:
@@ -457,6 +463,20 @@ class SchedulerAdapter(EngineView):
         finally:
             if self._offload is not None:  # vLLM clears only the device by default
                 self._offload.reset()
+
+    def weights_called(self, method: str, what: Any) -> None:
+        """Handle the end of a call that may have changed weights: of the adapter or adapter id ``what``, or
+        by the worker's method ``what`` (``collective_rpc``)."""
+        if method != "collective_rpc":
+            self._weights.adapter_changed(getattr(what, "lora_int_id", what))
+        elif _CHANGES_WEIGHTS.match(getattr(what, "__name__", str(what))):
+            # A pause clears the cache unless its caller wants to keep the KV over the change.
+            if self._scheduler.pause_state is PauseState.UNPAUSED:
+                self._weights.model_changed()
+            self.before_cache_reset(False)
+            if self._scheduler.connector is not None:
+                self._scheduler.connector.reset_cache()
+            self.after_cache_reset(False)
 
     # -- calls of the API server ------------------------------------------------
 
