@@ -54,7 +54,7 @@ def look(worker: Any) -> dict[str, Any]:
         "counts": traffic.stats()["counts"],
         "worker": dict(connector._worker.counts),
         "reading": len(traffic.node.reads),
-        "waiting": len(connector._worker._prompts),
+        "waiting": len(connector._worker._sources),
         "held": traffic.stats()["slots_used"],
     }
 

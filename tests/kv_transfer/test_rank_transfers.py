@@ -135,17 +135,16 @@ def test_each_worker_listens_at_an_address_of_its_own() -> None:
     assert split_addresses("unix:/a,b,unix:/a,b.rank1") == ["unix:/a,b", "unix:/a,b.rank1"]
 
 
-def test_a_worker_gets_the_address_and_the_epoch_of_its_counterpart() -> None:
+def test_a_worker_gets_the_address_of_its_counterpart() -> None:
     jobs = TransferJobs(
-        expects=[ExpectJob(1, "c", "e0,e1"), ExpectJob(2, "c", "of an engine with one")],
-        fetches=[FetchJob(3, [b"k"], "tcp:h:1,tcp:h:2", "c", 1, "e0,e1"), FetchJob(4, [b"k"])],
-        pushes=[PushJob("r", "c", "tcp:h:1,tcp:h:2", "e0,e1", [b"k"], [1])],
+        expects=[ExpectJob(1, "c")],
+        fetches=[FetchJob(3, [b"k"], "tcp:h:1,tcp:h:2", "c", 1), FetchJob(4, [b"k"])],
+        pushes=[PushJob("r", "c", "tcp:h:1,tcp:h:2", [b"k"], [1])],
         ends=[7],
     )
     part = jobs_of_rank(jobs, 1, 2)
-    assert [each.epoch for each in part.expects] == ["e1", "of an engine with one"]
-    assert [(each.peer, each.epoch) for each in part.fetches] == [("tcp:h:2", "e1"), ("", None)]
-    assert [(each.address, each.epoch) for each in part.pushes] == [("tcp:h:2", "e1")]
+    assert [each.peer for each in part.fetches] == ["tcp:h:2", ""]
+    assert [each.address for each in part.pushes] == ["tcp:h:2"]
     assert part.ends == [7]
     assert jobs.pushes[0].address == "tcp:h:1,tcp:h:2", "the other worker has its own"
     assert jobs_of_rank(jobs, 0, 1) is jobs

@@ -74,9 +74,7 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     here, there = pair
     (to,) = there.addresses
     mine = here.node.load("mine", CONTEXT[:3])
-    theirs = here.node.load(
-        "t", CONTEXT[3:], peer=ReadingPeer(address=to, transfer="t", total=9, epoch=there.epoch)
-    )
+    theirs = here.node.load("t", CONTEXT[3:], peer=ReadingPeer(address=to, transfer="t", total=9))
     assert mine.requested_blocks == 3
     for layer in range(LAYERS):
         assert mine.wait_layer(layer, PATIENCE_S)
@@ -86,8 +84,8 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert (mine.wait(PATIENCE_S), theirs.wait(PATIENCE_S)) == (TransferOutcome(3), TransferOutcome(5))
     mine.end()
     theirs.end()
-    push = here.node.offer("t", to, WHOLE, epoch=there.epoch)
-    prompt = there.node.expect("t", epoch=there.epoch)
+    push = here.node.offer("t", to, WHOLE)
+    prompt = there.node.expect("t")
     for layer in range(LAYERS):
         assert push.give(layer, layers_of(WHOLE, layer))
     assert prompt.wait(PATIENCE_S) == TransferOutcome(len(WHOLE))
@@ -378,8 +376,8 @@ def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
         load = here.node.load("l", FOUR)
         assert load.wait(PATIENCE_S) is not None
         assert here.stats()["slots_used"] == 4
-        push = here.node.offer("t", there.addresses[0], FOUR, epoch=there.epoch)
-        prompt = there.node.expect("t", epoch=there.epoch)
+        push = here.node.offer("t", there.addresses[0], FOUR)
+        prompt = there.node.expect("t")
         for layer in range(LAYERS):
             push.give(layer, layers_of(FOUR, layer))
         assert prompt.wait(PATIENCE_S) is not None

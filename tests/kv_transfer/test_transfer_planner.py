@@ -63,7 +63,7 @@ def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_o
     request = begin(planner, Request("r", prompt(1, 400), params))
     assert planner.ask("r", 0) == MATCH_PENDING
     (fetch,) = planner.take_jobs().fetches
-    assert (fetch.peer, fetch.total, fetch.epoch) == ("unix:d", 7, "e1")
+    assert (fetch.peer, fetch.total) == ("unix:d", 7)
     planner.take_results(TransferResults(ready={fetch.ask: 2}))
     planner.ask("r", 0)
     planner.allocated("r", ids(400), 128)
@@ -74,14 +74,14 @@ def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_o
     (push,) = orders.pushes
     assert push.context == fetch.context
     assert push.keys == [*full_keys(request.tokens), tail_key(push.context)]
-    assert (push.address, push.epoch, push.block_ids) == ("unix:d", "e1", ids(400))
+    assert (push.address, push.block_ids) == ("unix:d", ids(400))
     assert not orders.saves, "the decode side stores it"
     step(planner, "r", 401)
     assert not planner.take_jobs().pushes
     finished = planner.finished("r", True)
     assert finished.hold
     assert finished.answer == {
-        "do_remote_prefill": True, "transfer": "t", "context": push.context, "stored": 2, "epoch": "e1",
+        "do_remote_prefill": True, "transfer": "t", "context": push.context, "stored": 2,
     }  # fmt: skip
     assert planner.take_jobs().holds == ["r"]
     assert len(planner) == 0
@@ -105,7 +105,7 @@ def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
     assert planner.ask("r", 64) == MATCH_PENDING
     (expect,) = planner.take_jobs().expects
     assert planner.ask("r", 64) == MATCH_PENDING
-    planner.take_results(TransferResults(prompts={expect.ask: 7}))
+    planner.take_results(TransferResults(ready={expect.ask: 7}))
     assert planner.ask("r", 64) == ExternalMatch(336, is_async=True)
     planner.allocated("r", ids(400), 336)
     assert planner.take_jobs().fills == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
@@ -120,7 +120,7 @@ def test_a_context_that_is_not_whole_is_fetched_from_the_store_instead(blocks: i
     begin(planner, Request("r", tokens, answer_of(tokens)))
     planner.ask("r", 0)
     (expect,) = planner.take_jobs().expects
-    planner.take_results(TransferResults(prompts={expect.ask: blocks}))
+    planner.take_results(TransferResults(ready={expect.ask: blocks}))
     assert planner.ask("r", 0) == MATCH_PENDING
     orders = planner.take_jobs()
     assert orders.ends == [expect.ask]
@@ -144,10 +144,10 @@ def test_a_prompt_is_expected_when_its_request_arrives_and_let_go_of_when_it_is_
     elif how == "reads no cache":  # the connector is not asked
         planner.allocated("r", ids(400), 0)
     else:
-        planner.take_results(TransferResults(prompts={expect.ask: 7}))
+        planner.take_results(TransferResults(ready={expect.ask: 7}))
         assert planner.ask("r", 400) == NO_MATCH
     assert planner.take_jobs().ends == [expect.ask]
-    planner.take_results(TransferResults(prompts={expect.ask: 7}))  # reported before it was ended
+    planner.take_results(TransferResults(ready={expect.ask: 7}))  # reported before it was ended
     assert not planner.take_jobs()
 
 
@@ -199,7 +199,7 @@ def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
     assert (params.role, params.peer, params.decode_reads) == (TransferRole.PREFILL, "unix:/d", True)
     answer = transfer_answer_params(params, "t.1", 3)
     decode = parse_transfer_params({**answer, "remote_prefill_cached_tokens": 5})
-    assert (decode.role, decode.context, decode.stored, decode.epoch) == (TransferRole.DECODE, "t.1", 3, "e")
+    assert (decode.role, decode.context, decode.stored) == (TransferRole.DECODE, "t.1", 3)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,6 @@ def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
         ({**TO_PREFILL, "transfer": "\ud800"}, "transfer"),
         ({**TO_PREFILL, "peer": 7}, "peer is 7"),
         ({**TO_PREFILL, "decode_reads": 1}, "decode_reads is 1"),
-        ({**TO_PREFILL, "epoch": 3}, "epoch is 3"),
         ({**TO_DECODE, "context": None}, "context is None"),
         ({**TO_DECODE, "stored": -1}, "stored is -1"),
         ({**TO_DECODE, "stored": "3"}, "stored is '3'"),

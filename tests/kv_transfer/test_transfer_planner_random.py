@@ -211,7 +211,7 @@ class Planning(RuleBasedStateMachine):
         if ask in self.worker.fetches:
             reports.ready[ask] = round(self.worker.fetches[ask] * share)
         else:
-            reports.prompts[ask] = round(6 * share)
+            reports.ready[ask] = round(6 * share)
         self.worker.unanswered.discard(ask)
         self.planner.take_results(reports)
 
@@ -278,13 +278,8 @@ class Planning(RuleBasedStateMachine):
         """From anywhere: all get an answer in a few rounds, and once all have ended nothing is left."""
         for _ in range(2 * MAX_FETCHES + 2):
             self.orders()
-            reports = TransferResults(
-                ready={
-                    ask: self.worker.fetches[ask]
-                    for ask in self.worker.unanswered & self.worker.fetches.keys()
-                },
-                prompts=dict.fromkeys(self.worker.unanswered & self.worker.prompts, 1),
-            )
+            answers = {ask: self.worker.fetches.get(ask, 1) for ask in self.worker.unanswered}
+            reports = TransferResults(ready=answers)
             self.worker.unanswered.clear()
             self.planner.take_results(reports)
             known = [self.admit(life, 0, True) for life in self.lives.values() if life.stage == "waiting"]

@@ -260,7 +260,7 @@ def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: 
     try:
         assert worker.status() is not None
         keys, ids = [b"k" * 32], list(range(1, 5))
-        step = TransferJobs(pushes=[PushJob("r", "c", "unix:/nobody", None, keys, ids)])
+        step = TransferJobs(pushes=[PushJob("r", "c", "unix:/nobody", keys, ids)])
         worker.handle_preemptions(StepOrders(step))
         worker.wait_for_save()
         worker.handle_preemptions(StepOrders(TransferJobs(holds=["r"], aborts=["r"]), stop=True))

@@ -121,8 +121,7 @@ class Worker:
             received.add(fill.name.request)
         for answer in self._ended(self.answers):
             if answer.name in self.asks:
-                into = results.prompts if answer.content == "prompt" else results.ready
-                into[answer.name] = len(self.asks[answer.name])
+                results.ready[answer.name] = len(self.asks[answer.name])
         self._take_in(
             step,
             ModelRunnerOutput,

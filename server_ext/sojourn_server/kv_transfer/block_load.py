@@ -26,9 +26,6 @@ class ReadingPeer:
     transfer: str
     total: int
     """Number of blocks of the whole prompt, for which the peer reserves buffers."""
-    epoch: str | None = None
-    """Identifies the run of the peer's process that the router chose; ``None`` for any run. A restarted peer
-    has another epoch."""
 
 
 class BlockLoad(Transfer):
@@ -66,14 +63,9 @@ class BlockLoad(Transfer):
         return len(self.keys)
 
     def ready(self, layerwise: bool) -> int | None:
-        """Return how many leading blocks a request can use now; ``None`` if it must wait. Blocks can be used
-        once the load is over. With ``layerwise``, they can be used once their first layer has arrived."""
-        if self.outcome is None:
-            return self.requested_blocks if layerwise and self.layers_loaded else None
-        try:
-            return len(self.blocks())  # claims them, so that their buffers are not reused
-        except ValueError:
-            return 0
+        if self.outcome is None and layerwise and self.layers_loaded:
+            return self.requested_blocks
+        return super().ready(layerwise)
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """Wait for a layer or the end of the load, at most ``timeout_s`` seconds (``None``: without limit).
@@ -137,7 +129,7 @@ class BlockLoad(Transfer):
         """Ask a peer to read the blocks of ``_fetched``, and wait until they have arrived or will not."""
         why = ""
         try:
-            self.conn = await self.node.peers.reach(peer.address, peer.epoch)
+            self.conn = await self.node.peers.reach(peer.address)
             self._fetched = [slot for slot in self._fetched if slot.filler is self]
             self.allowed_s = self.node.limits.patience_s
             async with self.patience():

@@ -23,15 +23,12 @@ class BlockPush(Transfer):
 
     kind = "push"
 
-    def __init__(
-        self, node: TransferResources, name: str, address: str, keys: Sequence[bytes], epoch: str | None
-    ) -> None:
+    def __init__(self, node: TransferResources, name: str, address: str, keys: Sequence[bytes]) -> None:
         self.keys = list(keys)
         self.conn: PeerConnection | None = None
         self.inbox: asyncio.Queue[NeedMessage | CompleteMessage | int] = asyncio.Queue()
         """Answers of the peer, and numbers of layers that the engine has given."""
         self._address = address
-        self._epoch = epoch
         self._layers: list[Sequence[memoryview]] = []
         """The layers given so far, each with one buffer per offered block."""
         super().__init__(node, name)
@@ -66,7 +63,7 @@ class BlockPush(Transfer):
 
     async def run(self) -> None:
         self.node.counts["pushes"] += 1
-        conn = await self.node.peers.reach(self._address, self._epoch)
+        conn = await self.node.peers.reach(self._address)
         self.conn = conn
         await conn.send(OfferMessage(transfer=self.name, keys=self.keys))
         needed: dict[int, None] | None = None

@@ -85,8 +85,8 @@ class PeerConnection:
         self.stream = stream
         self.address = address
         """The dialled address; empty if the peer has dialled."""
-        self.epoch = ""
-        """The run of the peer's process; empty before the handshake."""
+        self.is_identified = False
+        """Whether the handshake has succeeded."""
         self.why_lost: str | None = None
         """Why the connection has ended; ``None`` while it is open."""
         self.lane = asyncio.Lock()
@@ -175,17 +175,14 @@ class PeerTable:
         self._dialled: dict[str, asyncio.Task[object]] = {}
         """Address → task that returns the connection to it."""
 
-    async def reach(self, address: str, epoch: str | None) -> PeerConnection:
-        """Connect to ``address``, or use the existing connection. ``epoch``: the run of the peer's process
-        that the router chose; ``None`` for any. Raises ``TransferFailed``."""
+    async def reach(self, address: str) -> PeerConnection:
+        """Connect to ``address``, or use the existing connection. Raises ``TransferFailed``."""
         dialled = self._dialled.get(address)
         if dialled is None:
             dialled = self._dialled[address] = self.node.spawn(self._dial(address))
         conn = await asyncio.shield(dialled)
         assert isinstance(conn, PeerConnection)
         conn.check()
-        if epoch is not None and epoch != conn.epoch:
-            raise TransferFailed("the peer has restarted since it was chosen")
         return conn
 
     async def accept(self, stream: PeerStream) -> None:
@@ -228,7 +225,7 @@ class PeerTable:
             if conn is not None:
                 self.drop(conn, why)
             raise TransferFailed(why) from error
-        conn.epoch = answer.epoch
+        conn.is_identified = True
         node.spawn(self._serve(conn))
         return conn
 
@@ -245,7 +242,7 @@ class PeerTable:
                 told = incompatibility_reason(node.identity, hello.kv, hidden=_PRIVATE_FIELDS)
                 await conn.send(RefusedMessage(reason=told))
                 raise EOFError(why)
-            conn.epoch = hello.epoch
+            conn.is_identified = True
             await conn.send(WelcomeMessage(name=node.name, epoch=node.epoch))
 
     async def _serve(self, conn: PeerConnection, greeting: Awaitable[None] | None = None) -> None:
@@ -258,7 +255,7 @@ class PeerTable:
                 self.node.received(conn, *await conn.receive())
         except (OSError, EOFError, TransferFailed) as error:
             why = str(error) or why
-            if isinstance(error, TimeoutError) and not conn.epoch:
+            if isinstance(error, TimeoutError) and not conn.is_identified:
                 self.node.counts["stalls"] += 1
                 why = "the peer has not identified itself"
         except PeerWireError as error:

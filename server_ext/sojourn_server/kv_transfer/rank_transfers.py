@@ -59,57 +59,19 @@ def rank_address(address: str, rank: int, ranks: int) -> str:
 
 
 def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
-    """Return an engine's jobs for its worker ``rank``. Each list of addresses or epochs is replaced by its
-    value for this rank. The peer must have as many workers; ``TransferPlanner.arrived`` checks this."""
+    """Return an engine's jobs for its worker ``rank``, with the address of the peer's worker of this rank.
+    The peer must have as many workers; ``TransferPlanner.arrived`` checks this."""
     if ranks == 1:
         return jobs
 
     def address(text: str) -> str:
         return split_addresses(text)[rank] if text else ""
 
-    def epoch(text: str | None) -> str | None:
-        parts = text.split(",") if text is not None else []
-        return parts[rank] if len(parts) == ranks else text  # otherwise from a start with other ranks
-
     return replace(
         jobs,
-        fetches=[job._replace(peer=address(job.peer), epoch=epoch(job.epoch)) for job in jobs.fetches],
-        pushes=[job._replace(address=address(job.address), epoch=epoch(job.epoch)) for job in jobs.pushes],
-        expects=[job._replace(epoch=epoch(job.epoch)) for job in jobs.expects],
+        fetches=[job._replace(peer=address(job.peer)) for job in jobs.fetches],
+        pushes=[job._replace(address=address(job.address)) for job in jobs.pushes],
     )
-
-
-class RankAnswers:
-    """Combines the workers' answers to asks (attempts to get a request's KV).
-
-    The workers may answer in different steps. An ask is complete once all workers have answered it. Its
-    result is the smallest number of leading blocks, because a block is usable only if every worker has its
-    part.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        """``ranks``: number of workers that answer."""
-        self._ranks = ranks
-        self._partial: dict[int, list[int]] = {}
-        """Number of an incomplete ask → the answers so far."""
-
-    def __len__(self) -> int:
-        return len(self._partial)
-
-    def add(self, answers: Mapping[int, int]) -> dict[int, int]:
-        """Add one worker's answers (ask → number of leading blocks). Return the answers that are now
-        complete."""
-        complete = {}
-        for ask, blocks in answers.items():
-            given = self._partial.setdefault(ask, [])
-            given.append(blocks)
-            if len(given) == self._ranks:
-                complete[ask] = min(self._partial.pop(ask))
-        return complete
-
-    def forget(self, ask: int) -> None:
-        """Drop the answers to an ask that has ended."""
-        self._partial.pop(ask, None)
 
 
 def combined_status(workers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any] | None:

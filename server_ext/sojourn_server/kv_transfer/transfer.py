@@ -77,7 +77,17 @@ class Transfer:
             if self.outcome is None or self._is_released:
                 raise ValueError(f"{self.kind} {self.name!r} is not over, has failed or is released")
             self.is_claimed = True
-            return [slot.memory for slot in self.slots]
+            return [slot.memory for slot in self.slots[: self.outcome.good]]
+
+    def ready(self, layerwise: bool) -> int | None:
+        """Return how many leading blocks a request can use now; ``None`` if it must wait until the transfer
+        is over. ``layerwise``: blocks can be used once their first layer has arrived."""
+        if self.outcome is None:
+            return None
+        try:
+            return len(self.blocks())  # claims them, so that their buffers are not reused
+        except ValueError:
+            return 0
 
     def end(self) -> None:
         """End the transfer, whether or not its blocks have arrived, and release its buffers."""

@@ -2,9 +2,7 @@
 
 An *ask* is one attempt to get a request's KV from storage or a peer. The planner gives each ask a number that
 is never reused, and ignores results of asks that have ended. A *context* is a prompt whose KV one engine
-sends to another. Jobs name it by its ``transfer_request.context_name``. An ``epoch`` is the run of the peer's
-process that the router chose; ``None`` for any run. In an ``ExpectJob`` it is the run of this engine's
-process.
+sends to another. Jobs name it by its ``transfer_request.context_name``.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from typing import NamedTuple
 
 
 class FetchJob(NamedTuple):
-    """Find out how many leading ``keys`` are stored, and read these blocks. The result is in
-    ``TransferResults.ready``."""
+    """Find out how many leading ``keys`` are stored, and read these blocks."""
 
     ask: int
     keys: list[bytes]
@@ -26,12 +23,18 @@ class FetchJob(NamedTuple):
     context: str = ""
     total: int = 0
     """Number of Full Blocks of the whole context."""
-    epoch: str | None = None
+
+
+class ExpectJob(NamedTuple):
+    """Wait for a context that a peer pushes to this engine."""
+
+    ask: int
+    context: str
 
 
 class StreamJob(NamedTuple):
     """Fill the request's blocks ``block_ids`` with fetched KV, layer by layer while this step computes. The
-    job ends the ask (the attempt to get KV)."""
+    job ends the ask."""
 
     ask: int
     skip: int
@@ -39,20 +42,12 @@ class StreamJob(NamedTuple):
     block_ids: list[int]
 
 
-class ExpectJob(NamedTuple):
-    """Wait for a context that a peer pushes to this engine. The result is in ``TransferResults.prompts``."""
-
-    ask: int
-    context: str
-    epoch: str | None = None
-
-
 class FillJob(NamedTuple):
     """Fill a request's blocks with a complete context, or with fetched KV, while other requests compute. The
-    job ends the ask (the attempt to get KV). After the job, the worker tells vLLM that the load has ended."""
+    job ends the ask. After the job, the worker tells vLLM that the load has ended."""
 
     ask: int
-    """Number of the ask. If it is 0, there is no KV, and the worker reports the blocks as not filled."""
+    """If it is 0, there is no KV, and the worker reports the blocks as not filled."""
     request: str
     skip: int
     """Number of leading engine blocks of the context or the fetched KV to leave out."""
@@ -65,7 +60,6 @@ class PushJob(NamedTuple):
     request: str
     context: str
     address: str
-    epoch: str | None
     keys: list[bytes]
     block_ids: list[int]
 
@@ -90,12 +84,12 @@ class TransferJobs:
     """The jobs of one step. The worker starts them when the step begins, except two kinds: when the step
     ends, it copies the blocks of ``saves`` and starts ``fills``."""
 
+    fetches: list[FetchJob] = field(default_factory=list)
+    expects: list[ExpectJob] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more. They may be asks of the same step."""
     aborts: list[str] = field(default_factory=list)
     """Requests whose push is cancelled."""
-    fetches: list[FetchJob] = field(default_factory=list)
-    expects: list[ExpectJob] = field(default_factory=list)
     streams: list[StreamJob] = field(default_factory=list)
     not_filled: list[int] = field(default_factory=list)
     """Ids of blocks that a request needs but no job fills. The worker reports them to vLLM as not filled."""
@@ -118,11 +112,10 @@ class TransferResults:
     """Results of the jobs of earlier steps."""
 
     ready: dict[int, int] = field(default_factory=dict)
-    """Ask whose fetch the request can use now → number of leading blocks that have arrived or will arrive."""
-    prompts: dict[int, int] = field(default_factory=dict)
-    """Ask whose expected context has arrived or failed → number of its Full Blocks; 0 if it failed."""
+    """Ask that has a result → number of leading blocks that have arrived or will arrive. For an expected
+    context that has failed, it is 0."""
     stored: dict[str, int] = field(default_factory=dict)
     """Request → index of the first Full Block of its context that the last step did not save."""
 
     def __bool__(self) -> bool:
-        return bool(self.ready or self.prompts or self.stored)
+        return bool(self.ready or self.stored)

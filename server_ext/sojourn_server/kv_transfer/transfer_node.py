@@ -68,24 +68,19 @@ class TransferNode(TransferResources):
         self._post_start(self._start_load, load)
         return load
 
-    def offer(
-        self, transfer: str, address: str, keys: Sequence[bytes], epoch: str | None = None
-    ) -> BlockPush:
-        """Start to push a prompt to the peer at ``address``; the handle's ``give`` adds the layers.
-
-        ``keys``: the prompt's Full Blocks, in order. ``epoch``: the run of the peer's process that the router
-        chose; ``None`` for any. A push of a transfer that is open already fails. Raises ``ValueError`` for no
-        keys or a duplicate key."""
+    def offer(self, transfer: str, address: str, keys: Sequence[bytes]) -> BlockPush:
+        """Start to push a prompt, whose Full Blocks are ``keys``, to the peer at ``address``; the handle's
+        ``give`` adds the layers. A push of a transfer that is open already fails. Raises ``ValueError`` for
+        no keys or a duplicate key."""
         _check_keys(transfer, keys)
-        push = BlockPush(self, transfer, address, keys, epoch)
+        push = BlockPush(self, transfer, address, keys)
         self._post_start(self._start_push, push)
         return push
 
-    def expect(self, transfer: str, epoch: str | None = None) -> IncomingPrompt:
+    def expect(self, transfer: str) -> IncomingPrompt:
         """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
-        it; its ``end`` must be called. Until then a complete prompt stays in the buffers. ``epoch``: the run
-        of this engine's process to which the prompt is pushed; ``None`` if unknown. If it is an earlier run,
-        the prompt fails. Raises ``ValueError`` if the prompt is expected already."""
+        it; its ``end`` must be called. Until then a complete prompt stays in the buffers. Raises
+        ``ValueError`` if the prompt is expected already."""
         with self.changed:
             prompt = self.prompts.get(transfer)
             if prompt is not None and prompt.is_expected:
@@ -93,7 +88,7 @@ class TransferNode(TransferResources):
             if prompt is None:
                 prompt = self.prompts[transfer] = IncomingPrompt(self, transfer)
             prompt.is_expected = True
-        self._post_start(self._start_expect, prompt, epoch)
+        self._post_start(prompt.expected)
         return prompt
 
     async def close(self) -> None:
@@ -196,12 +191,6 @@ class TransferNode(TransferResources):
         else:
             self.pushes[push.name] = push
             push.start()
-
-    def _start_expect(self, prompt: IncomingPrompt, epoch: str | None) -> None:
-        prompt.expected()
-        if epoch is not None and epoch != self.epoch:
-            self.counts["stale"] += 1
-            prompt.stop("this engine has restarted since the prompt was pushed")
 
     def _asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
         with self.changed:

@@ -6,7 +6,7 @@ Fetch are jobs (``transfer_jobs``), and names in capitals are phases of the requ
 
     prefill, or whole                          decode
     ────────────────                           ──────
-    asked ── Fetch ──▶ FETCHING                arrived ── Expect ──▶ EXPECTING
+    asked ── Fetch ──▶ WAITING                 arrived ── Expect ──▶ WAITING
       waits, without KV blocks                   waits, without KV blocks
     first layers arrived ──▶ READY             all arrived ──▶ READY; failed ──▶ as a whole request
     allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ FILLING ──▶ RUNNING
@@ -23,9 +23,9 @@ a preemption vLLM calls ``ask`` again: the request starts over, and can use the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from .rank_transfers import RankAnswers, check_peer_ranks
+from .rank_transfers import check_peer_ranks
 from .transfer_jobs import (
     ExpectJob,
     FetchJob,
@@ -39,7 +39,6 @@ from .transfer_jobs import (
 from .transfer_request import (
     MATCH_PENDING,
     NO_MATCH,
-    WAITING_PHASES,
     WHOLE_REQUEST,
     ExternalMatch,
     FinishOutcome,
@@ -88,12 +87,10 @@ class TransferPlanner:
         self._max_saves = max_saves
         self._ranks = ranks
         self._concurrent_steps = concurrent_steps
-        self._ready_answers = RankAnswers(ranks)
-        self._prompt_answers = RankAnswers(ranks)
         self._entries: dict[str, TransferRequest] = {}
-        self._asks: dict[int, str] = {}
-        """Open asks: ask number → request id. An ask is open until all workers have reported its result, or
-        until the planner ends it."""
+        self._asks: dict[int, TransferRequest] = {}
+        """Open asks by number. An ask is open until all workers have reported its result, or until the
+        planner ends it."""
         self._last_ask = 0
         self._orders = TransferJobs()
 
@@ -114,22 +111,21 @@ class TransferPlanner:
             params, wrong = parse_transfer_params(view.kv_transfer_params), None
             if params.role is TransferRole.PREFILL:
                 check_peer_ranks(params.peer, self._ranks)
+            if params.role is not TransferRole.WHOLE and view.prompt_token_ids is None:
+                raise ValueError("a prompt without tokens cannot go from engine to engine")
         except ValueError as error:
             params, wrong = WHOLE_REQUEST, str(error)
-        if params.role is not TransferRole.WHOLE and view.prompt_token_ids is None:
-            params, wrong = WHOLE_REQUEST, "a prompt without tokens cannot go from engine to engine"
+        self.counts["unreadable" if wrong else params.role.value] += 1
         entry = self._entries[view.request_id] = TransferRequest(view, params)
         if params.role is not TransferRole.WHOLE:
             entry.context = prompt_context(view, params.transfer, self._block_tokens)
         if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
             if entry.context == params.context:
-                self._open(entry, TransferPhase.EXPECTING)
-                entry.is_pushed = True
-                self._orders.expects.append(ExpectJob(entry.ask, params.context, params.epoch))
+                self._open(entry, 0, is_pushed=True)
+                self._orders.expects.append(ExpectJob(entry.ask, params.context))
             else:  # the pushed context has other tokens, as its name shows
                 self.counts["prompts_foreign"] += 1
-        self.counts["unreadable" if wrong else params.role.value] += 1
         return wrong
 
     def ask(self, request_id: str, computed: int) -> ExternalMatch:
@@ -140,14 +136,14 @@ class TransferPlanner:
         if entry is None:
             return NO_MATCH
         entry.computed, entry.is_filling = 0, False  # it has no blocks (any more)
-        if entry.phase in WAITING_PHASES:
+        if entry.phase is TransferPhase.WAITING:
             return MATCH_PENDING
         if entry.phase is TransferPhase.READY:
-            tokens = self._ready_tokens(entry, computed)
-            if tokens > 0:
-                return ExternalMatch(tokens, is_async=entry.is_pushed or not self._streams)
+            end, is_reached = self._ready_end(entry), entry.first * self._full_tokens <= computed
+            if is_reached and end > computed:
+                return ExternalMatch(end - computed, is_async=entry.is_pushed or not self._streams)
             self._end(entry)
-            if tokens == 0:
+            if is_reached:
                 return NO_MATCH
         elif entry.phase is TransferPhase.RUNNING or (
             entry.phase is TransferPhase.FILLING and entry.is_pushed
@@ -169,14 +165,15 @@ class TransferPlanner:
             self._orders.not_filled += block_ids  # a mistake of the caller: report them as not filled
             return
         end = self._ready_end(entry)
-        computed = end - external_tokens
-        skip = computed // self._block_tokens - entry.first * self._per_full
-        ids = list(block_ids[computed // self._block_tokens : -(-end // self._block_tokens)])
+        first = (end - external_tokens) // self._block_tokens
+        skip, ids = (
+            first - entry.first * self._per_full,
+            list(block_ids[first : -(-end // self._block_tokens)]),
+        )
         if entry.is_pushed or not self._streams:
             self._orders.fills.append(FillJob(entry.ask, request_id, skip, ids))
-            entry.is_filling = True
             self.counts["tokens_taken" if entry.is_pushed else "tokens_read"] += external_tokens
-            entry.phase = TransferPhase.FILLING
+            entry.phase, entry.is_filling = TransferPhase.FILLING, True
         else:
             self._orders.streams.append(StreamJob(entry.ask, skip, ids))
             self.counts["tokens_streamed"] += external_tokens
@@ -186,19 +183,17 @@ class TransferPlanner:
     def reject_fill(self, request_id: str, block_ids: Sequence[int], is_async: bool) -> None:
         """Make the worker report the blocks ``block_ids`` as not filled, so that vLLM computes them.
         ``is_async``: ``ExternalMatch.is_async`` of the answer that vLLM got for the request."""
-        if is_async:
-            self._orders.fills.append(FillJob(0, request_id, 0, list(block_ids)))
-            entry = self._entries.get(request_id)
-            if entry is not None:
-                entry.is_filling = True
-        else:
+        if not is_async:
             self._orders.not_filled += block_ids
+            return
+        self._orders.fills.append(FillJob(0, request_id, 0, list(block_ids)))
+        if request_id in self._entries:
+            self._entries[request_id].is_filling = True
 
     def filled(self, request_id: str) -> None:
         """Record that vLLM has learned from all workers that a request's fill job has ended."""
-        entry = self._entries.get(request_id)
-        if entry is not None:
-            entry.is_filling = False
+        if request_id in self._entries:
+            self._entries[request_id].is_filling = False
 
     def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
         """Plan the pushes and saves of a step that vLLM has scheduled. ``step``: its requests. ``block_ids``:
@@ -207,13 +202,11 @@ class TransferPlanner:
             entry = self._entries.get(request_id)
             if entry is None:
                 continue
-            prompt_tokens = entry.view.num_prompt_tokens
             if entry.params.role is TransferRole.PREFILL:
-                if not entry.pushed and tokens_after >= prompt_tokens:
+                if not entry.pushed and tokens_after >= entry.view.num_prompt_tokens:
                     self._push(entry, block_ids)
             elif self._saves:
                 entry.computed = tokens_after
-                entry.saved_before = [*entry.saved_before, entry.saved][-self._concurrent_steps :]
                 self._save(entry, block_ids)
 
     def take_jobs(self) -> TransferJobs:
@@ -233,21 +226,17 @@ class TransferPlanner:
         return self._ranks == self._concurrent_steps == 1
 
     def take_results(self, reports: TransferResults) -> None:
-        """Handle one worker's results of earlier jobs."""
-        for ask, blocks in self._ready_answers.add(self._of_open_asks(reports.ready)).items():
-            entry = self._answered(ask)
-            if entry is not None:
-                self.counts["blocks_found"] += blocks
-                # Blocks before ``first`` were on the device; the store may lack them.
-                if entry.first <= entry.stored:
-                    entry.stored = max(entry.stored, entry.first + blocks)
-                self._ready(entry, blocks)
-        for ask, blocks in self._prompt_answers.add(self._of_open_asks(reports.prompts)).items():
-            entry = self._answered(ask)
-            if entry is not None:
-                whole = blocks == self._prompt_blocks(entry)
-                self.counts["prompts_whole" if whole else "prompts_lost"] += 1
-                self._ready(entry, blocks if whole else 0)
+        """Handle one worker's results of earlier jobs. The workers may answer an ask in different steps. Its
+        result is the smallest number of leading blocks, because a block is usable only if every worker has
+        its part."""
+        for ask, blocks in reports.ready.items():
+            entry = self._asks.get(ask)
+            if entry is None:
+                continue
+            entry.answers.append(blocks)
+            if len(entry.answers) == self._ranks:
+                del self._asks[ask]
+                self._ready(entry, min(entry.answers))
         for request_id, index in reports.stored.items():
             saver = self._entries.get(request_id)
             if saver is not None:
@@ -285,7 +274,7 @@ class TransferPlanner:
         After that, a present request starts a new transfer only if it is preempted. Blocks that vLLM has
         already allocated for KV are still filled, and held blocks stay held."""
         for entry in self._entries.values():
-            if entry.phase in WAITING_PHASES:
+            if entry.phase is TransferPhase.WAITING:
                 self._end(entry)
             entry.fetches = MAX_FETCHES
 
@@ -298,7 +287,8 @@ class TransferPlanner:
         return bytes(entry.view.block_hashes[(index + 1) * self._per_full - 1])
 
     def _keys(self, entry: TransferRequest, first: int, tokens: int) -> list[bytes]:
-        """Return the keys of the Full Blocks from index ``first`` on, within the first ``tokens`` tokens."""
+        """Return the keys of the Full Blocks from index ``first`` on, within the first ``tokens`` tokens. A
+        key is a hash of the block's tokens, so it exists only once these tokens are known."""
         hashed = len(entry.view.block_hashes) // self._per_full
         return [self._key(entry, index) for index in range(first, min(tokens // self._full_tokens, hashed))]
 
@@ -307,13 +297,6 @@ class TransferPlanner:
         if entry.is_pushed:
             return entry.view.num_prompt_tokens
         return (entry.first + entry.blocks) * self._full_tokens
-
-    def _ready_tokens(self, entry: TransferRequest, computed: int) -> int:
-        """Return the number of ready tokens after the first ``computed`` tokens. Return -1 if the ready
-        blocks begin later, so that tokens between are missing."""
-        if entry.first * self._full_tokens > computed:
-            return -1
-        return max(0, self._ready_end(entry) - computed)
 
     def _fetch(self, entry: TransferRequest, computed: int) -> ExternalMatch:
         entry.phase = TransferPhase.NEW
@@ -325,89 +308,77 @@ class TransferPlanner:
         if not keys:
             return NO_MATCH
         entry.fetches += 1
-        self._open(entry, TransferPhase.FETCHING)
-        entry.first, entry.is_pushed = first, False
-        params = entry.params
-        fetch = FetchJob(entry.ask, keys)
+        self._open(entry, first, is_pushed=False)
+        params, fetch = entry.params, FetchJob(entry.ask, keys)
         if params.decode_reads and not entry.pushed:
-            fetch = fetch._replace(
-                peer=params.peer,
-                context=entry.context,
-                total=self._prompt_blocks(entry),
-                epoch=params.epoch,
-            )
+            total = self._prompt_blocks(entry)
+            fetch = FetchJob(entry.ask, keys, params.peer, entry.context, total)
         self._orders.fetches.append(fetch)
         return MATCH_PENDING
 
     def _push(self, entry: TransferRequest, block_ids: Callable[[str], Sequence[int]]) -> None:
-        view = entry.view
+        view, params = entry.view, entry.params
         keys = self._keys(entry, 0, view.num_prompt_tokens)
         if len(keys) < self._prompt_blocks(entry):
             keys.append(tail_key(entry.context))
-        count = -(-view.num_prompt_tokens // self._block_tokens)
-        ids = list(block_ids(view.request_id)[:count])
+        ids = list(block_ids(view.request_id)[: -(-view.num_prompt_tokens // self._block_tokens)])
         if NULL_BLOCK in ids:
             self.counts["prompts_with_holes"] += 1
             return
-        push = PushJob(view.request_id, entry.context, entry.params.peer, entry.params.epoch, keys, ids)
+        push = PushJob(view.request_id, entry.context, params.peer, keys, ids)
         self._orders.pushes.append(push)
         self.counts["pushes"] += 1
         entry.pushed = True
 
     def _save(self, entry: TransferRequest, block_ids: Callable[[str], Sequence[int]]) -> None:
         first = max(entry.saved, entry.stored)
-        end = min(self._count_full_blocks(entry), first + self._max_saves)
-        if end <= first:
-            return
-        ids = list(block_ids(entry.view.request_id))
-        for place in range(first, min(end, len(ids) // self._per_full)):
-            start = place * self._per_full
-            if NULL_BLOCK not in ids[start : start + self._per_full]:
-                self._orders.saves.append(self._save_of(entry, place, ids, ids[:start]))
-            entry.saved = place + 1
+        keys = self._keys(entry, first, min(entry.computed, (first + self._max_saves) * self._full_tokens))
+        if keys:
+            ids = list(block_ids(entry.view.request_id))
+            self._orders.saves += self._save_jobs(entry, ids, first, keys, is_late=False)
+            entry.saved = max(first, min(first + len(keys), len(ids) // self._per_full))
 
     def _remaining_saves(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Return jobs for the blocks of a finished request that are not known to be stored."""
-        first = max(min([entry.saved, *entry.saved_before]), entry.stored)
-        end = min(self._count_full_blocks(entry), len(ids) // self._per_full)
-        saves = [self._save_of(entry, place, ids, []) for place in range(first, end)]
-        return [save for save in saves if NULL_BLOCK not in save.block_ids]
+        """Return jobs for the blocks of a finished request that are not known to be stored. The store may
+        still refuse the saves of steps whose results are missing, so these are planned again."""
+        first = max(entry.saved - self._concurrent_steps * self._max_saves, entry.stored)
+        return self._save_jobs(entry, ids, first, self._keys(entry, first, entry.computed), is_late=True)
 
-    def _count_full_blocks(self, entry: TransferRequest) -> int:
-        """Return the number of the request's Full Blocks that are full after the last planned step and have a
-        key. A key is a hash of the block's tokens, so it exists only once these tokens are known."""
-        return min(entry.computed // self._full_tokens, len(entry.view.block_hashes) // self._per_full)
+    def _save_jobs(
+        self, entry: TransferRequest, ids: Sequence[int], first: int, keys: Sequence[bytes], is_late: bool
+    ) -> list[SaveJob]:
+        jobs, size = [], self._per_full
+        for place, key in enumerate(keys[: max(0, len(ids) // size - first)], first):
+            own = list(ids[place * size : (place + 1) * size])
+            before = [] if is_late else list(ids[: place * size])
+            parent = self._key(entry, place - 1) if place else b""
+            if NULL_BLOCK not in own:
+                jobs.append(SaveJob(entry.view.request_id, place, key, parent, own, before))
+        return jobs
 
-    def _save_of(self, entry: TransferRequest, place: int, ids: Sequence[int], before: list[int]) -> SaveJob:
-        start = place * self._per_full
-        return SaveJob(
-            request=entry.view.request_id,
-            place=place,
-            key=self._key(entry, place),
-            parent=self._key(entry, place - 1) if place else b"",
-            block_ids=list(ids[start : start + self._per_full]),
-            before=before,
-        )
-
-    def _open(self, entry: TransferRequest, phase: TransferPhase) -> None:
+    def _open(self, entry: TransferRequest, first: int, is_pushed: bool) -> None:
+        """Open an ask for the Full Blocks from index ``first`` on."""
         self._last_ask += 1
-        entry.ask, entry.phase, entry.blocks = self._last_ask, phase, 0
-        self._asks[entry.ask] = entry.view.request_id
-
-    def _of_open_asks(self, answers: Mapping[int, int]) -> dict[int, int]:
-        return {ask: blocks for ask, blocks in answers.items() if ask in self._asks}
-
-    def _answered(self, ask: int) -> TransferRequest | None:
-        request_id = self._asks.pop(ask, None)
-        return None if request_id is None else self._entries[request_id]
+        entry.ask, entry.phase, entry.blocks, entry.answers = self._last_ask, TransferPhase.WAITING, 0, []
+        entry.first, entry.is_pushed = first, is_pushed
+        self._asks[entry.ask] = entry
 
     def _ready(self, entry: TransferRequest, blocks: int) -> None:
+        """Handle the result of an ask: the number of leading blocks that have arrived or will arrive."""
+        if entry.is_pushed:
+            is_whole = blocks == self._prompt_blocks(entry)
+            self.counts["prompts_whole" if is_whole else "prompts_lost"] += 1
+            blocks *= is_whole
+        else:
+            self.counts["blocks_found"] += blocks
+            # Blocks before ``first`` were on the device; the store may lack them.
+            if entry.first <= entry.stored:
+                entry.stored = max(entry.stored, entry.first + blocks)
         entry.phase, entry.blocks = TransferPhase.READY, blocks
-        if blocks:
-            return
-        self._end(entry)
-        if not entry.is_pushed:
-            entry.fetches = MAX_FETCHES  # the store would give the same answer again
+        if not blocks:
+            self._end(entry)
+            if not entry.is_pushed:
+                entry.fetches = MAX_FETCHES  # the store would give the same answer again
 
     def _end(self, entry: TransferRequest) -> None:
         """End the request's ask, if one is open."""
@@ -417,9 +388,7 @@ class TransferPlanner:
         entry.phase = TransferPhase.NEW
 
     def _close(self, entry: TransferRequest) -> None:
-        if self._asks.pop(entry.ask, None) is not None:  # a worker may have answered
-            self._ready_answers.forget(entry.ask)
-            self._prompt_answers.forget(entry.ask)
+        self._asks.pop(entry.ask, None)
         entry.ask = 0
 
     def _forget(self, request_id: str) -> None:

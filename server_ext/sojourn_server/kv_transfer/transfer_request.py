@@ -2,15 +2,14 @@
 
 The router writes these parameters for the prefill engine::
 
-    {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_reads": false, "epoch": EPOCH}
+    {"do_remote_decode": true, "transfer": ID, "peer": ADDRESS, "decode_reads": false}
 
-``peer`` is the address of the decode engine's transfer manager. ``epoch`` (optional) identifies one run of
-that engine's process. If the engine has several workers, ``peer`` and ``epoch`` list one value per worker,
-separated by commas (``rank_transfers``). ``decode_reads``: whether the decode engine reads the prompt's
-stored blocks; if not, the prefill engine does. The prefill engine answers with the parameters for the decode
-engine::
+``peer`` is the address of the decode engine's transfer manager. If the engine has several workers, it lists
+one address per worker, separated by commas (``rank_transfers``). ``decode_reads``: whether the decode engine
+reads the prompt's stored blocks; if not, the prefill engine does. The prefill engine answers with the
+parameters for the decode engine::
 
-    {"do_remote_prefill": true, "transfer": ID, "context": NAME, "epoch": EPOCH, "stored": 12}
+    {"do_remote_prefill": true, "transfer": ID, "context": NAME, "stored": 12}
 
 ``context`` identifies the transfer *and* the prompt's tokens, so that KV of other tokens is never used.
 ``stored`` is the number of leading Full Blocks (64 tokens each) that the store already has. Unknown keys are
@@ -47,7 +46,6 @@ class TransferParams:
     transfer: str = ""
     peer: str = ""
     decode_reads: bool = False
-    epoch: str | None = None
     context: str = ""
     stored: int = 0
 
@@ -59,44 +57,29 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     """Validate ``kv_transfer_params`` and return them; ``WHOLE_REQUEST`` if no other engine takes part.
     Raises ``ValueError`` if a value is invalid."""
     given = given or {}
-    prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
     for name in ("do_remote_decode", "do_remote_prefill", "decode_reads"):
         if not isinstance(given.get(name), bool | None):
             raise ValueError(f"{name} is {given[name]!r:.80}; expected true or false")
+    prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
     if prefill and decode:
         raise ValueError("do_remote_decode and do_remote_prefill are both set; an engine does one of them")
     if not prefill and not decode:
         return WHOLE_REQUEST
     transfer = _text(given, "transfer", MAX_TRANSFER_BYTES)
-    epoch = _text(given, "epoch", 4096) if given.get("epoch") is not None else None
-    if epoch is not None and max(map(len, epoch.encode().split(b","))) > MAX_TRANSFER_BYTES:
-        raise ValueError(f"epoch is {epoch!r:.80}; expected at most {MAX_TRANSFER_BYTES} bytes for a worker")
-    if decode:
-        stored = given.get("stored", 0)
-        if not isinstance(stored, int) or isinstance(stored, bool) or stored < 0:
-            raise ValueError(f"stored is {stored!r:.80}; expected a number of blocks")
-        context = _text(given, "context", MAX_CONTEXT_BYTES)
-        return TransferParams(
-            role=TransferRole.DECODE, transfer=transfer, epoch=epoch, context=context, stored=stored
-        )
-    peer, decode_reads = _text(given, "peer", 4096), bool(given.get("decode_reads"))
-    return TransferParams(
-        role=TransferRole.PREFILL, transfer=transfer, peer=peer, decode_reads=decode_reads, epoch=epoch
-    )
+    if prefill:
+        peer, decode_reads = _text(given, "peer", 4096), bool(given.get("decode_reads"))
+        role = TransferRole.PREFILL
+        return TransferParams(role=role, transfer=transfer, peer=peer, decode_reads=decode_reads)
+    stored = given.get("stored", 0)
+    if not isinstance(stored, int) or isinstance(stored, bool) or stored < 0:
+        raise ValueError(f"stored is {stored!r:.80}; expected a number of blocks")
+    context = _text(given, "context", MAX_CONTEXT_BYTES)
+    return TransferParams(role=TransferRole.DECODE, transfer=transfer, context=context, stored=stored)
 
 
 def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
-    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine. The module's
-    docstring explains ``context`` and ``stored``."""
-    answer: dict[str, Any] = {
-        "do_remote_prefill": True,
-        "transfer": params.transfer,
-        "context": context,
-        "stored": stored,
-    }
-    if params.epoch is not None:
-        answer["epoch"] = params.epoch
-    return answer
+    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine."""
+    return {"do_remote_prefill": True, "transfer": params.transfer, "context": context, "stored": stored}
 
 
 def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: int) -> str:
@@ -179,8 +162,7 @@ class FinishOutcome(NamedTuple):
     hold: bool
     """Whether vLLM must keep the blocks for now, because a transfer still uses them."""
     answer: dict[str, Any] | None
-    """The parameters (``transfer_answer_params``); ``None`` if the prompt was not pushed, or if the request
-    did not complete normally."""
+    """``None`` if the prompt was not pushed, or if the request did not complete normally."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -195,16 +177,13 @@ class TransferPhase(Enum):
     """Stage of a request's KV transfer."""
 
     NEW = "new"
-    FETCHING = "fetching"
-    EXPECTING = "expecting"
+    WAITING = "waiting"
+    """An ask is open: the request waits for KV from storage or a peer."""
     READY = "ready"
     """The request's KV has arrived, and the request waits for engine blocks."""
     FILLING = "filling"
     """The request's blocks are being filled while other requests compute."""
     RUNNING = "running"
-
-
-WAITING_PHASES = (TransferPhase.FETCHING, TransferPhase.EXPECTING)
 
 
 @dataclass(slots=True, eq=False)
@@ -232,9 +211,8 @@ class TransferRequest:
     block."""
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
-    saved_before: list[int] = field(default_factory=list)
-    """Value of ``saved`` before each of the last ``concurrent_steps`` steps. The results of these steps may
-    be missing, so the store may still refuse their saves."""
+    answers: list[int] = field(default_factory=list)
+    """Results of the ask from the workers that have reported."""
     computed: int = 0
     """Number of tokens whose KV is in the request's blocks after the last planned step. If steps are planned
     ahead, the last of these tokens are not known yet."""

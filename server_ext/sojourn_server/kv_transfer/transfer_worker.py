@@ -6,10 +6,9 @@
     end_step         copies the step's new Full Blocks, hands them to the store, and starts fill jobs
     take_*           return results
 
-An *ask* is one attempt to get a request's KV from storage or a peer (``transfer_jobs``). The thread that runs
-the model calls every method. Other threads gather layers for pushes, and fill
-blocks of requests that are not running yet. Errors of transfers are logged and not raised, unless ``strict``
-is set. The engine then computes the affected KV.
+The thread that runs the model calls every method. Other threads gather layers for pushes, and fill blocks of
+requests that are not running yet. Errors of transfers are logged and not raised, unless ``strict`` is set.
+The engine then computes the affected KV.
 """
 
 from __future__ import annotations
@@ -20,22 +19,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
 from .block_load import BlockLoad, ReadingPeer
 from .block_saver import BlockSaver
-from .transfer_jobs import (
-    ExpectJob,
-    FetchJob,
-    FillJob,
-    PushJob,
-    StreamJob,
-    TransferJobs,
-    TransferResults,
-)
+from .transfer_jobs import ExpectJob, FetchJob, FillJob, PushJob, StreamJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
@@ -53,26 +44,23 @@ class _ActivePush:
     """A prompt whose KV this worker sends to a peer."""
 
     order: PushJob
-    handle: BlockPush | None
+    handle: BlockPush | None = None
     """``None`` until the prompt is offered to the peer. It stays ``None`` if the offer was refused."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
     invalid: bool = False
-    """Whether the push was cancelled, for example because a block of the prompt was not filled."""
+    """Whether the push was cancelled, for example because a block of the prompt was not filled. No further
+    layer is given then, so the peer never has the whole prompt."""
     given: int = 0
     """Number of layers handed to the push thread."""
 
     @property
-    def over(self) -> bool:
-        """Whether the push has ended, so that its memory is no longer in use."""
-        return self.handle is None or self.handle.outcome is not None
+    def is_open(self) -> bool:
+        """Whether the memory of the push is still in use."""
+        return self.handle is not None and self.handle.outcome is None
 
     def invalidate(self) -> None:
-        """Cancel the push, if it is not cancelled already."""
-        with self.lock:
-            if not self.invalid:
-                self.invalid = True
-                if self.handle is not None:
-                    self.handle.abort()
+        self.invalid = True
+        if self.handle is not None:
+            self.handle.abort()
 
 
 class TransferWorker:
@@ -105,13 +93,11 @@ class TransferWorker:
         self._strict = strict
         self._lock = threading.Lock()
         """Guards ``_filled`` and ``_not_filled``, which the thread of ``_fill_lane`` changes."""
-        self._fetchings: dict[int, BlockLoad] = {}
-        """Number of an ask → the load of its stored blocks, until a job takes it over or the ask ends."""
-        self._open_fetches: set[int] = set()
-        """Asks whose fetch has not been reported to the planner yet."""
-        self._prompts: dict[int, IncomingPrompt] = {}
-        self._open_expects: set[int] = set()
-        """Asks that wait for a context that is pushed to this engine."""
+        self._sources: dict[int, BlockLoad | IncomingPrompt] = {}
+        """Number of an ask → the transfer that brings its blocks, until a job takes it over or the ask
+        ends."""
+        self._unanswered: set[int] = set()
+        """Asks whose result has not been reported to the planner yet."""
         self._filled: set[str] = set()
         """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
@@ -138,31 +124,26 @@ class TransferWorker:
 
     def begin_step(self, step: TransferJobs) -> None:
         """Begin a step's jobs. Call it before the forward pass, and also in steps without a forward pass."""
-        self._bad = set()
+        self._bad = set(step.not_filled)
         self._streams, self._step_pushes = [], []
         self._fills = step.fills
         self._saving.begin_step(step.saves, step.holds)
-        self._bad.update(step.not_filled)
         for request in filter(self._pushes.__contains__, step.aborts):
             self._do("end a push", self._pushes[request].invalidate)
-        for fetch in step.fetches:
-            self._open_fetches.add(fetch.ask)
-            self._do("begin a fetch", self._fetch, fetch)
-        for expect in step.expects:
-            self._open_expects.add(expect.ask)
-            self._do("expect a context", self._expect, expect)
+        jobs: list[FetchJob | ExpectJob] = [*step.fetches, *step.expects]
+        for job in jobs:
+            self._unanswered.add(job.ask)
+            self._do("begin a transfer", self._begin, job)
         for ask in step.ends:
-            self._do("end an ask", self._end, ask)
-        for order in step.streams:
-            load = self._fetchings.pop(order.ask, None)
-            self._open_fetches.discard(order.ask)
-            if load is not None:
-                self._streams.append((order, load))
+            self._do("end a transfer", self._end, self._take_source(ask))
+        for stream in step.streams:
+            load = self._take_source(stream.ask)
+            if isinstance(load, BlockLoad):
+                self._streams.append((stream, load))
             else:
-                self._bad.update(order.block_ids)
+                self._bad.update(stream.block_ids)
         for push in step.pushes:
-            made = _ActivePush(push, None)
-            self._pushes[push.request] = made
+            made = self._pushes[push.request] = _ActivePush(push)
             self._step_pushes.append(made)
             self._do("offer a prompt", self._offer, made)
         self._held.update(step.holds)
@@ -206,10 +187,7 @@ class TransferWorker:
             self._do("release blocks", load.end)
         self._reports.stored.update(self._saving.end_step(self._bad))
         for fill in self._fills:
-            source: IncomingPrompt | BlockLoad | None = self._prompts.pop(fill.ask, None)
-            source = source or self._fetchings.pop(fill.ask, None)
-            self._open_expects.discard(fill.ask)
-            self._open_fetches.discard(fill.ask)
+            source = self._take_source(fill.ask)
             self._fill_lane.submit(partial(self._fill_blocks, fill, source, self._kv.fence()))
         self._streams, self._step_pushes, self._fills = [], [], []
 
@@ -218,13 +196,11 @@ class TransferWorker:
     def take_sent(self) -> set[str]:
         """Return the finished requests whose pushes and saves have ended, so that vLLM may free their blocks.
         Each request is returned once."""
-        pushing = {request for request, push in self._pushes.items() if not push.over}
-        for request in self._unreported - pushing:
-            self._unreported.discard(request)
-            self._pushes.pop(request, None)
+        pushing = {request for request, push in self._pushes.items() if push.is_open}
         sent = {request for request in self._held if request not in pushing and request not in self._saving}
-        for request in sent:
-            self._held.discard(request)
+        self._held -= sent
+        for request in sent | (self._unreported - pushing):
+            self._unreported.discard(request)
             self._pushes.pop(request, None)
         return sent
 
@@ -247,26 +223,21 @@ class TransferWorker:
 
     def take_results(self) -> TransferResults:
         """Return the results of jobs since the last call, for the planner."""
-        for ask in list(self._open_fetches):
-            load, blocks = self._fetchings.get(ask), 0
-            if load is not None:
-                blocks = self._do("check a fetch", load.ready, self._layerwise, otherwise=0)
+        for ask in list(self._unanswered):
+            source, blocks = self._sources.get(ask), 0
+            if source is not None:
+                blocks = self._do("check a transfer", source.ready, self._layerwise, otherwise=0)
             if blocks is not None:
-                self._open_fetches.discard(ask)
+                self._unanswered.discard(ask)
                 self._reports.ready[ask] = blocks
-        for ask in list(self._open_expects):
-            blocks = self._do("check a context", self._count_arrived, ask, otherwise=0)
-            if blocks is not None:
-                self._open_expects.discard(ask)
-                self._reports.prompts[ask] = blocks
         reports, self._reports = self._reports, TransferResults()
         return reports
 
     @property
     def open_operations(self) -> int:
         """Number of open asks, pushes, and finished requests whose blocks are kept."""
-        found = len(self._fetchings) + len(self._filled)
-        return found + len(self._prompts) + len(self._pushes) + len(self._held) + len(self._saving)
+        found = len(self._sources) + len(self._filled)
+        return found + len(self._pushes) + len(self._held) + len(self._saving)
 
     def close(self) -> None:
         """Stop all threads."""
@@ -275,39 +246,29 @@ class TransferWorker:
 
     # -- asks -------------------------------------------------------------------------
 
-    def _fetch(self, fetch: FetchJob) -> None:
-        """Start to read the stored blocks of a fetch, through the peer if it is to read them."""
-        name, peer = f"{fetch.context}#{fetch.ask}", None
-        if fetch.peer:
-            total = max(fetch.total, len(fetch.keys))
-            peer = ReadingPeer(address=fetch.peer, transfer=fetch.context, total=total, epoch=fetch.epoch)
-        self._fetchings[fetch.ask] = self._node.load(name, fetch.keys, peer, look_up=True)
+    def _begin(self, job: FetchJob | ExpectJob) -> None:
+        """Start the transfer that brings an ask's blocks. A fetch reads them from the store, through the peer
+        if it is to read them."""
+        if isinstance(job, ExpectJob):
+            try:
+                self._sources[job.ask] = self._node.expect(job.context)
+            except ValueError:  # another request waits for it
+                self.counts["prompts_twice"] += 1
+            return
+        peer = None
+        if job.peer:
+            total = max(job.total, len(job.keys))
+            peer = ReadingPeer(address=job.peer, transfer=job.context, total=total)
+        name = f"{job.context}#{job.ask}"
+        self._sources[job.ask] = self._node.load(name, job.keys, peer, look_up=True)
 
-    def _expect(self, expect: ExpectJob) -> None:
-        try:
-            self._prompts[expect.ask] = self._node.expect(expect.context, epoch=expect.epoch)
-        except ValueError:  # another request waits for it
-            self.counts["prompts_twice"] += 1
+    def _take_source(self, ask: int) -> BlockLoad | IncomingPrompt | None:
+        self._unanswered.discard(ask)
+        return self._sources.pop(ask, None)
 
-    def _count_arrived(self, ask: int) -> int | None:
-        """Return the number of Full Blocks of the context that an ask waits for. Return ``None`` while the
-        context is still arriving, and 0 if it will never be complete."""
-        prompt = self._prompts.get(ask)
-        if prompt is None:
-            return 0
-        if prompt.outcome is None:
-            return None
-        try:
-            return len(prompt.blocks()) if prompt.outcome.complete else 0
-        except ValueError:
-            return 0
-
-    def _end(self, ask: int) -> None:
-        self._open_fetches.discard(ask)
-        self._open_expects.discard(ask)
-        for source in (self._fetchings.pop(ask, None), self._prompts.pop(ask, None)):
-            if source is not None:
-                source.end()
+    def _end(self, source: BlockLoad | IncomingPrompt | None) -> None:
+        if source is not None:
+            source.end()
 
     def _fill_layer(self, stream: StreamJob, load: BlockLoad, layer: int) -> list[int]:
         """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
@@ -346,11 +307,11 @@ class TransferWorker:
 
     def _offer(self, push: _ActivePush) -> None:
         order = push.order
-        held = sum(len(other.order.keys) for other in self._pushes.values() if not other.over)
+        held = sum(len(other.order.keys) for other in self._pushes.values() if other.is_open)
         try:
             if held and held + len(order.keys) > self._slots:
                 raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
-            push.handle = self._node.offer(order.context, order.address, order.keys, epoch=order.epoch)
+            push.handle = self._node.offer(order.context, order.address, order.keys)
         except ValueError:
             self.counts["pushes_refused"] += 1
 
@@ -359,10 +320,9 @@ class TransferWorker:
         ``_push_lane``."""
         try:
             blocks = self._kv.gather(layer, push.order.block_ids, after)
-            with push.lock:
-                if push.invalid or push.handle is None:
-                    return 0
-                push.handle.give(layer, blocks)
+            if push.invalid or push.handle is None:
+                return 0
+            push.handle.give(layer, blocks)
             return len(blocks) * self._kv.layer_bytes
         except Exception as error:
             self._failed("send a layer", error)
