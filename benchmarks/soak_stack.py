@@ -75,8 +75,7 @@ class Engine:
     def __init__(self, name: str, policy: str, folder: Path) -> None:
         self.name = f"engine {name}"
         self._flags = (
-            *ENGINE_ARGS, "--served-model-name", "tiny", f"engine-{name}",
-            "--kv-disk", str(folder / "kv"), "--kv-disk-name", name,
+            *ENGINE_ARGS, "--served-model-name", "tiny", f"engine-{name}", "--kv-disk", str(folder / "kv"),
         )  # fmt: skip
         self._policy = policy
         self._logs = folder

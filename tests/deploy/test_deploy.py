@@ -112,7 +112,7 @@ def test_the_ray_service_has_a_configuration_that_the_gateway_reads() -> None:
     args = [str(one).replace("{rank}", "0") for one in config.engines.args]
     # The command is printed first; then this machine may be found too small for it.
     started = CliRunner().invoke(build_app(), ["serve", "tiny", *args, "--dry-run"])
-    assert '"disk_name": "0"' in started.output, started.exception
+    assert '"disk": "/shared/kv"' in started.output, started.exception
     cluster = service["spec"]["rayClusterConfig"]
     pip_pin = re.search(r'"ray\[serve\]>=([\d.]+),<', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert pip_pin

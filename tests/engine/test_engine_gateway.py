@@ -58,14 +58,14 @@ ENGINE_ENV = {
 @pytest.fixture(scope="module")
 def servers(loud_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[EngineServer]]:
     logs, disk = tmp_path_factory.mktemp("log"), tmp_path_factory.mktemp("disk")
-    tiers = ("--kv-host-gib", "0.05", "--kv-disk", str(disk), "--kv-disk-gib", "0.2", "--kv-disk-name")
+    tiers = ("--kv-host-gib", "0.05", "--kv-disk", str(disk), "--kv-disk-gib", "0.2")
     with ExitStack() as stack:
         made = []
         for name in ("a", "b"):
             server = EngineServer(
                 loud_model,
                 policy="saga",
-                serve_args=(*FLAGS, "--served-model-name", "tiny", f"engine-{name}", *tiers, name),
+                serve_args=(*FLAGS, "--served-model-name", "tiny", f"engine-{name}", *tiers),
                 env=ENGINE_ENV,
                 log_path=logs / f"{name}.log",
             )

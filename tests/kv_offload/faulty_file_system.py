@@ -10,8 +10,8 @@ from typing import Any
 
 from kv_blocks import BLOCK_BYTES, identity, payload
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
-from sojourn_server.kv_offload.disk_store import DiskStore, PutOutcome
 from sojourn_server.kv_offload.file_system import FileEntry, FileSystem
+from sojourn_server.kv_offload.shared_store import PutOutcome, SharedStore
 
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
 
@@ -56,10 +56,6 @@ class FaultyFiles(FileSystem):
         self.before("writev", self.paths[fd])
         return super().writev(fd, self._short(buffers))
 
-    def fsync(self, fd: int) -> None:
-        self.before("fsync", self.paths[fd])
-        super().fsync(fd)
-
     def replace(self, source: Path, target: Path) -> None:
         self.before("replace", target)
         super().replace(source, target)
@@ -76,6 +72,10 @@ class FaultyFiles(FileSystem):
         self.before("set_mtime", path)
         super().set_mtime(path, mtime_ns)
 
+    def stat(self, path: Path) -> tuple[int, int]:
+        self.before("stat", path)
+        return super().stat(path)
+
     def scan(self, path: Path) -> list[FileEntry]:
         self.before("scan", path)
         return super().scan(path)
@@ -90,7 +90,7 @@ class FaultyFiles(FileSystem):
         return short
 
 
-WRITES = frozenset({"create", "writev", "fsync", "close", "replace", "mkdir"})
+WRITES = frozenset({"create", "writev", "close", "replace", "mkdir"})
 """Operations that a full disk can refuse."""
 
 
@@ -123,16 +123,16 @@ def files_below(path: Path) -> list[str]:
     return sorted(file.name for file in path.glob("*/*"))
 
 
-def open_store(root: Path, blocks: int = 10, **options: Any) -> DiskStore:
+def open_store(root: Path, blocks: int = 10, **options: Any) -> SharedStore:
     model = options.pop("model", identity())
-    return DiskStore.open(root, model, budget_bytes=blocks * FILE_BYTES, **options)
+    return SharedStore.open(root, model, budget_bytes=blocks * FILE_BYTES, **options)
 
 
-def put(store: DiskStore, key: bytes) -> PutOutcome:
-    return store.put(key, [payload(key)])
+def put(store: SharedStore, key: bytes, parent: bytes = b"") -> PutOutcome:
+    return store.put(key, [payload(key)], parent=parent)
 
 
-def get(store: DiskStore, key: bytes) -> bytes:
+def get(store: SharedStore, key: bytes) -> bytes:
     found = bytearray(BLOCK_BYTES)
     store.get_into(key, [found])
     return bytes(found)

@@ -20,13 +20,12 @@ from sojourn_server.kv_offload.block_file import HEADER_BYTES
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_planner import TierLimits
-from sojourn_server.kv_offload.disk_store import DiskStore
 from sojourn_server.kv_offload.file_system import FileSystem
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
 from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
-from sojourn_server.kv_offload.shared_store import SiblingStores
+from sojourn_server.kv_offload.shared_store import SharedStore
 
 LAYERS = 3
 PATIENCE_S = 20.0
@@ -78,12 +77,10 @@ class Engine:
         blocks: int = 8,
         slots: int = 6,
         disk_blocks: int = 8,
-        name: str | None = None,
         cuda: FakeCuda | None = None,
         **limits: Any,
     ) -> None:
-        """With ``name``, other engines' stores in ``folder`` are read too. With ``cuda``, a stand-in for CUDA
-        is the device, and its queued work runs in any allowed order."""
+        """With ``cuda``, a stand-in for CUDA is the device, and its queued work runs in any allowed order."""
         self.cuda = cuda
         self.now = 100.0
         # The layers have different sizes, so that a wrong offset shows.
@@ -97,22 +94,17 @@ class Engine:
             pages = [KvPages(row.ctypes.data, row.strides[0], row.shape[1]) for row in rows]
             backend = CudaDeviceBackend(pages, slots, cuda)
         self.device = WatchedDevice(backend)
-        self.disk = sibling_stores = None
+        self.disk = None
         if folder is not None:
             size = self.device.block_bytes
             budget = disk_blocks * (HEADER_BYTES + size)
             model = identity(block_bytes=size, layers=LAYERS, kv_dtype=str(dtype))
-            self.disk = DiskStore.open(folder, model, budget_bytes=budget, name=name, files=files)
-            sibling_stores = SiblingStores(self.disk.path, model, files) if name is not None else None
+            self.disk = SharedStore.open(folder, model, budget_bytes=budget, files=files)
+        limits = {"min_probe_blocks": 1, **limits}
         self.planner = OffloadPlanner(
-            TierLimits(
-                host_slots=slots,
-                disk_blocks=disk_blocks if folder is not None else 0,
-                shared=name is not None,
-                **limits,
-            )
+            TierLimits(host_slots=slots, disk_blocks=disk_blocks if folder is not None else 0, **limits)
         )
-        self.mover = OffloadWorker(self.device, self.disk, sibling_stores)
+        self.mover = OffloadWorker(self.device, self.disk)
 
     # -- the device's blocks
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from block_contexts import as_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +26,7 @@ def placed(chain: Sequence[bytes]) -> dict[bytes, int]:
 
 
 def planner(host_slots: int = 20, disk_blocks: int = 40, **limits: int) -> OffloadPlanner:
-    made = OffloadPlanner(TierLimits(host_slots=host_slots, disk_blocks=disk_blocks, **limits))
-    made.take_results(OffloadResults(on_disk=[]))
-    return made
+    return OffloadPlanner(TierLimits(host_slots=host_slots, disk_blocks=disk_blocks, **limits))
 
 
 def answered(jobs: OffloadJobs, copy_result: CopyResult = CopyResult.MOVED) -> OffloadResults:
@@ -45,21 +42,24 @@ def step(planner: OffloadPlanner) -> OffloadJobs:
     return jobs
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["a disk of its own", "a shared disk"])
-def test_after_a_reset_nothing_is_written_until_a_restart(shared: bool) -> None:
+def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
     """The store's identity names the weights of the start. A later engine with these would read what other
     weights have computed."""
-    kept = planner(host_slots=4, disk_blocks=8, spill_below=1, shared=shared)
+    kept = planner(host_slots=4, disk_blocks=8, spill_below=1, min_probe_blocks=1)
     kept.plan_save(key(0), 3)
-    (job,) = kept.take_jobs().spills
+    assert kept.lookup("early", as_context([key(9)]), 0.0) is None
+    jobs = kept.take_jobs()
     kept.forget()
-    kept.take_results(OffloadResults(spilled={job: {key(0): CopyResult.MOVED}}))
-    assert kept.take_jobs().drops == [key(0)], "it was under way"
+    results = answered(jobs)
+    results.probed = dict.fromkeys(jobs.probes, 1)
+    kept.take_results(results)
+    assert list(kept.disk) == []
     for number in range(1, 5):
         kept.plan_save(key(number), 3)
         kept.write_to_disk([key(number)], RetentionRank.COLD)
+        assert kept.lookup("late", as_context([key(9)]), 0.1) == 0
         jobs = step(kept)
-        assert [*jobs.spills, *jobs.stages, *jobs.drops] == []
+        assert [*jobs.spills, *jobs.stages, *jobs.probes, *jobs.touches] == []
     assert kept.persist(keys(5), placed(keys(5))) == PersistStatus(0, 0)
     assert not kept.has_jobs
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
@@ -74,7 +74,8 @@ def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
     assert kept.persist(chain, placed(chain)) == PersistStatus(5, 0)
     assert not kept.has_jobs
     jobs = step(kept)
-    assert not jobs, "asked again, nothing is done again"
+    assert not jobs.stores, "asked again, nothing is done again"
+    assert not jobs.spills
     assert all(each in kept.disk for each in chain)
 
 
@@ -121,7 +122,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
             late = results if act == "late" else OffloadResults()
             if act == "step":
                 kept.take_results(results)
-        assert len(kept.disk) + len(kept.disk.being_spilled) <= disk_blocks
+        assert len(kept.disk) <= disk_blocks
     kept.take_results(late)
     for _ in range(400):
         told = kept.persist(chain, placed(chain))

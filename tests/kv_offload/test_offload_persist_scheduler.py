@@ -28,14 +28,14 @@ def make(policy: str = "continuum", strict: bool = True, **options: Any) -> Any:
 
 
 def step(engine: Any) -> OffloadJobs:
-    """Whatever is ordered is done at once; the disk is empty at first."""
+    """Whatever is ordered is done at once; nobody else has written to the disk."""
     from sojourn_server.vllm.kv_connector import StepReport
     from vllm.v1.outputs import KVConnectorOutput
 
     planned = engine.plan()
     jobs: OffloadJobs = planned.kv_connector_metadata.jobs
     results = OffloadResults(
-        on_disk=[] if not engine.scheduler.connector.planner.disk.known else None,
+        probed=dict.fromkeys(jobs.probes, 0),
         stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
         spilled={job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()},
     )

@@ -13,12 +13,13 @@ def key(number: int) -> bytes:
     return b"%032d" % number
 
 
-def test_a_step_is_asked_for_until_it_is_known_what_the_disk_holds() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=4))
-    assert planner.has_jobs
-    planner.take_results(OffloadResults(on_disk=[key(1)]))
-    assert not planner.has_jobs
-    assert planner.lookup("r", as_context([key(1)]), 0.0) is None, "it is being read"
+def find(planner: OffloadPlanner, *contexts: list[bytes]) -> None:
+    """The store is asked for these and has them."""
+    for context in contexts:
+        assert planner.lookup("finder", as_context(context), -100.0) is None
+        [job] = planner.take_jobs().probes
+        planner.take_results(OffloadResults(probed={job: len(context)}))
+        planner.abandon("finder")
 
 
 def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
@@ -46,7 +47,6 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
 
 def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
-    planner.take_results(OffloadResults(on_disk=[]))
     cold = keys(0, 30)
     planner.store([(each, 1) for each in cold], 3)
     planner.write_to_disk(cold, 1)
@@ -66,15 +66,18 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
 
 def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
-    planner.take_results(OffloadResults(on_disk=[]))
     stored(planner, keys(0, 30), 3)
     planner.write_to_disk(keys(0, 30), 1)
-    jobs = planner.take_jobs()
-    full = {job: {file.key: CopyResult.FULL for file in files} for job, files in jobs.spills.items()}
-    planner.take_results(OffloadResults(spilled=full))
+    tries = 0
     for _ in range(200):
-        assert not planner.take_jobs().spills
+        jobs = planner.take_jobs()
+        full = {job: {file.key: CopyResult.FULL for file in files} for job, files in jobs.spills.items()}
+        planner.take_results(OffloadResults(spilled=full))
+        tries += len(full)
+    assert tries == 2
     assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
+    planner.write_to_disk(keys(0, 30), 1)
+    assert planner.take_jobs().spills, "after the pause it is tried again"
 
 
 def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
@@ -93,7 +96,6 @@ def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
 
 def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
-    planner.take_results(OffloadResults(on_disk=[]))
     stored(planner, keys(0, 30))
     assert not planner.has_jobs
     planner.write_to_disk(keys(0, 30), 2)
@@ -118,7 +120,7 @@ def waited_s(planner: OffloadPlanner, request: str, context: list[bytes], now: f
 def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> None:
     planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
     contexts = [keys(20 * number, 20) for number in range(4)]
-    planner.take_results(OffloadResults(on_disk=[each for context in contexts for each in context]))
+    find(planner, *contexts)
     assert waited_s(planner, "first", contexts[0], 0.0) == 10.0
     [read] = planner.disk._staged_by
     assert [waited_s(planner, f"r{at}", contexts[at % 4], 11.0 + at) for at in range(8)] == [0.0] * 8
@@ -133,7 +135,7 @@ def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() 
     """Read in one job, it used to look like a hang, and all that had been read was computed too."""
     planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
     long, short = keys(0, 300), keys(300, 20)
-    planner.take_results(OffloadResults(on_disk=[*long, *short]))
+    find(planner, long, short)
     assert planner.lookup("long", as_context(long), 0.0) is None
     read = 0
     for job, files in planner.take_jobs().stages.items():  # 25 blocks a second, for 10 s
@@ -149,7 +151,7 @@ def test_a_busy_disk_that_answers_is_no_hang() -> None:
     """Whoever has waited long enough goes on; later requests still get their turn."""
     planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
     contexts = [keys(20 * number, 20) for number in range(14)]
-    planner.take_results(OffloadResults(on_disk=[each for context in contexts for each in context]))
+    find(planner, *contexts)
     reads: list[int] = []
 
     def ask(number: int, now: float) -> int | None:
@@ -168,3 +170,62 @@ def test_a_busy_disk_that_answers_is_no_hang() -> None:
     assert ask(13, 10.0) is None, "and the disk is read further"
     assert ask(12, 19.5) == 0, "no read has ended since it came: now the disk hangs"
     assert ask(13, 19.5) == 0
+
+
+def test_the_store_is_asked_once_for_a_request_and_never_for_little() -> None:
+    planner, chain = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20)), keys(0, 10)
+    assert planner.lookup("r", as_context(chain[:7]), 0.0) == 0
+    assert not planner.take_jobs().probes
+    assert planner.lookup("s", as_context(chain), 0.0) is None
+    ((job, asked),) = planner.take_jobs().probes.items()
+    assert asked == chain
+    assert planner.lookup("s", as_context(chain), 0.1) is None
+    assert not planner.take_jobs().probes, "it is being asked"
+    planner.take_results(OffloadResults(probed={job: 0}))
+    assert planner.lookup("s", as_context(chain), 0.2) == 0
+    planner.take_jobs()
+    assert planner.lookup("s", as_context([*chain, key(50)]), 0.3) == 0, "nor when it has grown"
+    assert not planner.take_jobs().probes
+    planner.abandon("s")
+    assert planner.lookup("s", as_context(chain), 0.4) is None, "a request that was preempted may find more"
+
+
+def test_a_question_that_is_not_answered_holds_nobody() -> None:
+    """As where a share hangs: who comes later does not wait for it at all."""
+    planner = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20, max_probe_wait_s=0.5))
+    chain = keys(0, 10)
+    assert planner.lookup("r", as_context(chain), 0.0) is None
+    jobs = planner.take_jobs().probes
+    for number in range(50):
+        now = 0.5 + number / 10
+        assert planner.lookup("r", as_context(chain), now) == 0
+        assert planner.lookup(f"s{number}", as_context(chain), now) == 0
+        planner.abandon(f"s{number}")
+        assert not planner.take_jobs().probes
+    assert planner.under_way == 1
+    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, 0)))  # it answers at last
+    assert planner.lookup("s", as_context(chain), 6.6) is None
+    jobs = planner.take_jobs().probes
+    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, 1)))
+    assert planner.lookup("s", as_context(chain), 6.7) is None
+    (stage,) = planner.take_jobs().stages
+    planner.take_results(OffloadResults(staged={stage: {chain[0]: CopyResult.MOVED}}))
+    assert planner.lookup("s", as_context(chain), 6.8) == 1
+
+
+def test_a_block_whose_load_fails_is_not_read_from_disk_for_ever() -> None:
+    planner, chain = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20, min_probe_blocks=1)), keys(0, 2)
+    reads = 0
+    for now in range(20):
+        found = planner.lookup("r", as_context(chain), float(now))
+        if found == 0:
+            break
+        if found:
+            planner.load("r", chain, [1, 2])
+        jobs = planner.take_jobs()
+        reads += len(jobs.stages)
+        read = {job: dict.fromkeys(chain, CopyResult.MOVED) for job in jobs.stages}
+        planner.take_results(OffloadResults(probed=dict.fromkeys(jobs.probes, 2), staged=read))
+        planner.end_loads(["r"], {1, 2})
+    assert found == 0
+    assert reads == 1

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from sojourn_server.kv_offload.disk_planner import TierLimits
-from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, ProbeResult, RankResults
-from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults, RankResults
 
 MOVED, FULL, MISSING, CORRUPT, FAILED = CopyResult
 
@@ -22,25 +20,15 @@ def test_the_worst_result_of_a_copy_counts(bad: CopyResult, order: int) -> None:
     assert staged == {1: {b"k": bad}}
 
 
-def test_a_block_that_one_rank_could_not_write_is_dropped_by_the_others() -> None:
+def test_a_block_that_one_rank_could_not_write_is_not_written() -> None:
     first = OffloadResults(spilled={1: {b"a": MOVED, b"b": MOVED, b"c": MOVED}})
     second = OffloadResults(spilled={1: {b"a": MOVED, b"b": FAILED}})  # it did not get to c
-    combined = RankResults(2).add([first, second])
-    assert combined.spilled == {1: {b"a": MOVED, b"b": FAILED}}
-    assert sorted(combined.partly_on_disk) == [b"b", b"c"]
-
-
-def test_what_an_earlier_engine_left_counts_where_all_ranks_have_it() -> None:
-    combined = RankResults(2)
-    assert combined.add([OffloadResults(on_disk=[b"a", b"b", b"c"])]).on_disk is None
-    complete = combined.add([OffloadResults(on_disk=[b"c", b"d", b"a"])])
-    assert complete.on_disk == [b"a", b"c"]
-    assert sorted(complete.partly_on_disk) == [b"b", b"d"]
+    assert RankResults(2).add([first, second]).spilled == {1: {b"a": MOVED, b"b": FAILED}}
 
 
 def test_a_search_finds_what_all_ranks_find() -> None:
-    reports = [OffloadResults(probed={1: ProbeResult(5, 2)}), OffloadResults(probed={1: ProbeResult(3, 1)})]
-    assert RankResults(2).add(reports).probed == {1: ProbeResult(3, 1)}
+    reports = [OffloadResults(probed={1: 5}), OffloadResults(probed={1: 3})]
+    assert RankResults(2).add(reports).probed == {1: 3}
 
 
 def test_speeds_are_of_the_engine() -> None:
@@ -75,11 +63,3 @@ def test_every_job_is_answered_once_in_any_order_of_the_ranks(seed: int) -> None
         assert not stored.keys() & answered.keys()
         answered |= stored
     assert answered == {job: FAILED if FAILED in found else MOVED for job, found in results.items()}
-
-
-def test_the_planner_deletes_what_only_some_ranks_have_on_disk() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=4, disk_blocks=8))
-    planner.take_results(OffloadResults(on_disk=[b"a"], partly_on_disk=[b"b", b"a"]))
-    assert planner.has_jobs
-    assert planner.take_jobs().drops == [b"b"]
-    assert b"a" in planner.disk

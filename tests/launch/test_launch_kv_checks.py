@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.kv_offload.block_file import KvIdentity
-from sojourn_server.kv_offload.disk_store import DiskStore
+from sojourn_server.kv_offload.shared_store import SharedStore
 from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.kv_options import (
     GIB,
@@ -33,33 +33,25 @@ IDENTITY = KvIdentity(
 )
 
 
-def make_store(root: Path, name: str | None = None) -> DiskStore:
-    return DiskStore.open(root, IDENTITY, budget_bytes=GIB, name=name)
+def make_store(root: Path) -> None:
+    SharedStore.open(root, IDENTITY, budget_bytes=GIB)
 
 
-def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS, **options: Any) -> list[str]:
-    wanted = KvOffloadOptions(host_gib="1e-6", disk=str(disk), disk_gib=1e-6, **options)
+def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS) -> list[str]:
+    wanted = KvOffloadOptions(host_gib="1e-6", disk=str(disk), disk_gib=1e-6)
     return check_kv_offload(wanted, EngineFacts(version, weights))
 
 
 def test_a_new_folder_and_a_store_of_the_same_kind_are_fine_and_stay_as_they_are(tmp_path: Path) -> None:
     assert check(tmp_path / "new" / "folder") == []
-    make_store(tmp_path / "kv").close()
+    make_store(tmp_path / "kv")
     before = sorted(tmp_path.rglob("*"))
     assert check(tmp_path / "kv") == []
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_store_in_use_is_refused_and_a_name_of_ones_own_helps(tmp_path: Path) -> None:
-    with make_store(tmp_path, name="a"):
-        with pytest.raises(InvalidOption, match="in use") as refused:
-            check(tmp_path, disk_name="a")
-        assert "--kv-disk-name" in refused.value.next_step
-        assert check(tmp_path, disk_name="b") == []
-
-
 def test_a_store_of_another_release_or_of_other_weights_is_refused(tmp_path: Path) -> None:
-    make_store(tmp_path).close()
+    make_store(tmp_path)
     with pytest.raises(InvalidOption, match=r"0\.32\.0"):
         check(tmp_path, version="0.33.0")
     with pytest.raises(InvalidOption, match="cannot be used"):
@@ -77,17 +69,14 @@ def test_more_host_memory_than_there_is_is_refused_and_too_little_is_noted() -> 
 
 def pair(store: Path, **options: Any) -> list[str]:
     wanted = PrefillDecodeOptions(role="decode", store=str(store), buffer_gib=1e-6, **options)
-    return check_pair(wanted, "d", EngineFacts("0.32.0", WEIGHTS))
+    return check_pair(wanted, EngineFacts("0.32.0", WEIGHTS))
 
 
-def test_the_store_of_a_pair_is_there_and_its_name_is_free(tmp_path: Path) -> None:
+def test_the_store_of_a_pair_is_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidOption, match="does not exist") as refused:
         pair(tmp_path / "store")
     assert "mount it" in refused.value.next_step
     assert pair(tmp_path) == []
-    with make_store(tmp_path, name="d"), pytest.raises(InvalidOption, match="in use") as refused:
-        pair(tmp_path)
-    assert "--kv-store-name" in refused.value.next_step
 
 
 # -- memory ----------------------------------------------------------------------------

@@ -64,11 +64,6 @@ def test_blocks_on_disk_need_hashes_that_stay(environ, set_to):
     assert command.env.get("PYTHONHASHSEED") == set_to
 
 
-def test_a_name_in_a_shared_directory_is_passed_on():
-    extra = config(build(host_gib="1", disk="/d", disk_gib=10, disk_name="b.2"))["kv_connector_extra_config"]
-    assert extra == {"host_bytes": GIB, "disk": "/d", "disk_bytes": 10 * GIB, "disk_name": "b.2"}
-
-
 @pytest.mark.parametrize(
     ("args", "options", "expected"),
     [
@@ -110,13 +105,6 @@ def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
         ({"host_gib": "auto", "policy": "stock"}, "choose a policy"),
         ({"host_gib": "auto", "role": "decode"}, "both set the place of KV"),
         ({"host_gib": "1", "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
-        ({"host_gib": "1", "disk_name": "a"}, "give --kv-disk and --kv-disk-gib too"),
-        (
-            {"host_gib": "1", "disk": "/d", "disk_gib": 1, "disk_name": "../x"},
-            r"--kv-disk-name is '../x'; exp",
-        ),
-        ({"host_gib": "1", "disk": "/d", "disk_gib": 1, "disk_name": ""}, "--kv-disk-name is ''"),
-        ({"host_gib": "1", "disk": "/d", "disk_gib": 1, "disk_name": "x" * 65}, "at most 64"),
         ({"host_gib": "1", "backend": "lmcache"}, "expected sojourn or vllm"),
         ({"host_gib": "1", "backend": "vllm"}, "needs CUDA"),
         ({"host_gib": "1", "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import sojourn_server.kv_transfer
-from sojourn_server.kv_offload.disk_store import PutOutcome
+from sojourn_server.kv_offload.shared_store import PutOutcome
 from sojourn_server.metrics.link_metrics import LINK_LABELS, RECEIVED, count_links
 from sojourn_server.metrics.metric_catalog import LINK_LANES, PATH_OUTCOMES
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder

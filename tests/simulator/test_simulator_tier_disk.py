@@ -108,20 +108,6 @@ def test_what_a_step_saves_is_written_once_it_is_in_host_memory() -> None:
     assert copies.next_done_s() == 4.0
 
 
-def test_what_was_dropped_is_missing_and_may_be_written_again() -> None:
-    copies = TierTransfers(Links(), BLOCK_BYTES)
-    copies.begin_step(orders(spills={1: files(b"a", b"b")}), 0.0)
-    told(copies, 4.0)
-    copies.begin_step(orders(drops=[b"a", b"b"], spills={2: files(b"b")}), 4.0)
-    told(copies, 6.0)
-    copies.begin_step(orders(stages={3: files(b"a", b"b", b"never")}), 6.0)
-    read = told(copies, 9.0)
-    assert read is not None
-    assert read.staged == {
-        3: {b"a": CopyResult.MISSING, b"b": CopyResult.MOVED, b"never": CopyResult.MISSING}
-    }
-
-
 # -- bandwidths -------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ def test_capabilities_tell_what_is_below_the_device(
         "on": True,
         "off_because": None,
         "host": {"blocks": 60, "bytes": 60 * size},
-        "disk": {"blocks": 100, "bytes": 100 * size},
+        "disk": {"blocks": 100, "bytes": 100 * size, "shared": True},
     }
     assert engine.ask("capabilities")["tiers"] == told
     with caplog.at_level("ERROR", logger="vllm.sojourn"):

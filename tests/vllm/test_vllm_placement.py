@@ -56,7 +56,7 @@ class Worker:
             self.clock.now += self.step_s
             self.steps += 1
             planned = self.engine.plan()
-            self.results = OffloadResults(on_disk=[] if self.steps == 1 else None)
+            self.results = OffloadResults()
             orders = planned.kv_connector_metadata
             if orders is not None:
                 self._before_forward(orders.jobs)
@@ -118,7 +118,6 @@ class Worker:
             self.stores[job] = (self.steps + self.lag_steps, copies)
             self.slots.update((copy.slot, "half written") for copy in copies)
             self.counts["stored"] += len(copies)
-        self.files += [("drop", 0, [key]) for key in jobs.drops]
         self.files += [("spill", job, files) for job, files in jobs.spills.items()]
         for job, files in jobs.stages.items():
             self.files.append(("stage", job, files))
@@ -146,9 +145,7 @@ class Worker:
             self._copy_to_host(self.stores.pop(job)[1])
             self.results.stored[job] = CopyResult.MOVED
         for kind, job, files in self.files:
-            if kind == "drop":
-                self.disk.pop(files[0], None)
-            elif kind == "spill":
+            if kind == "spill":
                 for file in files:
                     assert self.slots[file.slot] == file.key
                     self.disk[file.key] = self.slots[file.slot]
@@ -269,7 +266,7 @@ def test_only_a_request_of_a_pair_is_not_parked(
 
 
 def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> None:
-    from sojourn_server.core.program_scheduler import QueuePlace, QueueState
+    from sojourn_server.core.request_table import QueuePlace, QueueState
     from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 
     ranks, parked = {"seen": 2, "parked": 1, "last": 3}, {"parked"}

@@ -139,9 +139,7 @@ def serve(
         if tiers.any:
             _print_notes(check_kv_offload(tiers, _engine_facts(model_path, command.flags)))
         if pair.any:
-            transfer = json.loads(command.flags.value("--kv-transfer-config") or "{}")
-            name = transfer["kv_connector_extra_config"]["store_name"]
-            _print_notes(check_pair(pair, name, _engine_facts(model_path, command.flags)))
+            _print_notes(check_pair(pair, _engine_facts(model_path, command.flags)))
         if dry_run:
             return
         if address is not None:

@@ -21,8 +21,8 @@ A header of 128 bytes, then the payload: the KV of each layer, in order. Numbers
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
 the ``KvIdentity``, and a file copied from another model's store is refused.
 
-The parent is the previous block of the context. Reading a block does not need the parent's key. The key shows
-which blocks become useless when their parent is deleted.
+The parent is the previous block of the context. No code reads it; it shows an operator which blocks belong
+together.
 
 A file is written under a temporary name and then renamed. If the process dies, the block's file is complete
 or absent. If the machine fails, a renamed file may lack bytes; its length or a checksum reveals that.
@@ -67,7 +67,7 @@ _checksum = zlib.crc32
 
 
 class OffloadError(Exception):
-    """Base of all errors that block stores raise. The docstring of ``disk_store`` lists them."""
+    """Base of all errors that block stores raise. The docstring of ``shared_store`` lists them."""
 
 
 class BlockDefect(Enum):
@@ -168,7 +168,7 @@ def write_block(
     ``OSError``; the caller must then remove the files ``partial`` and ``path``, if they exist.
     """
     header = _header(key, identity, parent[:PARENT_BYTES], payload)
-    write_file(files, partial, [memoryview(header), *payload], fsync=False)
+    write_file(files, partial, [memoryview(header), *payload])
     files.replace(partial, path)
 
 
@@ -184,7 +184,7 @@ def read_block(
     try:
         if files.size(fd) != HEADER_BYTES + _length(payload):
             raise BlockCorrupt(path, BlockDefect.LENGTH)
-        if not read_all(files, fd, [memoryview(header), *payload]):
+        if not _read_all(files, fd, [memoryview(header), *payload]):
             raise BlockCorrupt(path, BlockDefect.LENGTH)  # the file has shrunk meanwhile
     finally:
         files.close(fd)
@@ -193,29 +193,9 @@ def read_block(
         raise BlockCorrupt(path, flaw)
 
 
-def read_parent(files: FileSystem, path: Path, key: bytes, identity: bytes) -> bytes | None:
-    """Return the first ``PARENT_BYTES`` bytes of the parent's key; ``None`` if the block has no parent.
-
-    The parent is the previous block of the context. Reads only the file's header. ``identity``: digest of the
-    ``KvIdentity``. Raises ``BlockCorrupt`` for an invalid header, and ``OSError``.
-    """
-    header = read_file(files, path, HEADER_BYTES)
-    flaw = BlockDefect.LENGTH if len(header) < HEADER_BYTES else _header_defect(header, key, identity)
-    if flaw is not None:
-        raise BlockCorrupt(path, flaw)
-    parent = bytes(_FIELDS.unpack_from(header)[-1])
-    return parent if any(parent) else None
-
-
-def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, fsync: bool) -> None:
-    """Write a file; an existing file is replaced. With ``fsync``, the content is on disk when the call
-    returns. Raises ``OSError``; a partly written file may remain."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        fd = files.open(path, flags)
-    except FileExistsError:  # left by a process that died, or a link
-        files.unlink(path)
-        fd = files.open(path, flags)
+def write_file(files: FileSystem, path: Path, content: Sequence[memoryview]) -> None:
+    """Write a new file. Raises ``OSError``; a partly written file may remain."""
+    fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         rest = list(content)
         while rest:
@@ -223,33 +203,11 @@ def write_file(files: FileSystem, path: Path, content: Sequence[memoryview], *, 
             if written <= 0:
                 raise OSError(errno.EIO, "nothing was written", str(path))
             rest = _skip_bytes(rest, written)
-        if fsync:
-            files.fsync(fd)
     except BaseException:
         with contextlib.suppress(OSError):  # the first error is more useful
             files.close(fd)
         raise
     files.close(fd)  # some network file systems report a full disk here
-
-
-def read_file(files: FileSystem, path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file, but at most its first ``max_bytes`` bytes. Raises ``OSError``."""
-    fd = files.open(path, os.O_RDONLY)
-    try:
-        content = bytearray(min(files.size(fd), max_bytes))
-        read_all(files, fd, byte_views([content], writable=True))
-        return bytes(content)
-    finally:
-        files.close(fd)
-
-
-def sync_folder(files: FileSystem, path: Path) -> None:
-    """Flush a folder's entries (the names of its files) to disk. Raises ``OSError``."""
-    fd = files.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        files.fsync(fd)
-    finally:
-        files.close(fd)
 
 
 def _header(key: bytes, identity: bytes, parent: bytes, payload: Sequence[memoryview]) -> bytes:
@@ -262,20 +220,8 @@ def _header(key: bytes, identity: bytes, parent: bytes, payload: Sequence[memory
 def _block_defect(
     header: bytes, key: bytes, identity: bytes, payload: Sequence[memoryview]
 ) -> BlockDefect | None:
-    flaw = _header_defect(header, key, identity)
-    if flaw is not None:
-        return flaw
-    _, _, _, payload_checksum, length, *_ = _FIELDS.unpack_from(header)
-    if length != _length(payload):
-        return BlockDefect.LENGTH
-    if payload_checksum != _payload_checksum(payload):
-        return BlockDefect.CHECKSUM
-    return None
-
-
-def _header_defect(header: bytes, key: bytes, identity: bytes) -> BlockDefect | None:
     fields = header[: _FIELDS.size]
-    magic, version, key_bytes, _, _, found_identity, found_key, _ = _FIELDS.unpack(fields)
+    magic, version, key_bytes, checksum, length, found_identity, found_key, _ = _FIELDS.unpack(fields)
     if magic != _MAGIC:
         return BlockDefect.MAGIC
     if version != FORMAT_VERSION:
@@ -286,7 +232,9 @@ def _header_defect(header: bytes, key: bytes, identity: bytes) -> BlockDefect | 
         return BlockDefect.IDENTITY
     if found_key[:key_bytes] != key:
         return BlockDefect.KEY
-    return None
+    if length != _length(payload):
+        return BlockDefect.LENGTH
+    return None if checksum == _payload_checksum(payload) else BlockDefect.CHECKSUM
 
 
 def _payload_checksum(payload: Sequence[memoryview]) -> int:
@@ -300,7 +248,7 @@ def _length(payload: Sequence[memoryview]) -> int:
     return sum(view.nbytes for view in payload)
 
 
-def read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
+def _read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
     """Fill ``buffers`` from an open file. Returns false if the file ends too early."""
     rest = list(buffers)
     while rest:

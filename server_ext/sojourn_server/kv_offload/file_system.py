@@ -1,12 +1,9 @@
 """File operations of a store, and the check that a store's folder is this user's alone.
 
 KV reveals prompts and determines a model's answers, so a store belongs to one user. Its folder is made with
-mode 0700 and checked once, when it is opened (``check_private``): it must be no symbolic link, belong to this
-user, and be writable by this user only.
-
-A user who can rename folders in the store's root can replace the store later. So choose a root that others
-cannot write, or a sticky one such as ``/tmp``. A root that others can write is refused only if it belongs to
-another user than this one and user 0, because an administrator's volume may have mode 0777.
+mode 0700 and checked once, when it is opened (``check_private``). A user who can rename folders in the
+store's root can replace the store later. So choose a root that others cannot write, or a sticky one such as
+``/tmp``.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
 
 class FileEntry(NamedTuple):
     """One entry of a folder. For a symbolic link, ``is_file`` and ``is_folder`` are both false."""
@@ -28,7 +23,6 @@ class FileEntry(NamedTuple):
     is_file: bool
     is_folder: bool
     size: int
-    """Size in bytes; 0 if the entry is not a file."""
     mtime_ns: int
 
 
@@ -54,9 +48,6 @@ class FileSystem:
         """Write ``buffers``. Returns the number of bytes written, which may be less than their size."""
         return os.writev(fd, buffers)
 
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
     def replace(self, source: Path, target: Path) -> None:
         """Rename ``source`` to ``target``, replacing an existing file."""
         os.replace(source, target)
@@ -71,25 +62,27 @@ class FileSystem:
     def set_mtime(self, path: Path, mtime_ns: int) -> None:
         os.utime(path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
 
+    def stat(self, path: Path) -> tuple[int, int]:
+        """Return (size in bytes, modification time in nanoseconds)."""
+        status = os.lstat(path)
+        return status.st_size, status.st_mtime_ns
+
     def scan(self, path: Path) -> list[FileEntry]:
         found = []
         with os.scandir(path) as entries:
             for entry in entries:
-                is_file = entry.is_file(follow_symlinks=False)
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # deleted meanwhile
                     continue
-                size = status.st_size if is_file else 0
-                is_folder = entry.is_dir(follow_symlinks=False)
-                found.append(FileEntry(entry.name, is_file, is_folder, size, status.st_mtime_ns))
+                is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+                found.append(FileEntry(entry.name, is_file, is_folder, status.st_size, status.st_mtime_ns))
         return found
 
 
 def check_private(store: Path) -> None:
-    """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``, or if its
-    parent is another user's, in which others can replace it. The parent must be a path without links."""
-    me, root, status = os.geteuid(), store.parent.stat(), store.lstat()
+    """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``."""
+    me, status = os.geteuid(), store.lstat()
     if stat.S_ISLNK(status.st_mode):
         raise OSError(
             errno.ELOOP,
@@ -104,19 +97,11 @@ def check_private(store: Path) -> None:
             "because its owner can change the KV in it: name another directory, or run as its owner",
             str(store),
         )
-    if status.st_mode & _BY_OTHERS:
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             errno.EPERM,
             f"the folder {store} has mode {stat.S_IMODE(status.st_mode):04o}; expected one that only its "
             "owner can write, because others can change the KV in it: name another directory, or delete what "
             f"others wrote in it and run chmod go-w {store}",
             str(store),
-        )
-    if root.st_uid not in (0, me) and root.st_mode & _BY_OTHERS and not root.st_mode & stat.S_ISVTX:
-        raise PermissionError(
-            errno.EPERM,
-            f"the folder {store.parent} belongs to user {root.st_uid} and has mode "
-            f"{stat.S_IMODE(root.st_mode):04o}; expected one of user {me} or of root, or one that others "
-            "cannot write, because others can replace the store in it: name another directory",
-            str(store.parent),
         )

@@ -30,17 +30,6 @@ class FileCopy(NamedTuple):
 
     slot: int
     key: BlockKey
-    shared: bool = False
-    """Whether the block is read from another engine's store instead of this engine's."""
-
-
-class ProbeResult(NamedTuple):
-    """Result of a search in other engines' stores."""
-
-    found: int
-    """Number of leading keys that were found."""
-    stores: int
-    """Number of other engines' stores that were searched."""
 
 
 class CopyResult(Enum):
@@ -78,14 +67,14 @@ class OffloadJobs:
     filled."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Job number → copies from device to host while the model computes."""
-    drops: list[BlockKey] = field(default_factory=list)
-    """Keys of files to delete. Deleted before ``spills``, which may write other files under the same keys."""
     spills: dict[int, list[FileCopy]] = field(default_factory=dict)
     """Job number → copies from host to disk."""
     stages: dict[int, list[FileCopy]] = field(default_factory=dict)
     """Job number → copies from disk to host. Job numbers are in increasing order."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
-    """Job number → keys, in context order, to search for in other engines' stores."""
+    """Job number → keys, in context order, to look for on disk."""
+    touches: list[BlockKey] = field(default_factory=list)
+    """Keys, in context order, of files that were used. Marked after ``stages`` have been read."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -95,18 +84,14 @@ class OffloadJobs:
 class OffloadResults:
     """Results since the last report, of one worker or of all workers combined (``RankResults``)."""
 
-    on_disk: Sequence[BlockKey] | None = None
-    """Keys that an earlier engine left on disk, least recently used first. ``None`` in all reports after the
-    first."""
-    partly_on_disk: list[BlockKey] = field(default_factory=list)
-    """Keys that only some workers of the engine have on disk. Only in combined results."""
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Number of a store job that has ended → its result."""
     spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
     """Job number → results of its copies from host to disk. The copy of an absent key has failed."""
     staged: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
     """Job number → results of its copies from disk to host. The copy of an absent key has failed."""
-    probed: dict[int, ProbeResult] = field(default_factory=dict)
+    probed: dict[int, int] = field(default_factory=dict)
+    """Job number → number of leading keys that the disk has."""
     lost_slots: list[int] = field(default_factory=list)
     """Slots of failed ``saves`` and ``awaited`` stores. Their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -119,9 +104,7 @@ class OffloadResults:
 
     def __bool__(self) -> bool:
         return bool(
-            self.on_disk is not None
-            or self.partly_on_disk
-            or self.stored
+            self.stored
             or self.spilled
             or self.staged
             or self.probed
@@ -150,11 +133,10 @@ class RankResults:
     def __init__(self, ranks: int) -> None:
         """``ranks``: number of workers that report."""
         self._ranks = ranks
-        self._on_disk: list[Sequence[BlockKey]] = []
         self._stored: defaultdict[int, list[CopyResult]] = defaultdict(list)
         self._spilled: defaultdict[int, list[Mapping[BlockKey, CopyResult]]] = defaultdict(list)
         self._staged: defaultdict[int, list[Mapping[BlockKey, CopyResult]]] = defaultdict(list)
-        self._probed: defaultdict[int, list[ProbeResult]] = defaultdict(list)
+        self._probed: defaultdict[int, list[int]] = defaultdict(list)
 
     def add(self, reports: Sequence[OffloadResults]) -> OffloadResults:
         """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
@@ -163,29 +145,17 @@ class RankResults:
         combined = OffloadResults()
         for report in reports:
             self._add(report, combined)
-        if len(self._on_disk) == self._ranks:
-            everywhere = set(self._on_disk[0]).intersection(*self._on_disk)
-            combined.on_disk = [key for key in self._on_disk[0] if key in everywhere]
-            partly = dict.fromkeys(key for keys in self._on_disk for key in keys if key not in everywhere)
-            combined.partly_on_disk += partly
-            self._on_disk = []
         for job, results in self._complete(self._stored):
             combined.stored[job] = _worst(results)
         for job, answers in self._complete(self._staged):
             combined.staged[job] = _worst_by_key(answers)
         for job, answers in self._complete(self._spilled):
-            combined.spilled[job] = worst = _worst_by_key(answers)
-            moved = {key for each in answers for key, result in each.items() if result is CopyResult.MOVED}
-            combined.partly_on_disk += [key for key in moved if worst.get(key) is not CopyResult.MOVED]
-        for job, probes in self._complete(self._probed):
-            combined.probed[job] = ProbeResult(
-                min(each.found for each in probes), min(each.stores for each in probes)
-            )
+            combined.spilled[job] = _worst_by_key(answers)
+        for job, found in self._complete(self._probed):
+            combined.probed[job] = min(found)
         return combined
 
     def _add(self, report: OffloadResults, combined: OffloadResults) -> None:
-        if report.on_disk is not None:
-            self._on_disk.append(report.on_disk)
         for job, stored in report.stored.items():
             self._stored[job].append(stored)
         for job, copied in report.spilled.items():

@@ -211,7 +211,8 @@ class OffloadPlanner:
         return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Remove the copies of ``keys`` in host memory and on disk, because their content may be wrong."""
+        """Remove the copies of ``keys`` in host memory, because their content may be wrong, and forget those
+        on disk."""
         for key in keys:
             if (entry := self.host.get(key)) is not None:
                 self._lost = True
@@ -260,7 +261,7 @@ class OffloadPlanner:
         idle = RetentionRank.IDLE
         # Writes delete the least recently used files. So write no more than fits, and mark the blocks that
         # are on disk already as just used. Otherwise the end of the context would displace its beginning.
-        chain = chain[: disk.room]
+        chain = chain[: self.limits.disk_blocks]
         disk.touch(chain)
         unsaved: list[tuple[BlockKey, int]] = []
         for key in chain:
@@ -290,8 +291,8 @@ class OffloadPlanner:
         """Return how many tokens of a context, after those that the device has (``context.start_tokens``),
         can be loaded from host memory now.
 
-        ``None`` means: look up again in a later step. A search of other engines' stores or a disk read for
-        this request is in progress, perhaps begun by this call. Or another load brings the beginning of the
+        ``None`` means: look up again in a later step. A search of the disk or a disk read for this
+        request is in progress, perhaps begun by this call. Or another load brings the beginning of the
         context. Or a cancelled load of this request has not ended. A repeated look-up takes O(1).
 
         To load, pass the keys of ``context.needed(…)`` to ``load`` in the same order. Found blocks are
@@ -310,7 +311,7 @@ class OffloadPlanner:
         disk = self.disk
         if disk.must_wait(request_id, now):
             return None
-        was_read = disk.disk_read_requested(request_id)
+        was_read = disk.was_read(request_id)
         before = self._looked_up.get(request_id)
         # After a disk read the answer may have changed.
         if before is not None and before.identity == context.identity and not was_read and not self._lost:
@@ -321,10 +322,7 @@ class OffloadPlanner:
         # Models with several groups, whose contexts have window blocks, have no disk.
         if self.limits.disk_blocks and not was_read:
             missing = [block.key for block in context.needed(context.end_tokens)][len(found) :]
-            # Search other stores first, so that everything missing is read together.
-            if missing and disk.probe(request_id, missing, now):
-                return None
-            if missing and disk.stage(request_id, found, missing, now):
+            if missing and disk.search(request_id, found, missing, now):
                 return None
         for entry in found:
             self.host.pin(entry)
@@ -339,7 +337,7 @@ class OffloadPlanner:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys``, in order, to the request's device blocks ``block_ids``. ``keys``
         are those of the request's last look-up, or the first of them. This ends the look-up."""
-        self.disk.abandon(request_id)
+        self.disk.end_read(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
         self.host.release(found[len(keys) :])
@@ -472,8 +470,6 @@ class OffloadPlanner:
 
     def take_results(self, results: OffloadResults) -> None:
         """Handle the results of earlier jobs."""
-        if results.on_disk is not None:
-            self.disk.add_existing(results.on_disk)
         for slot in results.lost_slots:
             entry = self.host.entry_in_slot(slot)
             if entry is not None:
@@ -488,16 +484,15 @@ class OffloadPlanner:
                 self.host.end_fill(entry)
         for job, copy_results in results.spilled.items():
             self.disk.spilled(job, copy_results)
-        self.disk.drop_parts(results.partly_on_disk)
         for job, copy_results in results.staged.items():
             self.disk.staged(job, copy_results)
-        for job, answer in results.probed.items():
-            self.disk.probed(job, answer)
+        for job, on_disk in results.probed.items():
+            self.disk.probed(job, on_disk)
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests. True if jobs or writes to disk wait for a
-        step, or if the worker has not yet listed the blocks that an earlier engine left on disk."""
+        """Whether the engine must run a step even without requests, because jobs or writes to disk wait for
+        it."""
         unsent = any(not load.is_sent for load in self.loads.values())
         return bool(self._jobs) or unsent or self._wants_step or self.disk.has_jobs
 
@@ -506,7 +501,7 @@ class OffloadPlanner:
         ``disk`` is absent."""
         state = {"host": {"used": len(self.host), "free": self.host.slots - len(self.host)}}
         if self.limits.disk_blocks:
-            state["disk"] = {"used": len(self.disk), "free": max(0, self.disk.room - len(self.disk))}
+            state["disk"] = {"used": len(self.disk), "free": self.limits.disk_blocks - len(self.disk)}
         return {**state, "moves": dict(self.counts)}
 
     @property

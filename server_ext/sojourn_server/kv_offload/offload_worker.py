@@ -7,18 +7,22 @@ ended, and other requests compute meanwhile. So a step waits for loads only if o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from .block_file import BlockCorrupt
-from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError
-from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults, ProbeResult
-from .shared_store import SiblingStores
+from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
+from .shared_store import BlockNotFound, PutOutcome, SharedStore, StoreError
 from .transfer_thread import Moved, TransferThread
+
+SEARCH_S = 0.5
+"""Seconds after which a search of the disk ends with what it has found. Requests wait longer by default
+(``TierLimits.max_probe_wait_s``), so they can use the result."""
+SEARCH_BATCH_KEYS = 32
+"""A search looks at the clock each time it has found this many keys."""
 
 
 class Copy(Protocol):
@@ -83,18 +87,18 @@ class OffloadWorker:
     def __init__(
         self,
         device: DeviceBackend,
-        disk: DiskStore | None = None,
-        sibling_stores: SiblingStores | None = None,
+        disk: SharedStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._device = device
         self._disk = disk
-        self._sibling_stores = sibling_stores
+        self._clock = clock
         self._to_host = TransferThread("to_host")
         self._to_device = TransferThread("to_device")
         self._to_disk = TransferThread("to_disk")
         self._from_disk = TransferThread("from_disk")
-        self._probe = TransferThread("probe") if sibling_stores is not None else None
-        """Thread for searches of other engines' stores, which thus need not wait for disk reads."""
+        self._probe = TransferThread("probe")
+        """Thread for searches of the disk, which thus need not wait for disk reads."""
         self._stores: dict[int, _PendingStore] = {}
         self._loading: set[str] = set()
         """Requests whose loads have begun and have not been returned by ``take_loaded``."""
@@ -103,7 +107,7 @@ class OffloadWorker:
         self._lost: set[int] = set()
         """Slots whose last save failed. Jobs that were planned before the failure may still name them."""
         self._lock = threading.Lock()
-        self._results = OffloadResults(on_disk=disk.keys() if disk is not None else [])
+        self._results = OffloadResults()
         self._waited_s = 0.0
 
     # -- a step --------------------------------------------------------------------
@@ -113,10 +117,6 @@ class OffloadWorker:
         any work that is queued later. All other jobs run in parallel with that work.
 
         If this raises, ``take_results`` and ``take_loaded`` report what has not begun as failed."""
-        # Files are deleted even if the step fails, because the planner has forgotten them. Drops come first,
-        # because spills need their space and may write other content under the same keys.
-        for key in jobs.drops:
-            self._to_disk.submit(partial(self._drop, key))
         with self._lock:
             self._loaded.update((request_id, set(ids)) for request_id, ids in jobs.rejected.items())
         begun: set[int] = set()
@@ -164,9 +164,10 @@ class OffloadWorker:
             self._from_disk.submit(partial(self._stage, job, files))
             begun.add(job)
         for job, keys in jobs.probes.items():
-            if self._probe is not None:
-                self._probe.submit(partial(self._look_for, job, keys))
-                begun.add(job)
+            self._probe.submit(partial(self._look_for, job, keys))
+            begun.add(job)
+        if jobs.touches and self._disk is not None:
+            self._from_disk.submit(partial(self._disk.touch, jobs.touches))
 
     def _fail_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
         """Report the jobs that are not in ``begun``, and the loads that have not begun, as failed. Otherwise
@@ -178,7 +179,7 @@ class OffloadWorker:
             self._results.stored.update(dict.fromkeys(failed & jobs.stores.keys(), CopyResult.FAILED))
             self._results.spilled.update({job: {} for job in failed & jobs.spills.keys()})
             self._results.staged.update({job: {} for job in failed & jobs.stages.keys()})
-            self._results.probed.update(dict.fromkeys(failed & jobs.probes.keys(), ProbeResult(0, 0)))
+            self._results.probed.update(dict.fromkeys(failed & jobs.probes.keys(), 0))
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
         """Return the ids of the requests whose loads have ended since the last call, and the ids of their
@@ -208,23 +209,15 @@ class OffloadWorker:
         return results
 
     @property
-    def on_disk(self) -> int:
-        """Number of blocks in this worker's ``DiskStore``."""
-        return len(self._disk) if self._disk is not None else 0
-
-    @property
     def busy(self) -> bool:
         """Whether any store job (device to host memory) is still to be reported by ``take_results``."""
         return bool(self._stores)
 
     def close(self) -> None:
-        """Wait for queued work, at most 5 s per thread. Then close the device backend and the store."""
-        lanes = (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk)
-        for lane in filter(None, lanes):
+        """Wait for queued work, at most 5 s per thread. Then close the device backend."""
+        for lane in (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk):
             lane.close()
         self._device.close()
-        if self._disk is not None:
-            self._disk.close()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -325,12 +318,7 @@ class OffloadWorker:
             outcome = self._disk.put(file.key, [self._device.slot(file.slot)])
         except StoreError:
             return CopyResult.FAILED
-        return CopyResult.FULL if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL) else CopyResult.MOVED
-
-    def _drop(self, key: BlockKey) -> None:
-        assert self._disk is not None
-        with contextlib.suppress(StoreError):  # the planner no longer finds it either way
-            self._disk.drop(key)
+        return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
 
     def _stage(self, job: int, files: Sequence[FileCopy]) -> int:
         copy_results: dict[BlockKey, CopyResult] = {}
@@ -343,19 +331,23 @@ class OffloadWorker:
         return self._moved_bytes(copy_results)
 
     def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
-        assert self._sibling_stores is not None
-        probed = ProbeResult(0, 0)
+        assert self._disk is not None
+        found, ends_s = 0, self._clock() + SEARCH_S
         try:
-            probed = self._sibling_stores.leading(keys)
+            while found < len(keys) and (not found or self._clock() < ends_s):
+                batch = keys[found : found + SEARCH_BATCH_KEYS]
+                here = self._disk.leading(batch)
+                found += here
+                if here < len(batch):
+                    break
         finally:
             with self._lock:
-                self._results.probed[job] = probed
+                self._results.probed[job] = found
 
     def _get(self, file: FileCopy) -> CopyResult:
-        store = self._sibling_stores if file.shared else self._disk
-        assert store is not None
+        assert self._disk is not None
         try:
-            store.get_into(file.key, [self._device.slot(file.slot)])
+            self._disk.get_into(file.key, [self._device.slot(file.slot)])
         except BlockNotFound:
             return CopyResult.MISSING
         except BlockCorrupt:

@@ -1,36 +1,103 @@
-"""Stores of Full Blocks that combine one engine's files with the files of other engines on the same disk.
+"""Stores Full Blocks on a disk, within a budget. Every engine with the same ``KvIdentity`` reads and writes
+the same files. They outlive the process and are verified when read.
 
 A Full Block is the KV of a fixed number of tokens: one layer after the other, and within a layer one engine
 block after the other. It can be divided into its layers (Layer Blocks) without a copy, so callers may pass
 one buffer per layer or one for all layers. The key of a Full Block is the chain hash of its last engine
 block, which identifies all tokens up to the block's end (DualPath §4.1, A.5).
 
-Each engine writes its own ``DiskStore`` and reads the stores of the others, its siblings. No coordination is
-needed, no file has two writers, and the files of a dead engine stay readable. An engine deletes only its own
-files, the last blocks of a context first. A look-up of a missing key tries to open a file in every sibling
-store.
+Folders
+-------
+    ROOT/
+      3f9a0c51d2e47b68/       a store; its name has the first 16 hex digits of the digest of its identity
+        manifest.json         the ``KvIdentity`` in full, for people and for errors
+        a7/a7c0….kv           a block; its name is the key in hex, its folder the key's first byte
+        a7/a7c0….91fe….tmp    a block being written
+
+Equal keys mean equal content. So engines need no lock and no names: a block that two of them write at once
+gets the content of either. A file is written under a temporary name of its own and renamed, so a reader finds
+a whole file or none. A block that another engine deletes is not found, and computed again.
+
+A file's modification time is the time of its last use. When the files exceed the budget, whoever writes
+deletes the oldest ones. A block is a little older than its parent, so that the end of a context is deleted
+before its beginning.
+
+By default a root with only stores of other identities is refused. After a change of model or block size, a
+second set of blocks on the disk is usually a mistake.
+
+Errors
+------
+    OffloadError
+     ├ StoreError          the operating system reported the error ``errno``
+     ├ IncompatibleStore   the root has only stores of other models, block sizes, …, listed in ``differences``
+     ├ BlockNotFound       there is no such block (any more)
+     └ BlockCorrupt        the block was damaged; it has been removed
+
+Wrong arguments raise ``ValueError``. Every error outside ``open`` concerns one block, and the engine can
+compute that block again.
 """
 
 from __future__ import annotations
 
-import heapq
+import contextlib
+import errno
+import json
 import os
+import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from enum import Enum
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
-from .block_file import HEADER_BYTES, PARENT_BYTES, BlockCorrupt, Buffer, KvIdentity, read_block
-from .disk_store import BlockNotFound, DiskStore, PutOutcome, StoreError, block_path, block_payload
-from .file_system import FileSystem
-from .offload_jobs import ProbeResult
-from .store_folder import IncompatibleStore, folder_name, matching_stores
+from .block_file import (
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    MAX_KEY_BYTES,
+    MIN_KEY_BYTES,
+    NO_SPACE,
+    BlockCorrupt,
+    Buffer,
+    KvIdentity,
+    OffloadError,
+    byte_views,
+    read_block,
+    write_block,
+    write_file,
+)
+from .file_system import FileSystem, check_private
 
 FULL_BLOCK_TOKENS = 64
 """Default number of tokens of a Full Block (DualPath §4.1)."""
+MANIFEST = "manifest.json"
+TEMPORARY_NS = 3600 * 10**9
+"""Age from which a temporary file counts as left by a writer that died."""
+COUNT_NS = 10 * 10**9
+"""A store lists its files again at least this long after the last time, because other engines write too."""
+COUNT_SHARE = 8
+"""A store lists its files again once it has written this part of the room that it found: the files of so
+many engines together exceed the budget by at most one block each."""
+EVICTION_SHARE = 32
+"""Part of the files that are deleted at once. The files need not be listed again for each block."""
+DISK_FULL_NS = 60 * 10**9
+"""Time for which nothing is written to a disk that was full although files had been deleted: other data takes
+the room."""
+CONTEXT_NS = 600 * 10**9
+"""If a block's parent has not been used for so long, the block's whole context is marked as used."""
+MAX_PARENTS = 1 << 16
+"""Number of written blocks whose parents a store remembers."""
+
+_KIND = "sojourn KV store"
+_STORE = re.compile(r"[0-9a-f]{16}")
+_FANOUT = re.compile(r"[0-9a-f]{2}")
+_FILE = re.compile(r"(?:[0-9a-f]{2}){%d,%d}(\.kv|\.[0-9a-f]{16}\.tmp)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
+_NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Error numbers of reads that fail because the process or machine has too many open files or too little
+memory. The block's file may be intact."""
 
 
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
@@ -44,367 +111,318 @@ def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
     return block_tokens // engine_block_tokens
 
 
-_MAX_STALE_RATIO = 2
-"""``BlockPrefixTree`` removes the outdated items of its heap once the heap has more than this many items per
-block."""
+class StoreError(OffloadError):
+    """Raised for an error of the operating system, which is in ``errno`` and ``__cause__``."""
+
+    def __init__(self, doing: str, path: Path, cause: OSError) -> None:
+        super().__init__(f"{doing} {path} failed: {cause.strerror or cause}")
+        self.path = path
+        self.errno = cause.errno
 
 
-class BlockPrefixTree:
-    """Index of a store's blocks by last use and parent, to evict the last blocks of contexts first.
+class BlockNotFound(OffloadError):
+    """Raised if the store has no such block (any more)."""
 
-    A block's parent is the previous block of its context. A block is useful only with all blocks before it,
-    so only blocks without a child in the store are evicted. The index compares only the first
-    ``PARENT_BYTES`` bytes of keys (short keys), because files record no more of the parent's key. No clock
-    and no I/O.
-    """
-
-    def __init__(self) -> None:
-        self._keys: dict[bytes, bytes] = {}
-        """Short key → full key, for blocks in the store."""
-        self._parents: dict[bytes, bytes] = {}
-        """Short key → short key of the parent."""
-        self._children: Counter[bytes] = Counter()
-        """Short key → number of the block's children in the store. The block itself need not be in the
-        store."""
-        self._used: dict[bytes, int] = {}
-        """Short key → number of the block's last use. Uses are numbered from 1."""
-        self._uses = 0
-        self._ends: list[tuple[int, bytes]] = []
-        """A heap of (number of the last use, short key), with an item for each block without children. It
-        also has outdated items, which are skipped."""
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: bytes) -> bool:
-        return key[:PARENT_BYTES] in self._keys
-
-    def add(self, key: bytes, parent: bytes | None = None) -> None:
-        """Add a block, or mark a known block as just used. ``parent``: key of the parent, if known; a known
-        parent is not replaced. Raises ``ValueError`` if ``parent`` is the block itself."""
-        short = key[:PARENT_BYTES]
-        before = parent[:PARENT_BYTES] if parent else None
-        if before == short:
-            raise ValueError(f"block {key.hex()} cannot follow itself")
-        self._keys.setdefault(short, key)
-        if before is not None and short not in self._parents:
-            self._parents[short] = before
-            self._children[before] += 1
-        self.touch(key)
-
-    def touch(self, key: bytes) -> None:
-        """Mark a block as just used. Does nothing for an unknown block."""
-        short = key[:PARENT_BYTES]
-        if short not in self._keys:
-            return
-        self._uses += 1
-        self._used[short] = self._uses
-        self._note_end(short)
-
-    def remove(self, key: bytes) -> bool:
-        """Remove a block, even if it has children. Returns whether the block was known."""
-        short = key[:PARENT_BYTES]
-        if self._keys.pop(short, None) is None:
-            return False
-        del self._used[short]
-        before = self._parents.pop(short, None)
-        if before is not None:
-            self._children[before] -= 1
-            if not self._children[before]:
-                del self._children[before]
-                self._note_end(before)
-        return True
-
-    def pop_lru_leaf(self) -> bytes | None:
-        """Remove and return the least recently used block without children; ``None`` for an empty tree."""
-        while self._ends:
-            used, short = heapq.heappop(self._ends)
-            if self._used.get(short) == used and not self._children[short]:
-                key = self._keys[short]
-                self.remove(key)
-                return key
-        return None
-
-    def discard_stale(self) -> None:
-        """Rebuild the heap without outdated items."""
-        self._ends = [(used, one) for one, used in self._used.items() if not self._children[one]]
-        heapq.heapify(self._ends)
-
-    def _note_end(self, short: bytes) -> None:
-        if short not in self._keys or self._children[short]:
-            return
-        if len(self._ends) > _MAX_STALE_RATIO * len(self._keys) + 64:
-            self.discard_stale()
-        heapq.heappush(self._ends, (self._used[short], short))
+    def __init__(self, key: bytes) -> None:
+        super().__init__(f"no block {key.hex()} in this store")
+        self.key = key
 
 
-SEARCH_S = 0.5
-"""Seconds after which a search of sibling stores ends with what it has found. Requests wait longer by
-default (``TierLimits.max_probe_wait_s``), so they can use the result."""
-_SEARCH_BATCH_KEYS = 32
-"""A search looks at the clock each time it has found this many keys."""
+class IncompatibleStore(OffloadError):
+    """Raised if all stores in the root are for other identities. ``differences``: (field, found, expected) of
+    the store that is most alike."""
+
+    advice = "Name another directory, or delete that store if its blocks are no longer wanted."
+
+    def __init__(self, path: Path, differences: Sequence[tuple[str, Any, Any]]) -> None:
+        listed = "; ".join(
+            f"{name}: found {found!r:.100}, expected {expected!r:.100}"
+            for name, found, expected in differences
+        )
+        self.what = f"the KV store {path} is for another model or configuration ({listed})"
+        super().__init__(f"{self.what}. {self.advice}")
+        self.path = path
+        self.differences = tuple(differences)
 
 
-class SiblingStores:
-    """Reads the stores of other engines with the same ``identity``, in the folder that contains ``own``.
+class PutOutcome(Enum):
+    """Outcome of writing a block to a store."""
 
-    ``own``: path of this engine's store, without symbolic links. Thread-safe; every call waits for the disk.
-    ``leading`` lists the stores again each time, since engines start and stop. A file that its owner deletes
-    is reported as missing. A damaged file, or one of another identity, is refused but not removed.
-    """
+    STORED = "stored"
+    ALREADY = "already"
+    """The store already had a block of this key. The given content was ignored."""
+    FULL = "full"
+    """The disk, a quota or the budget is full, and the oldest files could not make room. Nothing of the block
+    is left."""
 
-    def __init__(
-        self,
-        own: Path,
-        identity: KvIdentity,
-        files: FileSystem | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.own = own
-        self.identity = identity
-        self._digest = identity.digest()
-        self._file_bytes = HEADER_BYTES + identity.block_bytes
-        self._files = files or FileSystem()
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._stores: list[Path] = []
-        """The stores of other engines. The store in which a block was found most recently comes first,
-        because usually one engine wrote most of a context."""
 
-    def leading(self, keys: Sequence[bytes]) -> ProbeResult:
-        """Return how many leading ``keys`` these stores have together, and the number of stores. Only the
-        sizes of files are checked. Unreadable files count as missing. The search ends after ``SEARCH_S``, so
-        on a slow disk the number of keys may be too low."""
-        end_s = self._clock() + SEARCH_S
-        self.rescan()
-        found = 0
-        for key in keys:
-            is_late = found and found % _SEARCH_BATCH_KEYS == 0 and self._clock() >= end_s
-            if is_late or not self.has(key):
-                break
-            found += 1
-        return ProbeResult(found, len(self._stores))
-
-    def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers``, in order, with the block of ``key``, from the first store that has a usable copy.
-
-        Raises ``BlockNotFound`` if no store has the block. If all copies are unusable, raises the
-        ``BlockCorrupt`` or ``StoreError`` of the last copy tried. Raises ``ValueError`` for read-only buffers
-        or a wrong size. After any exception the content of ``buffers`` is undefined.
-        """
-        payload = block_payload(self.identity, buffers, writable=True)
-        failed: BlockCorrupt | StoreError | None = None
-        for store in self._in_order():
-            path = block_path(store, key)
-            try:
-                read_block(self._files, path, key, self._digest, payload)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except BlockCorrupt as error:
-                failed = error
-            except OSError as error:
-                failed = StoreError("reading another engine's KV block", path, error)
-            else:
-                self._found_in(store)
-                return
-        raise failed or BlockNotFound(key)
-
-    def rescan(self) -> None:
-        """List the stores again, because engines start and stop."""
-        fields, digits = asdict(self.identity), folder_name(self.identity, None)
+def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None) -> None:
+    """Raise ``IncompatibleStore`` if ``root`` has stores, but none with the fields ``known`` of an engine's
+    ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError`` if the root
+    cannot be listed."""
+    closest: tuple[Path, list[tuple[str, Any, Any]]] | None = None
+    expected = {"format": FORMAT_VERSION, **known}
+    try:
+        names = sorted(filter(_STORE.fullmatch, os.listdir(root)))
+    except FileNotFoundError:
+        return
+    for store in (root / name for name in names):
         try:
-            there = matching_stores(self._files, self.own.parent, fields, beginning=digits)
-        except (IncompatibleStore, OSError):
-            there = []
-        there = [path for path in there if path != self.own]
-        with self._lock:
-            known = [store for store in self._stores if store in there]
-            self._stores = known + [store for store in there if store not in known]
-
-    def has(self, key: bytes) -> bool:
-        """Return whether one of the stores that the last ``rescan`` found has the block. Opens the block's
-        file in each store in turn and checks its size."""
-        for store in self._in_order():
-            try:
-                fd = self._files.open(block_path(store, key), os.O_RDONLY)
-                try:
-                    whole = self._files.size(fd) == self._file_bytes
-                finally:
-                    self._files.close(fd)
-            except OSError:
-                continue
-            if whole:
-                self._found_in(store)
-                return True
-        return False
-
-    def _in_order(self) -> list[Path]:
-        with self._lock:
-            return list(self._stores)
-
-    def _found_in(self, store: Path) -> None:
-        with self._lock:
-            if store in self._stores and self._stores[0] != store:
-                self._stores.remove(store)
-                self._stores.insert(0, store)
-
-
-SIBLINGS_RESCAN_S = 5.0
-"""``SharedStore`` lists the sibling stores again after this many seconds."""
-
-EVICTION_RETRY_S = 60.0
-"""Seconds for which ``SharedStore`` evicts nothing after a file could not be removed, or after evictions left
-the disk full. Further attempts would lose readable blocks and gain no room."""
-
-DISK_FULL_EVICTIONS = 2
-"""Maximum number of blocks evicted to write one block to a full disk. Other data may take the freed space."""
+            found = json.loads((store / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            continue
+        if not isinstance(found, dict) or found.get("kind") != _KIND:
+            continue
+        differences = [(name, found.get(name), value) for name, value in expected.items()]
+        differences = [each for each in differences if each[1] != each[2]]
+        if weights is not None and not str(found.get("model")).startswith(f"{weights} "):
+            differences.append(("model", found.get("model"), f"{weights} …"))
+        if not differences:
+            return
+        if closest is None or len(differences) < len(closest[1]):
+            closest = store, differences
+    if closest is not None:
+        raise IncompatibleStore(*closest)
 
 
 class SharedStore:
-    """Stores Full Blocks by key: writes to this engine's ``DiskStore``, and also reads its siblings' stores.
-    Thread-safe. Each call waits for the disk."""
+    """The store of one ``KvIdentity`` in a root folder, at most ``budget_bytes`` with the files of all
+    engines. Thread-safe. Each call waits for the disk."""
 
     def __init__(
-        self, own: DiskStore, *, files: FileSystem | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        path: Path,
+        identity: KvIdentity,
+        budget_bytes: int,
+        files: FileSystem,
+        clock_ns: Callable[[], int],
     ) -> None:
-        self.identity = own.identity
-        self._own = own
-        self._sibling_stores = SiblingStores(own.path, own.identity, files)
-        self._clock = clock
-        self._rescanned_s = float("-inf")
-        self._no_evictions_until_s = float("-inf")
+        """Only ``open`` calls this, after it has made and checked the folder ``path``."""
+        self.path = path
+        self.identity = identity
+        self.blocks = 0
+        """Number of blocks when the files were last listed."""
+        self._budget_bytes = budget_bytes
+        self._file_bytes = HEADER_BYTES + identity.block_bytes
+        self._digest = identity.digest()
+        self._files = files
+        self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        self._tree: BlockPrefixTree | None = None
-        """The prefix tree of this engine's blocks; ``None`` before the first eviction."""
-        self._new: dict[bytes, bytes] = {}
-        """Key → key of the parent or empty, for blocks that this process stored before the tree was built.
-        The parents of other blocks are read from their files."""
-        self._building = threading.Lock()
-        """Held while the tree is built. ``_lock`` stays free meanwhile, because reading the headers of a
-        large store takes seconds."""
+        """Guards the attributes below. Held while files are listed and deleted, for which only writers
+        wait."""
+        self._left = 0
+        """Number of files that this store may write before it lists the files again."""
+        self._counted_ns = self._count_again_ns = self._full_until_ns = 0
+        self._parents: OrderedDict[bytes, bytes] = OrderedDict()
 
     @classmethod
-    def open(cls, root: str | Path, identity: KvIdentity, *, name: str, budget_bytes: int) -> SharedStore:
-        """Open or create this engine's store ``name`` in ``root``. Raises the errors of
-        ``DiskStore.open``."""
-        return cls(DiskStore.open(root, identity, name=name, budget_bytes=budget_bytes))
-
-    def close(self) -> None:
-        self._own.close()
+    def open(
+        cls,
+        root: str | Path,
+        identity: KvIdentity,
+        *,
+        budget_bytes: int,
+        files: FileSystem | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> SharedStore:
+        """Open or create the store of ``identity`` in ``root``. The oldest files beyond the budget and
+        temporary files of dead writers are deleted. Raises ``IncompatibleStore`` and ``StoreError``."""
+        files = files or FileSystem()
+        path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
+        manifest = {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
+        temporary = path / f"{MANIFEST}.{os.urandom(8).hex()}.tmp"
+        try:
+            if not os.path.lexists(path):
+                check_root(path.parent, asdict(identity))
+            files.mkdir(path, parents=True)
+            check_private(path)
+            if not os.path.lexists(path / MANIFEST):
+                write_file(files, temporary, [memoryview(json.dumps(manifest, indent=2).encode() + b"\n")])
+                files.replace(temporary, path / MANIFEST)
+            store = cls(path, identity, budget_bytes, files, clock_ns)
+            store._count()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                files.unlink(temporary)
+            raise StoreError("opening the KV store", path, error) from error
+        return store
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` the stores have. A later read may still find no block, because
-        an engine may delete blocks at any time."""
-        return sum(1 for _ in takewhile(self._has, keys))
+        """Return how many leading ``keys`` the store has. Only the sizes of files are checked. A later read
+        may still find no block, because another engine may delete it."""
+        return sum(1 for _ in takewhile(self.has, keys))
+
+    def has(self, key: bytes) -> bool:
+        """Return whether the store has a file of the right size for ``key``."""
+        try:
+            return self._files.stat(self._path(key))[0] == self._file_bytes
+        except OSError:
+            return False
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
-        """Fill ``buffers`` with the block of ``key``, like ``DiskStore.get_into``."""
-        failed: BlockCorrupt | StoreError | None = None
+        """Fill ``buffers``, in order, with the block of ``key``. The block may be divided into buffers
+        differently than for ``put``.
+
+        After any exception the content of ``buffers`` is undefined. Raises:
+
+            ``BlockNotFound``   the store has no such block
+            ``BlockCorrupt``    the file was damaged; it has been removed
+            ``StoreError``      the file cannot be read. It has been removed, if that was possible, unless
+                                open files or memory ran out
+            ``ValueError``      read-only buffers, wrong total size, or invalid key
+        """
+        path, payload = self._path(key), self._payload(buffers, writable=True)
         try:
-            self._own.get_into(key, buffers)
-        except BlockNotFound:
-            self._forget(key)
-        except BlockCorrupt as error:
-            self._forget(key)
-            failed = error
-        except StoreError as error:
-            failed = error
-        else:
-            with self._lock:
-                if self._tree is not None:
-                    self._tree.touch(key)
-            return
-        try:  # another engine may have an intact copy
-            self._siblings().get_into(key, buffers)
-        except BlockNotFound:
-            if failed is not None:
-                raise failed from None
+            read_block(self._files, path, key, self._digest, payload)
+        except BlockCorrupt:
+            self._erase(path)
             raise
+        except FileNotFoundError as error:
+            raise BlockNotFound(key) from error
+        except OSError as error:
+            if error.errno not in _NOT_THE_FILE:  # otherwise the block would never be written again
+                self._erase(path)
+            raise StoreError("reading the KV block", path, error) from error
+        self.touch([key])
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
-        """Store ``buffers`` as the block of ``key``, like ``DiskStore.put``. If the block does not fit,
-        evict others."""
-        outcome = self._own.put(key, buffers, parent=parent)
-        if outcome in (PutOutcome.FULL, PutOutcome.DISK_FULL):
-            outcome = self._put_evicting(key, buffers, parent, outcome)
-        with self._lock:
-            if self._tree is not None and outcome in (PutOutcome.STORED, PutOutcome.ALREADY):
-                self._tree.add(key, parent if outcome is PutOutcome.STORED else None)
-            elif outcome is PutOutcome.STORED:
-                self._new[key] = parent
-        return outcome
+        """Store ``buffers``, in order, as the block of ``key``. If the store has the block, mark it as used.
 
-    def _has(self, key: bytes) -> bool:
-        return self._own.has(key) or self._siblings().has(key)
-
-    def _put_evicting(
-        self, key: bytes, buffers: Sequence[Buffer], parent: bytes, outcome: PutOutcome
-    ) -> PutOutcome:
-        """Evict least recently used blocks without children until the new block fits, and store it. The new
-        block's ancestors are never evicted, because the block would be useless without them.
-
-        ``outcome``: ``FULL`` or ``DISK_FULL``, the outcome of the attempt without evictions. Returns the
-        outcome of the last attempt. Evicts nothing if no store has the parent, if the budget is smaller than
-        a block, or for ``EVICTION_RETRY_S`` after useless evictions. Stops when a file cannot be removed."""
-        evicted = 0
-        if self._own.file_bytes > self._own.budget_bytes or (parent and not self._has(parent)):
-            return outcome
-        if self._clock() < self._no_evictions_until_s:
-            return outcome
-        tree = self._build_tree()
-        with self._lock:
-            tree.add(key, parent or None)
-        while outcome is PutOutcome.FULL or (
-            outcome is PutOutcome.DISK_FULL and evicted < DISK_FULL_EVICTIONS
-        ):
-            with self._lock:
-                victim = tree.pop_lru_leaf()
-                if victim == key:  # only ancestors of the new block are left
-                    return outcome
-            if victim is None:
-                break
+        ``parent``: key of the previous block of the context; empty if there is none or if the end of the
+        context is stored first. The buffers must not change during the call. Raises ``StoreError``, after
+        which nothing of the block is left, and ``ValueError`` for an invalid key or a wrong total size.
+        """
+        path, payload = self._path(key), self._payload(buffers, writable=False)
+        try:
+            if self.has(key):
+                self._mark_used(key, parent)
+                return PutOutcome.ALREADY
+            if not self._reserve():
+                return PutOutcome.FULL
             try:
-                evicted += self._own.drop(victim)  # it may have been removed while the tree was built
-            except StoreError:
-                self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
-                break
-            outcome = self._own.put(key, buffers, parent=parent)
-        if outcome is PutOutcome.DISK_FULL:
-            self._no_evictions_until_s = self._clock() + EVICTION_RETRY_S
-        if outcome not in (PutOutcome.STORED, PutOutcome.ALREADY):
-            self._forget(key)
-        return outcome
+                self._write(key, path, payload, parent)
+            except OSError as error:
+                if error.errno not in NO_SPACE or not self._make_room_on_disk():
+                    raise
+                self._write(key, path, payload, parent)
+        except OSError as error:
+            if error.errno in NO_SPACE:
+                self._full_until_ns = self._clock_ns() + DISK_FULL_NS
+                return PutOutcome.FULL
+            raise StoreError("writing the KV block", path, error) from error
+        self._mark_used(key, parent)
+        return PutOutcome.STORED
 
-    def _build_tree(self) -> BlockPrefixTree:
-        """Return the prefix tree. The first call builds it from the files' headers, while other threads can
-        still read and store blocks."""
-        with self._building:
-            if self._tree is None:
-                with self._lock:
-                    known = dict(self._new)
-                tree = BlockPrefixTree()
-                keys = self._own.keys()  # least recently used first
-                for key in keys:
-                    tree.add(key, known[key] if key in known else self._own.parent_of(key))
-                with self._lock:
-                    for key, parent in self._new.items():  # also those stored meanwhile
-                        tree.add(key, parent)
-                    tree.discard_stale()
-                    self._tree = tree
-                    self._new.clear()
-            return self._tree
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark the blocks of ``keys``, in context order, as used now. The end becomes older than the
+        beginning. Keys without a file are ignored."""
+        now_ns = self._clock_ns()
+        for place, key in enumerate(keys):
+            with contextlib.suppress(OSError):  # a wrong order costs little
+                self._files.set_mtime(self._path(key), now_ns - 1000 * place)
 
-    def _forget(self, key: bytes) -> None:
+    # -- inside ------------------------------------------------------------------------
+
+    def _path(self, key: bytes) -> Path:
+        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+            raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
+        name = key.hex()
+        return self.path / name[:2] / f"{name}.kv"
+
+    def _payload(self, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
+        views = byte_views(buffers, writable=writable)
+        found, expected = sum(view.nbytes for view in views), self.identity.block_bytes
+        if found != expected:
+            raise ValueError(f"buffers of {found} bytes; expected {expected}, the size of a block")
+        return views
+
+    def _write(self, key: bytes, path: Path, payload: list[memoryview], parent: bytes) -> None:
+        temporary = path.with_suffix(f".{os.urandom(8).hex()}.tmp")
+        try:
+            self._files.mkdir(path.parent, parents=False)
+            write_block(self._files, path, temporary, key, self._digest, payload, parent=parent)
+        except BaseException:
+            self._erase(temporary)
+            raise
+
+    def _mark_used(self, key: bytes, parent: bytes) -> None:
+        """Make the block a little older than its parent. If the parent has not been used for long, mark the
+        whole context as used, as far as this store remembers it."""
+        context = [key]
+        if parent:
+            with self._lock:
+                self._parents[key] = parent
+                if len(self._parents) > MAX_PARENTS:
+                    self._parents.popitem(last=False)
+            try:
+                used_ns = self._files.stat(self._path(parent))[1]
+                if self._clock_ns() - used_ns < CONTEXT_NS:
+                    self._files.set_mtime(self._path(key), used_ns - 1000)
+                    return
+            except OSError:
+                pass  # it is not stored
+            with self._lock:
+                while before := self._parents.get(context[-1]):
+                    context.append(before)
+        self.touch(context[::-1])
+
+    def _reserve(self) -> bool:
+        """Return whether one more file fits in the budget; if necessary, delete the oldest."""
         with self._lock:
-            self._new.pop(key, None)
-            if self._tree is not None:
-                self._tree.remove(key)
+            if self._clock_ns() < self._full_until_ns:
+                return False
+            if self._left < 1 or not self._counted_ns <= self._clock_ns() < self._count_again_ns:
+                self._count()
+            self._left -= 1
+            return self._left >= 0
 
-    def _siblings(self) -> SiblingStores:
+    def _make_room_on_disk(self) -> bool:
+        """Delete the oldest files, because other data fills the disk. Return whether any was deleted."""
         with self._lock:
-            now_s = self._clock()
-            if now_s - self._rescanned_s < SIBLINGS_RESCAN_S:
-                return self._sibling_stores
-            self._rescanned_s = now_s
-        self._sibling_stores.rescan()
-        return self._sibling_stores
+            return self._count(evict=True) > 0
+
+    def _count(self, *, evict: bool = False) -> int:
+        """List all files. Delete temporary files of dead writers, and the oldest blocks if the budget has no
+        room for another or if ``evict`` is set. Return the number of blocks deleted. Raises ``OSError``."""
+        began_ns = self._clock_ns()
+        blocks: list[tuple[int, int, Path]] = []
+        used_bytes = 0
+        for folder in self._files.scan(self.path):
+            if not folder.is_folder or not _FANOUT.fullmatch(folder.name):
+                continue
+            for file in self._files.scan(self.path / folder.name):
+                if not file.is_file or not (name := _FILE.fullmatch(file.name)):
+                    continue
+                path = self.path / folder.name / file.name
+                if name[1] != ".kv" and began_ns - file.mtime_ns > TEMPORARY_NS and self._erase(path):
+                    continue
+                used_bytes += file.size
+                if name[1] == ".kv":
+                    blocks.append((file.mtime_ns, file.size, path))
+        deleted = 0
+        if evict or used_bytes + self._file_bytes > self._budget_bytes:
+            batch_bytes = max(1, len(blocks) // EVICTION_SHARE) * self._file_bytes
+            most_bytes = min(used_bytes, self._budget_bytes) if evict else self._budget_bytes
+            for _, size, path in sorted(blocks):
+                if used_bytes + batch_bytes <= most_bytes:
+                    break
+                if self._erase(path):
+                    used_bytes -= size
+                    deleted += 1
+        self.blocks = len(blocks) - deleted
+        room = max(0, self._budget_bytes - used_bytes) // self._file_bytes
+        self._left = min(room, max(1, room // COUNT_SHARE))
+        self._counted_ns = self._clock_ns()
+        # A slow share takes long to list its files.
+        self._count_again_ns = self._counted_ns + max(COUNT_NS, 20 * (self._counted_ns - began_ns))
+        return deleted
+
+    def _erase(self, path: Path) -> bool:
+        """Remove a file. Returns whether it is gone."""
+        try:
+            self._files.unlink(path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, blocks_per_full
-from ..kv_offload.store_folder import IncompatibleStore, StoreInUse, check_stores, is_store_name
+from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, IncompatibleStore, blocks_per_full, check_root
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from .engine_flags import EngineFlags, InvalidOption, own_flag, parallel_size, refuse
 from .launch_environment import MachineMemory, read_memory
@@ -44,7 +43,6 @@ UNSPLIT_BLOCK_TOKENS = (None, "16", "32", "64")
 """Values of ``--block-size`` (``None``: missing) with which vLLM never splits blocks for an attention kernel.
 It cannot split them in a layout with blocks outermost."""
 _MAX_NAME_CHARS = 64
-_NAME = f"expected letters, digits, '.', '_' and '-', at most {_MAX_NAME_CHARS}, the first a letter or digit"
 _DISK_FLAG, _STORE_FLAG = "--kv-disk", "--kv-store"
 
 
@@ -68,11 +66,12 @@ class KvOffloadOptions(_Options):
         shown_default="auto on CUDA, else 0",
     )
     disk: str | None = own_flag(
-        _DISK_FLAG, "Directory for KV evicted from host memory; made if it is missing", is_path=True
+        _DISK_FLAG,
+        "Directory for KV evicted from host memory; made if it is missing. Engines of one model may share it",
+        is_path=True,
     )
-    disk_gib: float | None = own_flag("--kv-disk-gib", "Capacity of the directory, GiB")
-    disk_name: str | None = own_flag(
-        "--kv-disk-name", "This engine's name in a directory that several engines share"
+    disk_gib: float | None = own_flag(
+        "--kv-disk-gib", "Capacity of the directory, GiB, for all engines that share it"
     )
     backend: str = own_flag(
         "--tier-backend",
@@ -93,11 +92,11 @@ class PrefillDecodeOptions(_Options):
     store: str | None = own_flag(
         _STORE_FLAG, "Existing directory that all engines of the pair share", is_path=True
     )
-    store_gib: float = own_flag("--kv-store-gib", "Capacity of this engine in the store, GiB", default=16.0)
+    store_gib: float = own_flag(
+        "--kv-store-gib", "Capacity of the store, GiB, for all engines that share it", default=16.0
+    )
     store_name: str | None = own_flag(
-        "--kv-store-name",
-        "This engine's name in the store; unique, and the same after a restart",
-        shown_default="node-role-port",
+        "--kv-store-name", "This engine's name for its peers and logs", shown_default="node-role-port"
     )
     listen: str = own_flag(
         "--kv-listen",
@@ -113,7 +112,7 @@ class PrefillDecodeOptions(_Options):
     )
 
     def named_store(self, hostname: str, port: int | None) -> str:
-        """Return the name of the engine's part of the store. The default is NODE-ROLE-PORT, or NODE-ROLE if
+        """Return the engine's name for its peers and logs. The default is NODE-ROLE-PORT, or NODE-ROLE if
         ``port`` is ``None``. NODE is the option ``node``, or else ``hostname``."""
         if self.store_name is not None:
             return self.store_name
@@ -159,7 +158,7 @@ def offload_transfer_config(
     are wrong, incomplete or impossible on this engine. ``cpu_build``: whether the engine is vLLM's CPU build.
     ``stock``: whether the policy is ``stock``. ``block_tokens``: value of ``--block-size``, if given.
     ``auto_bytes``: result of ``auto_host_bytes``."""
-    disk, disk_gib, name, backend = options.disk, options.disk_gib, options.disk_name, options.backend
+    disk, disk_gib, backend = options.disk, options.disk_gib, options.backend
     refuse({f"--tier-backend is {backend!r}; expected sojourn or vllm": backend not in ("sojourn", "vllm")})
     host_gib, by_vllm = host_size_gib(options.host_gib), backend == "vllm"
     refuse({
@@ -167,9 +166,6 @@ def offload_transfer_config(
             not host_gib and options.host_gib != AUTO,
         "--kv-disk and --kv-disk-gib go together: give the directory and its capacity":
             (disk is None) != (disk_gib is None),
-        "--kv-disk-name names a store in a directory: give --kv-disk and --kv-disk-gib too":
-            name is not None and disk is None,
-        f"--kv-disk-name is {name!r}; {_NAME}": name is not None and not is_store_name(name),
         "--kv-host-gib is auto; expected a size in GiB, which vLLM's own connector needs":
             by_vllm and host_gib is None,
         "--kv-disk is for --tier-backend sojourn; vLLM's own connector has host memory only":
@@ -196,7 +192,6 @@ def offload_transfer_config(
     if disk_gib is not None:
         _check_size("--kv-disk-gib", disk_gib)
         extra |= {"disk": disk, "disk_bytes": int(disk_gib * GIB)}
-        extra |= {} if name is None else {"disk_name": name}
     return _transfer_config(OFFLOAD_CONNECTOR, extra)
 
 
@@ -219,7 +214,6 @@ def prefill_decode_transfer_config(
     _check_size("--kv-store-gib", options.store_gib)
     _check_size("--kv-buffer-gib", options.buffer_gib)
     name = options.named_store(hostname, port)
-    refuse({f"--kv-store-name is {name!r}; {_NAME}": not is_store_name(name)})
     try:
         check_address(options.listen)
     except (ValueError, UnknownTransport) as error:
@@ -278,25 +272,24 @@ class EngineFacts(NamedTuple):
 
 def check_kv_offload(options: KvOffloadOptions, engine: EngineFacts) -> list[str]:
     """Return one-line notes on options that may cause trouble later. Raises ``InvalidOption`` for an option
-    that the engine will surely reject. ``options``: accepted by ``offload_transfer_config``. The check takes
-    no lock and writes nothing."""
+    that the engine will surely reject. ``options``: accepted by ``offload_transfer_config``. The check writes
+    nothing."""
     host_gib = host_size_gib(options.host_gib)
     notes = [] if host_gib is None else check_host_memory(host_gib, read_memory(), "--kv-host-gib")
     if options.disk is not None:
-        _check_store(_DISK_FLAG, options.disk, options.disk_name, engine)
+        _check_store(_DISK_FLAG, options.disk, engine)
     return notes
 
 
-def check_pair(options: PrefillDecodeOptions, name: str, engine: EngineFacts) -> list[str]:
-    """Do for a prefill or decode engine what ``check_kv_offload`` does for host memory and disk. ``name``:
-    name of the engine's part of the store."""
+def check_pair(options: PrefillDecodeOptions, engine: EngineFacts) -> list[str]:
+    """Do for a prefill or decode engine what ``check_kv_offload`` does for host memory and disk."""
     assert options.store is not None, "prefill_decode_transfer_config has let it through"
     if not Path(options.store).exists():
         raise InvalidOption(
             f"{_STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
             "mount it, or make it with mkdir",
         )
-    _check_store(_STORE_FLAG, options.store, name, engine)
+    _check_store(_STORE_FLAG, options.store, engine)
     return check_host_memory(options.buffer_gib, read_memory(), "--kv-buffer-gib")
 
 
@@ -317,20 +310,18 @@ def check_host_memory(host_gib: float, memory: MachineMemory, flag: str) -> list
     return []
 
 
-def _check_store(flag: str, directory: str, name: str | None, engine: EngineFacts) -> None:
-    """Raise ``InvalidOption`` if the engine would reject a directory, for example because another engine uses
-    its store. ``name``: name of the engine's own store, if it has one. Errors name the ``flag``, and the
-    directory as the user wrote it."""
+def _check_store(flag: str, directory: str, engine: EngineFacts) -> None:
+    """Raise ``InvalidOption`` if the engine would reject a directory, because it has only KV of other models.
+    Errors name the ``flag``, and the directory as the user wrote it."""
     root = Path(os.path.realpath(directory))  # the path that the engine opens
     # Several workers have a folder each.
     folder = root if engine.workers == 1 else root / f"rank0of{engine.workers}"
     # Two parts of a KvIdentity are known here: the release and, for most directories, the weights.
     known = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
     try:
-        check_stores(folder, known, engine.weights, name)
-    except (IncompatibleStore, StoreInUse) as error:
-        advice = error.advice.replace(f"{_DISK_FLAG}-name", f"{flag}-name")
-        raise InvalidOption(f"{flag} {directory} cannot be used: {error.what}", advice) from None
+        check_root(folder, known, engine.weights)
+    except IncompatibleStore as error:
+        raise InvalidOption(f"{flag} {directory} cannot be used: {error.what}", error.advice) from None
     except OSError as error:
         raise InvalidOption(
             f"{flag} {directory} cannot be read: {error.strerror}",

@@ -74,8 +74,8 @@ LOWER_TIERS = frozenset({"host", "disk"})
 TIER_STATES = frozenset({"used", "free"})
 TIER_MOVES = frozenset({
     "saved", "stored", "kept", "no_room", "loaded", "failed", "discarded", "dropped", "dropped_on_disk",
-    "disk_dropped", "spilled", "spill_full", "spill_failed", "spill_missing", "staged", "shared",
-    "stage_missing", "stage_corrupt", "stage_failed", "gave_up",
+    "spilled", "spill_full", "spill_failed", "spill_missing", "staged", "stage_missing", "stage_corrupt",
+    "stage_failed", "gave_up",
 })  # fmt: skip
 """What happened to blocks in host memory and on disk; ``docs/kv-offload.md`` explains each value."""
 LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
@@ -89,9 +89,8 @@ SLOT_STATES = frozenset({"used", "free"})
 PATH_OUTCOMES = frozenset({
     "loads_whole", "loads_short", "loads_aborted", "pushes_complete", "pushes_failed", "pushes_refused",
     "prompts_complete", "prompts_failed", "blocks_read", "blocks_unread", "blocks_merged",
-    "blocks_not_filled", "write_stored", "write_already", "write_full", "write_disk_full",
-    "write_failed", "write_stalled", "writes_refused", "leases_expired", "stalls", "refused", "stale",
-    "too_large", "errors",
+    "blocks_not_filled", "write_stored", "write_already", "write_full", "write_failed", "write_stalled",
+    "writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors",
 })  # fmt: skip
 """Results of KV transfers to and from storage and other engines (``docs/kv-transfer.md``). ``leases_expired``
 counts leases on transfer buffers, not leases of programs."""

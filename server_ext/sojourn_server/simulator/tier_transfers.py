@@ -2,16 +2,17 @@
 
 Before a step begins, the blocks that it overwrites are saved to host memory. A request takes part in no step
 until its blocks are loaded. Each direction (host to device, device to host, host to disk, disk to host) is
-one FIFO. The disk is a set of block keys.
+one FIFO. The disk has the blocks that the planner knows to be there, because no other engine uses it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.offload_jobs import BlockKey, CopyResult, OffloadJobs, OffloadResults
+from ..kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from ..kv_offload.offload_planner import OffloadPlanner
 from ..vllm.compat import KVConnectorOutput, KVTransferConfig
 from ..vllm.kv_connector import StepOrders, StepReport
@@ -33,8 +34,7 @@ class TierTransfers(HostTransfers):
         super().__init__(latency, block_bytes)
         self._not_filled: set[int] = set()
         """Device blocks of rejected loads, to be reported as invalid."""
-        self._on_disk: set[BlockKey] = set()
-        self._results = OffloadResults(on_disk=[])
+        self._results = OffloadResults()
 
     def loads(self, orders: StepOrders[OffloadJobs]) -> Iterable[tuple[str, int]]:
         """Return (request id, number of blocks) for each load that this step starts."""
@@ -57,8 +57,6 @@ class TierTransfers(HostTransfers):
             self._not_filled.update(block_ids)
         for job, copies in jobs.stores.items():
             self.to_host.begin(job, len(copies) * self.block_bytes, begins_s)
-        # Deletion takes no time, and comes before spills, which may have the same key.
-        self._on_disk.difference_update(jobs.drops)
         # Blocks that this step saves are in host memory when it begins, and may be spilled.
         for lane, files_of in ((self.to_disk, jobs.spills), (self.from_disk, jobs.stages)):
             for job, files in files_of.items():
@@ -70,13 +68,9 @@ class TierTransfers(HostTransfers):
         ``None`` if there are none."""
         self._results.stored.update(dict.fromkeys(self.to_host.take_done(now), CopyResult.MOVED))
         for job, files in self.to_disk.take_done(now):
-            self._on_disk.update(file.key for file in files)
             self._results.spilled[job] = {file.key: CopyResult.MOVED for file in files}
         for job, files in self.from_disk.take_done(now):
-            self._results.staged[job] = {
-                file.key: CopyResult.MOVED if file.key in self._on_disk else CopyResult.MISSING
-                for file in files
-            }
+            self._results.staged[job] = {file.key: CopyResult.MOVED for file in files}
         loaded = set(self.to_device.take_done(now))
         if not self._results and not loaded:
             return None
@@ -99,7 +93,9 @@ class SimulatedTierConnector(SojournConnector):
         # Removed before the settings are read, since it is not a user setting.
         disk_blocks = vllm_config.kv_transfer_config.kv_connector_extra_config.pop(_DISK_BLOCKS)
         super().__init__(vllm_config, role, kv_cache_config)
-        self.planner = OffloadPlanner(replace(self.settings.limits(), disk_blocks=disk_blocks))
+        # Without questions: no other engine writes to this disk, so the planner knows what it has.
+        limits = replace(self.settings.limits(), disk_blocks=disk_blocks, min_probe_blocks=sys.maxsize)
+        self.planner = OffloadPlanner(limits)
 
 
 def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int) -> KVTransferConfig:

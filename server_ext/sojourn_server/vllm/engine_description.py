@@ -73,13 +73,13 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     name = str(transfer.kv_connector)
     if isinstance(connector, SojournConnector):
         size, limits = connector.settings.block_bytes, connector.planner.limits
-        host_blocks, disk_blocks, shared = limits.host_slots, limits.disk_blocks, bool(limits.shared)
+        host_blocks, disk_blocks = limits.host_slots, limits.disk_blocks
         return TierCapabilities(
             connector=name,
             on=not connector.off,
             off_because=connector.off_because,
             host=TierCapacity(blocks=host_blocks, bytes=host_blocks * size),
-            disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=shared)
+            disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=True)
             if disk_blocks
             else None,
         )

@@ -19,9 +19,7 @@ from msgspec import Meta
 
 from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
 from ..kv_offload.disk_planner import MAX_STAGE_WAIT_S, TierLimits
-from ..kv_offload.disk_store import DiskStore
-from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, SiblingStores, blocks_per_full
-from ..kv_offload.store_folder import is_store_name
+from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, blocks_per_full
 from ..kv_transfer.peer_transport import UnknownTransport, check_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import MAX_WAITING_WRITE_BYTES, TransferLimits
@@ -29,7 +27,7 @@ from ..launch.launch_environment import read_memory
 from ..launch.weights_fingerprint import UnknownWeights, processor_digest, weights_fingerprint
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
-from .plugin_settings import Seconds, SettingsError, data_parallel_rank, read_settings
+from .plugin_settings import Seconds, SettingsError, read_settings
 
 if TYPE_CHECKING:
     from typing import Self
@@ -66,7 +64,6 @@ class KVOffloadOptions:
     host_bytes_max: int = 0  # only and always with "auto"
     disk: NotEmpty | None = None  # directory of the blocks on disk; given with its budget, or neither is
     disk_bytes: int = 0
-    disk_name: str | None = None  # of this engine's store in ``disk``; if given, others are read too
     max_stage_wait_s: Seconds = MAX_STAGE_WAIT_S  # maximum time that a request waits for the disk
     kv_layout: NotEmpty | None = None  # vLLM's KV cache layout to prefer on the device, such as "BLHNC"
 
@@ -79,9 +76,9 @@ class KVTransferOptions:
     listen: NotEmpty
     """Address of this engine's transfer manager: unix:PATH or tcp:HOST:PORT. Further workers listen at the
     next ports, or at unix:PATH.rank1 and so on."""
-    store: NotEmpty  # directory that all engines of the fleet share
-    store_name: str  # name of this engine's store, and its budget
+    store: NotEmpty  # directory that all engines of the fleet share, and its budget
     store_bytes: AtLeast1
+    store_name: NotEmpty  # name of this engine for its peers and logs
     buffer_bytes: AtLeast1  # host memory for blocks being transferred
     block_tokens: AtLeast1 = FULL_BLOCK_TOKENS  # tokens of a Full Block
     save: bool = True  # false: store nothing
@@ -120,8 +117,6 @@ class KVOffloadSettings(KVConnectorSettings):
     """Number of blocks that fit in host memory, over all workers."""
     host_because: str
     """Under ``auto``: why host memory has this size, or why there is none. Otherwise empty."""
-    disk_name: str | None
-    """Name of this engine's store. Without one, the stores of other engines are not read."""
 
     @classmethod
     def read(cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> KVOffloadSettings:
@@ -135,7 +130,7 @@ class KVOffloadSettings(KVConnectorSettings):
                 raise
             return cls(
                 blocks=kv_cache_config.num_blocks, block_tokens=1, identity=_NO_KV, ranks=1, block_bytes=1,
-                options=options, host_slots=0, host_because=str(error), disk_name=None,
+                options=options, host_slots=0, host_because=str(error),
             )  # fmt: skip
 
     @classmethod
@@ -152,16 +147,7 @@ class KVOffloadSettings(KVConnectorSettings):
         _check_bytes("host_bytes (--kv-host-gib)", host_bytes, block_bytes, kv_cache_config)
         if on_disk:
             _check_bytes("disk_bytes (--kv-disk-gib)", options.disk_bytes, block_bytes)
-        name, rank = options.disk_name, data_parallel_rank(vllm_config)
-        if rank is not None and (on_disk or name is not None):
-            # All ranks get the same name from the user, or none, but each rank needs a store of its own.
-            name = f"{name or 'rank'}.{rank}"
-        if name is not None:
-            if not on_disk:
-                raise SettingsError(f"disk_name (--kv-disk-name) is {name!r}; expected a disk too")
-            _check_store_name("disk_name (--kv-disk-name)", name)
-        slots = host_bytes // block_bytes
-        return cls(**kv, options=options, host_slots=slots, host_because=because, disk_name=name)
+        return cls(**kv, options=options, host_slots=host_bytes // block_bytes, host_because=because)
 
     @property
     def disk_blocks(self) -> int:
@@ -175,23 +161,20 @@ class KVOffloadSettings(KVConnectorSettings):
             host_slots=self.host_slots,
             disk_blocks=self.disk_blocks,
             max_stage_wait_s=self.options.max_stage_wait_s,
-            shared=self.disk_name is not None,
         )
 
-    def open_disk(self, block_bytes: int, layers: int) -> tuple[DiskStore | None, SiblingStores | None]:
-        """Open and return (this worker's store on disk, the stores of other engines beside it): ``None``
-        without ``disk``, and the second without ``disk_name``. ``block_bytes`` and ``layers`` are those of
-        this worker's part of a block. Raises ``OffloadError`` if the store is in use or has KV of another
-        identity."""
+    def open_disk(self, block_bytes: int, layers: int) -> SharedStore | None:
+        """Open this worker's store on disk; ``None`` without ``disk``. ``block_bytes`` and ``layers`` are
+        those of this worker's part of a block. Raises ``OffloadError`` if the directory has only KV of other
+        identities."""
         folder, budget_bytes = self.options.disk, self.options.disk_bytes
         if folder is None:
-            return None, None
+            return None
         identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
         if self.ranks > 1:
             folder = rank_folder(folder, identity)
             budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
-        store = DiskStore.open(folder, identity, budget_bytes=budget_bytes, name=self.disk_name)
-        return store, SiblingStores(store.path, identity) if self.disk_name is not None else None
+        return SharedStore.open(folder, identity, budget_bytes=budget_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +197,6 @@ class KVTransferSettings(KVConnectorSettings):
         options = read_settings(given, KVTransferOptions, "connector setting")
         for refusal in _refusals(vllm_config, kv_cache_config, transfers=True):
             raise SettingsError(refusal)
-        _check_store_name("store_name", options.store_name)
         parallel = vllm_config.parallel_config
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         try:
@@ -257,12 +239,11 @@ class KVTransferSettings(KVConnectorSettings):
         return self.longest_blocks * self.block_bytes if short else 0
 
     def open_store(self) -> SharedStore:
-        """Raises ``OffloadError`` if the store is in use or has KV of another identity."""
+        """Raises ``OffloadError`` if the directory has only KV of other identities."""
         folder, budget_bytes = self.options.store, self.options.store_bytes
         if self.ranks > 1:
             folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
-        name = self.options.store_name
-        return SharedStore.open(folder, self.identity, name=name, budget_bytes=budget_bytes)
+        return SharedStore.open(folder, self.identity, budget_bytes=budget_bytes)
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
@@ -354,14 +335,6 @@ def _check_bytes(
     if given_bytes > memory.total_bytes:
         raise SettingsError(
             f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
-        )
-
-
-def _check_store_name(setting: str, name: str) -> None:
-    if not is_store_name(name):
-        raise SettingsError(
-            f"{setting} is {name!r}; expected letters, digits, '.', '_' and '-', at most 64, different for "
-            "each engine"
         )
 
 

@@ -253,18 +253,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return None
         # Files outlive the engine, and the next one may have another attention backend.
         settings = settings.with_layout(device_layout(kv_caches, settings.blocks))
-        worker = OffloadWorker(memory, *settings.open_disk(memory.block_bytes, len(kv_caches)))
-        disk = "no disk"
-        if settings.options.disk:
-            disk = f"disk {settings.options.disk} for {settings.disk_blocks} blocks"
-            disk += f", {worker.on_disk} stored by earlier runs"
-            if settings.disk_name is not None:
-                disk += f"; as {settings.disk_name}, and other engines' stores there are read"
+        store, disk = settings.open_disk(memory.block_bytes, len(kv_caches)), "no disk"
+        if store is not None:
+            disk = f"disk {store.path} for {settings.disk_blocks} blocks, which has {store.blocks}"
         logger.info(
             "sojourn: room for %d blocks of %d bytes in host memory, %s",
             settings.host_slots, memory.block_bytes, disk,
         )  # fmt: skip
-        return worker
+        return OffloadWorker(memory, store)
 
     def _begin_step(self, orders: StepOrders[OffloadJobs]) -> None:
         if self._worker is None:

@@ -325,12 +325,11 @@ class OffloadManager:
 
     def persist(self, keys: Sequence[BlockKey]) -> dict[str, Any]:
         """Start to write a context to disk. ``keys``: its block hashes. Return the progress
-        (``stored_blocks``, ``pending_blocks``, ``pending_bytes``, ``shared``), or a ``reason`` why nothing is
+        (``stored_blocks``, ``pending_blocks``, ``pending_bytes``), or a ``reason`` why nothing is
         written. Call it again until no blocks are pending."""
         connector = self._connector
-        limits = connector.planner.limits
         if not connector.off:
-            if connector.settings.options.disk is None and not limits.disk_blocks:
+            if not connector.planner.limits.disk_blocks:
                 return {"reason": "this engine has no disk below its host memory"}
             if connector.planner.disk.closed:
                 return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
@@ -341,7 +340,6 @@ class OffloadManager:
             "stored_blocks": status.stored,
             "pending_blocks": status.pending,
             "pending_bytes": status.pending * connector.settings.block_bytes,
-            "shared": limits.shared,
         }
 
     @_turns_off

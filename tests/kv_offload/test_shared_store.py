@@ -1,0 +1,472 @@
+"""The store that engines share: right bytes or an error, within the budget, whoever writes, fails or dies."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_file_system import (
+    FILE_BYTES,
+    WRITES,
+    FailAt,
+    FaultyFiles,
+    broken,
+    files_below,
+    get,
+    open_store,
+    put,
+)
+from kv_blocks import BLOCK_BYTES, identity, key, keys, payload
+from sojourn_server.kv_offload.block_file import BlockCorrupt, BlockDefect, OffloadError
+from sojourn_server.kv_offload.shared_store import (
+    COUNT_NS,
+    DISK_FULL_NS,
+    MANIFEST,
+    TEMPORARY_NS,
+    BlockNotFound,
+    IncompatibleStore,
+    PutOutcome,
+    SharedStore,
+    StoreError,
+    blocks_per_full,
+)
+
+STORED, ALREADY, FULL = PutOutcome
+KEYS = keys(*range(12))
+S = 10**9
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 1_800_000_000 * S
+
+    def __call__(self) -> int:
+        self.ns += 1_000_000  # a millisecond for each look at it
+        return self.ns
+
+
+def file_of(store: SharedStore, key: bytes) -> Path:
+    return store.path / key.hex()[:2] / f"{key.hex()}.kv"
+
+
+def stored(store: SharedStore) -> list[int]:
+    return [number for number, each in enumerate(KEYS) if store.has(each)]
+
+
+# -- random lives
+
+
+class Life:
+    """Engines that use one folder in turns, on disks that sometimes fail."""
+
+    BUDGET = 6
+
+    def __init__(self, seed: int, root: Path) -> None:
+        self.draw = random.Random(seed)
+        self.root = root
+        self.clock = Clock()
+        self.done: set[str] = set()
+        self.files: list[FaultyFiles] = []
+        self.engines = [self._open() for _ in range(3)]
+        self.folder = self.engines[0].path
+
+    def _open(self) -> SharedStore:
+        self.files.append(FaultyFiles(max_bytes=self.draw.choice([70, None])))
+        return open_store(self.root, self.BUDGET, files=self.files[-1], clock_ns=self.clock)
+
+    def _use(self, engine: SharedStore, call: Any, *arguments: Any) -> Any:
+        """Make a call, during which an operation may fail. ``None`` if the call has failed too."""
+        files = engine._files
+        assert isinstance(files, FaultyFiles)
+        if self.draw.random() < 0.3:
+            names = self.draw.choice(
+                [WRITES, frozenset({"open", "size", "readv"}), frozenset({"unlink", "scan"})]
+            )
+            code = self.draw.choice([errno.ENOSPC, errno.EIO, errno.EMFILE])
+            files.before = FailAt(names, code, self.draw.randrange(6))
+        try:
+            return call(*arguments)
+        except OffloadError as error:
+            self.done.add(type(error).__name__)
+        finally:
+            files.before = lambda name, path: None
+            assert files.paths == {}, "a descriptor was left open"
+
+    def write(self) -> None:
+        engine, context = self.draw.choice(self.engines), self.draw.randrange(3)
+        chain = KEYS[4 * context : 4 * context + self.draw.randint(1, 4)]
+        for block, parent in zip(chain, [b"", *chain], strict=False):
+            outcome = self._use(engine, put, engine, block, parent)
+            self.done.add(str(outcome))
+            if outcome is STORED:
+                assert get(self.draw.choice(self.engines), block) == payload(block)
+
+    def read(self) -> None:
+        engine, block = self.draw.choice(self.engines), self.draw.choice(KEYS)
+        found = self._use(engine, get, engine, block)
+        assert found in (None, payload(block))
+        self.done.add("read" if found else "not read")
+
+    def look(self) -> None:
+        engine = self.draw.choice(self.engines)
+        found = self._use(engine, engine.leading, KEYS)
+        assert found is not None
+        self._use(engine, engine.touch, KEYS)
+
+    def a_file_is_damaged(self) -> None:
+        files = sorted(self.folder.glob("*/*.kv"))
+        if files:
+            file = self.draw.choice(files)
+            content = bytearray(file.read_bytes())
+            place = self.draw.randrange(len(content) or 1)
+            content[place : place + 1] = self.draw.choice([b"", b"\0", b"x", b"longer"])
+            file.write_bytes(content)
+
+    def an_engine_dies(self) -> None:
+        """In the middle of a write, after which it does nothing more."""
+        engine = self.draw.choice(self.engines)
+        assert isinstance(engine._files, FaultyFiles)
+        at, seen = self.draw.randrange(8), itertools.count()
+
+        def die(name: str, path: Path) -> None:
+            if name != "close" and next(seen) >= at:
+                raise OSError(errno.EIO, "dead")
+
+        engine._files.before = die
+        for block in KEYS:
+            try:
+                put(engine, block)
+            except StoreError:
+                self.done.add("died")
+        self.engines.remove(engine)
+        self.engines.append(self._open())
+
+    def time_passes(self) -> None:
+        self.clock.ns += self.draw.choice([S, COUNT_NS, DISK_FULL_NS, TEMPORARY_NS, -S])
+
+    def check(self) -> None:
+        assert len(sorted(self.folder.glob("*/*.kv"))) <= self.BUDGET + len(self.engines)
+
+    def rest(self) -> None:
+        self.clock.ns += 2 * TEMPORARY_NS
+        last = self._open()
+        left = files_below(self.folder)
+        assert len(left) <= self.BUDGET
+        assert all(name.endswith(".kv") for name in left), "what dead writers left is swept"
+        for block in KEYS:
+            try:
+                assert get(last, block) == payload(block)
+            except (BlockNotFound, BlockCorrupt):
+                assert put(last, block) is STORED
+                assert get(last, block) == payload(block)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_engines_on_one_folder(seed: int, tmp_path: Path) -> None:
+    life = Life(seed, tmp_path)
+    acts = {Life.write: 8, Life.read: 6, Life.look: 1, Life.a_file_is_damaged: 3, Life.an_engine_dies: 0.5,
+            Life.time_passes: 3}  # fmt: skip
+    for _ in range(700):
+        (act,) = life.draw.choices(list(acts), list(acts.values()))
+        act(life)
+        life.check()
+    life.rest()
+    expected = {str(each) for each in PutOutcome} | {
+        "read",
+        "died",
+        "BlockNotFound",
+        "BlockCorrupt",
+        "StoreError",
+    }
+    assert life.done >= expected, f"too quiet: {expected - life.done}"
+
+
+def test_threads_of_several_engines(tmp_path: Path) -> None:
+    """Every read is right or fails, and the budget holds within a block for each writer at every moment."""
+    failures: list[BaseException] = []
+    counts = dict.fromkeys((*PutOutcome, "read", "missing"), 0)
+
+    def work(seed: int) -> None:
+        draw, store = random.Random(seed), open_store(tmp_path, 5, files=FaultyFiles(max_bytes=64))
+        try:
+            for _ in range(400):
+                block = draw.choice(KEYS)
+                if draw.random() < 0.5:
+                    counts[put(store, block)] += 1
+                    assert len(sorted(store.path.glob("*/*.kv"))) <= 5 + 3
+                    continue
+                try:
+                    assert get(store, block) == payload(block)
+                    counts["read"] += 1
+                except BlockNotFound:
+                    counts["missing"] += 1
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    assert all(name.endswith(".kv") for name in files_below(open_store(tmp_path, 5).path))
+    assert all(count for what, count in counts.items() if what is not FULL), counts
+
+
+WRITER = f"""
+import random, sys
+sys.path[:0] = {sys.path!r}
+from faulty_file_system import FaultyFiles
+from kv_blocks import identity, key, payload
+from sojourn_server.kv_offload.shared_store import SharedStore
+model = identity(block_bytes=1 << 16)
+files = FaultyFiles(max_bytes=9000)
+store = SharedStore.open(sys.argv[1], model, budget_bytes=40 * (128 + (1 << 16)), files=files)
+print("ready", flush=True)
+while True:
+    name = key(random.randrange(200))
+    store.put(name, [payload(name, 1 << 16)])
+"""
+
+
+def test_writers_that_are_killed_leave_whole_blocks(tmp_path: Path) -> None:
+    model, moments, reads = identity(block_bytes=1 << 16), random.Random(6), 0
+    for _ in range(4):
+        writers = [
+            subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        threading.Event().wait(moments.uniform(0.02, 0.15))
+        for writer in writers:
+            writer.send_signal(signal.SIGKILL)
+            writer.communicate()
+        store = SharedStore.open(tmp_path, model, budget_bytes=40 * (128 + (1 << 16)))
+        found = bytearray(1 << 16)
+        for name in map(key, range(200)):
+            if store.has(name):
+                store.get_into(name, [found])
+                assert found == payload(name, 1 << 16)
+                reads += 1
+    assert reads > 40
+
+
+# -- what is kept, for whom
+
+
+def test_what_one_engine_writes_the_others_read_and_a_second_write_is_none(tmp_path: Path) -> None:
+    one, two = open_store(tmp_path), open_store(tmp_path)
+    text = payload(KEYS[0])
+    assert one.put(KEYS[0], [text[:32], text[32:]]) is STORED
+    assert put(two, KEYS[0]) is ALREADY
+    assert [put(two, each) for each in (KEYS[1], KEYS[3])] == [STORED] * 2
+    assert [one.leading(each) for each in (KEYS, KEYS[2:], [])] == [2, 0, 0]
+    pieces = [bytearray(size) for size in (1, 31, 64)]
+    two.get_into(KEYS[0], pieces)
+    assert b"".join(pieces) == text
+    for path in (one.path, *one.path.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert json.loads((one.path / MANIFEST).read_text())["model"] == "tiny@1"
+
+
+def test_the_ends_of_the_longest_unused_contexts_go_first(tmp_path: Path) -> None:
+    clock = Clock()
+    store = open_store(tmp_path, 7, clock_ns=clock)
+
+    def write(*numbers: int) -> None:
+        for at, number in enumerate(numbers):
+            put(store, KEYS[number], KEYS[numbers[at - 1]] if at else b"")
+
+    write(0, 1, 2)
+    clock.ns += 60 * S
+    write(3, 4, 5)
+    clock.ns += 60 * S
+    assert get(store, KEYS[0]) == payload(KEYS[0])
+    write(6, 7)
+    assert stored(store) == [0, 1, 3, 4, 5, 6, 7]
+    write(8)
+    assert stored(store) == [0, 3, 4, 5, 6, 7, 8], "of 0 to 2 only the beginning was used again"
+    store.touch(KEYS[3:5])
+    write(9)
+    assert stored(store) == [0, 3, 4, 6, 7, 8, 9]
+    clock.ns += 3600 * S
+    assert put(store, KEYS[5], KEYS[4]) is STORED, (
+        "its context is in use, though nobody has read its beginning"
+    )
+    for number in (10, 11, 1, 2):
+        write(number)
+    assert {3, 4, 5} <= set(stored(store))
+
+
+def test_a_full_disk_leaves_nothing_at_any_operation(tmp_path: Path) -> None:
+    for code in (errno.ENOSPC, errno.EDQUOT):
+        files, clock = FaultyFiles(max_bytes=40), Clock()
+        store = open_store(tmp_path / str(code), files=files, clock_ns=clock)
+        for full in range(20):
+            put(store, KEYS[0])
+            files.before = FailAt(WRITES, code, at=full)
+            outcome = put(store, KEYS[1])
+            files.before = lambda name, path: None
+            if outcome is STORED:
+                break
+            assert outcome is FULL
+            assert list(store.path.rglob(f"{KEYS[1].hex()}*")) == []
+            assert put(store, KEYS[2]) is FULL, (
+                "other data takes the room, so nothing more is deleted for a minute"
+            )
+            clock.ns += DISK_FULL_NS
+        assert full > 4
+        assert get(store, KEYS[1]) == payload(KEYS[1])
+
+
+def test_a_disk_that_is_full_below_the_budget_keeps_what_was_used_last(tmp_path: Path) -> None:
+    def fill(name: str, path: Path) -> None:
+        if name == "writev" and path.suffix == ".tmp" and len([*tmp_path.rglob("*.kv")]) >= 6:
+            raise OSError(errno.ENOSPC, "no space left")
+
+    store = open_store(tmp_path, 100, files=FaultyFiles(fill), clock_ns=Clock())
+    assert [put(store, each) for each in KEYS] == [STORED] * 12
+    assert stored(store) == list(range(6, 12))
+
+
+def test_where_nothing_can_be_deleted_nothing_is_written(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    store = open_store(tmp_path, 3, files=files)
+    assert [put(store, each) for each in KEYS[:3]] == [STORED] * 3
+    files.before = broken("unlink", code=errno.EROFS)
+    assert put(store, KEYS[3]) is FULL
+    assert get(store, KEYS[0]) == payload(KEYS[0])
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "empty", "flipped"])
+def test_a_damaged_file_is_removed_and_written_again(tmp_path: Path, change: str) -> None:
+    store = open_store(tmp_path)
+    put(store, KEYS[0])
+    path = file_of(store, KEYS[0])
+    content = path.read_bytes()
+    changed = {"cut": content[:-1], "longer": content + b"!", "empty": b"", "flipped": content[:-1] + b"\0"}
+    path.write_bytes(changed[change])
+    assert store.leading(KEYS[:1]) == (change == "flipped")
+    with pytest.raises(BlockCorrupt):
+        get(store, KEYS[0])
+    assert put(store, KEYS[0]) is STORED
+    assert get(store, KEYS[0]) == payload(KEYS[0])
+
+
+@pytest.mark.parametrize(("code", "kept"), [(errno.EIO, False), (errno.EMFILE, True)])
+@pytest.mark.parametrize("name", ["open", "size", "readv", "close"])
+def test_a_file_that_cannot_be_read_is_removed_unless_the_process_is_to_blame(
+    tmp_path: Path, name: str, code: int, kept: bool
+) -> None:
+    """Otherwise it would be found and not read, and never be written again."""
+    files = FaultyFiles()
+    store = open_store(tmp_path, files=files)
+    put(store, KEYS[0])
+    files.before = broken(name, code=code)
+    with pytest.raises(StoreError) as caught:
+        get(store, KEYS[0])
+    assert (caught.value.errno, store.has(KEYS[0]), files.paths) == (code, kept, {})
+
+
+def test_what_is_not_a_block_is_left_alone(tmp_path: Path) -> None:
+    store = open_store(tmp_path, 1)
+    folder = store.path / "ab"
+    folder.mkdir()
+    for name in ("README", "ab/notes.txt", "ab/abc.kv", f"ab/{KEYS[0].hex()}.kv.bak", f"{KEYS[0].hex()}.kv"):
+        (store.path / name).write_bytes(b"x" * FILE_BYTES)
+    (folder / f"{KEYS[1].hex()}.kv").symlink_to(folder / "notes.txt")
+    before = sorted(store.path.rglob("*"))
+    assert [put(open_store(tmp_path, 1), each) for each in KEYS[:3]] == [STORED] * 3
+    assert set(before) < set(store.path.rglob("*"))
+
+
+# -- identities and folders
+
+CHANGES = {
+    "model": "tiny@2", "kv_dtype": "fp8", "block_tokens": 32, "block_bytes": 2 * BLOCK_BYTES, "layers": 4,
+    "hash_scheme": "sha256/seed=1/16", "vllm_version": "0.33.0", "tp_size": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_root_of_another_identity_is_refused_and_explained(tmp_path: Path, field: str) -> None:
+    store = open_store(tmp_path)
+    put(store, KEYS[0])
+    before = sorted(tmp_path.rglob("*"))
+    was, now = getattr(identity(), field), CHANGES[field]
+    with pytest.raises(IncompatibleStore) as caught:
+        open_store(tmp_path, model=identity(**{field: now}))
+    assert caught.value.differences == ((field, was, now),)
+    assert (
+        f"{store.path} is for another model or configuration ({field}: found {was!r}, expected {now!r})"
+        in str(caught.value)
+    )
+    assert "Name another directory, or delete that store" in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert get(open_store(tmp_path), KEYS[0]) == payload(KEYS[0])
+
+
+def test_a_block_from_another_models_store_is_refused(tmp_path: Path) -> None:
+    """The tokens are the same, so the key is, and so may be the size."""
+    store, other = open_store(tmp_path / "a"), open_store(tmp_path / "b", model=identity(model="tiny@2"))
+    put(store, KEYS[0])
+    put(other, KEYS[0])
+    file_of(other, KEYS[0]).replace(file_of(store, KEYS[0]))
+    with pytest.raises(BlockCorrupt) as caught:
+        get(store, KEYS[0])
+    assert caught.value.reason is BlockDefect.IDENTITY
+
+
+@pytest.mark.parametrize("name", ["mkdir", "create", "writev", "close", "replace", "scan"])
+def test_opening_on_a_broken_disk_says_so_and_leaves_nothing_in_the_way(tmp_path: Path, name: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        open_store(tmp_path, files=FaultyFiles(broken(name)))
+    assert caught.value.errno == errno.EIO
+    assert list(tmp_path.rglob("*.tmp")) == []
+    assert put(open_store(tmp_path), KEYS[0]) is STORED
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="Not a directory"):
+        open_store(tmp_path / "file")
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / identity().digest().hex()[:16]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="is a symbolic link; expected none in a store"):
+        open_store(tmp_path)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o1777])
+def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    folder = open_store(tmp_path).path
+    folder.chmod(mode)
+    with pytest.raises(StoreError, match=rf"{folder} has mode {mode:04o}; expected .*chmod go-w {folder}"):
+        open_store(tmp_path)
+    folder.chmod(0o755)
+    open_store(tmp_path)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, owner = open_store(tmp_path).path, os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(StoreError, match=rf"{path} belongs to user {owner}; expected one of"):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize(("engine", "full"), [(48, 64), (128, 64), (0, 64), (-1, 64)])
+def test_a_full_block_is_a_whole_number_of_engine_blocks(engine: int, full: int) -> None:
+    with pytest.raises(ValueError, match="not a whole number of engine blocks"):
+        blocks_per_full(engine, full)
