@@ -46,6 +46,13 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     ),
     "KVConnectorWorkerMetadata": ("aggregate",),
     "SupportsHMA": ("request_finished_all_groups",),
+    "OffloadingConnector": ("__init__", "get_finished", "update_connector_output"),
+    "CPUOffloadingManager": (
+        "__init__", "complete_load", "complete_store", "lookup", "on_request_finished", "prepare_store",
+        "_free_chunk", "_get_load_store_spec",
+    ),
+    "CPUOffloadingSpec": ("__init__", "get_manager", "get_worker"),
+    "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
     "AsyncModelRunnerOutput": ("get_output",),
     "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
     "KVCacheManager": ("allocate_slots", "get_num_common_prefix_blocks"),
@@ -96,6 +103,8 @@ READ: Mapping[str, tuple[str, ...]] = {
     "MambaManager": ("cached_blocks_this_step",),
     "KVCacheSpec": ("page_size_bytes",),
     "ReqContext": ("req_id",),
+    "OffloadingConnector": ("connector_worker", "scheduler"),
+    "CPUOffloadingManager": ("_num_evictable_cache_chunks", "_policy"),
     "ChunkStatus": ("ref_cnt",),
     "BlockPool": ("cached_block_hash_to_block", "free_block_queue", "hash_block_size", "num_gpu_blocks"),
     "KVCacheBlock": (
@@ -107,7 +116,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "scheduled_cached_reqs", "scheduled_new_reqs",
     ),
     "KVConnectorOutput": (
-        "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
+        "failed_recving", "finished_recving", "invalid_block_ids", "kv_connector_worker_meta",
     ),
     "Request": (
         "arrival_time", "block_hashes", "cache_salt", "client_index", "kv_transfer_params", "max_tokens",

@@ -60,7 +60,8 @@ def test_with_a_disk_layers_of_several_kinds_are_one_group_and_states_are_refuse
     config.write_text(json.dumps({"layer_types": ["linear_attention", "full_attention"]}))
     told = failure(model, *tiers, "--dry-run")
     assert "layers that keep a state" in str(told)
-    assert "--tier-backend vllm" in told.next_step
+    assert "--tier-backend auto" in told.next_step
+    assert '"kv_connector": "ProgramOffloadingConnector"' in " ".join(dry_run(model, *host))
     assert dry_run(model)
     assert dry_run(model, "--kv-offloading-size", "1")
 

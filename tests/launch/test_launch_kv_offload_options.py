@@ -6,13 +6,30 @@ import json
 
 import pytest
 from sojourn_server.launch.engine_flags import InvalidOption
-from sojourn_server.launch.kv_options import CACHE_POLICY, KvOffloadOptions, PrefillDecodeOptions
+from sojourn_server.launch.kv_options import (
+    CACHE_POLICY,
+    OFFLOAD_CONNECTOR,
+    VLLM_CONNECTOR,
+    KvOffloadOptions,
+    PrefillDecodeOptions,
+)
 from sojourn_server.launch.serve_command import LaunchEnvironment, ServeOptions, build_command
 
 GIB = 1 << 30
+HAS = {"available_bytes": 100 * GIB}
 
 
-def build(*args, cpu=True, policy="continuum", environ=None, facts=None, refusal="", role=None, **tiers):
+def build(
+    *args,
+    cpu=True,
+    policy="continuum",
+    environ=None,
+    facts=None,
+    refusal="",
+    only_vllm="",
+    role=None,
+    **tiers,
+):
     facts = LaunchEnvironment(python="/python", cpu_build=cpu, has_vllm_cli=True, **(facts or {}))
     options = ServeOptions(
         model="m",
@@ -21,6 +38,7 @@ def build(*args, cpu=True, policy="continuum", environ=None, facts=None, refusal
         tiers=KvOffloadOptions(**tiers),
         pair=PrefillDecodeOptions(role=role, store="/s" if role else None),
         model_refusal=refusal,
+        only_vllm=only_vllm,
         engine_args=args,
     )
     return build_command(options, facts, environ or {})
@@ -78,16 +96,48 @@ def test_where_several_groups_are_not_supported_vllm_makes_one(args, options, ex
     assert ("--disable-hybrid-kv-cache-manager" in build(*args, host_gib="1", **options).argv) is expected
 
 
-def test_vllms_own_connector_keeps_outputs_too():
-    told = config(build(host_gib="2", backend="vllm", cpu=False))
-    assert told["kv_connector"] == "OffloadingConnector"
-    extra = {"cpu_bytes_to_use": 2 * GIB, "offload_prompt_only": False}
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("2", {"cpu_bytes_to_use": 2 * GIB}), ("auto", {"host_bytes_max": 50 * GIB})],
+)
+def test_vllms_own_connector_keeps_outputs_too(cpu, size, expected):
+    told = config(build(host_gib=size, backend="vllm", cpu=cpu, facts=HAS))
+    assert told["kv_connector"] == VLLM_CONNECTOR
+    assert told["kv_load_failure_policy"] == "recompute"
+    spec = {"spec_name": "ProgramOffloadingSpec", "spec_module_path": told["kv_connector_module_path"]}
+    extra = {**expected, **spec, "offload_prompt_only": False}
     assert told["kv_connector_extra_config"] == {**extra, **CACHE_POLICY}
 
 
 def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
     told = config(build(host_gib="2", backend="vllm", cpu=False, policy="stock"))
     assert not told["kv_connector_extra_config"].keys() & CACHE_POLICY.keys()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "connector", "why"),
+    [
+        ((), {"host_gib": "1"}, OFFLOAD_CONNECTOR, "it serves this model"),
+        ((), {"host_gib": "1", "only_vllm": "m keeps a state"}, VLLM_CONNECTOR, "m keeps a state"),
+        ((), {"host_gib": "auto", "only_vllm": "m keeps a state"}, VLLM_CONNECTOR, "m keeps a state"),
+        ((), {"cpu": False, "only_vllm": "m keeps a state"}, VLLM_CONNECTOR, "m keeps a state"),
+        ((), {"cpu": False, "backend": "vllm"}, VLLM_CONNECTOR, None),
+        ((), {"host_gib": "1", "policy": "stock"}, VLLM_CONNECTOR, "policy stock"),
+        ((), {"host_gib": "auto", "policy": "stock"}, VLLM_CONNECTOR, "policy stock"),
+        (("--decode-context-parallel-size", "2"), {"host_gib": "1"}, VLLM_CONNECTOR, "splits the tokens"),
+        (("--kv-cache-dtype-skip-layers", "0"), {"host_gib": "1"}, VLLM_CONNECTOR, "mixed precision"),
+        ((), {"host_gib": "1", "disk": "/d", "disk_gib": 1, "only_vllm": "x"}, OFFLOAD_CONNECTOR, "no disk"),
+        ((), {"host_gib": "1", "backend": "sojourn"}, OFFLOAD_CONNECTOR, None),
+    ],
+)
+def test_auto_takes_vllms_connector_where_ours_does_not_serve_the_model_and_says_so(
+    args, options, connector, why
+):
+    command = build(*args, **{"facts": HAS, **options})
+    assert config(command)["kv_connector"] == connector
+    lines = [line for line in command.warnings if line.startswith("host memory by")]
+    assert [why in line for line in lines] == [True] * (why is not None)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +151,12 @@ def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
         ({"host_gib": "nan"}, "--kv-host-gib is nan"),
         ({"host_gib": "-1"}, "--kv-host-gib is -1"),
         ({"host_gib": "much"}, "--kv-host-gib is 'much'; expected GiB, auto or 0"),
-        ({"host_gib": "auto", "backend": "vllm"}, "expected a size in GiB"),
-        ({"host_gib": "auto", "policy": "stock"}, "choose a policy"),
+        ({"host_gib": "auto", "policy": "stock", "backend": "sojourn"}, "choose a policy"),
         ({"host_gib": "auto", "role": "decode"}, "both set the place of KV"),
         ({"host_gib": "1", "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
-        ({"host_gib": "1", "backend": "lmcache"}, "expected sojourn or vllm"),
-        ({"host_gib": "1", "backend": "vllm"}, "needs CUDA"),
+        ({"host_gib": "1", "backend": "lmcache"}, "expected sojourn, vllm or auto"),
         ({"host_gib": "1", "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),
-        ({"host_gib": "1", "policy": "stock"}, "choose a policy"),
+        ({"host_gib": "1", "policy": "stock", "backend": "sojourn"}, "choose a policy"),
     ],
 )
 def test_what_cannot_be_served_is_refused(options, said):
@@ -124,9 +172,6 @@ def test_host_memory_without_prefix_caching_is_refused():
 def test_two_connectors_are_refused():
     with pytest.raises(InvalidOption, match="either that flag or --kv-host-gib"):
         build("--kv-transfer-config", "{}", host_gib="1")
-
-
-HAS = {"available_bytes": 100 * GIB}
 
 
 @pytest.mark.parametrize(
@@ -159,13 +204,14 @@ def test_on_cuda_an_engine_takes_its_part_of_half_of_the_free_memory(args, gib):
         ((), {"facts": {**HAS, "unified_memory": True}}, "the GPU's memory is this machine's"),
         (("--no-enable-prefix-caching",), {}, "block hashes of prefix caching"),
         ((), {"environ": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "expandable_segments"),
-        ((), {"refusal": "m keeps a state"}, "m keeps a state"),
-        ((), {"refusal": "m keeps a state", "host_gib": "auto", "cpu": True}, "m keeps a state"),
+        ((), {"refusal": "m has an encoder"}, "m has an encoder"),
+        ((), {"refusal": "m has an encoder", "host_gib": "auto", "cpu": True}, "m has an encoder"),
+        ((), {"only_vllm": "m keeps a state", "backend": "sojourn"}, "m keeps a state"),
     ],
 )
 def test_where_auto_is_no_host_memory_a_line_says_why(args, options, line):
     command = build(*args, **{"cpu": False, "facts": HAS, **options})
-    assert "SojournConnector" not in " ".join(command.argv)
+    assert not any(name in " ".join(command.argv) for name in (OFFLOAD_CONNECTOR, VLLM_CONNECTOR))
     said = [text for text in command.warnings if text.startswith("no host memory for KV")]
     assert [line in text for text in said] == [True] * (line is not None)
 

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.launch.kv_options import CACHE_POLICY
+
+offload_cache_policy = pytest.importorskip("sojourn_server.vllm.offload_cache_policy")
 
 CHUNKS = 6
 
@@ -201,6 +204,214 @@ def test_nothing_is_kept_of_chunks_and_requests_that_are_gone(host: HostMemory) 
     assert not policy._owner
     assert not policy._owned
     assert not policy._ended
+
+
+# -- ranks, and what is worth more than a newcomer -------------------------------------------
+
+
+@pytest.fixture
+def ranked(host: HostMemory) -> HostMemory:
+    """Programs whose names begin with a rank: W(orthless), C(old), I(dle); others are plain."""
+    by = {"W": RetentionRank.WORTHLESS, "C": RetentionRank.COLD, "I": RetentionRank.IDLE}
+    host.policy.rank = lambda name: by.get(name[0], RetentionRank.PLAIN)
+    return host
+
+
+def fill(host: HostMemory, *names: str) -> None:
+    """Store two chunks of each program, as if admitted before: nobody waits."""
+    for number, name in enumerate(names):
+        host.turn(f"{name}{number}", name, 10 * number + 1, 10 * number + 2)
+
+
+@pytest.mark.parametrize(
+    ("names", "newcomer", "held"),
+    [
+        (("I", "A", "W"), "N", {1, 2, 11, 12}),
+        (("I", "A", "C"), "N", {1, 2, 11, 12}),
+        (("A", "C", "W"), "N", {1, 2, 11, 12}),
+        (("I", "A", "B"), "N", {1, 2, 21, 22}),
+        (("I", "Ix", "A"), "N", {1, 2, 11, 12}),
+        (("A", "B", "D"), "N", {11, 12, 21, 22}),
+        (("I", "Ix", "Iy"), "N", None),
+        (("A", "B", "D"), "W", None),
+        (("A", "B", "Wx"), "W", {1, 2, 11, 12}),
+        (("I", "Ix", "Iy"), "I", {11, 12, 21, 22}),
+        (("I", "A", "Ix"), "I", {1, 2, 21, 22}),
+        (("I", "Ix", "Iy"), None, None),
+        (("I", "A", "Ix"), None, {1, 2, 21, 22}),
+    ],
+)
+def test_the_lowest_rank_goes_first_and_none_for_a_lower_one(
+    ranked: HostMemory, names: tuple[str, ...], newcomer: str | None, held: set[int] | None
+) -> None:
+    fill(ranked, *names)
+    before = ranked.held
+    if newcomer is not None:
+        ranked.policy.arrived("n", newcomer)
+        ranked.policy.request_admitted(newcomer, [])
+    ranked.policy.stores_for("n")
+    evicted = ranked.policy.evict(2, set())
+    assert (None if evicted is None else ranked.held) == held
+    assert held is not None or ranked.held == before
+
+
+def test_what_a_waiting_request_will_load_stays_until_its_admission_or_a_minute(
+    host: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_cache_policy, "MAX_WANTED_SHARE", 0.5)
+    now = [0.0]
+    host.policy.clock = lambda: now[0]
+    fill(host, "A", "B", "D")
+    host.policy.arrived("a9", "A")
+    host.policy.stores_for("n")  # of no program
+    assert host.policy.evict(2, set()) is not None
+    assert host.held == {1, 2, 21, 22}, "A's are older, but wanted"
+    assert host.policy.held_chunks("A") == 2
+    host.policy.request_admitted("A", [])
+    assert [each for each, _ in host.policy.evict(1, set())] == [key(2)]
+    host.policy.waits("D")
+    host.policy.waits("A")
+    assert host.policy.evict(1, set()) is None
+    monkeypatch.setattr(offload_cache_policy, "MAX_WANTED_SHARE", 0.4)
+    assert [each for each, _ in host.policy.evict(1, set())] == [key(1)], "D has waited for longer"
+    host.manager.reset_cache()
+    fill(host, "A", "B", "D")
+    host.policy.arrived("a9", "A")
+    now[0] = 61.0
+    assert host.policy.evict(2, set()) is not None
+    assert host.held == {11, 12, 21, 22}
+
+
+class Manager:
+    """Our manager of host memory beside its policy, as the connector's spec makes them."""
+
+    def __init__(self) -> None:
+        from sojourn_server.vllm.program_offload_connector import ProgramOffloadingManager
+
+        name, module = CACHE_POLICY["eviction_policy"], CACHE_POLICY["cache_policy_module_path"]
+        self.manager = ProgramOffloadingManager(
+            num_chunks=CHUNKS, cache_policy=name, cache_policy_module_path=module
+        )
+
+    def store(self, request_id: str, *numbers: int, end: bool = True) -> list[bytes]:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        context = ReqContext(req_id=request_id)
+        stored = self.manager.prepare_store([key(number) for number in numbers], context)
+        assert stored is not None
+        if end:
+            self.manager.complete_store(stored.keys_to_store, context)
+        return stored.keys_to_store
+
+    def lookup(self, number: int, request_id: str = "r") -> str:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        return self.manager.lookup(key(number), ReqContext(req_id=request_id)).name
+
+
+def test_chunks_that_could_not_be_loaded_are_not_found_again() -> None:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    host = Manager()
+    host.store("a", 1, 2, 3)
+    context = ReqContext(req_id="b")
+    for failed in (True, False):
+        loaded = [key(1), key(2)] if failed else [key(3)]
+        host.manager.prepare_load(loaded, context)
+        host.manager.failed |= {"b"} if failed else set()
+        host.manager.complete_load(loaded, context)
+    assert [host.lookup(number) for number in (1, 2, 3)] == ["MISS", "MISS", "HIT"]
+    assert host.store("c", 1, 2) == [key(1), key(2)], "they are stored again"
+    assert host.store("d", 4, 5, 6) == [key(4), key(5), key(6)], "no chunk of host memory is lost"
+    moves = host.manager.state()["moves"]
+    assert (moves["discarded"], moves["loaded"], moves["stored"]) == (2, 1, 8)
+
+
+def test_a_lookup_is_undecided_for_two_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    host = Manager()
+    host.store("a", 1, end=False)
+    assert host.lookup(1) == "HIT_PENDING"
+    now[0] = 1.9
+    assert host.lookup(1) == "HIT_PENDING"
+    now[0] = 2.1
+    assert host.lookup(1) == "MISS"
+    assert host.lookup(1, "other") == "HIT_PENDING"
+
+
+def test_a_request_without_room_stores_nothing_more() -> None:
+    """What follows is useless without the chunks before it."""
+    host = Manager()
+    host.store("a", *range(CHUNKS), end=False)
+    assert host.store("b", 11) == []
+    host.manager.complete_store([key(number) for number in range(CHUNKS)], context_of("a"))
+    assert host.store("b", 12) == []
+    host.manager.on_request_finished(context_of("b"))
+    assert host.store("b", 12) == [key(12)]
+    assert host.manager.state()["moves"]["no_room"] == 1
+
+
+def context_of(request_id: str) -> Any:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    return ReqContext(req_id=request_id)
+
+
+def test_the_worker_copies_parts_of_chunks_and_reports_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups, two of which share a tensor, and chunks of three blocks: what is loaded was stored."""
+    import numpy as np
+    import torch
+    from sojourn_server.vllm.cpu_offload_worker import CpuOffloadWorker
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCacheRef,
+        CanonicalKVCaches,
+        CanonicalKVCacheTensor,
+        GPULoadStoreSpec,
+    )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+    tensors = [torch.randint(-128, 127, (20, page), dtype=torch.int8) for page in (8, 6)]
+    refs = [[CanonicalKVCacheRef(0, 8)], [CanonicalKVCacheRef(0, 5)], [CanonicalKVCacheRef(1, 6)]]
+    caches = CanonicalKVCaches([CanonicalKVCacheTensor(each, each.shape[1]) for each in tensors], refs)
+    worker = CpuOffloadWorker(caches, blocks_per_chunk=3, chunks=9)
+
+    def end(job: int) -> set[int]:
+        worker.wait({job})
+        assert [(each.job_id, each.success) for each in worker.get_finished()] == [(job, True)]
+        return worker.take_failed()
+
+    # Blocks 2 to 6 of the first group lie in three chunks, 0 and 1 of the third in one.
+    stored = GPULoadStoreSpec([1, 2, 3, 4, 5, 6, 7], group_sizes=[5, 0, 2], block_indices=[2, 0, 0])
+    chunks = CPULoadStoreSpec([8, 1, 4, 6])
+    before = [each.clone() for each in tensors]
+    assert worker.submit_store(1, stored, chunks)
+    assert end(1) == set()
+    there = GPULoadStoreSpec([11, 12, 13, 14, 15, 16, 17], group_sizes=[5, 0, 2], block_indices=[2, 0, 0])
+    assert worker.submit_load(2, chunks, there)
+    assert end(2) == set()
+    assert np.array_equal(tensors[0][11:16], before[0][1:6])
+    assert np.array_equal(tensors[1][16:18], before[1][6:8])
+    assert np.array_equal(tensors[0][:11], before[0][:11])
+    part = GPULoadStoreSpec(
+        [0], group_sizes=[1, 0, 0], block_indices=[4, 0, 0]
+    )  # the middle of the second chunk
+    assert worker.submit_load(3, CPULoadStoreSpec([1]), part)
+    assert end(3) == set()
+    assert np.array_equal(tensors[0][0], before[0][3])
+    monkeypatch.setattr(worker, "copy", lambda *_, **__: 1 / 0)
+    assert worker.submit_store(4, stored, chunks)
+    assert end(4) == {4}
+    monkeypatch.undo()
+    assert worker.submit_load(5, chunks, there)
+    assert end(5) == {5}, "its chunks could not be filled"
+    assert worker.submit_store(6, stored, chunks)
+    assert end(6) == set()
+    assert worker.submit_load(7, chunks, there)
+    assert end(7) == set()
+    worker.shutdown()
 
 
 @pytest.fixture

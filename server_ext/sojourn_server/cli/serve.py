@@ -25,7 +25,7 @@ from ..launch.kv_options import (
     check_pair,
 )
 from ..launch.launch_environment import detect_launch_environment
-from ..launch.model_config import check_layers, connector_refusal, read_model_config
+from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
 from ..launch.serve_command import (
     ONE_GROUP,
     OWN_CONNECTORS,
@@ -118,7 +118,8 @@ def serve(
                 model=model,
                 model_path=model_path,
                 reads_hidden_states=_uses_hidden_states(options),
-                model_refusal=connector_refusal(model_path, config) if config is not None else "",
+                model_refusal=connector_refusal(model_path, config or {}),
+                only_vllm=only_vllm_refusal(model_path, config or {}),
                 extra=settings,
                 tiers=tiers,
                 pair=pair,
@@ -251,8 +252,7 @@ def _check_model(model_path: str, config: dict[str, Any], flags: EngineFlags, ro
     """Return notes for the user about a model. Raises ``InvalidOption`` for a model whose kind of layers
     sojourn's KV connectors do not support."""
     next_step = (
-        "serve it without --kv-host-gib and --kv-disk, under a policy that needs neither, such as continuum; "
-        "on CUDA, --tier-backend vllm works too"
+        "serve it without --kv-disk and with --tier-backend auto, which has host memory for most models"
         if role is None
         else "serve it without --role"
     )

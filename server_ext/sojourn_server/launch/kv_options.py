@@ -25,7 +25,10 @@ AUTO = "auto"
 """Value of ``--kv-host-gib``: four times the device's KV, at most ``auto_host_bytes``."""
 OFFLOAD_CONNECTOR = "SojournConnector"
 PREFILL_DECODE_CONNECTOR = "PathsConnector"
+VLLM_CONNECTOR = "ProgramOffloadingConnector"
+"""vLLM's OffloadingConnector, with sojourn's order of eviction and on CPU engines too."""
 _MODULES = {
+    VLLM_CONNECTOR: "sojourn_server.vllm.program_offload_connector",
     OFFLOAD_CONNECTOR: "sojourn_server.vllm.kv_offload_connector",
     PREFILL_DECODE_CONNECTOR: "sojourn_server.vllm.kv_transfer_connector",
 }
@@ -75,8 +78,8 @@ class KvOffloadOptions(_Options):
     )
     backend: str = own_flag(
         "--tier-backend",
-        "Code that moves KV: sojourn, or vllm for its own connector (CUDA only)",
-        default="sojourn",
+        "Code that moves KV: sojourn, vllm for its own connector, or auto: sojourn where it serves the model",
+        default=AUTO,
     )
 
 
@@ -146,6 +149,18 @@ def auto_host_bytes(available_bytes: int, flags: EngineFlags) -> int:
     return available_bytes // 2 // max(1, ranks)
 
 
+def choose_backend(options: KvOffloadOptions, *, stock: bool, refusal: str) -> tuple[str, str]:
+    """Return (the backend of ``options``, with ``auto`` resolved; why, only for ``auto``). ``refusal``: why
+    only vLLM's connector serves the model; empty if sojourn's does too."""
+    if options.backend != AUTO:
+        return options.backend, ""
+    if options.disk is not None:
+        return "sojourn", "vLLM's has no disk"
+    if stock:
+        return "vllm", "policy stock is vLLM's own scheduler"
+    return ("vllm", refusal) if refusal else ("sojourn", "it serves this model")
+
+
 def offload_transfer_config(
     options: KvOffloadOptions,
     *,
@@ -154,24 +169,23 @@ def offload_transfer_config(
     block_tokens: str | None = None,
     auto_bytes: int = 0,
 ) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config`` for ``options``. Raises ``InvalidOption`` for options that
-    are wrong, incomplete or impossible on this engine. ``cpu_build``: whether the engine is vLLM's CPU build.
-    ``stock``: whether the policy is ``stock``. ``block_tokens``: value of ``--block-size``, if given.
-    ``auto_bytes``: result of ``auto_host_bytes``."""
+    """Return the value of ``--kv-transfer-config`` for ``options``, whose backend is chosen. Raises
+    ``InvalidOption`` for options that are wrong, incomplete or impossible on this engine. ``cpu_build``:
+    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``. ``block_tokens``:
+    value of ``--block-size``, if given. ``auto_bytes``: result of ``auto_host_bytes``."""
     disk, disk_gib, backend = options.disk, options.disk_gib, options.backend
-    refuse({f"--tier-backend is {backend!r}; expected sojourn or vllm": backend not in ("sojourn", "vllm")})
+    refuse({
+        f"--tier-backend is {backend!r}; expected sojourn, vllm or {AUTO}":
+            backend not in ("sojourn", "vllm"),
+    })  # fmt: skip
     host_gib, by_vllm = host_size_gib(options.host_gib), backend == "vllm"
     refuse({
         "tiers below the device need host memory, which also fills the disk: give --kv-host-gib":
             not host_gib and options.host_gib != AUTO,
         "--kv-disk and --kv-disk-gib go together: give the directory and its capacity":
             (disk is None) != (disk_gib is None),
-        "--kv-host-gib is auto; expected a size in GiB, which vLLM's own connector needs":
-            by_vllm and host_gib is None,
         "--kv-disk is for --tier-backend sojourn; vLLM's own connector has host memory only":
             by_vllm and disk is not None,
-        "--tier-backend vllm needs CUDA: vLLM's own connector does not serve CPU engines":
-            by_vllm and cpu_build,
         "--tier-backend sojourn needs our scheduler: choose a policy, for example observe":
             stock and not by_vllm,
     })  # fmt: skip
@@ -180,13 +194,12 @@ def offload_transfer_config(
         extra = {"host_bytes": int(host_gib * GIB)}
     if by_vllm:
         # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
-        extra = {"cpu_bytes_to_use": extra["host_bytes"], "offload_prompt_only": False}
-        extra |= {} if stock else CACHE_POLICY
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        }
+        size = (
+            {"host_bytes_max": auto_bytes} if host_gib is None else {"cpu_bytes_to_use": extra["host_bytes"]}
+        )
+        spec = {"spec_name": "ProgramOffloadingSpec", "spec_module_path": _MODULES[VLLM_CONNECTOR]}
+        extra = {**size, **spec, "offload_prompt_only": False, **({} if stock else CACHE_POLICY)}
+        return _transfer_config(VLLM_CONNECTOR, extra)
     if not cpu_build and block_tokens in UNSPLIT_BLOCK_TOKENS:
         extra["kv_layout"] = CUDA_LAYOUT
     if disk_gib is not None:

@@ -11,6 +11,9 @@ from .engine_flags import InvalidOption
 
 _STATE_LAYERS = frozenset({"conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent"})
 """Types of layers that keep a state instead of keys and values."""
+_ATTENTION = frozenset({"attention", "chunked_attention", "full_attention", "sliding_attention"})
+"""Types of layers that sojourn's KV connectors support together. vLLM puts chunks and full attention in one
+KV cache group."""
 
 
 def read_model_config(model: str, revision: str | None = None) -> dict[str, Any] | None:
@@ -41,15 +44,27 @@ def _text_layers(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], set[str]
 
 
 def connector_refusal(model: str, config: Mapping[str, Any]) -> str:
-    """Return why sojourn's KV connectors do not support the model; empty if its configuration says nothing
-    against it."""
-    if _text_layers(config)[1] & _STATE_LAYERS:
+    """Return why no KV connector supports the model; empty if its configuration says nothing against it."""
+    if config.get("is_encoder_decoder") is True:
+        return f"{model} has an encoder and a decoder; vLLM's KV connectors support decoders alone"
+    return ""
+
+
+def only_vllm_refusal(model: str, config: Mapping[str, Any]) -> str:
+    """Return why sojourn's KV connectors do not support a model that vLLM's own connector supports; empty if
+    its configuration says nothing against them."""
+    kinds = _text_layers(config)[1]
+    if kinds & _STATE_LAYERS:
         return (
             f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
             "sojourn's KV connectors support attention alone"
         )
-    if config.get("is_encoder_decoder") is True:
-        return f"{model} has an encoder and a decoder; vLLM's KV connectors support decoders alone"
+    others = kinds - _ATTENTION
+    if others and len(kinds) > 1:
+        return (
+            f"{model} has layers of the kinds {', '.join(sorted(kinds))}; sojourn's KV connectors support "
+            "full attention, alone or beside sliding windows"
+        )
     return ""
 
 
@@ -62,7 +77,7 @@ def check_layers(
     ``next_step``: what the user can do; part of the error. ``in_one_group``: whether layers with sliding
     windows and with full attention share a KV cache group.
     """
-    refusal = connector_refusal(model, config)
+    refusal = connector_refusal(model, config) or only_vllm_refusal(model, config)
     if refusal:
         raise InvalidOption(f"{refusal}, so the engine would refuse the model once it is loaded", next_step)
     text, kinds = _text_layers(config)

@@ -23,6 +23,7 @@ from .kv_options import (
     KvOffloadOptions,
     PrefillDecodeOptions,
     auto_host_bytes,
+    choose_backend,
     hash_seed_environment,
     host_size_gib,
     offload_transfer_config,
@@ -117,7 +118,9 @@ class ServeOptions:
     """Further plugin settings: keys of ``additional_config.sojourn``."""
     tiers: KvOffloadOptions = field(default_factory=KvOffloadOptions)
     model_refusal: str = ""
-    """Why sojourn's connectors do not support the model; empty if they do, or if that is not known yet."""
+    """Why no connector supports the model; empty if one does, or if that is not known yet."""
+    only_vllm: str = ""
+    """Why only vLLM's own connector supports the model."""
     pair: PrefillDecodeOptions = field(default_factory=PrefillDecodeOptions)
     chat_template: str | None = None
     """Chat template file; set only for the models that sojourn makes (``tiny``, ``smol``). If it is set, the
@@ -180,9 +183,14 @@ def build_command(
             **_sojourn_config(options, merged.get(PLUGIN_NAME, {})),
         }
         added += ["--additional-config", json.dumps(merged)]
+    chosen: list[str] = []
     if options.tiers.any:
+        backend, why = _backend(options, flags)
+        if why:
+            connector = "sojourn's" if backend == "sojourn" else "vLLM's"
+            chosen = [f"host memory by {connector} connector (--tier-backend auto): {why}"]
         config = offload_transfer_config(
-            options.tiers,
+            replace(tiers, backend=backend),
             cpu_build=facts.cpu_build,
             stock=stock,
             block_tokens=flags.value("--block-size"),
@@ -235,7 +243,7 @@ def build_command(
         flags=flags,
         # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
-        warnings=(*no_host, *_warnings(options, flags, facts, environ)),
+        warnings=(*no_host, *chosen, *_warnings(options, flags, facts, environ)),
     )
 
 
@@ -276,7 +284,7 @@ def _host_by_default(
         return replace(tiers, host_gib=None), []
     if tiers.host_gib is None:
         on_cuda = not facts.cpu_build and facts.available_bytes is not None
-        is_other = options.policy == STOCK_POLICY or options.pair.any or tiers.backend == "vllm"
+        is_other = options.policy == STOCK_POLICY or options.pair.any
         if not on_cuda or is_other or any(map(flags.has, _OTHER_PLACES_OF_KV)):
             return tiers, []
         if facts.unified_memory and tiers.disk is None:
@@ -284,13 +292,31 @@ def _host_by_default(
     elif tiers.host_gib != AUTO:
         return tiers, []
     why = options.model_refusal
+    if _backend(options, flags)[0] == "sojourn":
+        why = why or _only_vllm(options, flags)
     if flags.is_set("--no-enable-prefix-caching"):
         why = _EXCLUDED_WITH_PREFILL_DECODE["--no-enable-prefix-caching"]
     elif "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         why = "vLLM allows no KV connector with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
     if why and tiers.disk is None:
-        return replace(tiers, host_gib=None), [line.format(why)]
+        return replace(tiers, host_gib=None, backend=AUTO), [line.format(why)]
     return replace(tiers, host_gib=AUTO), []
+
+
+def _backend(options: ServeOptions, flags: EngineFlags) -> tuple[str, str]:
+    return choose_backend(
+        options.tiers, stock=options.policy == STOCK_POLICY, refusal=_only_vllm(options, flags)
+    )
+
+
+def _only_vllm(options: ServeOptions, flags: EngineFlags) -> str:
+    """Return why only vLLM's own connector supports the model with these flags; empty if sojourn's does."""
+    for flag in ("--decode-context-parallel-size", "--prefill-context-parallel-size"):
+        if parallel_size(flags, flag) > 1:
+            return f"{flag} splits the tokens of a context over workers"
+    if flags.has("--kv-cache-dtype-skip-layers"):
+        return "--kv-cache-dtype-skip-layers makes KV of mixed precision"
+    return options.only_vllm
 
 
 _OTHER_PLACES_OF_KV = ("--kv-transfer-config", "--kv-offloading-size")

@@ -45,11 +45,13 @@ _NAMES = {
     "vllm.distributed": "get_pp_group",
     "vllm.distributed.kv_transfer": "get_kv_transfer_group, has_kv_transfer_group",
     "vllm.distributed.kv_transfer.kv_connector.v1.base": (
-        "KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, KVConnectorWorkerMetadata, SupportsHMA"
+        "KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole, KVConnectorTransferResults, "
+        "KVConnectorWorkerMetadata, SupportsHMA"
     ),
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common": (
         "OffloadingConnectorMetadata, OffloadingWorkerMetadata, TransferJob"
     ),
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector": "OffloadingConnector",
     "vllm.engine.protocol": "EngineClient",
     "vllm.forward_context": "ForwardContext",
     "vllm.platforms": "current_platform",
@@ -75,9 +77,14 @@ _NAMES = {
     "vllm.v1.kv_cache_interface": (
         "FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MLAAttentionSpec"
     ),
-    "vllm.v1.kv_offload.base": "ReqContext, make_offload_key",
+    "vllm.v1.kv_offload.base": (
+        "CanonicalKVCaches, GPULoadStoreSpec, LoadStoreSpec, LookupResult, OffloadingWorker, "
+        "PrepareStoreOutput, ReqContext, TransferResult, make_offload_key"
+    ),
+    "vllm.v1.kv_offload.cpu.manager": "CPUOffloadingManager",
     "vllm.v1.kv_offload.cpu.policies.base": "ChunkStatus",
     "vllm.v1.kv_offload.cpu.policies.lru": "LRUCachePolicy",
+    "vllm.v1.kv_offload.cpu.spec": "CPUOffloadingSpec",
     "vllm.v1.metrics.stats": "PrefillStats",
     "vllm.v1.outputs": "AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput",
     "vllm.v1.request": "Request, RequestStatus",

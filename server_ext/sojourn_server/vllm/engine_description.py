@@ -11,6 +11,7 @@ from .compat import running_vllm
 from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
+from .offload_cache_policy import find_cache_policy
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -44,6 +45,7 @@ def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVC
     """Return the sizes and speeds of the engine's KV memory. Without a ``profile``, speeds are unknown."""
     connector, size = scheduler.connector, stored_block_bytes(scheduler.kv_cache_config)
     limits = connector.planner.limits if isinstance(connector, SojournConnector) else None
+    chunks = find_cache_policy(connector)
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     host_s_per_token = None
     # A pair loads KV from its store, at another speed.
@@ -59,7 +61,7 @@ def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVC
         dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
         step_tokens=scheduler.max_num_scheduled_tokens,
         host_s_per_token=host_s_per_token,
-        host_blocks=limits.host_slots if limits is not None else 0,
+        host_blocks=limits.host_slots if limits else chunks.cache_capacity if chunks else 0,
         disk_blocks=limits.disk_blocks if limits is not None else 0,
     )
 
@@ -85,7 +87,9 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
         )
     # Of other connectors only vLLM's own setting is known.
     host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")
-    host = TierCapacity(blocks=None, bytes=host_bytes) if isinstance(host_bytes, int) else None
+    chunks = find_cache_policy(connector)
+    blocks = chunks.cache_capacity if chunks is not None else None
+    host = TierCapacity(blocks=blocks, bytes=host_bytes) if isinstance(host_bytes, int) else None
     return TierCapabilities(connector=name, on=True, off_because=None, host=host, disk=None)
 
 

@@ -1,20 +1,23 @@
 """Eviction order for the host memory of vLLM's own connector (``--tier-backend vllm``), whose unit is the
 chunk.
 
-KV of ended programs is evicted first, then all other KV in vLLM's LRU order. vLLM loads the class by name,
-from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's configuration. The scheduler
-adapter reports requests and programs to it. After an error of sojourn's own, vLLM's order remains.
+KV of ended programs is evicted first, then that of programs by rank (``RetentionRank``), within a rank and
+without a program in vLLM's LRU order. No chunk is evicted for one of a lower rank. vLLM loads the class by
+name, from ``eviction_policy`` and ``cache_policy_module_path`` of the connector's configuration. The
+scheduler adapter reports requests and programs to it. After an error of sojourn's own, vLLM's order remains.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
+from ..kv_offload.host_block_pool import RetentionRank
 from .compat import LRUCachePolicy, make_offload_key
 
 if TYPE_CHECKING:
@@ -29,16 +32,45 @@ MAX_REQUESTS = 10_000
 MAX_ENDED_PROGRAMS = 1000
 """Maximum number of ended programs whose chunks are evicted first. Those of the oldest beyond return to LRU
 order."""
+MAX_WANTED_S = 60.0
+"""Maximum time for which the chunks of a program that waits for its admission have the rank ``WANTED``."""
+MAX_WANTED_SHARE = 0.25
+"""Maximum share of host memory for chunks of that rank. Programs that have waited longer go first."""
+
+_PLAIN, _WANTED = RetentionRank.PLAIN, RetentionRank.WANTED
+
+
+class _Kept(set[OffloadKey]):
+    """Chunks that are not evicted: the set's own, and those that only ``programs`` have used. vLLM's policies
+    only ask whether a chunk is in it."""
+
+    def __init__(
+        self,
+        keys: Iterable[OffloadKey],
+        owners: Mapping[OffloadKey, ProgramId | None],
+        programs: Collection[ProgramId],
+    ) -> None:
+        super().__init__(keys)
+        self._owners, self._programs = owners, programs
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or self._owners.get(key) in self._programs  # type: ignore[call-overload]
 
 
 class ProgramCachePolicy(LRUCachePolicy):
-    """Evicts first the chunks that only one program has used, which has ended."""
+    """Orders the chunks that only one program has used by that program."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.strict = False
         self.groups = 1
         """Number of the model's KV cache groups, which have chunks of their own."""
+        self.rank: Callable[[ProgramId], RetentionRank] = lambda _: _PLAIN
+        self.clock: Callable[[], float] = time.monotonic
+        self._newcomer = _WANTED
+        """Rank of the chunks for which others are evicted next."""
+        self._wanted_since_s: OrderedDict[ProgramId, float] = OrderedDict()
+        """Program with a request that waits for admission → since when."""
         self._off = False
         self._programs: OrderedDict[str, ProgramId] = OrderedDict()
         """Request id → its program, from its arrival until ``on_request_finished``."""
@@ -53,6 +85,7 @@ class ProgramCachePolicy(LRUCachePolicy):
 
     def arrived(self, request_id: str, program_id: ProgramId) -> None:
         """Handle the arrival of a program's request. A program that had ended is alive again."""
+        self.waits(program_id)
         self._programs[request_id] = program_id
         if len(self._programs) > MAX_REQUESTS:
             self._programs.popitem(last=False)
@@ -60,12 +93,28 @@ class ProgramCachePolicy(LRUCachePolicy):
 
     def request_admitted(self, program_id: ProgramId | None, block_hashes: Iterable[bytes]) -> None:
         """Record that an admitted request uses the chunks of these blocks."""
+        self._wanted_since_s.pop(program_id, None)  # type: ignore[arg-type]
         groups = [make_offload_key(b"", number) for number in range(self.groups)]
         keys = (block_hash + group for block_hash in block_hashes for group in groups)
         self._attempt(self._used_all, [[key for key in keys if key in self._owner]], program_id)
 
+    def waits(self, program_id: ProgramId) -> None:
+        """Record that a request of the program will soon load its chunks: it arrived, or was preempted."""
+        self._wanted_since_s.setdefault(program_id, self.clock())
+
+    def held_chunks(self, program_id: ProgramId) -> int:
+        """Return the number of chunks that only this program has used."""
+        return len(self._owned.get(program_id, ()))
+
+    def stores_for(self, request_id: str) -> None:
+        """Give the next chunks the rank of a request's program. Without a program it is ``PLAIN``."""
+        program_id = self._programs.get(request_id)
+        self._newcomer = self._attempt(self.rank, program_id) if program_id is not None else _PLAIN
+        self._newcomer = _PLAIN if self._newcomer is None else self._newcomer
+
     def program_ended(self, program_id: ProgramId) -> None:
         """Handle the end of a program: from now on, the chunks that it alone has used are evicted first."""
+        self._wanted_since_s.pop(program_id, None)
         self._ended.setdefault(program_id)
         if len(self._ended) > MAX_ENDED_PROGRAMS:
             oldest, _ = self._ended.popitem(last=False)
@@ -85,10 +134,20 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._attempt(self._used_all, key_groups, self._programs.pop(req_context.req_id, None))
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Evict and return ``n`` chunks that are not ``protected``; none, and ``None``, if there are
-        fewer."""
-        first = dict(self._attempt(self._of_ended, n, protected) or ())
-        rest = super().evict(n - len(first), {*protected, *first})
+        """Evict and return ``n`` chunks that are not ``protected`` nor worth more than those to be stored;
+        none, and ``None``, if there are fewer."""
+        ranks: dict[ProgramId, RetentionRank] = self._attempt(self._ranks_of_programs) or {}
+        newcomer = self._newcomer
+        low = sorted(
+            (name for name, rank in ranks.items() if rank < _PLAIN and rank <= newcomer),
+            key=lambda name: ranks[name],
+        )
+        first = dict(self._attempt(self._of_programs, n, protected, [*self._ended, *low]) or ())
+        rest: list[tuple[OffloadKey, ChunkStatus]] | None = [] if len(first) == n else None
+        for limit in (_PLAIN, newcomer):
+            if rest is None and newcomer >= limit >= _PLAIN:
+                above = {name for name, rank in ranks.items() if rank > limit}
+                rest = super().evict(n - len(first), _Kept({*protected, *first}, self._owner, above))
         if rest is None:
             return None
         for key in first:
@@ -125,6 +184,7 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._owner.clear()
         self._owned.clear()
         self._ended.clear()
+        self._wanted_since_s.clear()
 
     def _used_all(self, key_groups: Sequence[Sequence[OffloadKey]], program_id: ProgramId | None) -> None:
         for key in (key for keys in key_groups for key in keys):
@@ -137,17 +197,30 @@ class ProgramCachePolicy(LRUCachePolicy):
                 self._disown(key, owner)
                 self._owner[key] = None
 
-    def _of_ended(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]]:
-        """Return at most ``n`` evictable chunks of ended programs, in eviction order."""
-        found: list[tuple[OffloadKey, ChunkStatus]] = []
-        for program_id in self._ended:
+    def _ranks_of_programs(self) -> dict[ProgramId, RetentionRank]:
+        """Return the programs with chunks of their own whose rank is not ``PLAIN``."""
+        ranks = {name: rank for name in self._owned if (rank := self.rank(name)) is not _PLAIN}
+        room, now = MAX_WANTED_SHARE * self.cache_capacity, self.clock()
+        for name, since_s in list(self._wanted_since_s.items()):
+            if now - since_s > MAX_WANTED_S:
+                del self._wanted_since_s[name]
+            elif (room := room - len(self._owned.get(name, ()))) >= 0:
+                ranks[name] = _WANTED
+        return ranks
+
+    def _of_programs(
+        self, n: int, protected: set[OffloadKey], program_ids: Iterable[ProgramId]
+    ) -> list[tuple[OffloadKey, ChunkStatus]]:
+        """Return at most ``n`` evictable chunks of these programs, in eviction order."""
+        found: dict[OffloadKey, ChunkStatus] = {}
+        for program_id in program_ids:
             for key in reversed(self._owned.get(program_id, {})):
                 if len(found) == n:
-                    return found
+                    return list(found.items())
                 chunk = self.get(key)
                 if chunk is not None and chunk.ref_cnt == 0 and key not in protected:
-                    found.append((key, chunk))
-        return found
+                    found[key] = chunk
+        return list(found.items())
 
     def _forget(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:

@@ -15,7 +15,7 @@ from sojourn.errors import InputError
 
 from ..core.engine_answers import MissingTiers
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
-from ..launch.kv_options import OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR
+from ..launch.kv_options import OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR, VLLM_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.costs.step_costs import StepCosts
 from ..policies.preset import Preset, parse_preset, preset_text
@@ -215,18 +215,20 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
     ``--kv-transfer-config``, if any. Raises ``SettingsError`` if the preset's placement needs them, unless
     ``allowed``."""
     mechanisms = preset.tier_mechanisms()
+    if connector == VLLM_CONNECTOR:
+        # Placement orders its host memory, which has a copy of what the device computes.
+        mechanisms = [each for each in mechanisms if each != "placement"]
     if not mechanisms or connector == OFFLOAD_CONNECTOR:
         return None
-    if connector is None:
+    if connector == VLLM_CONNECTOR:
+        because = "vLLM's connector copies KV as it is computed, and loads it for requests alone"
+    elif connector is None:
         because = "the engine has no host memory for KV: add --kv-host-gib"
     elif connector == PREFILL_DECODE_CONNECTOR:
         because = "the store of its pair keeps KV, and is read for each request"
     else:
-        because = (
-            f"{connector} keeps KV outside of sojourn's control: give --kv-host-gib instead, without "
-            "--tier-backend vllm"
-        )
-    if preset.placement.needs_tiers and not allowed:
+        because = f"{connector} keeps KV outside of sojourn's control: give --kv-host-gib instead"
+    if "placement" in mechanisms and not allowed:
         raise SettingsError(
             f"policy {preset.name} places programs in host memory, and {because}. Or choose another policy, "
             "or set allow_missing_tiers=true (sojourn serve --sojourn-option) to run without placement"

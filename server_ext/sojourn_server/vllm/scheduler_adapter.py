@@ -59,7 +59,7 @@ from .kv_prefetcher import KVPrefetcher
 from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
 from .offload_cache_policy import find_cache_policy
-from .offload_manager import OffloadManager
+from .offload_manager import OffloadManager, host_eviction_rank
 from .plugin_settings import (
     PluginSettings,
     build_program_scheduler,
@@ -68,6 +68,7 @@ from .plugin_settings import (
     missing_tiers,
 )
 from .prefill_quota import PrefillQuota
+from .program_offload_connector import ProgramOffloadingConnector
 from .tool_call_reader import ToolCallReader, turn_end
 from .waiting_queue import EngineContext, WaitingQueueAdapter, max_new_tokens
 from .weight_epochs import WeightEpochs
@@ -131,6 +132,8 @@ class SchedulerAdapter(EngineView):
         if self._cache_policy is not None:
             self._cache_policy.strict = settings.strict
             self._cache_policy.groups = len(groups)
+            self._cache_policy.clock = clock
+            self._cache_policy.rank = lambda name: host_eviction_rank(self.program_scheduler.label(name))
         self._weights = WeightEpochs(scheduler)
         self._pending: list[EngineAction | LeaseGranted] = []
         context = EngineContext(
@@ -328,6 +331,9 @@ class SchedulerAdapter(EngineView):
         took_s = max(0.0, now - max(planned_s, self._step_ended_s) - waited_s)
         self._step_ended_s = now
         link = self._offload.load_costs() if self._offload is not None else None
+        if isinstance(self._scheduler.connector, ProgramOffloadingConnector):
+            pool = self.program_scheduler.pool
+            link = self._scheduler.connector.load_costs(pool.block_bytes / pool.tokens_per_block)
         tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
         kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
         kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
@@ -411,6 +417,8 @@ class SchedulerAdapter(EngineView):
             self._clock(),
         )
         self._place_freed(cached)
+        if self._cache_policy is not None and program_id is not None:
+            self._cache_policy.waits(program_id)
         if self._offload is None:
             return
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
@@ -505,12 +513,16 @@ class SchedulerAdapter(EngineView):
         return self._pinned.count_by_state()
 
     def below_blocks(self, program_id: ProgramId) -> tuple[int, int]:
+        if self._cache_policy is not None:
+            return self._cache_policy.held_chunks(program_id), 0
         return self._offload.held_blocks(program_id) if self._offload is not None else (0, 0)
 
     def below_device(self) -> TierCapabilities | None:
         return offload_description(self._scheduler)
 
     def tier_state(self) -> dict[str, Any]:
+        if isinstance(self._scheduler.connector, ProgramOffloadingConnector):
+            return self._scheduler.connector.host.state()
         return self._offload.state() if self._offload is not None else {}
 
     def network_state(self) -> dict[str, Any] | None:
