@@ -39,14 +39,9 @@ def test_events_reach_the_engine_as_sent_and_its_outcomes_come_back(
     assert (operation, json.loads(payload)) == ("event_batches", [BATCH])
 
 
-def test_reads_answer_what_the_engine_says(client: TestClient, engine: ScriptedEngine) -> None:
-    assert client.get("/sojourn/v1/capabilities").json()["policy"] == "continuum"
-    assert client.get("/sojourn/v1/capabilities").json()["engines"] == 1
+def test_a_query_reaches_the_engine_as_asked(client: TestClient, engine: ScriptedEngine) -> None:
     assert client.get("/sojourn/v1/programs?limit=7&status=acting").json()["shown"] == 1
     assert engine.calls[-1] == ("programs", '{"limit":7,"status":"acting"}')
-    assert client.get("/sojourn/v1/programs/p").json() == {"program_id": "p", "turns": 2}
-    assert client.get("/sojourn/v1/load").json()["engines"][0]["requests"] == 1
-    assert client.get("/sojourn/v1/stats").json()["lost_tokens"] == 10
 
 
 @pytest.mark.parametrize(

@@ -87,17 +87,21 @@ def test_programs_latest_first(engine: VirtualEngine) -> None:
     assert a["lease_until_s"] == told["now_s"] + 8.0
 
 
-@pytest.mark.parametrize(("status", "found"), [("acting", ["a"]), ("ended", ["c"]), ("gated", [])])
-def test_programs_by_status(engine: VirtualEngine, status: str, found: list[str]) -> None:
-    told = engine.ask("programs", status=status)
+@pytest.mark.parametrize(
+    ("asked", "found", "total"),
+    [
+        ({"status": "acting"}, ["a"], 1),
+        ({"status": "ended"}, ["c"], 1),
+        ({"status": "gated"}, [], 0),
+        ({"limit": 2}, ["c", "b"], 3),
+    ],
+)
+def test_programs_by_status_and_the_newest_of_many(
+    engine: VirtualEngine, asked: dict[str, Any], found: list[str], total: int
+) -> None:
+    told = engine.ask("programs", **asked)
     assert [p["program_id"] for p in told["programs"]] == found
-    assert told["total"] == len(found)
-
-
-def test_of_many_programs_the_newest_are_listed(engine: VirtualEngine) -> None:
-    told = engine.ask("programs", limit=2)
-    assert [p["program_id"] for p in told["programs"]] == ["c", "b"]
-    assert (told["shown"], told["total"]) == (2, 3)
+    assert (told["shown"], told["total"]) == (len(found), total)
 
 
 def test_one_program_with_its_ledger(engine: VirtualEngine) -> None:

@@ -1,4 +1,4 @@
-"""Who sends a request: read from whatever the engine carries of it, and never an error."""
+"""Who sends a request: read from whatever the engine carries of it. ``tests/fuzz`` has any other bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from sojourn.dialects import DIALECTS
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, Outcome
@@ -115,9 +113,3 @@ def test_our_own_dialect_of_vllm_router_is_understood() -> None:
     identity = read_identity(headers["X-Session-ID"], body["vllm_xargs"])
     assert (identity.program_id, identity.outcome) == ("p", Outcome.APPLIED)
     assert identity.context == AgenticContext(program_id="p", step_id="12", priority=3)
-
-
-@given(st.none() | st.text(), st.none() | st.text() | st.integers() | st.binary() | st.lists(st.text()))
-def test_never_an_error(session: str | None, value: Any) -> None:
-    identity = read_identity(session, {CONTEXT_KEY: value})
-    assert identity.outcome in (None, Outcome.REJECTED, Outcome.APPLIED)

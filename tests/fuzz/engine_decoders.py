@@ -133,7 +133,8 @@ def follow_graph(data: bytes, folder: Path) -> Any:
     event = decode_event(data)
     graphs = GraphStore()
     if isinstance(event, AegReport) and graphs.follow(event.graph_hash, event.graph):
-        (known,) = graphs
+        known = graphs.get(event.graph_hash)
+        assert known is not None
         for node in (START, END, *known.aeg.nodes):
             known.following(node)
 
