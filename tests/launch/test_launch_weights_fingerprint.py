@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+from sojourn_server.launch import weights_fingerprint as module
 from sojourn_server.launch.weights_fingerprint import UnknownWeights, known_weights, weights_fingerprint
 
+os_pread = os.pread
 COMMIT, NEWER = "1" * 40, "2" * 40
 
 
@@ -66,6 +69,45 @@ def test_a_single_file(model):
     file = model / "model.safetensors"
     assert weights_fingerprint(str(file), None).startswith(f"{file} 7 ")
     assert known_weights(str(file)) is None
+
+
+def write_weights(path: Path, fills: list[int], *, size: int = 50_000) -> None:
+    """Tensors of ``size`` bytes each, with one value each, in a file of always the same date."""
+    entries = {f"t{n}": {"data_offsets": [n * size, (n + 1) * size]} for n in range(len(fills))}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    start = len(header).to_bytes(8, "little") + header if path.suffix == ".safetensors" else b""
+    path.write_bytes(start + b"".join(bytes([fill]) * size for fill in fills))
+    os.utime(path, (1, 1))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin", "model.gguf"])
+def test_weights_of_equal_size_and_date_are_distinguished(model, name):
+    """Reproducible images give all files one date. Training may change one tensor, here not the last."""
+    file = model / name
+    fills = [1] * 40
+    write_weights(file, fills)
+    known, alone = known_weights(str(model)), weights_fingerprint(str(file), None)
+    for changed in (0, 17, 39):
+        write_weights(file, [*fills[:changed], 2, *fills[changed + 1 :]])
+        assert known_weights(str(model)) != known
+        assert weights_fingerprint(str(file), None) != alone
+    write_weights(file, fills)
+    assert (known_weights(str(model)), weights_fingerprint(str(file), None)) == (known, alone)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 100, (9).to_bytes(8, "little") + b'{"t": {}}'])
+def test_a_damaged_safetensors_file_is_read_as_any_other(model, content):
+    (model / "model.safetensors").write_bytes(content)
+    assert known_weights(str(model)) == known_weights(str(model)) is not None
+
+
+def test_little_of_large_files_is_read(model, monkeypatch):
+    write_weights(model / "model.safetensors", [1] * 3000, size=2000)
+    monkeypatch.setattr(module, "MAX_SAMPLES", 100)
+    read = []
+    monkeypatch.setattr(module.os, "pread", lambda *call: read.append(call[1]) or os_pread(*call))
+    assert known_weights(str(model)) is not None
+    assert 100 <= len(read) <= 250
 
 
 def test_a_hubs_id_is_known_by_the_commit_that_was_loaded(hub):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-import sys
 from pathlib import Path
+from typing import BinaryIO
 
 from .model_config import read_model_config
 
-HASHED_TAIL_BYTES = 1 << 16
-"""Number of bytes at the end of each weight file that are hashed. The beginnings of the files are alike for
-models of the same shape."""
+MAX_SAMPLES = 8192
+SAMPLE_BYTES = 256
+HEAD_BYTES = 1 << 20
+"""Of the weight files ``MAX_SAMPLES`` samples are hashed, and ``HEAD_BYTES`` at the beginning of each file:
+one sample of each tensor, if the format is safetensors and there are no more tensors. Reading them takes a
+second on a local disk."""
+MAX_HEADER_BYTES = 100_000_000
+"""Of a safetensors file, as the format says."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
@@ -29,7 +35,8 @@ def weights_fingerprint(
 ) -> str:
     """Return a text that identifies the weights. Raises ``UnknownWeights`` or ``OSError``.
 
-    For a directory or file, the text has its path and the sizes and dates of its files. For a hub id or the
+    For a directory or file, the text has its path, the sizes and dates of its files, and a hash of samples of
+    their content. For a hub id or the
     path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
 
     ``revision``: branch or commit of a hub id; ``None`` for main. ``cache``: the hub's cache on this machine,
@@ -40,7 +47,7 @@ def weights_fingerprint(
     """
     path = Path(model)
     if path.is_file():
-        return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        return f"{path.resolve()} {path.stat().st_size} {path.stat().st_mtime_ns} {_sampled([path])}"
     if path.is_dir():
         return _commit_of(path) or _dated(path)
     if path.is_absolute():  # a missing path; the engine reports it
@@ -113,12 +120,36 @@ def _suffix_label(snapshot: Path) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Return a hash of a folder's weight files: of their names, sizes and last ``HASHED_TAIL_BYTES``.
+    """Return a hash of a folder's weight files: of their names, sizes and samples of their content.
 
     The hash does not depend on the folder's path. It tells models of the same shape apart. Raises
     ``OSError``.
     """
-    return _digest(_weight_files(folder), HASHED_TAIL_BYTES)
+    return _sampled(_weight_files(folder))
+
+
+def _sampled(files: list[Path]) -> str:
+    found = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            found.update(f"{path.name} {size} ".encode() + file.read(HEAD_BYTES))
+            tensors, most = _tensor_middles(file, size), MAX_SAMPLES // len(files) + 1
+            for at in tensors[:: -(-len(tensors) // most) or 1] or range(0, size, size // most + 1):
+                found.update(os.pread(file.fileno(), SAMPLE_BYTES, at))
+    return found.hexdigest()[:16]
+
+
+def _tensor_middles(file: BinaryIO, size: int) -> list[int]:
+    """Return the middle of each tensor in a safetensors file, in bytes; of other files nothing."""
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(length)) if length < min(size, MAX_HEADER_BYTES) else {}
+        spans = [each["data_offsets"] for name, each in header.items() if name != "__metadata__"]
+        return sorted(8 + length + (start + end) // 2 for start, end in spans)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def processor_digest(model: str) -> str:
@@ -131,24 +162,16 @@ def processor_digest(model: str) -> str:
     if not folder.is_dir() or _commit_of(folder) is not None:
         return ""
     files = sorted({*folder.glob("*processor_config.json"), *folder.glob("tekken.json")})
-    return _digest(files, sys.maxsize) if files else ""
-
-
-def _digest(files: list[Path], tail_bytes: int) -> str:
-    found = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            file.seek(max(0, size - tail_bytes))
-            found.update(file.read())
-    return found.hexdigest()[:16]
+    found = [(path.name, path.read_bytes()) for path in files]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16] if found else ""
 
 
 def _dated(folder: Path) -> str:
-    """Return a text with the folder's path and the sizes and dates of its weight files."""
+    """Return a text with the folder's path, the sizes and dates of its weight files, and a hash of samples of
+    them."""
     stats = [(file.name, file.stat()) for file in _weight_files(folder)]
-    return f"{folder.resolve()} {[(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]}"
+    dates = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return f"{folder.resolve()} {dates} {weights_digest(folder)}"
 
 
 def _weight_files(folder: Path) -> list[Path]:
