@@ -49,24 +49,15 @@ class ThreeTierPrediction(WorkflowPredictionPolicy):
     is_used = True
 
     def expect(self, step: WorkflowStepView, now: float) -> NextStepPrediction:
-        inferred = self.inference and step.tasks >= MIN_TASKS and bool(step.inferred)
-        if self.hints:
-            declared = hinted_continuation_probability(step)
-            if declared is not None and (step.hints_reliable or step.final):
-                edges = step.declared or (step.inferred if inferred else ())
-                return NextStepPrediction(
-                    PredictionSource.HINTS,
-                    declared,
-                    _most_likely_successor(edges, 0.0 if step.declared else CONFIDENCE),
-                    _going_on(edges),
-                )
+        is_known = self.inference and step.tasks >= MIN_TASKS
+        inferred = step.inferred if is_known else ()
+        declared = hinted_continuation_probability(step) if self.hints else None
+        if declared is not None and (step.hints_reliable or step.final):
+            least = 0.0 if step.declared else CONFIDENCE
+            return _prediction(PredictionSource.HINTS, declared, step.declared or inferred, least)
         if inferred:
-            return NextStepPrediction(
-                PredictionSource.INFERRED,
-                _continuation_probability(step.inferred),
-                _most_likely_successor(step.inferred, CONFIDENCE),
-                _going_on(step.inferred),
-            )
+            likely = _continuation_probability(inferred)
+            return _prediction(PredictionSource.INFERRED, likely, inferred, CONFIDENCE)
         if self.hints and self.calls_tell and step.calls_tool and step.hints_reliable:
             return NextStepPrediction(PredictionSource.HINTS, 1.0)
         return NO_NEXT_STEP_PREDICTION
@@ -93,10 +84,10 @@ def _continuation_probability(edges: tuple[tuple[str, float], ...]) -> float:
     return min(1.0, max(0.0, 1.0 - math.fsum(p for node, p in edges if node == END)))
 
 
-def _going_on(edges: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
-    return tuple((node, p) for node, p in edges if node != END)
-
-
-def _most_likely_successor(edges: tuple[tuple[str, float], ...], least: float) -> str | None:
+def _prediction(
+    source: PredictionSource, probability: float, edges: tuple[tuple[str, float], ...], least: float
+) -> NextStepPrediction:
+    """``least``: minimum probability of the predicted successor."""
     node, p = max(edges, key=lambda edge: edge[1], default=(END, 0.0))
-    return node if node != END and p >= least else None
+    successor = node if node != END and p >= least else None
+    return NextStepPrediction(source, probability, successor, tuple(one for one in edges if one[0] != END))

@@ -74,26 +74,14 @@ def fit_step_costs(samples: Sequence[StepSample]) -> StepCosts:
 
     Relative deviations give short and long steps equal weight. Those up to ``_NOISE`` count squared, larger
     ones linearly (Huber's loss), so that single outliers do not decide. Raises ``ValueError`` without
-    samples, for a value that is negative or not finite, or for seconds or steps of 0.
+    samples.
+
+    The result is the best of several weighted fits. The first gives all samples the same scale, the largest
+    seconds; each further fit takes its scales from the deviations of the fit before it.
     """
     if not samples:
         raise ValueError("no samples of engine steps to fit costs to")
-    for sample in samples:
-        if not all(math.isfinite(value) and value >= 0 for value in sample) or not (
-            sample.seconds > 0 and sample.steps > 0
-        ):
-            raise ValueError(f"{sample}; expected seconds and steps > 0, all else ≥ 0")
-    # The fit starts from two sets of scales: the largest seconds of all samples, and each sample's own
-    # seconds. Only the first start gives a good fit if one sample is absurdly small.
-    starts = ([max(sample.seconds for sample in samples)] * len(samples), [s.seconds for s in samples])
-    found = [_refined_fit(samples, scales) for scales in starts]
-    return min(found, key=lambda costs: _huber_loss(costs, samples))
-
-
-def _refined_fit(samples: Sequence[StepSample], scales: Sequence[float]) -> StepCosts:
-    """Return the best of several weighted fits. The first has weights 1/``scales``; each further fit takes
-    its scales from the deviations of the fit before it."""
-    best = _weighted_fit(samples, scales)
+    best = _weighted_fit(samples, [max(sample.seconds for sample in samples)] * len(samples))
     for _ in range(_ROUNDS):
         scales = [
             max(s.seconds, best.seconds(s)) * math.sqrt(max(1.0, abs(_relative_deviation(best, s)) / _NOISE))

@@ -207,37 +207,14 @@ class KvUse(NamedTuple):
         return self.reasoning_share * self.mean_blocks
 
 
-class KvUses:
-    """Sums over the programs with KV. A sum is computed at its first use, because most answers use none."""
+class KvSums:
+    """Sums over the programs with KV."""
 
     def __init__(self, uses: Sequence[KvUse]) -> None:
-        self._uses = uses
-
-    @cached_property
-    def demand_blocks(self) -> float:
-        return sum(use.demand_blocks for use in self._uses)
-
-    @cached_property
-    def mean_blocks(self) -> float:
-        return sum(use.mean_blocks for use in self._uses)
-
-    def growth_within(self, most_blocks: int) -> float:
-        """Return a sum in blocks: min(predicted growth, ``most_blocks``) times the share of the program's
-        time in which it reasons. A context grows only while its program reasons."""
-        grown_blocks, share_above = self._growths.split(most_blocks)
-        return grown_blocks + most_blocks * share_above
-
-    @cached_property
-    def _growths(self) -> WeightedValues:
-        return WeightedValues((use.growth_blocks, use.reasoning_share) for use in self._uses)
-
-    def demand_above(self, worth: float) -> float:
-        """Return the demand of the programs with at least this worth."""
-        return self._worths.split(worth)[1]
-
-    @cached_property
-    def _worths(self) -> WeightedValues:
-        return WeightedValues((use.worth, use.demand_blocks) for use in self._uses)
+        self.demand_blocks = sum(use.demand_blocks for use in uses)
+        self.mean_blocks = sum(use.mean_blocks for use in uses)
+        self.growths = WeightedValues((use.growth_blocks, use.reasoning_share) for use in uses)
+        self.worths = WeightedValues((use.worth, use.demand_blocks) for use in uses)
 
 
 class ResidencyPricePlan(PlacementPlan):
@@ -399,8 +376,10 @@ class ResidencyPricePlan(PlacementPlan):
             return True
         free = sum(max(0, blocks) for blocks in self._free.values())
         share = self._share_in_all_tiers
-        # While this program is there, the others grow about as much as it does.
-        growth_blocks = self._kv_uses.growth_within(self._use(program).growth_blocks)
+        # While this program is there, the others grow about as much as it does, and only while they reason.
+        own_blocks = self._use(program).growth_blocks
+        less_blocks, share_of_others = self._kv_sums.growths.split(own_blocks)
+        growth_blocks = less_blocks + own_blocks * share_of_others
         short = self._reserved_blocks(program, share) - (free - share * growth_blocks)
         if short <= 0:
             return True
@@ -419,11 +398,11 @@ class ResidencyPricePlan(PlacementPlan):
         part of the device unused. True if sizes are unknown."""
         if not program.service_s:
             return True
-        uses = self._kv_uses
-        own = uses.demand_blocks / max(1.0, uses.mean_blocks) * self._use(program).mean_blocks
+        sums = self._kv_sums
+        own = sums.demand_blocks / max(1.0, sums.mean_blocks) * self._use(program).mean_blocks
         room = self._view.device.budget_blocks - own
-        # The first condition implies the second one, and is cheaper to check.
-        return uses.demand_blocks <= room or uses.demand_above(self._worth(program) * BEGIN_WORTH) <= room
+        worthy_blocks = sums.worths.split(self._worth(program) * BEGIN_WORTH)[1]
+        return worthy_blocks <= room
 
     @property
     def _with_kv(self) -> list[tuple[Tier, ProgramTierView]]:
@@ -435,8 +414,8 @@ class ResidencyPricePlan(PlacementPlan):
         return [(tier, program) for tier, program in (*now, *new) if tier is not Tier.WAITING]
 
     @cached_property
-    def _kv_uses(self) -> KvUses:
-        return KvUses([self._use(program) for _, program in self._with_kv])
+    def _kv_sums(self) -> KvSums:
+        return KvSums([self._use(program) for _, program in self._with_kv])
 
     def _use(self, program: ProgramTierView) -> KvUse:
         use = self._use_of.get(program.program_id)
@@ -602,11 +581,11 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
         super()._promote(program, reason, **terms)
-        vars(self).pop("_kv_uses", None)
+        vars(self).pop("_kv_sums", None)
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         super()._send(program, to, reason, **terms)
-        vars(self).pop("_kv_uses", None)
+        vars(self).pop("_kv_sums", None)
         if "_droppable" in vars(self) and _is_droppable(program):
             del self._droppable[bisect_left(self._droppable, self._drop_key(program, program.tier))]
             if to is not Tier.WAITING:
