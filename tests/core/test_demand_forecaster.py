@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.core.demand_forecaster import MIN_JUDGED_OUTPUTS, PREDICTION_ERROR_WINDOW
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
-from sojourn_server.core.program_scheduler import QueueState
+from sojourn_server.core.request_table import QueueState
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preemption_policies import RecoveryMethod

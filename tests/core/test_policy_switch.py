@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sojourn_server.core.events_and_actions import PolicySwitched
-from sojourn_server.core.program_scheduler import QueueState
+from sojourn_server.core.request_table import QueueState
 from sojourn_server.policies.preset import load_preset
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import VirtualEngine, prompt

@@ -480,7 +480,7 @@ def test_a_killed_client_is_told_apart_from_a_crash_and_from_an_end() -> None:
         assert engine.ask("program", program_id="lost")["outcome"] == "lost", "after a minute"
     engine.wait(1800.0)
     engine.turn("returns", prompt(8, seed=7))
-    told = {one["program_id"]: (one["status"], one["outcome"]) for one in engine.ask("programs")["programs"]}
+    told = {one.id: (one.status, one.outcome) for one in engine.program_scheduler.state.programs}
     assert told == {
         "ended": ("ended", "ok"),
         "crashed": ("ended", "error"),

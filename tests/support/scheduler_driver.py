@@ -8,8 +8,8 @@ from typing import Any
 from sojourn.ids import ProgramId
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.leases import Lease
-from sojourn_server.core.program_scheduler import ProgramScheduler, QueueState
-from sojourn_server.core.request_table import RequestState
+from sojourn_server.core.program_scheduler import ProgramScheduler
+from sojourn_server.core.request_table import QueueState, RequestState
 from sojourn_server.policies.policy_views import ReclaimRequest, WaitingRequestView
 from sojourn_server.policies.preemption_policies import RecoveryMethod
 

@@ -115,7 +115,7 @@ class Waiting:
 
 def make_queue() -> Any:
     """Return a queue of ``Waiting``, of which every third is gated and none admitted."""
-    from sojourn_server.core.program_scheduler import QueuePlace, QueueState
+    from sojourn_server.core.request_table import QueuePlace, QueueState
     from sojourn_server.vllm.waiting_queue import PolicyRequestQueue
 
     def place(request: Waiting) -> QueuePlace:

@@ -19,8 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from sojourn.ids import CallId, EmitterId, ProgramId
 from sojourn.wire_codec import EventOutcome, Outcome
@@ -49,7 +48,7 @@ from . import events_and_actions as ev
 from .demand_forecaster import DemandForecaster
 from .lease_manager import LeaseManager
 from .request_hints import clipped, unused_fields
-from .request_table import RequestState
+from .request_table import QueuePlace, QueueState, RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
@@ -60,27 +59,6 @@ _Refusal = tuple[Outcome, str]
 """Outcome of a client's event that was not applied, and the reason."""
 _EVICTED = frozenset({LossCause.EVICTED, LossCause.EXPIRED, LossCause.SILENT, LossCause.PRESSURE})
 """Causes of loss that count as evictions for Continuum's T̄, the mean wait after an eviction."""
-
-
-class QueueState(Enum):
-    """What keeps a waiting request from being admitted, besides requests before it."""
-
-    OPEN = "open"
-    """Nothing: it is admitted once its blocks fit."""
-    GATED = "gated"
-    """The engine must report ``AdmissionRequested`` before it admits the request."""
-    PARKED = "parked"
-    """It may not run even if blocks are free, because its program is not placed on the device."""
-
-
-class QueuePlace(NamedTuple):
-    """Place of a request in the waiting queue."""
-
-    key: tuple[Any, ...]
-    """Sort key, lowest first. Overdue requests have lower keys than all others."""
-    state: QueueState
-    changes_s: float = math.inf
-    """Time at which a long wait may change key and state. Earlier they change only by events."""
 
 
 class ProgramScheduler:
@@ -109,8 +87,7 @@ class ProgramScheduler:
         self.request, self.program = state.requests.states.get, state.programs.get
         """Return a request in the engine and a program, which only ``core`` changes; ``None``: unknown id."""
         self.context = state.contexts.get
-        """Returns the hashes of the blocks of a program's context after its newest turn; ``None``: the hashes
-        were dropped."""
+        """Returns the block hashes of a program's newest context; ``None``: they were dropped."""
         self.turns_of = state.ledger.of_program
         """Returns the records of a program's newest turns, oldest first."""
         self.leased_programs = state.leases.keys()
@@ -216,8 +193,7 @@ class ProgramScheduler:
         )
         outcome = event.identity.outcome
         if program is not None and context is not None:
-            max_ttl_s, unused = self.limits.max_hinted_ttl_s, self._unused_fields
-            applied = request_state.apply_hint(context, max_ttl_s, unused)
+            applied = request_state.apply_hint(context, self.limits.max_hinted_ttl_s, self._unused_fields)
             # A hint with an invalid field counts as clipped, even if it also has fields that are not used.
             if outcome is not Outcome.CLIPPED:
                 outcome = applied
@@ -400,7 +376,7 @@ class ProgramScheduler:
             device=event.cached_tokens,
             block_size=self.pool.block_size,
             before_tokens=program.context_tokens,
-            before_full_blocks=len(before) if before is not None else 0,
+            before_full_blocks=len(before or ()),
             shared_blocks=shared,
             cause=cause,
             dropped_hit_blocks=self.pool.dropped_hit_blocks,
@@ -622,13 +598,14 @@ class ProgramScheduler:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
         self.tiers.tool_known(program, now)
         lease = self._leases.get(program.id)
-        is_new = program.pending_tool != key
         if lease is not None and not lease.anchored:
             lease.anchored = True  # only once per gap, since the TTL was chosen for a tool that starts now
             self._leases.extend(program.id, started_s + lease.ttl_s)
+        is_new = program.pending_tool != key
         if is_new and (lease is not None or self.state.contexts.get(program.id) is not None):
             program.pending_tool = key
-            self.predictor.tool_reported(program, now)
+            if program.gap_started_s is not None:
+                self.predictor.plan_gap(program, now)
             # Without a lease, the output showed no call of this tool. A gap gets at most one lease.
             if lease is None and not program.gap_leased and program.status not in OVER_STATUSES:
                 block_ids = self.state.cached_context(program.id)
@@ -656,11 +633,10 @@ class ProgramScheduler:
 
     def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Refusal | None:
         try:
-            known = self.state.graphs.follow(event.graph_hash, event.graph)
+            if not self.state.graphs.follow(event.graph_hash, event.graph):
+                return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
         except GraphError as error:
             return Outcome.REJECTED, str(error)
-        if not known:
-            return Outcome.MISSING, "no graph of this hash is known; send it with its nodes and edges"
         program.agent_type = event.agent_type or program.agent_type
         program.graph_hash = event.graph_hash
         return None
@@ -750,13 +726,12 @@ class ProgramScheduler:
         for silent in self._programs.silent(now):
             self._end_program(silent, ProgramSignal.SILENCE, silent.silent_outcome(), now)
         if self.preset.prefetch.is_used:
-            while (program := self.predictor.pop_due_prefetch(now)) is not None:
+            for program in self.predictor.pop_due_prefetches(now):
                 prefetch = ev.EngineAction(ev.EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
                 self._outbox.append(prefetch)
-        if not self.tiers.places:
-            return
-        for program, move in self.tiers.tick(now):
-            self._moved(program, move, now)
+        if self.tiers.places:
+            for program, move in self.tiers.tick(now):
+                self._moved(program, move, now)
 
     def _step_completed(self, event: ev.StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
@@ -835,7 +810,8 @@ class ProgramScheduler:
         if preempted is not None:
             view = view._replace(preempted=preempted)
         now, order = view.now_s, self.preset.order
-        overdue = self._is_overdue(state, view.preempted, now)
+        patience_s = self.limits.queue_patience_s
+        overdue = self._requests.is_overdue(state, view.preempted, now - patience_s)
         queue_state = QueueState.OPEN
         if self.tiers.places and self.tiers.is_parked(state):
             queue_state = QueueState.PARKED
@@ -843,7 +819,6 @@ class ProgramScheduler:
             queue_state = QueueState.GATED
         key = (0.0, not view.preempted, state.arrival) if overdue else (1.0, *order.key(view))
         # A request of a program looks again each time it has waited so long, since another may be overdue.
-        patience_s = self.limits.queue_patience_s
         changes_s = now + patience_s
         for due_s in (order.promoted_s(view), state.since_s + patience_s):
             if now < due_s < changes_s:
@@ -855,27 +830,9 @@ class ProgramScheduler:
 
         Otherwise it could wait for ever: for the lease of a program whose next request waits behind it. Such
         a lease does not expire while that request waits."""
-        state = self._requests.states.get(request_id)
-        overdue = state is not None and self._is_overdue(state, state.preempted, now)
+        state, due_s = self._requests.states.get(request_id), now - self.limits.queue_patience_s
+        overdue = state is not None and self._requests.is_overdue(state, state.preempted, due_s)
         return overdue or self.passes_admission(request_id, now)
-
-    def _is_overdue(self, state: RequestState, preempted: bool, now: float) -> bool:
-        """Whether a waiting request is served before those that are not overdue, by arrival.
-
-        A request without a program is overdue after ``queue_patience_s``. While an overdue one waits,
-        requests of programs that have waited for as long are overdue too, and so are preempted ones. So
-        neither class starves the other."""
-        due_s = now - self.limits.queue_patience_s
-        if state.running or not (preempted or state.since_s <= due_s):
-            return False
-        return self._untracked_waits(due_s)
-
-    def _untracked_waits(self, since_s: float = math.inf) -> bool:
-        """Whether a request without a program waits, and has waited at least since ``since_s``."""
-        return any(
-            state.program is None and not state.running and state.since_s <= since_s
-            for state in self._requests.states.values()
-        )
 
     def blocks_later_requests(self, request_id: str, now: float) -> bool:
         """Whether this request holds back all requests behind it in the queue, because the admission policy
@@ -887,7 +844,7 @@ class ProgramScheduler:
     def passes_admission(self, request_id: str, now: float) -> bool:
         """Whether the engine admits a request that the policy rejects, as soon as its blocks fit: if it would
         hold back a request without a program."""
-        return self.blocks_later_requests(request_id, now) and self._untracked_waits()
+        return self.blocks_later_requests(request_id, now) and self._requests.untracked_waits()
 
     # -- queries for the eviction order -------------------------------------------
 
@@ -913,12 +870,8 @@ class ProgramScheduler:
         return self.preset.eviction.score_inputs(view._replace(tier=self.tiers.tier(program_id)))
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
-        """Return the eviction key for a result of ``owner_standing``. Blocks with the lowest key are evicted
-        first.
-
-        ``branch_reuse`` is the share of abandoned blocks that was used again. The key is valid until that
-        share or ``predictor.scale_changes`` changes.
-        """
+        """Return the eviction key for an ``owner_standing``; the lowest is evicted first. It is valid until
+        ``predictor.scale_changes`` or ``branch_reuse``, the reused share of abandoned blocks, changes."""
         if standing is None:
             return (-math.inf,)
         return self.preset.eviction.score(standing, self.predictor.scale(branch_reuse))
@@ -939,8 +892,8 @@ class ProgramScheduler:
             self.lease_manager.end(program.id, DecisionReason.PLACED, now)
         if program.live_requests:
             self._programs.signal(program, ProgramSignal.GATE if parked else ProgramSignal.UNGATE)
-        kind, reason = ev.EngineActionKind.PLACE, DecisionReason.PLACED
-        self._outbox.append(ev.EngineAction(kind, program.id, reason, move.to))
+        place = ev.EngineActionKind.PLACE
+        self._outbox.append(ev.EngineAction(place, program.id, DecisionReason.PLACED, move.to))
 
     def close_recording(self, reason: str) -> None:
         """Do nothing. ``RecordingScheduler`` overrides this method to write the end record of a recording."""

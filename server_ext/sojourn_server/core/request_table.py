@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
 from sojourn.hints import AgenticContext
 from sojourn.ids import ProgramId
@@ -14,6 +16,27 @@ from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting import RemainingTokens
 from ..programs.program_state import ProgramState
 from .request_hints import clipped
+
+
+class QueueState(Enum):
+    """What keeps a waiting request from being admitted, besides requests before it."""
+
+    OPEN = "open"
+    """Nothing: it is admitted once its blocks fit."""
+    GATED = "gated"
+    """The engine must report ``AdmissionRequested`` before it admits the request."""
+    PARKED = "parked"
+    """It may not run even if blocks are free, because its program is not placed on the device."""
+
+
+class QueuePlace(NamedTuple):
+    """Place of a request in the waiting queue."""
+
+    key: tuple[Any, ...]
+    """Sort key, lowest first. Overdue requests have lower keys than all others."""
+    state: QueueState
+    changes_s: float = math.inf
+    """Time at which a long wait may change key and state. Earlier they change only by events."""
 
 
 @dataclass(slots=True)
@@ -160,6 +183,22 @@ class RequestTable:
     def running_tokens(self) -> int:
         """Prompt tokens of all running requests."""
         return sum(state.prompt_tokens for state in self.states.values() if state.running)
+
+    def untracked_waits(self, since_s: float = math.inf) -> bool:
+        """Whether a request without a program waits, and has waited at least since ``since_s``."""
+        return any(
+            state.program is None and not state.running and state.since_s <= since_s
+            for state in self.states.values()
+        )
+
+    def is_overdue(self, state: RequestState, preempted: bool, due_s: float) -> bool:
+        """Whether a waiting request is served before those that are not overdue, by arrival.
+
+        A request without a program is overdue if it has waited since ``due_s``. While an overdue one waits,
+        requests of programs that have waited for as long are overdue too, and so are preempted ones. So
+        neither class starves the other."""
+        waits = not state.running and (preempted or state.since_s <= due_s)
+        return waits and self.untracked_waits(due_s)
 
     def idle_s(self, now: float, anything_running: bool) -> float:
         """Seconds for which no request has run; 0.0 if ``anything_running``.

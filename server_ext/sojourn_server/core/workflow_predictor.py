@@ -143,13 +143,7 @@ class WorkflowPredictor:
                     self._step_shares.observe((name, step), share)
                 if self._preset.prefetch.is_used:
                     self._prefixes.learn(program.id, name, step, event.block_hashes)
-        self._plan_gap(program, now)
-
-    def tool_reported(self, program: ProgramState, now: float) -> None:
-        """Predict the next workflow step again. Called if the client reports a tool that the last turn's
-        output did not show."""
-        if program.gap_started_s is not None:
-            self._plan_gap(program, now)
+        self.plan_gap(program, now)
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
         """Learn from a program that is over. ``ended``: false if the client cancelled the program."""
@@ -198,15 +192,13 @@ class WorkflowPredictor:
         taken, self._begun = self._begun, {}
         return taken
 
-    def pop_due_prefetch(self, now: float) -> ProgramState | None:
-        """Return the next program whose prefetch is due, and remove that plan; ``None`` if none is due."""
+    def pop_due_prefetches(self, now: float) -> list[ProgramState]:
+        """Return the programs whose prefetch is due, and remove these plans."""
         due = sorted((at_s, program_id) for program_id, at_s in self._plans.items() if at_s <= now)
         for _, program_id in due:
             del self._plans[program_id]
-            program = self._state.programs.get(program_id)
-            if program is not None and program.status not in OVER_STATUSES:
-                return program
-        return None
+        programs = (self._state.programs.get(program_id) for _, program_id in due)
+        return [each for each in programs if each is not None and each.status not in OVER_STATUSES]
 
     def expected_prefix(self, program: ProgramState) -> tuple[Sequence[Any], bool]:
         """Return the block hashes with which the program's next prompt is expected to begin, and whether they
@@ -309,16 +301,13 @@ class WorkflowPredictor:
         (SAGA §4.1, eq. 4). overlap(u) is learned: the mean share of the context that prompts at the step u
         reused. For an unknown step it is the program's mean share."""
         goes_on, share = expected.continuation_probability, program.reused_share
-        program.kept_share = share
-        if goes_on is None:
-            return None
         total = sum(p for _, p in expected.successors)
-        if total > 0:
+        if goes_on is not None and total > 0:
             name = agent_type_name(program)
             means = [(p, self._step_shares.mean((name, step), 1)) for step, p in expected.successors]
             share = sum(p * (share if mean is None else mean) for p, mean in means) / total
         program.kept_share = share
-        return goes_on * self._workflows.overlap(program, share)
+        return None if goes_on is None else goes_on * self._workflows.overlap(program, share)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
         if program.graph_hash is None or program.turn_node is None:
@@ -326,8 +315,9 @@ class WorkflowPredictor:
         graph = self._state.graphs.get(program.graph_hash)
         return graph.following(program.turn_node) if graph is not None else ()
 
-    def _plan_gap(self, program: ProgramState, now: float) -> None:
-        """Predict the program's next workflow step, and plan a prefetch for it."""
+    def plan_gap(self, program: ProgramState, now: float) -> None:
+        """Predict the program's next workflow step, and plan a prefetch for it: after a turn, and again after
+        the client's report of a tool that the turn's output did not show."""
         if self._predicts:
             self._predict(program, now)
         prefetch, tools = self._preset.prefetch, self._state.histories.tools

@@ -12,7 +12,8 @@ from msgspec import structs
 
 from ..core.client_event_decoder import EventHandler
 from ..core.events_and_actions import AdmissionRequested, RequestChosen, answer_of
-from ..core.program_scheduler import ProgramScheduler, QueuePlace, QueueState
+from ..core.program_scheduler import ProgramScheduler
+from ..core.request_table import QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
 from .kv_cache_groups import KVCacheGroups
