@@ -130,19 +130,3 @@ def test_blocks_that_the_device_has_are_not_asked_for() -> None:
     assert len(asked) == 2
     assert context.covered(lambda key: False) == 16
     assert not list(context.needed(16))
-
-
-def test_a_sample_is_spread_over_all_groups_and_makes_no_other_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    groups = layouts(((4, None), (4, 9)))
-    hashes = [number.to_bytes(8, "big") for number in range(1, 1001)]
-    context = ContextKeys(groups, hashes, step_tokens=4, start_tokens=0, end_tokens=4000)
-    needed = [block.key for block in context.needed(4000)]
-    assert len(needed) == 1000 + 2
-    made = []
-    key_of = ContextKeys._key
-    monkeypatch.setattr(ContextKeys, "_key", lambda *place: made.append(place) or key_of(*place))
-    assert context.sample(16) == (1002, needed[::63])
-    assert len(made) == 16
-    assert context.sample(2000) == (1002, needed)
-    short = ContextKeys(groups, hashes[:1], step_tokens=4, start_tokens=0, end_tokens=3)
-    assert short.sample(16) == (0, [])

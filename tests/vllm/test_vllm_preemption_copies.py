@@ -94,7 +94,7 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     hashes = [b"x%d" % number for number in range(room)]
     if way == "recompute":
         blocks = [SimpleNamespace(block_hash=each + bytes(4)) for each in hashes]
-        below(on).keep_preempted("X", blocks, hashes)
+        below(on).keep_preempted("x", blocks)
     on.engine.scheduler.sojourn._demand_monitor._due_in = 0
     on.engine.scheduler.sojourn._demand_monitor.before_step(on.clock.now)
     away(on, "b")
@@ -135,8 +135,8 @@ def test_what_another_programs_request_will_load_too_is_kept_for_it(engine: Any)
     away(on, "a", "b")
     both = kept(on, second)
     assert both >= 26
-    below(on).release_preempted("A", first.block_hashes)
+    below(on).release_preempted("a", "A", first.block_hashes)
     assert kept(on, second) == both
     assert kept(on, first) == 16, "that they begin with"
-    below(on).release_preempted("B", second.block_hashes)
+    below(on).release_preempted("b", "B", second.block_hashes)
     assert kept(on, first) == kept(on, second) == 0

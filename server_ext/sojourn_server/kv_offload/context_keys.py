@@ -137,32 +137,9 @@ class ContextKeys:
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
         """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs. Window blocks
         come first. Host memory evicts them last, because the other blocks are useless without them."""
-        for number, places in self._needed_places(tokens):
-            group = self._groups[number]
-            for place in places:
+        for number, group in sorted(enumerate(self._groups), key=lambda each: each[1].keeps_all):
+            for place in range(self._first(group, tokens), tokens // group.block_tokens):
                 yield NeededBlock(number, place, self._key(group, place))
-
-    def sample(self, most: int) -> tuple[int, list[BlockKey]]:
-        """Return the number of blocks in ``needed(end_tokens)``, and the keys of a sample of at most ``most``
-        of these blocks, evenly spaced. Only the keys of the sample are computed."""
-        needed = self._needed_places(self.end_tokens)
-        count = sum(len(places) for _, places in needed)
-        every = -(-count // most) or 1
-        keys: list[BlockKey] = []
-        before = 0
-        for number, places in needed:
-            keys += [self._key(self._groups[number], place) for place in places[-before % every :: every]]
-            before += len(places)
-        return count, keys
-
-    def _needed_places(self, tokens: int) -> list[tuple[int, range]]:
-        """Return (index, places of the blocks needed) for each group; groups with windows come first."""
-        return [
-            (number, range(self._first(group, tokens), tokens // group.block_tokens))
-            for all_kept in (False, True)
-            for number, group in enumerate(self._groups)
-            if group.keeps_all is all_kept
-        ]
 
     def _leading(self, group: GroupLayout, end: int, has: HasBlock) -> int:
         size = group.block_tokens
@@ -215,15 +192,18 @@ class ContextEnds:
     def __contains__(self, key: object) -> bool:
         return key in self._users or key in self._others
 
-    def put_prompt(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Record ``keys`` as the end of a program's newest prompt. The end of its previous prompt is
-        forgotten. If ``program_id`` is ``None``, ``add`` the keys instead."""
-        self._put("prompt", program_id, keys)
-
-    def put_turn(self, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        """Record ``keys`` as the end of a program's newest turn, output included. The end of its previous
-        turn is forgotten. If ``program_id`` is ``None``, ``add`` the keys instead."""
-        self._put("turn", program_id, keys)
+    def put(self, kind: str, program_id: str | None, keys: Sequence[BlockKey]) -> None:
+        """Record ``keys`` as the end of a program's newest prompt or turn (``kind``), output included. The
+        end of its previous one is forgotten. If ``program_id`` is ``None``, ``add`` the keys instead."""
+        if program_id is None:
+            self.add(keys)
+            return
+        self._users.update(keys)
+        self._remove((kind, program_id))
+        self._ends[kind, program_id] = keys
+        self._keys += len(keys)
+        while self._keys > self._max_keys and len(self._ends) > 1:
+            self._remove(next(iter(self._ends)))
 
     def add(self, keys: Iterable[BlockKey]) -> None:
         """Add keys that belong to no program. The newest ``MAX_OTHER_END_KEYS`` of them are kept."""
@@ -237,19 +217,6 @@ class ContextEnds:
         """Forget the ends of a program's prompt and turn."""
         for kind in ("prompt", "turn"):
             self._remove((kind, program_id))
-
-    def _put(self, kind: str, program_id: str | None, keys: Sequence[BlockKey]) -> None:
-        if program_id is None:
-            self.add(keys)
-            return
-        self._users.update(keys)
-        self._remove((kind, program_id))
-        if not keys:
-            return
-        self._ends[kind, program_id] = keys
-        self._keys += len(keys)
-        while self._keys > self._max_keys and len(self._ends) > 1:
-            self._remove(next(iter(self._ends)))
 
     def _remove(self, end: tuple[str, str]) -> None:
         keys = self._ends.pop(end, ())

@@ -13,7 +13,7 @@ the slot. (3) Blocks whose copy failed are forgotten. In the worst case, their K
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import NamedTuple
@@ -108,6 +108,10 @@ class OffloadPlanner:
         self._loading: Counter[BlockKey] = Counter()
         """Keys of the blocks of all loads. Another request that needs these waits for the running load
         instead of loading them again."""
+        self._wanted_by: dict[Hashable, Sequence[BlockKey]] = {}
+        """Owner → the blocks that it wants, in context order."""
+        self.wanted: Counter[BlockKey] = Counter()
+        """Key → number of owners that want the block."""
         self.ends = ContextEnds(limits.host_slots)
         """Keys of the window blocks from which later requests may continue."""
         self.is_on_device: Callable[[BlockKey], bool] = lambda key: False
@@ -234,6 +238,28 @@ class OffloadPlanner:
             cancel_spill(key)
             if entry is not None:
                 self.host.set_rank(entry, rank)
+
+    def want(self, owner: Hashable, keys: Sequence[BlockKey]) -> None:
+        """Keep ``keys``, and no others for this owner, in host memory with the rank ``WANTED`` until
+        ``unwant``, because ``owner`` will load them. This also holds for blocks that reach host memory
+        later."""
+        self.unwant(owner, RetentionRank.IDLE)
+        self._wanted_by[owner] = keys
+        self.wanted.update(keys)
+        self.set_rank(keys, _WANTED)
+
+    def unwant(self, owner: Hashable, rank: RetentionRank) -> bool:
+        """Undo ``want``. Blocks that no other owner wants get the rank ``rank``. Return whether ``owner``
+        wanted any."""
+        keys = self._wanted_by.pop(owner, None)
+        if keys is None:
+            return False
+        self.wanted.subtract(keys)
+        free = [key for key in keys if not self.wanted[key]]
+        for key in free:
+            self.wanted.pop(key, None)  # ``keys`` may repeat a key
+        self.set_rank(free, rank, only=_WANTED)
+        return True
 
     def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
         """Request that blocks in host memory are written to disk, in this order, as soon as the disk allows.
@@ -535,6 +561,8 @@ class OffloadPlanner:
         Running jobs end as usual, but the blocks that they copied are not kept."""
         for request_id in list(self._looked_up):
             self._drop_lookup(request_id)
+        self._wanted_by.clear()
+        self.wanted.clear()
         self.ends = ContextEnds(self.limits.host_slots)
         self.disk.forget()
         for entry in list(self.host):

@@ -264,11 +264,14 @@ class KVCacheGroups:
         ]
 
     def sample_keys(self, hashes: Sequence[Any], most: int) -> tuple[int, Sequence[BlockKey]]:
-        """Return (number of ``needed_keys(hashes)``, evenly spaced sample of at most ``most`` of them)."""
-        if self.is_single:
-            every = -(-len(hashes) // most) or 1
-            return len(hashes), hashes[::every]
-        return self.context_keys(hashes, 0, len(hashes) * self.hash_tokens).sample(most)
+        """Return (number of blocks that a context with these hashes needs, keys of at most ``most`` of these
+        blocks, evenly spaced). They are of one group that has the whole context, if there is one."""
+        group = next((each for each in self._layouts if each.keeps_all), self._layouts[0])
+        step = group.hashes_per_block
+        count = len(hashes) // step
+        every = step * max(1, -(-count // most))
+        keys = [hashes[index] + group.suffix for index in range(step - 1, count * step, every)]
+        return self.blocks_of(len(hashes) * self.hash_tokens), keys
 
     def all_keys(self, hashes: Sequence[Any]) -> Iterator[BlockKey]:
         """Yield the keys that blocks with these hashes may have, in all groups."""

@@ -7,7 +7,6 @@ remembered of them, exist only with several groups.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import islice
@@ -84,6 +83,7 @@ class OffloadManager:
         self, connector: SojournConnector, program_scheduler: ProgramScheduler, groups: KVCacheGroups
     ) -> None:
         self._connector = connector
+        self._planner = connector.planner
         self._program_scheduler = program_scheduler
         self._groups = groups
         pool = program_scheduler.pool
@@ -108,20 +108,12 @@ class OffloadManager:
         self._forget()
 
     def _forget(self) -> None:
-        self._leaving: set[ProgramId] = set()
-        """Programs that have lost a block on the device since their last turn."""
-        self._to_complete: list[ProgramId] = []
-        """Programs in ``_leaving`` whose remaining blocks must still be copied to host memory."""
+        self._leaving: dict[ProgramId, bool] = {}
+        """Programs that have lost a block on the device since their last turn → whether their remaining
+        blocks were copied to host memory. Only with several groups."""
         self._placed = PlacedPrefixes()
-        self._coming: set[ProgramId] = set()
-        """Programs that ``place`` has moved to the device and that have no admitted request yet."""
         self._recomputed: set[BlockKey] = set()
         """Keys of preempted requests' blocks that are faster to recompute than to copy."""
-        self._wanted: Counter[BlockKey] = Counter()
-        """Key of a block that a preempted request will load → number of contexts in ``_kept`` with it."""
-        self._kept: dict[ProgramId, list[tuple[Sequence[BlockKey], Sequence[BlockKey]]]] = {}
-        """Program → contexts of its preempted requests, as (keys of the blocks in all groups, block
-        hashes)."""
 
     def reset(self) -> None:
         self._forget()
@@ -136,7 +128,7 @@ class OffloadManager:
         expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have the owners
         of ``blocks``."""
         ranks: dict[ProgramId | None, RetentionRank] = {}
-        planner, cold = self._connector.planner, RetentionRank.COLD
+        planner, cold = self._planner, RetentionRank.COLD
         key_of, is_single = self._groups.key_of, self._groups.is_single
         self._taken += len(blocks)
         for block in blocks:
@@ -157,17 +149,21 @@ class OffloadManager:
                 if saved and rank == cold:
                     planner.write_to_disk([key], rank)
         if not is_single:
-            self._note_leaving(blocks, owners)
+            for block in blocks:
+                if block.block_hash is not None:
+                    for program_id in owners.owners_of(block.block_id):
+                        self._leaving.setdefault(program_id, False)
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
         """Before a step, copy to host memory the blocks that the device will evict next, if due."""
-        if self._to_complete:
-            self._complete_contexts()
+        for program_id in [name for name, is_copied in self._leaving.items() if not is_copied]:
+            self._leaving[program_id] = True
+            self._complete_context(program_id)
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
             return
         self._taken = 0
-        planner, spare = self._connector.planner, RetentionRank.SPARE
+        planner, spare = self._planner, RetentionRank.SPARE
         ranks: dict[ProgramId | None, RetentionRank] = {}
         by_rank: dict[RetentionRank, list[tuple[BlockKey, int]]] = {}
         for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
@@ -185,22 +181,13 @@ class OffloadManager:
             if rank == RetentionRank.COLD:
                 planner.write_to_disk([key for key, _ in reversed(blocks)], rank)
 
-    def _note_leaving(self, blocks: Iterable[KVCacheBlock], owners: BlockOwners) -> None:
-        for block in blocks:
-            for program_id in owners.owners_of(block.block_id):
-                if block.block_hash is not None and program_id not in self._leaving:
-                    self._leaving.add(program_id)
-                    self._to_complete.append(program_id)
-
-    def _complete_contexts(self) -> None:
-        """Copy to host memory what the device still has of the contexts in ``_to_complete``. A prefix cache
+    def _complete_context(self, program_id: ProgramId) -> None:
+        """Copy to host memory what the device still has of a context that has lost a block. A prefix cache
         hit needs the end of a context in every group, so the rest is useless there."""
-        programs, self._to_complete = self._to_complete, []
-        for program_id in programs:
-            rank = host_eviction_rank(self._program_scheduler.label(program_id))
-            if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
-                hashes = self._program_scheduler.context(program_id) or ()
-                self._store(self._groups.needed_blocks(hashes), rank.until_written)
+        rank = self._rank(program_id)
+        if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
+            hashes = self._program_scheduler.context(program_id) or ()
+            self._store(self._groups.needed_blocks(hashes), rank.until_written)
 
     # -- turns and programs -------------------------------------------------------
 
@@ -212,9 +199,7 @@ class OffloadManager:
         key_of = self._groups.key_of
         # Each group separately, because reading stops at the first block that host memory has.
         for of_group in self._groups.split(blocks):
-            self._connector.planner.store_if_room(
-                (key_of(block), block.block_id) for block in reversed(of_group)
-            )
+            self._planner.store_if_room((key_of(block), block.block_id) for block in reversed(of_group))
 
     def remember_turn_end(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
         """Remember the window blocks at the end of a context, from which the next request continues.
@@ -222,10 +207,10 @@ class OffloadManager:
         of no program."""
         if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
-                self._leaving.discard(program_id)
+                self._leaving.pop(program_id, None)
             keys = map(self._groups.key_of, blocks)
-            self._connector.planner.ends.put_turn(
-                program_id, [key for key in keys if self._groups.is_of_window(key)]
+            self._planner.ends.put(
+                "turn", program_id, [key for key in keys if self._groups.is_of_window(key)]
             )
 
     def remember_prompt_end(
@@ -234,15 +219,13 @@ class OffloadManager:
         """Remember the window blocks at the end of a prompt, as ``remember_turn_end`` does. The next prompt
         continues from this end if a chat template drops the turn's reasoning."""
         if not self._groups.is_single and not self._connector.off:
-            self._connector.planner.ends.put_prompt(
-                program_id, self._groups.prompt_end_keys(hashes, prompt_tokens)
-            )
+            self._planner.ends.put("prompt", program_id, self._groups.prompt_end_keys(hashes, prompt_tokens))
 
     @_turns_off
     def place(self, program_id: ProgramId, tier: Tier) -> None:
         """Set the ranks of a program's blocks in host memory, and start the copies between the tiers."""
-        planner = self._connector.planner
-        rank = host_eviction_rank(self._program_scheduler.label(program_id))
+        planner = self._planner
+        rank = self._rank(program_id)
         before = self._placed.keys_of(program_id)
         keys = self._program_scheduler.context(program_id)
         if keys is None:  # the program has ended: use the keys of its last placement
@@ -256,16 +239,15 @@ class OffloadManager:
         if tier is Tier.DEVICE:
             # A waiting request will load the KV soon. Without one, as while a tool runs, that may take hours.
             if self._program_scheduler.live_requests(program_id) and not self._runs(program_id):
-                # Without this rank, programs that leave the device in the same step would replace these
-                # blocks in host memory before they are read.
-                planner.set_rank(self._groups.needed_keys(keys), RetentionRank.WANTED)
-                self._coming.add(program_id)
+                # Otherwise programs that leave the device in the same step would replace these blocks in host
+                # memory before they are read.
+                planner.want(program_id, self._groups.needed_keys(keys))
                 # Without blocks on disk the look-up of thousands of keys is skipped.
                 on_device = self._groups.cached_prefix(keys).hashes if planner.disk else 0
                 planner.fetch(keys[on_device:], RetentionRank.WANTED)
             return
+        planner.unwant(program_id, RetentionRank.IDLE)
         planner.set_rank(self._groups.needed_keys(keys, shared), rank.until_written)
-        self._coming.discard(program_id)
         if rank == RetentionRank.WORTHLESS:
             self._placed.forget(program_id)
             return
@@ -281,39 +263,36 @@ class OffloadManager:
         """Give the host copies of ``blocks``, which only this ended program has used, the rank ``WORTHLESS``
         if they have the rank ``SPARE``. If the preset places programs, ``place`` lowers the ranks of the rest
         of the context."""
-        self._leaving.discard(program_id)
-        self._connector.planner.ends.forget(program_id)
+        self._leaving.pop(program_id, None)
+        self._planner.ends.forget(program_id)
         if not self._under_pressure:
             return
         alone = [self._groups.key_of(block) for block in blocks]
         # Copies of other ranks stay. They may be needed by another program that eviction has removed as an
         # owner. If the device has a second block with the same content, eviction copies that block again.
-        self._connector.planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
+        self._planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
         """Lower the ranks of a program's blocks in host memory, if ``place`` has raised them to ``WANTED``:
         a request of the program, with these block hashes, was admitted. ``hashes`` is empty for a request
         that leaves without admission."""
-        if program_id not in self._coming:
+        planner = self._planner
+        if not planner.unwant(program_id, RetentionRank.IDLE):
             return
-        self._coming.discard(program_id)
-        planner, rank = self._connector.planner, host_eviction_rank(self._program_scheduler.label(program_id))
+        rank = self._rank(program_id)
         keys = self._placed.keys_of(program_id)
         shared = self._placed.put(program_id, keys, rank)
         on_device = max(shared, self._placed.shared_prefix_length(program_id, hashes))
         planner.set_rank(self._groups.needed_keys(keys, on_device), rank)
         planner.set_rank(self._groups.needed_keys(keys, shared, on_device), RetentionRank.SPARE)
-        planner.set_rank(
-            self._groups.needed_keys(keys, 0, shared), RetentionRank.IDLE, only=RetentionRank.WANTED
-        )
 
     @_turns_off
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
         """Start to read blocks of a context from disk into host memory. The device has the blocks of the
         first ``on_device`` of its block ``hashes``. Return three numbers of the blocks after these: (blocks
         being read from disk, blocks missing in all tiers, leading blocks that host memory can load now)."""
-        planner = self._connector.planner
+        planner = self._planner
         if self._groups.is_single:
             keys = hashes[on_device:]
             return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
@@ -329,9 +308,9 @@ class OffloadManager:
         written. Call it again until no blocks are pending."""
         connector = self._connector
         if not connector.off:
-            if not connector.planner.limits.disk_blocks:
+            if not self._planner.limits.disk_blocks:
                 return {"reason": "this engine has no disk below its host memory"}
-            if connector.planner.disk.closed:
+            if self._planner.disk.closed:
                 return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
         status = self._persist(keys)
         if status is None:
@@ -344,7 +323,7 @@ class OffloadManager:
 
     @_turns_off
     def _persist(self, keys: Sequence[BlockKey]) -> PersistStatus:
-        planner, on_device, at = self._connector.planner, dict[BlockKey, int](), 0
+        planner, on_device, at = self._planner, dict[BlockKey, int](), 0
         while True:  # each tier may have parts of the context
             found = self._groups.cached_prefix(keys[at:]).blocks
             on_device.update((self._groups.key_of(block), block.block_id) for block in found)
@@ -357,17 +336,14 @@ class OffloadManager:
     def state(self) -> dict[str, Any]:
         """Return numbers of blocks by tier and state (``host``, ``disk``) and by outcome of a copy
         (``moves``), and totals of copies, jobs in progress and pinned host blocks (``traffic``)."""
-        planner, traffic = self._connector.planner, self._connector.traffic
+        planner, traffic = self._planner, self._connector.traffic
         under_way = {"jobs": planner.under_way, "pinned_host_blocks": planner.pinned_host_blocks}
         return {**planner.state(), "traffic": {**traffic.totals(), **under_way}}
 
     def held_blocks(self, program_id: ProgramId) -> tuple[int, int]:
         """Return how many blocks of the program's last context are (in host memory, on disk). For a context
         of more than ``MAX_LOOKED_UP`` blocks, the numbers are estimates from every nth block."""
-        planner = self._connector.planner
-        host, disk = planner.host, planner.disk
-        if not host and not disk:
-            return 0, 0
+        host, disk = self._planner.host, self._planner.disk
         hashes = self._program_scheduler.context(program_id) or self._placed.keys_of(program_id)
         count, looked_up = self._groups.sample_keys(hashes, MAX_LOOKED_UP)
         each = count / len(looked_up) if looked_up else 0.0
@@ -381,13 +357,13 @@ class OffloadManager:
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Copy cached ``blocks`` of a running request that will probably be preempted, in context order."""
         # A block that is there keeps its rank, for example that of an idle program.
-        host, key_of = self._connector.planner.host, self._groups.key_of
+        host, key_of = self._planner.host, self._groups.key_of
         self._store([block for block in blocks if host.get(key_of(block)) is None], _PLAIN)
 
     @_turns_off
     def count_copied(self, blocks: Iterable[KVCacheBlock]) -> int:
         """Return how many of these cached blocks are in host memory or being copied to it."""
-        host, key_of = self._connector.planner.host, self._groups.key_of
+        host, key_of = self._planner.host, self._groups.key_of
         return sum(host.get(key_of(block)) is not None for block in blocks)
 
     @_turns_off
@@ -404,73 +380,54 @@ class OffloadManager:
                 self._recomputed.add(self._groups.key_of(block))
 
     @_turns_off
-    def keep_preempted(
-        self, program_id: ProgramId, blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockKey]
-    ) -> None:
-        """Keep copies of a preempted request's blocks in host memory until ``release_preempted``. ``hashes``:
-        the block hashes of the context from its start to the end of these blocks."""
-        if blocks:
-            keys = [self._groups.key_of(block) for block in blocks]
-            self._kept.setdefault(program_id, []).append((keys, hashes))
-            self._wanted.update(keys)
-            self._connector.planner.set_rank(keys, RetentionRank.WANTED)
+    def keep_preempted(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
+        """Keep copies of a preempted request's blocks in host memory until ``release_preempted``."""
+        self._planner.want((request_id,), [self._groups.key_of(block) for block in blocks])
 
     @_turns_off
-    def release_preempted(self, program_id: ProgramId | None, hashes: Sequence[BlockKey]) -> None:
+    def release_preempted(
+        self, request_id: str, program_id: ProgramId | None, hashes: Sequence[BlockKey]
+    ) -> None:
         """Undo ``keep_preempted`` and ``skip_saving`` for a request that was admitted or has left the engine.
         ``hashes``: its block hashes. ``program_id`` is ``None`` for a request of no program."""
         if self._recomputed:
             self._recomputed.difference_update(self._groups.all_keys(hashes))
-        if program_id is None or program_id not in self._kept:
-            return
-        rank, still = host_eviction_rank(self._program_scheduler.label(program_id)), []
-        for keys, kept in self._kept.pop(program_id):
-            # Hashes are chained, so an equal last hash means an equal prefix.
-            last = len(kept) - 1
-            if list(hashes[last : last + 1]) != list(kept[last:]):
-                still.append((keys, kept))
-                continue
-            self._wanted.subtract(keys)  # requests may share a prefix
-            unwanted = [key for key in keys if self._wanted[key] <= 0]
-            for key in unwanted:
-                del self._wanted[key]
-            self._connector.planner.set_rank(unwanted, rank, only=RetentionRank.WANTED)
-        if still:
-            self._kept[program_id] = still
+        self._planner.unwant((request_id,), self._rank(program_id))
 
     # -- measured costs of copies -------------------------------------------------
 
     def offload_costs(self, blocks: int = 1) -> LinkCosts:
         """Return the costs of a copy to host memory and back. If host memory has no space for ``blocks`` more
         blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``."""
-        traffic, settings = self._connector.traffic, self._connector.settings
-        token_bytes = settings.block_bytes / self._tokens_per_block
-        now = self._connector.clock()
-        out_s, back_s = (traffic.seconds_a_byte(lane, now) for lane in ("to_host", "to_device"))
-        queued = self._connector.planner.storing_blocks * settings.block_bytes
-        to_host = out_s * token_bytes if out_s is not None else None
+        out_s, back_s = self._block_s("to_host"), self._block_s("to_device")
+        tokens = self._tokens_per_block
+        to_host = out_s / tokens if out_s is not None else None
         return LinkCosts(
             to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
-            back_s * token_bytes if back_s is not None else None,
-            queued * out_s if out_s is not None else 0.0,
+            back_s / tokens if back_s is not None else None,
+            self._planner.storing_blocks * (out_s or 0.0),
         )
 
     def load_costs(self) -> LinkCosts:
-        connector = self._connector
-        byte_s = connector.traffic.seconds_a_byte("to_device", connector.clock())
-        if byte_s is None:
+        block_s = self._block_s("to_device")
+        if block_s is None:
             return LinkCosts(None, None, loads_queued_s=0.0)
-        block_s, loading = byte_s * connector.settings.block_bytes, connector.planner.loading_blocks
-        return LinkCosts(None, block_s / self._tokens_per_block, loads_queued_s=loading * block_s)
+        queued_s = self._planner.loading_blocks * block_s
+        return LinkCosts(None, block_s / self._tokens_per_block, loads_queued_s=queued_s)
+
+    def _block_s(self, lane: str) -> float | None:
+        """Return the seconds of copying a block in a direction; ``None`` if not known."""
+        byte_s = self._connector.traffic.seconds_a_byte(lane, self._connector.clock())
+        return byte_s * self._connector.settings.block_bytes if byte_s is not None else None
 
     def _room(self) -> int:
-        host = self._connector.planner.host
+        host = self._planner.host
         if self._connector.off:
             return 0
         if not self._program_scheduler.forecaster.predicts:
             return host.room(_PLAIN)
         # Blocks of preempted requests, copied or yet to be copied, do not replace each other.
-        return min(host.room(RetentionRank.IDLE), host.slots - len(self._wanted))
+        return min(host.room(RetentionRank.IDLE), host.slots - len(self._planner.wanted))
 
     # -- inside -------------------------------------------------------------------
 
@@ -481,22 +438,24 @@ class OffloadManager:
         that of ended programs if only one of these has used it; otherwise the highest of its owners or of the
         program for which it was loaded ahead of need; ``PLAIN`` without any, and for ``MANY``. ``ranks``:
         cache for one call."""
-        if key in self._wanted:
+        if key in self._planner.wanted:
             return RetentionRank.WANTED
         if block_id in owners.orphans:
-            return self._rank(None, ranks)
+            return self._cached_rank(None, ranks)
         owner = owners.of.get(block_id, owners.ahead.get(block_id))
         if isinstance(owner, str):
-            return self._rank(owner, ranks)
-        return max((self._rank(name, ranks) for name in owner or ()), default=_PLAIN)
+            return self._cached_rank(owner, ranks)
+        return max((self._cached_rank(name, ranks) for name in owner or ()), default=_PLAIN)
 
-    def _rank(
+    def _cached_rank(
         self, program_id: ProgramId | None, ranks: dict[ProgramId | None, RetentionRank]
     ) -> RetentionRank:
-        rank = ranks.get(program_id)
-        if rank is None:
-            rank = ranks[program_id] = host_eviction_rank(self._program_scheduler.label(program_id))
-        return rank
+        if program_id not in ranks:
+            ranks[program_id] = self._rank(program_id)
+        return ranks[program_id]
+
+    def _rank(self, program_id: ProgramId | None) -> RetentionRank:
+        return host_eviction_rank(self._program_scheduler.label(program_id))
 
     def _runs(self, program_id: ProgramId) -> bool:
         """Return whether the engine has an admitted request of the program. The program then loads no KV."""
@@ -506,14 +465,14 @@ class OffloadManager:
 
     def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
         keyed = [(self._groups.key_of(block), block.block_id) for block in blocks]
-        self._connector.planner.store(keyed, rank)
+        self._planner.store(keyed, rank)
 
     def _is_behind_window(self, key: BlockKey) -> bool:
         """Whether it is a window block from which no request is expected to continue. It is not saved."""
         return (
             self._groups.is_of_window(key)
-            and key not in self._connector.planner.ends
-            and key not in self._wanted
+            and key not in self._planner.ends
+            and key not in self._planner.wanted
         )
 
 

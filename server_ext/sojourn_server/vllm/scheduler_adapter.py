@@ -362,7 +362,7 @@ class SchedulerAdapter(EngineView):
             # If the end is a guess, the length may be wrong.
             self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)
         if self._offload is not None:
-            self._offload.release_preempted(program_id, request.block_hashes)
+            self._offload.release_preempted(request.request_id, program_id, request.block_hashes)
         if known is None:
             return
         now = self._clock()
@@ -425,7 +425,7 @@ class SchedulerAdapter(EngineView):
             cached = self._groups.cached_blocks(request)
             self._offload.skip_saving(cached, program_id, self._queue.owners)
         elif program_id is not None and self.program_scheduler.forecaster.predicts:
-            self._offload.keep_preempted(program_id, reusable, hashes)
+            self._offload.keep_preempted(request.request_id, reusable)
 
     def evict_unfilled(self, block_ids: set[int]) -> None:
         """Remove blocks whose load failed, and all blocks computed from them, from the prefix cache, before
@@ -626,7 +626,7 @@ class SchedulerAdapter(EngineView):
         if self._cache_policy is not None:
             self._cache_policy.request_admitted(known.program_id, request.block_hashes)
         if self._offload is not None:
-            self._offload.release_preempted(known.program_id, request.block_hashes)
+            self._offload.release_preempted(request_id, known.program_id, request.block_hashes)
             self._offload.remember_prompt_end(
                 known.program_id, request.block_hashes, request.num_prompt_tokens
             )
