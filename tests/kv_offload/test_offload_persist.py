@@ -53,7 +53,7 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
     results = answered(jobs)
     results.probed = dict.fromkeys(jobs.probes, 1)
     kept.take_results(results)
-    assert list(kept.disk) == []
+    assert len(kept.disk) == 0
     for number in range(1, 5):
         kept.plan_save(key(number), 3)
         kept.write_to_disk([key(number)], RetentionRank.COLD)

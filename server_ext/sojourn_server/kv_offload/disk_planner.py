@@ -111,9 +111,9 @@ class _DiskWait:
 class DiskPlanner:
     """Plans disk writes, reads and questions for an ``OffloadPlanner``.
 
-    A slot of host memory keeps its block while the block is written to disk or read from disk. Iteration,
-    ``len`` and ``in`` are over the blocks of which this engine knows that the disk had them: those that it
-    wrote, and those that the store has answered.
+    A slot of host memory keeps its block while the block is written to disk or read from disk. ``len`` and
+    ``in`` are about the blocks of which this engine knows that the disk had them: those that it wrote, and
+    those that the store has named.
     """
 
     def __init__(
@@ -157,9 +157,6 @@ class DiskPlanner:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._known
-
-    def __iter__(self) -> Iterator[BlockKey]:
-        return iter(self._known)
 
     @property
     def under_way(self) -> int:

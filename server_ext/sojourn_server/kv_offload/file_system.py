@@ -84,24 +84,21 @@ def check_private(store: Path) -> None:
     """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``."""
     me, status = os.geteuid(), store.lstat()
     if stat.S_ISLNK(status.st_mode):
-        raise OSError(
-            errno.ELOOP,
+        why = (
             f"{store} is a symbolic link; expected none in a store, because it leads reads and writes "
-            "elsewhere: find out who made it, and remove it",
-            str(store),
+            "elsewhere: find out who made it, and remove it"
         )
-    if status.st_uid != me:
-        raise PermissionError(
-            errno.EPERM,
+    elif status.st_uid != me:
+        why = (
             f"the folder {store} belongs to user {status.st_uid}; expected one of user {me}, who runs this, "
-            "because its owner can change the KV in it: name another directory, or run as its owner",
-            str(store),
+            "because its owner can change the KV in it: name another directory, or run as its owner"
         )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            errno.EPERM,
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        why = (
             f"the folder {store} has mode {stat.S_IMODE(status.st_mode):04o}; expected one that only its "
             "owner can write, because others can change the KV in it: name another directory, or delete what "
-            f"others wrote in it and run chmod go-w {store}",
-            str(store),
+            f"others wrote in it and run chmod go-w {store}"
         )
+    else:
+        return
+    raise PermissionError(errno.EPERM, why, str(store))

@@ -302,8 +302,11 @@ class SharedStore:
             try:
                 self._write(key, path, payload, parent)
             except OSError as error:
-                if error.errno not in NO_SPACE or not self._make_room_on_disk():
+                if error.errno not in NO_SPACE:
                     raise
+                with self._lock:
+                    if not self._count(evict=True):
+                        raise
                 self._write(key, path, payload, parent)
         except OSError as error:
             if error.errno in NO_SPACE:
@@ -376,14 +379,10 @@ class SharedStore:
             self._left -= 1
             return self._left >= 0
 
-    def _make_room_on_disk(self) -> bool:
-        """Delete the oldest files, because other data fills the disk. Return whether any was deleted."""
-        with self._lock:
-            return self._count(evict=True) > 0
-
     def _count(self, *, evict: bool = False) -> int:
         """List all files. Delete temporary files of dead writers, and the oldest blocks if the budget has no
-        room for another or if ``evict`` is set. Return the number of blocks deleted. Raises ``OSError``."""
+        room for another or if ``evict`` is set, because other data fills the disk. Return the number of
+        blocks deleted. Raises ``OSError``."""
         began_ns = self._clock_ns()
         blocks: list[tuple[int, int, Path]] = []
         used_bytes = 0
