@@ -201,8 +201,8 @@ def test_an_unknown_operation_is_refused(engine: VirtualEngine, operation: str) 
         engine.ask(operation)
 
 
-@pytest.mark.parametrize("payload", ["[]", "5", "{", '"x"', '{"limit": NaN}', "\ud800", "[" * 100_000])
-@pytest.mark.parametrize("operation", ["events", "programs", "stats"])
+@pytest.mark.parametrize("payload", ["[5]", "5", "{", '"x"', '{"limit": NaN}', "\ud800", "[" * 100_000])
+@pytest.mark.parametrize("operation", ["event_batches", "programs", "stats"])
 def test_arguments_that_are_no_object_are_refused(
     engine: VirtualEngine, operation: str, payload: str
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from scheduler_driver import SchedulerDriver
 from sojourn.ids import ProgramId
-from sojourn.wire_codec import WIRE_VERSION, EventOutcome, decode_outcomes
+from sojourn.wire_codec import WIRE_VERSION, EventOutcome, OutcomeBatch
 from sojourn.wire_events import Event
 from sojourn_server.core.engine_service import EngineService, EngineView
 from sojourn_server.core.events_and_actions import (
@@ -206,9 +206,9 @@ class VirtualEngine(EngineView):
 
     def post(self, batch: dict[str, Any]) -> list[EventOutcome]:
         """Post a batch in the wire format, unchanged, and return the outcomes of its events."""
-        answer = self.service.call("events", json.dumps(batch), self.now)
+        answer = self.service.call("event_batches", json.dumps([batch]), self.now)
         self.carry_out()
-        return decode_outcomes(answer.encode()).outcomes
+        return msgspec.json.decode(answer, type=list[OutcomeBatch])[0].outcomes
 
     def next_seq(self) -> int:
         """Return a sequence number that no earlier event has."""

@@ -111,8 +111,8 @@ class EngineView:
 
 
 class EngineService:
-    """Carries out ``events``, ``event_batches`` and ``OPERATIONS``: each of these is a method that takes the
-    arguments and the time."""
+    """Carries out ``event_batches`` and ``OPERATIONS``: each of these is a method that takes the arguments
+    and the time."""
 
     OPERATIONS = (
         "capabilities", "policy", "programs", "program", "load", "persist", "stats",
@@ -127,10 +127,8 @@ class EngineService:
     def call(self, operation: str, payload: str, now: float) -> str:
         """Carry out one operation; returns JSON. Raises ``WireError``."""
         try:
-            if operation == "events":
-                answer: Any = self.apply_batch(payload.encode("utf-8", "replace"), now)
-            elif operation == "event_batches":
-                answer = [self.apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
+            if operation == "event_batches":
+                answer: Any = [self.apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
             elif operation in self.OPERATIONS:
                 answer = getattr(self, f"_{operation}")(_arguments.decode(payload or "{}"), now)
             else:
@@ -403,7 +401,7 @@ class EngineService:
             ttft_s=None if program.ttft_s is None else round(program.ttft_s, 3),
             host_blocks=host_blocks,
             disk_blocks=disk_blocks,
-            tool_ended=program.tools_ended(),
+            tool_ended=program.gap_reported and not program.tools,
             **more,
         )
 

@@ -223,8 +223,9 @@ class SimulatedEngine:
     def tell(self, *events: dict[str, Any], emitter: str = "test") -> list[dict[str, Any]]:
         """Send client events to sojourn's adapter. Returns the outcome of each, in order. ``emitter`` is the
         name of their sender."""
-        batch = json.dumps({"v": 1, "emitter": emitter, "events": list(events)})
-        return list(json.loads(self.scheduler.sojourn_call("events", batch))["outcomes"])
+        batches = json.dumps([{"v": 1, "emitter": emitter, "events": list(events)}])
+        [answer] = json.loads(self.scheduler.sojourn_call("event_batches", batches))["batches"]
+        return list(answer["outcomes"])
 
     def ask(self, operation: str, **arguments: Any) -> Any:
         """Call an operation of sojourn's adapter, such as ``yield``. Returns the decoded JSON answer."""

@@ -500,11 +500,10 @@ class SchedulerAdapter(EngineView):
         answer = self.service.call(operation, payload, now)
         ended_s = self._clock()
         self.carry_out(now)
-        if operation in ("events", "event_batches"):
-            seconds = self._clock() - now
-            self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="event")
+        seconds = self._clock() - now
         self._history.save_if_due(self.program_scheduler.histories, now)
         if operation == "event_batches":
+            self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="event")
             wait_s = self._event_budget.spend(ended_s - started_s, ended_s)
             return f'{{"wait_s": {wait_s:.6f}, "batches": {answer}}}'
         return answer
