@@ -22,7 +22,6 @@ from sojourn_server.core.placed_programs import RETURN_S
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
-from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_policy import (
     MAX_EXCHANGES,
     MoveReason,
@@ -260,7 +259,7 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     assert ProgramId("a") in engine.program_scheduler.state.leases
     order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
     assert len(engine.placed()) == 1, "its KV stays where it is until its turn is over"
-    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.BUSY
+    assert engine.program_scheduler.label(ProgramId("a")) is Tier.DEVICE
     waiting = engine.come("a", 6)
     engine.program_scheduler.predictor._changed.clear()
     order(engine, policy, "a", HOST)
@@ -272,7 +271,7 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     assert ProgramId("a") in engine.program_scheduler.predictor._changed, (
         "its blocks stand elsewhere in the order of reuse"
     )
-    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.IDLE
+    assert engine.program_scheduler.label(ProgramId("a")) is Tier.HOST
     assert engine.program("a").status is ProgramStatus.GATED
     order(engine, policy, "a", DEVICE)
     assert not engine.parked(waiting)
@@ -412,10 +411,10 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     engine.program_scheduler.cache_reset(engine.now)
     assert engine.tier("a") is DEVICE
     assert engine.tier("nobody") is DEVICE
-    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.BUSY
+    assert engine.program_scheduler.label(ProgramId("a")) is Tier.DEVICE
     engine.end("a")
-    assert engine.program_scheduler.label(ProgramId("a")) is BlockLabel.INACTIVE
-    assert engine.program_scheduler.label(None) is BlockLabel.INACTIVE
+    assert engine.program_scheduler.label(ProgramId("a")) is Tier.WAITING
+    assert engine.program_scheduler.label(None) is Tier.WAITING
     assert engine.placed() == []
     assert sum(engine.program_scheduler.tiers.counts().values()) == 0
 

@@ -11,8 +11,6 @@ import pytest
 from sojourn.ids import ProgramId
 from sojourn_server.policies.eviction_policies import (
     DEVICE_EVICTION_ORDER,
-    LABEL_OF_TIER,
-    BlockLabel,
     TypedLabelEviction,
 )
 from sojourn_server.policies.placement.placement_policy import (
@@ -433,14 +431,9 @@ def test_a_clock_that_jumped_back_keeps_no_program_waiting() -> None:
 # -- labels (M5, §4.3.2) ---------------------------------------------------------------------
 
 
-def test_labels_follow_the_queue() -> None:
-    labels = [LABEL_OF_TIER[tier] for tier in Tier]
-    assert labels == [BlockLabel.BUSY, BlockLabel.IDLE, BlockLabel.COLD, BlockLabel.INACTIVE]
-
-
 def test_the_device_keeps_busy_programs_longest() -> None:
     """§4.3.2: "GPU HBM: evicts inactive first, then idle, then busy"."""
-    busy, idle, cold, inactive = BlockLabel
+    busy, idle, cold, inactive = Tier
     assert (inactive, cold, idle, busy) == DEVICE_EVICTION_ORDER
 
 
@@ -476,7 +469,7 @@ def test_defaults_are_the_papers_where_it_has_them() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"k": 0}, {"tick_s": 0.0}, {"disk_idleness": 1.5}, {"patience_s": -1.0}, {"disk_idleness": math.nan}],
+    [{"tick_s": 0.0}, {"disk_idleness": 1.5}, {"patience_s": -1.0}, {"disk_idleness": math.nan}],
 )
 def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Expected"):

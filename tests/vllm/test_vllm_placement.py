@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.policies.eviction_policies import BlockLabel
 from sojourn_server.policies.placement.placement_views import Tier
 
 BLOCK = 16
@@ -323,8 +322,8 @@ def test_host_memory_keeps_idle_programs_longest() -> None:
     """§4.3.2: "CPU DRAM: … then busy, then idle"; the device has the last two the other way round."""
     from sojourn_server.vllm.offload_manager import host_eviction_rank
 
-    busy, idle, cold, inactive = BlockLabel
-    assert sorted(BlockLabel, key=host_eviction_rank) == [inactive, cold, busy, idle]
+    busy, idle, cold, inactive = Tier
+    assert sorted(Tier, key=host_eviction_rank) == [inactive, cold, busy, idle]
     assert host_eviction_rank(cold).until_written == host_eviction_rank(idle), (
         "it is not yet where it belongs"
     )

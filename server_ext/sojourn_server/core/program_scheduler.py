@@ -27,7 +27,6 @@ from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, T
 
 from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length, split_tokens
-from ..policies.eviction_policies import LABEL_OF_TIER, BlockLabel
 from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
@@ -848,15 +847,15 @@ class ProgramScheduler:
 
     # -- queries for the eviction order -------------------------------------------
 
-    def label(self, program_id: ProgramId | None) -> BlockLabel:
-        """The label of a program's blocks, which follows from the tier where the program is placed.
+    def label(self, program_id: ProgramId | None) -> Tier:
+        """The label of a program's blocks: the tier where the program is placed.
 
-        Host memory and disk choose by this label which blocks to evict. The label is INACTIVE if
+        Host memory and disk choose by this label which blocks to evict. The label is WAITING if
         ``program_id`` is ``None`` or unknown, or if its program has ended or expired."""
         program = self._programs.get(program_id) if program_id is not None else None
         if program is None or program.status in OVER_STATUSES:
-            return BlockLabel.INACTIVE
-        return LABEL_OF_TIER[self.tiers.tier(program.id)]
+            return Tier.WAITING
+        return self.tiers.tier(program.id)
 
     def owner_standing(
         self, program_id: ProgramId, left: AbandonedBranch | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Annotated
 
 from msgspec import Meta
@@ -11,35 +10,14 @@ from msgspec import Meta
 from .placement.placement_views import Tier
 from .policy_views import EvictionCandidateView, EvictionScoreScale
 
-
-class BlockLabel(str, Enum):
-    """Label of a KV block: how busy its program is, by the tier in which the program is placed (MORI §4.3.2;
-    mechanism M5). Each tier evicts blocks in its own order of labels.
-
-    Blocks are INACTIVE if their program has ended, is unknown or is placed in no tier. MORI also schedules
-    requests of busy programs first. Here labels do not affect scheduling: only programs that are placed on
-    the device are admitted, and they all have the same label.
-    """
-
-    BUSY = "busy"
-    IDLE = "idle"
-    COLD = "cold"
-    """The program is so idle that its KV belongs on disk. This label is ours, for the further tiers of MORI
-    §7.1."""
-    INACTIVE = "inactive"
-
-
-LABEL_OF_TIER = {
-    Tier.DEVICE: BlockLabel.BUSY,
-    Tier.HOST: BlockLabel.IDLE,
-    Tier.DISK: BlockLabel.COLD,
-    Tier.WAITING: BlockLabel.INACTIVE,
-}
-"""Label of the blocks of a program, by the tier in which the program is placed."""
-DEVICE_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.IDLE, BlockLabel.BUSY)
-"""Eviction order on the device, first to last."""
-HOST_EVICTION_ORDER = (BlockLabel.INACTIVE, BlockLabel.COLD, BlockLabel.BUSY, BlockLabel.IDLE)
-"""Eviction order in host memory. IDLE is last, since placement puts the KV of idle programs there."""
+DEVICE_EVICTION_ORDER = (Tier.WAITING, Tier.DISK, Tier.HOST, Tier.DEVICE)
+"""Eviction order on the device, first to last, by the tier in which a block's program is placed. These are
+MORI's labels (§4.3.2; mechanism M5) inactive, idle and busy; ours is ``DISK``, for a program so idle that its
+KV belongs on disk. A block is inactive (``WAITING``) if its program has ended, is unknown or is placed in no
+tier. MORI also schedules requests of busy programs first. Here only programs that are placed on the device
+are admitted."""
+HOST_EVICTION_ORDER = (Tier.WAITING, Tier.DISK, Tier.DEVICE, Tier.HOST)
+"""Eviction order in host memory. ``HOST`` is last, since placement puts the KV of idle programs there."""
 
 RECENCY_WEIGHT, REUSE_WEIGHT = 0.3, 0.5
 """α and β of SAGA's equation 1; γ is ``WorkflowAwareLruEviction.size``."""
@@ -70,15 +48,14 @@ class EvictionPolicy:
 class TypedLabelEviction(EvictionPolicy):
     """Evicts blocks by the tier in which their program is placed (MORI §4.3.2; mechanism M5).
 
-    Blocks of ended programs are evicted first. Then come blocks of programs that are placed in no tier
-    (label INACTIVE), on disk (COLD), in host memory (IDLE) and on the device (BUSY). Among blocks with the
-    same label, those whose program ended its last turn earliest are first.
+    Blocks of ended programs are evicted first, then others by ``DEVICE_EVICTION_ORDER``. Of one tier, those
+    whose program ended its last turn earliest are first.
     """
 
     by_program = True
 
     def score_inputs(self, owner: EvictionCandidateView) -> tuple[float, ...]:
-        rank = DEVICE_EVICTION_ORDER.index(LABEL_OF_TIER[owner.tier])
+        rank = DEVICE_EVICTION_ORDER.index(owner.tier)
         return (not owner.over, rank, owner.last_turn_s)
 
 

@@ -21,7 +21,7 @@ from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..kv_offload.offload_planner import PersistStatus
 from ..policies.costs.reload_estimate import LinkCosts
-from ..policies.eviction_policies import HOST_EVICTION_ORDER, BlockLabel
+from ..policies.eviction_policies import HOST_EVICTION_ORDER
 from ..policies.placement.placement_views import Tier
 from ..policies.preemption_policies import NO_OFFLOAD_S_PER_TOKEN
 from .compat import KVCacheBlock
@@ -194,7 +194,7 @@ class OffloadManager:
     @_turns_off
     def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
         """If the device is under pressure, copy a finished turn's cached ``blocks`` to unused host memory."""
-        if not self._under_pressure or self._program_scheduler.label(program_id) is BlockLabel.INACTIVE:
+        if not self._under_pressure or self._program_scheduler.label(program_id) is Tier.WAITING:
             return
         key_of = self._groups.key_of
         # Each group separately, because reading stops at the first block that host memory has.
@@ -476,7 +476,7 @@ class OffloadManager:
         )
 
 
-def host_eviction_rank(label: BlockLabel) -> RetentionRank:
+def host_eviction_rank(label: Tier) -> RetentionRank:
     """Return the rank in host memory of a block with this label. A block that gets ``COLD`` has another rank
     until it is on disk (``RetentionRank.until_written``)."""
     return _RANKS[label]

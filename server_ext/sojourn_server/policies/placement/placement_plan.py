@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sojourn.ids import ProgramId
 
-from .placement_policy import MoveReason, MoveTiming, PlacementPolicy, TierMove
+from .placement_policy import MoveReason, MoveTiming, QueuedPlacement, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 SortKey = tuple[float | str, ...]
@@ -17,7 +17,7 @@ SortKey = tuple[float | str, ...]
 class PlacementPlan(ABC):
     """Collects the moves of one answer, and counts the free blocks after them."""
 
-    def __init__(self, policy: PlacementPolicy, view: PlacementView, now: float) -> None:
+    def __init__(self, policy: QueuedPlacement, view: PlacementView, now: float) -> None:
         self._policy = policy
         self._view = view
         self._now = now

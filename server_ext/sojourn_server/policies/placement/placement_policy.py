@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from msgspec import Meta
 from sojourn.ids import ProgramId
 
 from ...programs.idleness import WINDOW_CYCLES
@@ -90,11 +91,18 @@ class PlacementPolicy:
     tick_s = math.inf
     idle_tick_s = math.inf
     """Replaces ``tick_s`` while nothing runs although a program waits."""
-    patience_s = math.inf
-    """Seconds until a waiting ready program is overdue; ``inf``: never."""
-    overdue_gap_s = 0.0
-    """Seconds between promotions of two overdue programs; 0: none."""
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
         return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedPlacement(PlacementPolicy):
+    """Base of the policies that move programs between the queues of the tiers."""
+
+    is_used = True
+    patience_s: Annotated[float, Meta(ge=0)] = 300.0
+    """Seconds until a waiting ready program is overdue; ``inf``: never, as in MORI."""
+    overdue_gap_s: Annotated[float, Meta(ge=0)] = 60.0
+    """Seconds between promotions of two overdue programs; 0: none."""

@@ -12,9 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from ...programs.idleness import WINDOW_CYCLES
 from .placement_plan import PlacementPlan, SortKey, has_elapsed
-from .placement_policy import MoveReason, PlacementPolicy, TierMove
+from .placement_policy import MoveReason, QueuedPlacement, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 Seconds = Annotated[float, Meta(ge=0)]
@@ -24,7 +23,7 @@ _ON_HOST, _ON_DISK, _RETURNING, _NEW = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RelativeIdlenessPlacement(PlacementPolicy):
+class RelativeIdlenessPlacement(QueuedPlacement):
     """Places the busiest programs on the device, more idle programs in lower tiers (MORI §4, §7.1; mechanisms
     M2 to M4, M6, M8 and M9).
 
@@ -73,20 +72,13 @@ class RelativeIdlenessPlacement(PlacementPolicy):
     A negative waiting time, after a clock jump, counts as too long, so that programs still move.
     """
 
-    is_used = True
     needs_tiers = True
-    k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
-    """Number of cycles over which idleness is measured (§4.2)."""
     tick_s: Annotated[float, Meta(gt=0, le=3600)] = 5.0
     """Seconds without an event after which the policy is asked again (§5)."""
     idle_tick_s: Annotated[float, Meta(gt=0, le=3600)] = 0.5
     """Replaces ``tick_s`` while nothing runs although a program waits. It bounds the delay of rule 3."""
     disk_idleness: Annotated[float, Meta(ge=0, le=1)] = 0.9
     """Idleness from which a program goes to disk rather than host memory: the second threshold of §7.1."""
-    patience_s: Seconds = 300.0
-    """Seconds until a waiting ready program is overdue; ``inf``: never, as in the paper."""
-    overdue_gap_s: Seconds = 60.0
-    """Seconds between promotions of two overdue programs; 0: none."""
     standstill_s: Seconds = 0.5
     """Seconds with nothing running after which programs on the device make way for a ready program (rule
     3)."""

@@ -1,8 +1,7 @@
 """Placement by price: KV stays on the device while holding it is worth more than another program's use of the
 blocks.
 
-``ResidencyPricePlacement`` states the rules, and ``ResidencyPricePlan`` applies them to one view;
-``docs/policy.md`` derives them with an example.
+``docs/policy.md`` derives the prices with an example, and ``docs/policy-rules.md`` has all rules.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, islice
+from statistics import fmean
 from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 from sojourn.ids import ProgramId
 
-from ...programs.idleness import WINDOW_CYCLES
 from ..costs.reload_estimate import restore_s
 from ..forecasting import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, SortKey, has_elapsed
-from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, PlacementPolicy, TierMove
+from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, QueuedPlacement, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
@@ -54,7 +53,7 @@ MAX_WORTH = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResidencyPricePlacement(PlacementPolicy):
+class ResidencyPricePlacement(QueuedPlacement):
     """Gives the device's blocks to the programs for which these blocks have the highest value.
 
     A program is *reasoning* during a turn, *acting* while its tool runs, and *ready* while its next request
@@ -80,51 +79,11 @@ class ResidencyPricePlacement(PlacementPolicy):
     tool call. During a long tool call, a program leaves if restoring its context costs less than its blocks
     are worth to the waiting program. While no program waits, nothing is exchanged.
 
-    *Room to grow on the device.* After any program lost its KV for lack of memory, a program enters only if
-    its context, its next turn and a share of its further predicted growth fit. The share falls linearly from
-    ``reserve`` to 0 within ``relax_s`` after the last loss. If the share is 0, only the context must fit. The
-    share is also 0 before the first loss (unless ``relax_s`` is ``inf``), and while a lower tier has room for
-    the largest context on the device.
-
-    *Full device.* A program without a saved context (none in host memory or on disk) waits while programs
-    that are worth about as much, or more, use the whole device. If it entered, it would only take time from
-    these programs. A program's use of the device is its mean context until its end (midway between its
-    present size and its predicted peak), times the share of its time in which it reasons. For the waiting
-    program, the mean share of the other programs is assumed. Programs that are worth less than
-    ``BEGIN_WORTH`` times the waiting program do not keep it out. The waiting program enters anyway while
-    sizes are unknown, or while all programs on the device run tools. So if all programs take about equally
-    long, a new program waits until another ends.
-
-    *A small program that has waited* for ``SMALL_PATIENCE_S`` enters without a reserve if its predicted peak
-    takes at most ``SMALL_SHARE`` of the free blocks.
-
-    *Futile keeping.* If exchanges drop more than ``FUTILE_SHARE`` of the contexts before their programs
-    return, and there is no tier below, all ready programs enter at once. Then the engine's own order applies.
-
-    *Room in all tiers.* With a tier below the device, a program without a saved context must also fit all
-    tiers together: size ≤ free blocks − share · growth.
-
-    - size: the program's size after its next turn, plus the share of its further predicted growth.
-    - growth: the predicted growth of each program with KV, times the share of its time in which it reasons.
-      A program's growth counts at most up to the growth of the program that enters: both grow at the same
-      time, and a short program ends early.
-    - share: ``reserve`` if the lower tiers together are at least as large as the device. Smaller tiers give a
-      proportionally smaller share. The share is never below the one that falls after a loss of KV (above).
-      Until enough turns were observed to predict growth, only the share that falls after a loss applies.
-
-    A program that does not fit enters anyway if the contexts dropped for it are worth less than its gain.
-
-    *Bounds.* A reasoning program leaves only after its turn. A ready program on the device leaves only if it
-    is pending. A program that has waited for ``patience_s`` (``BEGIN_PATIENCE`` times as long without a saved
-    context) enters first, whatever the cost. While it waits for a turn that has run for ``patience_s``, other
-    programs may enter. The first program enters an empty device, whatever its size.
+    *The other rules*, on room to grow, on a full device, on small programs, and the bounds, are in
+    ``docs/policy-rules.md``. The methods of the plan apply them one by one.
     """
 
-    is_used = True
     reads_costs = True
-    k: Annotated[int, Meta(ge=1)] = WINDOW_CYCLES
-    """Number of cycles over which idleness (the share of time in tools) is measured, for the rule on a full
-    device."""
     tick_s: Annotated[float, Meta(gt=0, le=3600)] = 1.0
     idle_tick_s: Annotated[float, Meta(gt=0, le=3600)] = 0.25
     reserve: Annotated[float, Meta(ge=0, le=1)] = 0.7
@@ -133,10 +92,6 @@ class ResidencyPricePlacement(PlacementPolicy):
     relax_s: Annotated[float, Meta(gt=0)] = 600.0
     """Seconds after the last loss of KV within which the share reserved on the device shrinks evenly to 0;
     ``inf``: it does not shrink."""
-    patience_s: Annotated[float, Meta(ge=0)] = 300.0
-    """Seconds until a waiting ready program is overdue; ``inf``: never."""
-    overdue_gap_s: Annotated[float, Meta(ge=0)] = 60.0
-    """Seconds between promotions of two overdue programs; 0: none."""
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         """Return the moves to make now, possibly none. The order of programs in the view does not matter."""
@@ -290,9 +245,8 @@ class ResidencyPricePlan(PlacementPlan):
     @cached_property
     def _mean_importance(self) -> float:
         view = self._view
-        groups = (view.on_device, view.on_host, view.on_disk, view.waiting)
-        present = [program.importance for group in groups for program in group]
-        return math.fsum(present) / len(present) if present else 0.0
+        present = chain(view.on_device, view.on_host, view.on_disk, view.waiting)
+        return fmean([program.importance for program in present] or [0])
 
     def _patience_s(self, program: ProgramTierView) -> float:
         return self._policy.patience_s * (1.0 if _has_saved_context(program) else BEGIN_PATIENCE)
