@@ -157,11 +157,11 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     engine.save({C: 7})
     engine.step()  # host to disk: stands still
     engine.load([A])
-    assert engine.mover.busy
+    assert engine.mover._stores
     assert engine.planner.under_way == 3
     goes_on.set()
     engine.rest()
-    assert not engine.mover.busy
+    assert not engine.mover._stores
     engine.load([D, B, C], "r2")
 
 

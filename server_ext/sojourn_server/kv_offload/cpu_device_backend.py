@@ -67,29 +67,26 @@ class CpuDeviceBackend:
         """Return ``None``, because on a CPU all earlier work is already complete."""
 
     def to_host(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
-        """Copy blocks of all layers to host memory, in order. If several copies have the same slot, the last
-        one determines its content."""
-        began = time.perf_counter()
-        for start in range(0, len(copies), CHUNK_BLOCKS):
-            blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
-            for index, layer in enumerate(self._layers):
-                self._host[slots, self._offsets[index] : self._offsets[index + 1]] = layer[blocks]
-        return CpuCopy(time.perf_counter() - began)
+        return self._copy(copies, to_host=True)
 
     def to_device(self, copies: Sequence[BlockCopy], after: None = None) -> CpuCopy:
-        """Copy blocks of all layers from host memory to the KV cache."""
+        return self._copy(copies, to_host=False)
+
+    def _copy(self, copies: Sequence[BlockCopy], *, to_host: bool) -> CpuCopy:
         began = time.perf_counter()
         for start in range(0, len(copies), CHUNK_BLOCKS):
-            blocks, slots = _indices(copies[start : start + CHUNK_BLOCKS])
-            for index, layer in enumerate(self._layers):
-                layer[blocks] = self._host[slots, self._offsets[index] : self._offsets[index + 1]]
+            blocks, slots = np.array(copies[start : start + CHUNK_BLOCKS], np.intp).T
+            for layer, first, end in zip(self._layers, self._offsets, self._offsets[1:], strict=False):
+                if to_host:
+                    self._host[slots, first:end] = layer[blocks]
+                else:
+                    layer[blocks] = self._host[slots, first:end]
         return CpuCopy(time.perf_counter() - began)
 
     def hold_compute(self, copy: CpuCopy) -> None:
         """Do nothing, because ``copy`` is already complete."""
 
     def slot(self, slot: int) -> memoryview:
-        """Return the bytes of a slot, writable."""
         return memoryview(self._host[slot])
 
     def close(self) -> None:
@@ -170,8 +167,3 @@ class KvBlockArrays:
                 into[ids] = rows[begin : begin + len(ids)]
                 filled += ids
         return filled
-
-
-def _indices(copies: Sequence[BlockCopy]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    pairs = np.array(copies, np.intp)
-    return pairs[:, 0], pairs[:, 1]

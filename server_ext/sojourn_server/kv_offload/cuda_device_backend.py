@@ -146,16 +146,12 @@ class CudaDeviceBackend:
         """Slot → the last copy into it. A slot whose last copy is known to be done has no entry."""
 
     def fence(self) -> CudaEvent:
-        """Return an event that completes when the device has done all work that the calling thread has queued
-        so far."""
         return record_event(self._cuda, self._cuda.compute_stream())
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Queue copies of blocks, in all layers, to host memory. The device begins them once ``after`` is
-        complete. If several copies have the same slot, only the last is made."""
         with self._lock:
             self._store_stream.wait_event(after)
-            # Copies of one call have no order among them.
+            # Of several copies into a slot only the last is made: copies of one call have no order.
             last = {copy.slot: copy.block_id for copy in copies}
             blocks, slots = self._addresses(list(last.values()), list(last))
             copy = self._queue(blocks, slots, self._store_stream, stable_sources=False)
@@ -163,8 +159,6 @@ class CudaDeviceBackend:
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
-        """Queue copies of blocks, in all layers, to the device. The device begins them once ``after`` is
-        complete and earlier copies have filled the slots."""
         with self._lock:
             self._load_stream.wait_event(after)
             stable = self._follow_stores([copy.slot for copy in copies])
@@ -174,11 +168,9 @@ class CudaDeviceBackend:
             return self._queue(slots, blocks, self._load_stream, stable_sources=stable)
 
     def hold_compute(self, copy: CudaCopy) -> None:
-        """Make the device finish ``copy`` before any work that the calling thread queues later."""
         self._cuda.compute_stream().wait_event(copy.event)
 
     def slot(self, slot: int) -> memoryview:
-        """Return the bytes of a slot, writable. Waits until the last copy into the slot is done."""
         with self._lock:
             copy = self._filling.get(slot)
         if copy is not None:
@@ -189,7 +181,6 @@ class CudaDeviceBackend:
         return memoryview(self._host[slot])
 
     def close(self) -> None:
-        """Wait for all copies and unpin host memory."""
         for stream in (self._store_stream, self._load_stream):
             record_event(self._cuda, stream).synchronize()
         while self._pinned:

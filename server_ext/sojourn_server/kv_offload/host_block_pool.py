@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain, islice
 
 from .offload_jobs import BlockKey
 
@@ -40,6 +41,7 @@ class RetentionRank(IntEnum):
         return _IDLE if self is _COLD else self
 
 
+_RANKS = tuple(map(int, RetentionRank))
 _COLD, _IDLE = RetentionRank.COLD, RetentionRank.IDLE
 
 
@@ -71,9 +73,9 @@ class HostBlockPool:
         self._free = list(range(slots - 1, -1, -1))
         self._entries: dict[BlockKey, HostEntry] = {}
         self._by_slot: dict[int, HostEntry] = {}
-        self._idle: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
+        self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
-        self._dirty: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]] = {}
+        self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle entries without a copy on disk, by rank."""
         self.idle_on_disk = 0
         """Number of idle entries with a copy on disk. Evicting them loses nothing."""
@@ -129,12 +131,12 @@ class HostBlockPool:
     def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
         """Evict the least recently used idle entry of the lowest rank, and return it. Return ``None`` if
         every entry has a rank above ``at_most``, is pinned, or is being filled."""
-        rank = min(self._idle, default=None)
-        if rank is None or rank > at_most:
-            return None
-        entry = next(iter(self._idle[rank].values()))
-        self.remove(entry)
-        return entry
+        for rank in _RANKS[: at_most + 1]:
+            if idle := self._idle[rank]:
+                entry = next(iter(idle.values()))
+                self.remove(entry)
+                return entry
+        return None
 
     def end_fill(self, entry: HostEntry) -> None:
         """Record that the job that fills the entry has ended."""
@@ -188,26 +190,21 @@ class HostBlockPool:
         idle = self._is_idle(entry)
         entry.on_disk = on_disk
         if idle and on_disk:
-            self._drop(self._dirty, entry)
+            del self._dirty[entry.rank][entry.key]
             self.idle_on_disk += 1
         elif idle:
-            self._put(self._dirty, entry)
+            self._dirty[entry.rank][entry.key] = entry
             self.idle_on_disk -= 1
 
     def idle_unspilled(self, rank: RetentionRank) -> int:
         """Return the number of idle entries of this rank without a copy on disk."""
-        return len(self._dirty.get(rank, ()))
+        return len(self._dirty[rank])
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
         """Return up to ``most`` idle entries that have a rank above ``above`` and no copy on disk, in the
         order of their eviction."""
-        found: list[HostEntry] = []
-        for rank in sorted(rank for rank in self._dirty if rank > above):
-            for entry in self._dirty[rank].values():
-                if len(found) >= most:
-                    return found
-                found.append(entry)
-        return found
+        members = (self._dirty[rank].values() for rank in _RANKS[above + 1 :])
+        return list(islice(chain.from_iterable(members), most))
 
     def remove(self, entry: HostEntry) -> None:
         """Remove an entry. Its slot becomes free once no job reads or fills it."""
@@ -229,29 +226,15 @@ class HostBlockPool:
             self._free.append(entry.slot)
         if not self._is_idle(entry):
             return
-        self._put(self._idle, entry)
+        self._idle[entry.rank][entry.key] = entry
         if entry.on_disk:
             self.idle_on_disk += 1
         else:
-            self._put(self._dirty, entry)
+            self._dirty[entry.rank][entry.key] = entry
 
     def _unmark_idle(self, entry: HostEntry) -> None:
-        self._drop(self._idle, entry)
+        del self._idle[entry.rank][entry.key]
         if entry.on_disk:
             self.idle_on_disk -= 1
         else:
-            self._drop(self._dirty, entry)
-
-    @staticmethod
-    def _put(classes: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]], entry: HostEntry) -> None:
-        members = classes.get(entry.rank)
-        if members is None:
-            members = classes[entry.rank] = OrderedDict()
-        members[entry.key] = entry
-
-    @staticmethod
-    def _drop(classes: dict[RetentionRank, OrderedDict[BlockKey, HostEntry]], entry: HostEntry) -> None:
-        members = classes[entry.rank]
-        del members[entry.key]
-        if not members:
-            del classes[entry.rank]
+            del self._dirty[entry.rank][entry.key]

@@ -9,13 +9,12 @@ if there are several.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 BlockKey = bytes
-AnswerT = TypeVar("AnswerT")
 
 
 class BlockCopy(NamedTuple):
@@ -33,7 +32,7 @@ class FileCopy(NamedTuple):
 
 
 class CopyResult(Enum):
-    """The result of one block's copy."""
+    """The result of one block's copy, from best to worst."""
 
     MOVED = "moved"
     FULL = "full"
@@ -114,15 +113,6 @@ class OffloadResults:
         )
 
 
-_WORST_FIRST = (
-    CopyResult.FAILED,
-    CopyResult.CORRUPT,
-    CopyResult.MISSING,
-    CopyResult.FULL,
-    CopyResult.MOVED,
-)
-
-
 class RankResults:
     """Combines the reports of an engine's workers, which may arrive in different steps.
 
@@ -133,52 +123,33 @@ class RankResults:
     def __init__(self, ranks: int) -> None:
         """``ranks``: number of workers that report."""
         self._ranks = ranks
-        self._stored: defaultdict[int, list[CopyResult]] = defaultdict(list)
-        self._spilled: defaultdict[int, list[Mapping[BlockKey, CopyResult]]] = defaultdict(list)
-        self._staged: defaultdict[int, list[Mapping[BlockKey, CopyResult]]] = defaultdict(list)
-        self._probed: defaultdict[int, list[int]] = defaultdict(list)
+        self._answers: defaultdict[tuple[str, int], list[Any]] = defaultdict(list)
+        """(field of ``OffloadResults``, job number) → answers so far."""
 
-    def add(self, reports: Sequence[OffloadResults]) -> OffloadResults:
+    def add(self, reports: Iterable[OffloadResults]) -> OffloadResults:
         """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
         workers have reported now. ``seconds`` and ``waited_s`` are those of the slowest worker, and
         ``moved_bytes`` is the sum."""
         combined = OffloadResults()
         for report in reports:
-            self._add(report, combined)
-        for job, results in self._complete(self._stored):
-            combined.stored[job] = _worst(results)
-        for job, answers in self._complete(self._staged):
-            combined.staged[job] = _worst_by_key(answers)
-        for job, answers in self._complete(self._spilled):
-            combined.spilled[job] = _worst_by_key(answers)
-        for job, found in self._complete(self._probed):
-            combined.probed[job] = min(found)
+            for name, combine in _COMBINED.items():
+                for job, answer in getattr(report, name).items():
+                    answers = self._answers[name, job]
+                    answers.append(answer)
+                    if len(answers) == self._ranks:
+                        getattr(combined, name)[job] = combine(self._answers.pop((name, job)))
+            # A slot lost by one worker is lost for all: the others' parts of the block are useless alone.
+            combined.lost_slots += [slot for slot in report.lost_slots if slot not in combined.lost_slots]
+            for lane, seconds in report.seconds.items():
+                combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
+            for lane, moved in report.moved_bytes.items():
+                combined.moved_bytes[lane] = combined.moved_bytes.get(lane, 0) + moved
+            combined.waited_s = max(combined.waited_s, report.waited_s)
         return combined
-
-    def _add(self, report: OffloadResults, combined: OffloadResults) -> None:
-        for job, stored in report.stored.items():
-            self._stored[job].append(stored)
-        for job, copied in report.spilled.items():
-            self._spilled[job].append(copied)
-        for job, copied in report.staged.items():
-            self._staged[job].append(copied)
-        for job, probed in report.probed.items():
-            self._probed[job].append(probed)
-        # A slot lost by one worker is lost for all, because the others' parts of the block are useless alone.
-        combined.lost_slots += [slot for slot in report.lost_slots if slot not in combined.lost_slots]
-        for lane, seconds in report.seconds.items():
-            combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
-        for lane, moved in report.moved_bytes.items():
-            combined.moved_bytes[lane] = combined.moved_bytes.get(lane, 0) + moved
-        combined.waited_s = max(combined.waited_s, report.waited_s)
-
-    def _complete(self, answers: dict[int, list[AnswerT]]) -> list[tuple[int, list[AnswerT]]]:
-        """Remove and return the jobs that all workers have answered."""
-        return [(job, answers.pop(job)) for job in list(answers) if len(answers[job]) == self._ranks]
 
 
 def _worst(results: Iterable[CopyResult]) -> CopyResult:
-    return min(results, key=_WORST_FIRST.index)
+    return max(results, key=list(CopyResult).index)
 
 
 def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
@@ -189,6 +160,15 @@ def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[Bloc
         for key in answers[0]
         if all(key in each for each in answers)
     }
+
+
+_COMBINED: dict[str, Callable[[list[Any]], Any]] = {
+    "stored": _worst,
+    "spilled": _worst_by_key,
+    "staged": _worst_by_key,
+    "probed": min,
+}
+"""Field of ``OffloadResults`` with answers by job number → how the workers' answers are combined."""
 
 
 TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")

@@ -208,11 +208,6 @@ class OffloadWorker:
         results.waited_s, self._waited_s = self._waited_s, 0.0
         return results
 
-    @property
-    def busy(self) -> bool:
-        """Whether any store job (device to host memory) is still to be reported by ``take_results``."""
-        return bool(self._stores)
-
     def close(self) -> None:
         """Wait for queued work, at most 5 s per thread. Then close the device backend."""
         for lane in (self._to_host, self._to_device, self._probe, self._from_disk, self._to_disk):

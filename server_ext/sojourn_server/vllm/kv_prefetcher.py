@@ -14,6 +14,7 @@ memory and idle time of the link. If an allocation fails while loads hold blocks
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sojourn.ids import ProgramId
@@ -40,12 +41,6 @@ class _Load(NamedTuple):
     """The blocks being filled, for the last ``len(blocks)`` keys."""
     expires_s: float
     """Time on the engine's clock at which the blocks are uncached if no request has used them."""
-
-
-class _BlockHashes(NamedTuple):
-    """Stand-in for a request, for calls to the pool that read only the request's block hashes."""
-
-    block_hashes: Sequence[BlockKey]
 
 
 class KVPrefetcher:
@@ -154,7 +149,7 @@ class KVPrefetcher:
                 count += 1
         if count:
             self._pool.cache_full_blocks(
-                _BlockHashes(keys),
+                SimpleNamespace(block_hashes=keys),  # of the request, the pool reads only these
                 [*blocks[:1] * first, *blocks],  # the pool reads no block before index ``first``
                 first,
                 first + count,
