@@ -43,7 +43,7 @@ class TierLimits:
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
     """Maximum seconds that a request waits for a disk read. After that it computes the missing blocks."""
     min_probe_blocks: int = 8
-    """The store is asked if a request misses at least this many blocks. Computing fewer is faster."""
+    """The store is asked if a request misses at least this many blocks."""
     max_probe_wait_s: float = 1.0
     """Maximum seconds that a request waits for the store's answer. While any answer takes longer than this,
     the store is not asked again."""

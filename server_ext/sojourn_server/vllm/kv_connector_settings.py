@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 NO_CONTEXTS = "no layer of this model has full attention, and a request frees blocks behind its window"
 AUTO_DEVICES = 4
 """Under ``auto``, host memory is at most this multiple of the device's KV."""
+PROBE_TOKENS = 128
+"""The disk is asked if a request misses at least this many tokens. Computing fewer is faster."""
 GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 """Names of the KV cache spec classes of vLLM that the host memory tier supports together in one model."""
 _GIB = 1 << 30
@@ -161,6 +163,7 @@ class KVOffloadSettings(KVConnectorSettings):
             host_slots=self.host_slots,
             disk_blocks=self.disk_blocks,
             max_stage_wait_s=self.options.max_stage_wait_s,
+            min_probe_blocks=max(1, PROBE_TOKENS // self.block_tokens),
         )
 
     def open_disk(self, block_bytes: int, layers: int) -> SharedStore | None:
