@@ -21,7 +21,7 @@ from kv_blocks import key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned  # noqa: E402
 from sojourn_server.kv_offload.cpu_device_backend import CpuCopy  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs  # noqa: E402
-from sojourn_server.kv_offload.offload_worker import OffloadWorker  # noqa: E402
+from sojourn_server.kv_offload.offload_worker import SEARCH_S, OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
 
 pytestmark = [
@@ -243,6 +243,28 @@ def test_every_job_of_a_step_that_failed_is_answered(
 
 
 # -- a disk that fails
+
+
+def test_a_search_of_a_slow_disk_ends_in_time_with_what_it_has_found(tmp_path: Path) -> None:
+    """A request waits a second for it. What takes longer to look for used to be computed, all of it."""
+    now, files = 0.0, FaultyFiles()
+    engine = Engine(tmp_path, files=files, disk_blocks=100)
+    assert engine.disk is not None
+    for each in KEYS:
+        engine.disk.put(each, [bytes(engine.device.block_bytes)])
+
+    def slow(name: str, path: Path) -> None:
+        nonlocal now
+        now += 0.01
+
+    files.before = slow
+    searching = OffloadWorker(engine.device, engine.disk, clock=lambda: now)
+    searching.begin_step(OffloadJobs(probes={1: KEYS}))
+    assert searching._probe.end_of_work().wait(PATIENCE_S)
+    assert searching.take_results().probed == {1: 64}
+    assert SEARCH_S < now < engine.planner.limits.max_probe_wait_s
+    searching.close()
+    engine.close()
 
 
 def test_a_disk_that_cannot_be_written_is_left_alone_and_tried_again(
