@@ -162,6 +162,22 @@ def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, c
     assert program.steps_left == StepsLeft(PLAN, 2.0, after=2)
 
 
+def test_a_warning_says_that_vllm_caches_no_prefixes(make_engine, monkeypatch, caplog):
+    """It turns prefix caching off for some models, whatever was asked for. A lease then keeps nothing."""
+    from sojourn_server.simulator import simulated_engine
+
+    make_engine()
+    assert "prefix caching is off" not in caplog.text
+    config = simulated_engine.CacheConfig
+    off = {"enable_prefix_caching": False}
+    monkeypatch.setattr(simulated_engine, "CacheConfig", lambda **given: config(**{**given, **off}))
+    engine = make_engine()
+    assert "prefix caching is off" in caplog.text
+    engine.add("a1", prompt(1, 300), program_id="A")
+    engine.run()
+    assert engine.ask("stats")["leases"] == 0
+
+
 def stream(engine, program, tokens, *, resumable=True):
     """Add a part of a prompt that a program's client streams."""
     from vllm.sampling_params import SamplingParams

@@ -108,6 +108,11 @@ class SchedulerAdapter(EngineView):
             # Without a connector the user expects no host memory, so this is no warning.
             level = logging.INFO if connector is None else logging.WARNING
             logger.log(level, "sojourn: policy %s: %s", preset.name, self.missing)
+        if not scheduler.kv_cache_manager.enable_caching:
+            logger.warning(
+                "sojourn: prefix caching is off, by --no-enable-prefix-caching or because vLLM turns it off "
+                "for this model: every turn is computed in full, and policies keep no KV"
+            )
         pool = pool_config(scheduler, settings.profile(), groups)
         self.program_scheduler = build_program_scheduler(settings, preset, pool, history.load(), rank)
         # In tests a wrong metric is an error.
