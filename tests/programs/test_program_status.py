@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from sojourn_server.programs.program_status import ProgramSignal, ProgramStatus, next_status
+from sojourn.ids import ProgramId
+from sojourn_server.programs.program_status import ProgramSignal, ProgramStatus
+from sojourn_server.programs.program_table import ProgramTable
 
 A, R, G, E, X = (
     ProgramStatus.ACTING,
@@ -28,4 +30,8 @@ DRAWN = {
 @pytest.mark.parametrize("signal", ProgramSignal)
 def test_each_pair_leads_where_it_is_drawn(status: ProgramStatus, signal: ProgramSignal) -> None:
     expected = DRAWN[status][list(ProgramSignal).index(signal)]
-    assert next_status(status, signal) is (expected or status)
+    table = ProgramTable()
+    program, _ = table.open(ProgramId("p"), 0.0)
+    program.status = status
+    assert table.signal(program, signal) is (expected is not None)
+    assert program.status is (expected or status)

@@ -11,8 +11,13 @@ import stochastic_agent
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.aeg import END, START
-from sojourn_server.programs import transitions as module
-from sojourn_server.programs.transitions import HALF_LIFE_RUNS, Transitions
+from sojourn_server.programs.workflow_history import (
+    HALF_LIFE_RUNS,
+    MAX_ENTRIES,
+    MAX_TYPES,
+    Transitions,
+    WorkflowHistory,
+)
 
 
 def learned(*runs: str) -> Transitions:
@@ -81,10 +86,8 @@ def test_memory_is_bounded_and_an_honest_program_is_learned_after_lies():
         transitions.learn("k", [f"step-{lie}-{number}" for number in range(50)])
         transitions.learn("k", ["hub", f"x{lie}"], ends=False)
         transitions.learn(f"kind-{lie}", ["a"])
-    types = transitions.snapshot()
-    assert len(types) == module.MAX_TYPES
-    counts = types["k"]["contexts"].values()
-    assert sum(map(len, counts)) <= module.MAX_ENTRIES
+    assert len(transitions.types) == MAX_TYPES
+    assert sum(map(len, transitions.types["k"].contexts.values())) <= MAX_ENTRIES
     assert transitions.stats("kind-0").runs == 0
     for honest in range(30):
         transitions.learn("k", ["a", "b"])
@@ -108,9 +111,10 @@ def test_whatever_is_heard_probabilities_are_probabilities(runs):
 
 @given(st.lists(st.lists(st.sampled_from("abcd"), min_size=1, max_size=6), min_size=1, max_size=30))
 def test_what_was_saved_predicts_as_before_and_learns_on(runs: list[list[str]]):
-    transitions = learned(*map(" ".join, runs))
-    loaded = Transitions()
-    loaded.restore(json.loads(json.dumps(transitions.snapshot())))
+    saved, restored = WorkflowHistory(), WorkflowHistory()
+    transitions = saved.transitions = learned(*map(" ".join, runs))
+    restored.restore(json.loads(json.dumps(saved.snapshot())))
+    loaded = restored.transitions
     for _ in range(2):
         for history in ([], ["a"], ["b", "a"], ["c", "b", "a"]):
             assert loaded.predict("k", history) == transitions.predict("k", history)
@@ -124,4 +128,4 @@ def test_what_was_saved_predicts_as_before_and_learns_on(runs: list[list[str]]):
 )
 def test_another_document_is_refused(document: object):
     with pytest.raises(ValueError, match="saved history"):
-        Transitions().restore(document)
+        WorkflowHistory().restore({**WorkflowHistory().snapshot(), "transitions": document})

@@ -168,7 +168,7 @@ class TierManager:
         """Handle a client's report that a tool of the program began or ended."""
         place = self._places.get(program.id)
         if place is not None and place.activity is ProgramActivity.ACTING:
-            place.tools_ended_s = now if program.tools_ended() else None
+            place.tools_ended_s = now if program.gap_reported and not program.tools else None
             place.view = None
 
     def forget(self, program_id: ProgramId, now: float) -> None:

@@ -60,16 +60,14 @@ class SequenceWindow:
 
     def admit(self, seq: int) -> bool:
         """Record ``seq``. Returns whether it is new: neither seen before nor behind the window."""
-        ahead = seq - self.newest
-        if ahead > 0:
-            kept = (self.mask << ahead) & _FULL_MASK if ahead < SEQ_WINDOW else 0
-            self.newest, self.mask = seq, kept | 1
-            return True
-        bit = 1 << -ahead if -ahead < SEQ_WINDOW else 0
-        if not bit or self.mask & bit:
-            return False
+        if seq > self.newest:
+            self.mask = (self.mask << min(seq - self.newest, SEQ_WINDOW)) & _FULL_MASK
+            self.newest = seq
+        behind = self.newest - seq
+        bit = 1 << behind if behind < SEQ_WINDOW else 0
+        is_new = bool(bit & ~self.mask)
         self.mask |= bit
-        return True
+        return is_new
 
 
 class HintReliability(msgspec.Struct, array_like=True):
@@ -310,10 +308,6 @@ class ProgramState:
         calls = [(tool.started_s, tool.key) for tool in self.tools.values()]
         calls += [(started_s, key) for started_s, _, key in self.gap_calls]
         return max(calls, key=itemgetter(0))[1] if calls else self.pending_tool
-
-    def tools_ended(self) -> bool:
-        """Whether the client reported a tool's end in this gap, and no reported tool call runs."""
-        return self.gap_reported and not self.tools
 
 
 _KEPT_ON_REUSE = frozenset({

@@ -61,7 +61,7 @@ class ProgramSignal(str, Enum):
 
 
 _REASONING, _ACTING, _GATED, _ENDED, _EXPIRED = ProgramStatus
-_TRANSITIONS = {
+TRANSITIONS = {
     ProgramSignal.REQUEST_ARRIVED: ({_ACTING, _ENDED, _EXPIRED}, _REASONING),
     ProgramSignal.TURN_OVER: ({_REASONING, _GATED}, _ACTING),
     ProgramSignal.GATE: ({_REASONING}, _GATED),
@@ -74,9 +74,3 @@ _TRANSITIONS = {
 
 OVER_STATUSES = frozenset({_ENDED, _EXPIRED})
 """Statuses of programs that are over. Such programs are the first to be removed from the table."""
-
-
-def next_status(status: ProgramStatus, signal: ProgramSignal) -> ProgramStatus:
-    """The status after ``signal``; unchanged if the table has no transition."""
-    ended, following = _TRANSITIONS[signal]
-    return following if status in ended else status

@@ -10,7 +10,7 @@ from heapq import nsmallest
 from sojourn.ids import ProgramId
 
 from .program_state import ProgramState
-from .program_status import OVER_STATUSES, ProgramSignal, ProgramStatus, next_status
+from .program_status import OVER_STATUSES, TRANSITIONS, ProgramSignal, ProgramStatus
 
 FORGOTTEN_SHARE = 50
 """A full table forgets one in this many programs at once, so that a flood of invented ids costs little."""
@@ -76,12 +76,12 @@ class ProgramTable:
         return program, forgotten
 
     def signal(self, program: ProgramState, signal: ProgramSignal) -> bool:
-        """Change a program's status as ``next_status`` says. Returns whether the status changed."""
-        new = next_status(program.status, signal)
-        if new is program.status:
+        """Change a program's status as ``TRANSITIONS`` says. Returns whether the status changed."""
+        ended, following = TRANSITIONS[signal]
+        if program.status not in ended:
             return False
-        program.status = new
-        if new not in OVER_STATUSES:
+        program.status = following
+        if following not in OVER_STATUSES:
             program.outcome = None
         return True
 

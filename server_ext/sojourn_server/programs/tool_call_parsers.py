@@ -30,7 +30,6 @@ from sojourn.shell_command import command_of, is_shell_tool, main_head
 MAX_TEXT_CHARS = 64 * 1024
 MAX_CALLS = 64
 MAX_NAME_CHARS = 128
-MAX_PLAN_ITEMS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +245,7 @@ def _plan_items(name: str, block: dict[str, Any]) -> int | None:
     try:
         arguments = _from_json(_arguments(block))
         items = _from_json(arguments["todos"] if "todos" in arguments else arguments["plan"])
-        return sum(item.get("status") not in _CLOSED for item in items[:MAX_PLAN_ITEMS])
+        return sum(item.get("status") not in _CLOSED for item in items)
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return None  # the arguments are no list of items
 

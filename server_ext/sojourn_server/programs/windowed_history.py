@@ -234,11 +234,12 @@ class ToolHistory(KeyedHistory[str]):
     def slowest(self, keys: Sequence[str]) -> str | None:
         """The tool among ``keys`` with the longest median duration; ``None`` if ``keys`` is empty. A tool
         without recorded durations counts as the fastest."""
-        return max(keys, key=self._median_s, default=None)
 
-    def _median_s(self, key: str) -> float:
-        durations = self.values(key)
-        return durations[len(durations) // 2] if durations else 0.0
+        def median_s(key: str) -> float:
+            durations = self.values(key)
+            return durations[len(durations) // 2] if durations else 0.0
+
+        return max(keys, key=median_s, default=None)
 
 
 class OutputLengthHistory(KeyedHistory[tuple[str | None, str | None]]):
