@@ -144,7 +144,7 @@ class Engine:
 
     def load(self, load: str, wanted: Sequence[bytes], **peer: Any) -> int:
         of = ReadingPeer(**{"transfer": load, "total": len(wanted), **peer}) if peer else None
-        return int(self._keep(lambda: self.node.load(load, wanted, of)).requested_blocks)
+        return len(self._keep(lambda: self.node.load(load, wanted, of)).keys)
 
     def end_load(self, load: str) -> None:
         self._end("load", load)

@@ -99,6 +99,8 @@ def test_whatever_happens(
         for engine in list(world.engines.values()):
             news, seen[engine.name] = engine.events[seen[engine.name] :], len(engine.events)
             for event in news:
+                if not engine.alive:  # the peer's last message has killed it
+                    break
                 if (
                     isinstance(event, LoadEnded)
                     and ("load", event.load) in engine.transfers

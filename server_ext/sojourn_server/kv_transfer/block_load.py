@@ -50,21 +50,15 @@ class BlockLoad(Transfer):
         self.layers_loaded = 0
         """Number of leading layers that have arrived for all blocks that the load still expects."""
         self._look_up = look_up
-        self._why = ""
         self._fetched: list[BufferSlot] = []
         """Slots of the blocks that the peer was asked to read."""
         super().__init__(node, name)
 
     # -- for the engine's threads -----------------------------------------------------
 
-    @property
-    def requested_blocks(self) -> int:
-        """Number of blocks that the load tries to get: at most as many as fit the buffers."""
-        return len(self.keys)
-
     def ready(self, layerwise: bool) -> int | None:
         if self.outcome is None and layerwise and self.layers_loaded:
-            return self.requested_blocks
+            return len(self.keys)
         return super().ready(layerwise)
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
@@ -83,15 +77,13 @@ class BlockLoad(Transfer):
     # -- the coroutine ----------------------------------------------------------------
 
     async def run(self) -> None:
-        node, slots = self.node, self.node.limits.slots
+        node, why = self.node, ""
+        self.keys = self.keys[: node.limits.slots]
         if self._look_up:
-            self.keys = self.keys[: await node.storage.look_up(self.keys[:slots])]
+            self.keys = self.keys[: await node.storage.look_up(self.keys)]
             if not self.keys:
                 self.finish(TransferOutcome(0))
                 return
-        node.counts["loads_cut"] += len(self.keys) > slots
-        self.keys = self.keys[:slots]
-        node.counts["loads"] += 1
         self.slots = await self.lease_slots(self.keys)
         missing = [slot for slot in self.slots if slot.is_free_to_fill]
         node.counts["blocks_merged"] += len(self.slots) - len(missing)
@@ -106,13 +98,15 @@ class BlockLoad(Transfer):
         for layer in range(node.layers):
             for place, slot in enumerate(self.slots):
                 if not await self.has(slot, layer):
-                    self._cut(place, slot.why)
+                    why = slot.why
+                    self._cut(place)
                     break
-            if self.slots:
-                self._layer_loaded()
-        node.counts["loads_short" if self._why else "loads_whole"] += 1
-        self.finish(TransferOutcome(len(self.slots), self._why))
-        await self.linger()
+            with node.changed:
+                self.layers_loaded += bool(self.slots)
+                node.changed.notify_all()
+        node.counts["loads_short" if why else "loads_whole"] += 1
+        self.finish(TransferOutcome(len(self.slots), why))
+        await node.loop.create_future()  # until ``end``
 
     def ended(self, why: str) -> None:
         if self.outcome is None and why == GIVEN_UP:
@@ -177,16 +171,10 @@ class BlockLoad(Transfer):
     def lost(self, conn: PeerConnection, why: str) -> None:
         self.fetch_failed(0, why)
 
-    def _cut(self, place: int, why: str) -> None:
+    def _cut(self, place: int) -> None:
         """Release the blocks from index ``place`` on, which are useless."""
         assert self.lease is not None
         with self.node.changed:
             dropped, self.slots = self.slots[place:], self.slots[:place]
-        self._why = why
         for slot in dropped:
             self.node.buffers.drop(self.lease, slot)
-
-    def _layer_loaded(self) -> None:
-        with self.node.changed:
-            self.layers_loaded += 1
-            self.node.changed.notify_all()

@@ -16,10 +16,11 @@ expected transfer without progress fails after ``patience_s``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from .peer_connection import PeerConnection, TransferFailed
-from .staging_buffers import BufferSlot, LeaseTooLarge
-from .transfer import Transfer, TransferOutcome
+from .staging_buffers import BufferSlot
+from .transfer import LEASE_EXPIRED, Transfer, TransferOutcome
 from .transfer_resources import TransferResources
 from .transfer_wire import (
     AbortMessage,
@@ -32,6 +33,10 @@ from .transfer_wire import (
     WireMessage,
 )
 
+MAX_SILENT_LEASES = 4
+"""A prompt fails if no data arrives for this many times ``lease_s``, even if its peer reports progress. This
+bounds the time for which a peer can hold buffers."""
+
 
 def refuse(conn: PeerConnection, message: ReadMessage | OfferMessage, why: str) -> None:
     """Tell a peer that its request is refused for the reason ``why``."""
@@ -41,16 +46,12 @@ def refuse(conn: PeerConnection, message: ReadMessage | OfferMessage, why: str) 
         conn.post(AbortMessage(transfer=message.transfer, reason=why))
 
 
-MAX_SILENT_LEASES = 4
-"""A prompt fails if no data arrives for this many times ``lease_s``, even if its peer reports progress. This
-bounds the time for which a peer can hold buffers."""
-
-
 class IncomingPrompt(Transfer):
     """One prompt that a peer sends to this engine."""
 
     kind = "prompt"
     received_as = "taken"
+    why_stalled = "its peer sent no data of it"
 
     def __init__(self, node: TransferResources, name: str) -> None:
         self.is_expected = False
@@ -69,7 +70,7 @@ class IncomingPrompt(Transfer):
         """Time at which data last arrived or this engine made progress for which the prompt waits."""
         super().__init__(node, name)
 
-    # -- what the engine asks for -----------------------------------------------------
+    # -- what the engine and peers ask for ----------------------------------------------
 
     def expected(self) -> None:
         """Fail from now on after ``patience_s`` without progress."""
@@ -87,30 +88,27 @@ class IncomingPrompt(Transfer):
             return False
         return self.idle_since_s is not None and (self.outcome is not None or self.offer_conn is None)
 
-    # -- what peers ask for -----------------------------------------------------------
-
     def asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
         """Handle a request of a peer, or tell the peer why it is refused."""
         is_offer = isinstance(message, OfferMessage)
         if is_offer and self.outcome is not None and self.outcome.complete and message.keys == self.keys:
             conn.post(CompleteMessage(transfer=self.name))  # another push of the same prompt
-            return
-        if self.outcome is not None or self.offer_conn is not None or (self._has_read and not is_offer):
+        elif self.outcome is not None or self.offer_conn is not None or (self._has_read and not is_offer):
             why = (self.outcome.why if self.outcome else "") or "the transfer is in progress already"
             refuse(conn, message, why)
-            return
-        if is_offer:
-            self.offer_conn, self.keys = conn, message.keys
         else:
-            self.read_conn, self._has_read = conn, True
-        self._inbox.put_nowait(message)
+            if is_offer:
+                self.offer_conn, self.keys = conn, message.keys
+            else:
+                self.read_conn, self._has_read = conn, True
+            self._inbox.put_nowait(message)
 
     def conns(self) -> set[PeerConnection]:
         return {conn for conn in (self.read_conn, self.offer_conn) if conn is not None}
 
     def received(self, conn: PeerConnection, message: WireMessage, payload: bytes) -> None:
         if isinstance(message, DataMessage) and conn is self.offer_conn:
-            self._moved_s = asyncio.get_running_loop().time()
+            self._moved_s = self.node.loop.time()
             if not self.take(self.slots, message, payload):
                 self.node.counts["out_of_order"] += 1
                 self.stop("the peer sent unexpected data")
@@ -119,12 +117,12 @@ class IncomingPrompt(Transfer):
 
     def on_progress(self, done: int) -> None:
         grows, self.peer_done = done > self.peer_done, max(done, self.peer_done)
-        silent_s = asyncio.get_running_loop().time() - self._moved_s
+        silent_s = self.node.loop.time() - self._moved_s
         if (grows or not self.is_expected) and silent_s < MAX_SILENT_LEASES * self.node.limits.lease_s:
             self.renew()
 
     def moved_here(self) -> None:
-        self._moved_s = asyncio.get_running_loop().time()
+        self._moved_s = self.node.loop.time()
         self.renew()
 
     def _failed_by_peer(self, conn: PeerConnection, why: str) -> None:
@@ -142,14 +140,14 @@ class IncomingPrompt(Transfer):
             self._failed_by_peer(conn, why)
         elif conn is self.read_conn:
             self.read_conn = None
-            self.idle_since_s = self.idle_since_s or asyncio.get_running_loop().time()
+            self.idle_since_s = self.idle_since_s or self.node.loop.time()
             for child in self._children:
                 child.cancel()
 
     # -- the coroutine ----------------------------------------------------------------
 
     async def run(self) -> None:
-        self.node.counts["prompts"] += 1
+        node = self.node
         async with self.patience():
             message = await self._inbox.get()
         if isinstance(message, ReadMessage):
@@ -159,13 +157,15 @@ class IncomingPrompt(Transfer):
         assert isinstance(message, OfferMessage)
         await self._take_offer(message)
         self.finish(TransferOutcome(len(self.slots)))
-        self.node.counts["prompts_complete"] += 1
-        self.idle_since_s = asyncio.get_running_loop().time()
-        await self.linger()
-
-    @property
-    def why_stalled(self) -> str:
-        return "it makes no progress" if self.is_expected else "its peer sent no data of it"
+        node.counts["prompts_complete"] += 1
+        self.idle_since_s, self.allowed_s = node.loop.time(), node.limits.lease_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with self.patience():
+                    await node.loop.create_future()
+            if not self.is_expected:
+                node.counts["leases_expired"] += 1
+                raise TransferFailed(LEASE_EXPIRED)
 
     def ended(self, why: str) -> None:
         if self.outcome is not None:
@@ -181,13 +181,10 @@ class IncomingPrompt(Transfer):
     async def _begin_read(self, message: ReadMessage) -> None:
         try:
             slots = await self.lease_slots(message.keys, max(0, message.total - len(message.keys)))
-        except LeaseTooLarge as error:
-            self.node.counts["too_large"] += 1
+        except TransferFailed as error:
             if self.read_conn is not None:
-                self.read_conn.post(FailedMessage(transfer=self.name, index=0, reason=str(error)))
+                refuse(self.read_conn, message, str(error))
                 self.read_conn = None
-            if self.is_expected:  # the peer may offer the prompt
-                return
             raise
         if self.read_conn is not None:
             self.is_waiting_here = True
@@ -215,19 +212,13 @@ class IncomingPrompt(Transfer):
 
     async def _take_offer(self, offer: OfferMessage) -> None:
         """Take the offered blocks: ask for those that are missing, and wait for all."""
-        node, lease = self.node, self.lease
-        if lease is None:
-            try:
-                await self.lease_slots(offer.keys)
-            except LeaseTooLarge:
-                node.counts["too_large"] += 1
-                raise
-            lease = self.lease
-        elif not node.buffers.extend(lease, offer.keys):
+        if self.lease is None:
+            await self.lease_slots(offer.keys)
+        elif not self.node.buffers.extend(self.lease, offer.keys):
             raise TransferFailed(f"{len(offer.keys)} blocks were offered; the read reserved fewer")
-        assert lease is not None
-        self.slots = [lease.slots[key] for key in offer.keys]
-        node.counts["blocks_offered"] += len(self.slots)
+        assert self.lease is not None
+        self.slots = [self.lease.slots[key] for key in offer.keys]
+        self.node.counts["blocks_offered"] += len(self.slots)
         self._need([index for index, slot in enumerate(self.slots) if slot.is_free_to_fill])
         async with self.patience():
             for index, slot in enumerate(self.slots):

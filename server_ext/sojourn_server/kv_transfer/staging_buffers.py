@@ -17,15 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 
 
-class LeaseTooLarge(ValueError):
-    """Raised for a lease that needs more slots than the pool has."""
-
-    def __init__(self, blocks: int, slots: int) -> None:
-        super().__init__(
-            f"a context of {blocks} Full Blocks does not fit buffers of {slots}; make them larger"
-        )
-
-
 class BufferSlot:
     """A place for one Full Block (the unit of storage, 64 tokens) in the buffers."""
 
@@ -130,10 +121,8 @@ class BufferPool:
 
     async def lease(self, keys: Sequence[bytes], extra: int = 0) -> BufferLease:
         """Wait for a lease on the blocks ``keys``, and on ``extra`` slots for blocks whose keys are not known
-        yet. Raises ``LeaseTooLarge`` if the pool is too small."""
+        yet. There must be as many slots in all."""
         lease = BufferLease(keys, extra)
-        if len(lease.keys) + extra > self.slots:
-            raise LeaseTooLarge(len(lease.keys) + extra, self.slots)
         self._queue.append(lease)
         self._grant()
         try:

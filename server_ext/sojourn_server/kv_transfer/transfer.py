@@ -29,12 +29,14 @@ class TransferOutcome(NamedTuple):
 
 
 class Transfer:
-    """One transfer. The methods ``wait``, ``blocks``, ``end`` and the attribute ``outcome`` are for the
-    engine's threads; all else belongs to the event loop."""
+    """One transfer. The methods of the first section and ``outcome`` are for the engine's threads; all else
+    belongs to the event loop."""
 
     kind = ""
     received_as = ""
     """Name of the count of received bytes."""
+    why_stalled = "the peer shows no progress"
+    """Reason of a transfer that has made no progress for ``allowed_s`` seconds."""
 
     def __init__(self, node: TransferResources, name: str) -> None:
         self.name = name
@@ -43,8 +45,6 @@ class Transfer:
         self.node = node
         self.slots: list[BufferSlot] = []
         """Slots of the blocks, in order. Empty before they are leased and after they are released."""
-        self.is_claimed = False
-        """Whether the engine uses the blocks. Their buffers are then kept until ``end``."""
         self.is_waiting_here = False
         """Whether the transfer waits for this engine's own buffers, reads or sends. It then continues as long
         as any transfer of this engine makes progress."""
@@ -76,18 +76,12 @@ class Transfer:
         with self.node.changed:
             if self.outcome is None or self._is_released:
                 raise ValueError(f"{self.kind} {self.name!r} is not over, has failed or is released")
-            self.is_claimed = True
             return [slot.memory for slot in self.slots[: self.outcome.good]]
 
     def ready(self, layerwise: bool) -> int | None:
         """Return how many leading blocks a request can use now; ``None`` if it must wait until the transfer
         is over. ``layerwise``: blocks can be used once their first layer has arrived."""
-        if self.outcome is None:
-            return None
-        try:
-            return len(self.blocks())  # claims them, so that their buffers are not reused
-        except ValueError:
-            return 0
+        return None if self.outcome is None else self.outcome.good
 
     def end(self) -> None:
         """End the transfer, whether or not its blocks have arrived, and release its buffers."""
@@ -97,30 +91,15 @@ class Transfer:
         with self.node.changed:
             self.node.changed.wait_for(until, timeout_s)
 
-    # -- the coroutine ----------------------------------------------------------------
-
-    def start(self) -> None:
-        """Start the coroutine, unless it runs or has been stopped."""
-        if self._task is None and self.outcome is None:
-            self._task = self.node.spawn(self._live())
+    # -- what each kind of transfer supplies ------------------------------------------
 
     async def run(self) -> None:
         """Do the transfer, and keep its blocks until they are not needed any more."""
         raise NotImplementedError
 
-    @property
-    def why_stalled(self) -> str:
-        """Reason of a transfer that has made no progress for ``allowed_s`` seconds."""
-        return "the peer shows no progress"
-
     def conns(self) -> set[PeerConnection]:
         """Return the connections over which the transfer waits for a peer, or a peer waits for it."""
         raise NotImplementedError
-
-    @property
-    def wire_name(self) -> str:
-        """Id of the transfer in messages."""
-        return self.name
 
     def received(self, conn: PeerConnection, message: WireMessage, payload: bytes) -> None:
         """Handle a message of a peer. Messages that are not for this side of a transfer are ignored, because
@@ -135,6 +114,23 @@ class Transfer:
         """Handle the end of ``run``. ``why``: the reason of a failure, or why the transfer was stopped."""
         raise NotImplementedError
 
+    @property
+    def wire_name(self) -> str:
+        """Id of the transfer in messages."""
+        return self.name
+
+    # -- life -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the coroutine, unless it runs or has been stopped."""
+        if self._task is None and self.outcome is None:
+            self._task = self.node.spawn(self._live())
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the buffers are released, or will be soon."""
+        return self._why_stopped is not None
+
     def stop(self, why: str) -> None:
         """End the transfer for the reason ``why``. Does nothing if it is ending already."""
         if self._task is None or self._task.done():
@@ -144,9 +140,8 @@ class Transfer:
             self._why_stopped = why
             asyncio.get_running_loop().call_soon(self._task.cancel)  # after its first step
 
-    async def evicted(self, why: str) -> None:
-        """End the transfer for the reason ``why``, and wait until its buffers are released."""
-        self.stop(why)
+    async def over(self) -> None:
+        """Wait until the buffers are released."""
         if self._task is not None:
             await asyncio.wait({self._task})
 
@@ -159,7 +154,7 @@ class Transfer:
         except TimeoutError:
             self.node.counts["stalls"] += 1
             why = self.why_stalled
-        except (TransferFailed, ValueError) as error:
+        except TransferFailed as error:
             why = str(error)
         finally:
             self._why_stopped = why
@@ -167,9 +162,9 @@ class Transfer:
             self.finish(TransferOutcome(0, why))
             with self.node.changed:
                 self._is_released, self.slots = True, []
+            for child in self._children:
+                child.cancel()
             if self._children:  # a message that is being sent still reads the buffers
-                for child in self._children:
-                    child.cancel()
                 await asyncio.wait(self._children)
             if self.lease is not None:
                 self.node.buffers.release(self.lease)
@@ -197,7 +192,7 @@ class Transfer:
     def renew(self) -> None:
         """Start the time of ``patience`` again."""
         if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self.allowed_s)
+            self._timeout.reschedule(self.node.loop.time() + self.allowed_s)
 
     def on_progress(self, done: int) -> None:
         """Handle a progress report of the peer. ``done``: its progress counter."""
@@ -209,8 +204,16 @@ class Transfer:
         """Handle progress of this engine, for which the transfer waits."""
         self.renew()
 
+    # -- buffers and messages -----------------------------------------------------------
+
     async def lease_slots(self, keys: Sequence[bytes], extra: int = 0) -> list[BufferSlot]:
         """Wait for buffers, as long as this engine makes progress."""
+        need, have = len(set(keys)) + extra, self.node.limits.slots
+        if need > have:
+            self.node.counts["too_large"] += 1
+            raise TransferFailed(
+                f"a context of {need} Full Blocks does not fit buffers of {have}; make them larger"
+            )
         self.is_waiting_here = True
         try:
             async with self.patience():
@@ -259,38 +262,19 @@ class Transfer:
         self.renew()
         return True
 
-    async def linger(self) -> None:
-        """Keep the buffers until the transfer is stopped, but only for ``lease_s`` seconds without ``renew``
-        if the engine has not claimed them."""
-        self.allowed_s = self.node.limits.lease_s
-        try:
-            async with self.patience():
-                await asyncio.get_running_loop().create_future()
-        except TimeoutError:
-            with self.node.changed:
-                self._is_released = not self.is_claimed
-            if self.is_claimed:
-                await asyncio.get_running_loop().create_future()
-        self.node.counts["leases_expired"] += 1
-        raise TransferFailed(LEASE_EXPIRED)
-
     async def send_layer(
         self, conn: PeerConnection, transfer: str, layer: int, blocks: Sequence[tuple[int, memoryview]]
     ) -> None:
         """Send one layer of some blocks to a peer, in chunks. ``blocks``: (index within the transfer, memory
         of the layer)."""
-        node = self.node
-        per = max(1, node.limits.chunk_bytes // node.layer_bytes)
-        left = len(blocks) * node.layer_bytes
-        node.queued_send_bytes += left
-        try:
-            for start in range(0, len(blocks), per):
-                part = blocks[start : start + per]
-                message = DataMessage(transfer=transfer, layer=layer, indices=[index for index, _ in part])
+        node, size = self.node, self.node.layer_bytes
+        per = max(1, node.limits.chunk_bytes // size)
+        for start in range(0, len(blocks), per):
+            part = blocks[start : start + per]
+            message = DataMessage(transfer=transfer, layer=layer, indices=[index for index, _ in part])
+            node.queued_send_bytes += len(part) * size
+            try:
                 await conn.send(message, [memory.cast("B") for _, memory in part])
-                size = len(part) * node.layer_bytes
-                left -= size
-                node.queued_send_bytes -= size
-                node.counts["bytes_sent"] += size
-        finally:
-            node.queued_send_bytes -= left
+                node.counts["bytes_sent"] += len(part) * size
+            finally:
+                node.queued_send_bytes -= len(part) * size

@@ -85,7 +85,7 @@ class TransferNode(TransferResources):
             prompt = self.prompts.get(transfer)
             if prompt is not None and prompt.is_expected:
                 raise ValueError(f"transfer {transfer!r} is expected already")
-            if prompt is None:
+            if prompt is None or prompt.is_ending:
                 prompt = self.prompts[transfer] = IncomingPrompt(self, transfer)
             prompt.is_expected = True
         self._post_start(prompt.expected)
@@ -244,7 +244,8 @@ class TransferNode(TransferResources):
         for _, prompt in sorted(idle, key=lambda each: each[0]):
             if self.buffers.waiting and prompt.is_abandoned:
                 self.counts["prompts_evicted"] += 1
-                await prompt.evicted(EVICTED)
+                prompt.stop(EVICTED)
+                await prompt.over()
 
 
 def _check_keys(name: str, keys: Sequence[bytes]) -> None:

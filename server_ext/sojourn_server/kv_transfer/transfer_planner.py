@@ -207,6 +207,7 @@ class TransferPlanner:
                     self._push(entry, block_ids)
             elif self._saves:
                 entry.computed = tokens_after
+                entry.saved_before = [*entry.saved_before, entry.saved][-self._concurrent_steps :]
                 self._save(entry, block_ids)
 
     def take_jobs(self) -> TransferJobs:
@@ -339,9 +340,8 @@ class TransferPlanner:
             entry.saved = max(first, min(first + len(keys), len(ids) // self._per_full))
 
     def _remaining_saves(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Return jobs for the blocks of a finished request that are not known to be stored. The store may
-        still refuse the saves of steps whose results are missing, so these are planned again."""
-        first = max(entry.saved - self._concurrent_steps * self._max_saves, entry.stored)
+        """Return jobs for the blocks of a finished request that are not known to be stored."""
+        first = max(min([entry.saved, *entry.saved_before]), entry.stored)
         return self._save_jobs(entry, ids, first, self._keys(entry, first, entry.computed), is_late=True)
 
     def _save_jobs(

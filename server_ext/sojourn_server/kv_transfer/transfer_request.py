@@ -209,6 +209,9 @@ class TransferRequest:
     saved: int = 0
     """Number of leading Full Blocks that need no further save job. It falls if the worker could not save a
     block."""
+    saved_before: list[int] = field(default_factory=list)
+    """Value of ``saved`` before each of the last ``concurrent_steps`` steps. The results of these steps may
+    be missing, so the store may still refuse their saves."""
     stored: int = 0
     """Number of leading Full Blocks that are known to be stored."""
     answers: list[int] = field(default_factory=list)
