@@ -17,7 +17,8 @@ from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.openapi import PREFIX
 from sojourn_server.api.routes import build_router
 from sojourn_server.core.engine_answers import MissingTiers, TierCapabilities, TierCapacity
-from sojourn_server.core.engine_service import StockEngineService
+from sojourn_server.core.engine_service import stock_answer
+from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from virtual_engine import VirtualEngine, prompt
 
 
@@ -145,8 +146,8 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
         "/decisions?engine=1",
     ):
         ask(contract, both, url)
-    stock = StockEngineService(service_paths(), lambda: {"vllm": "0"})
-    rpc.instead = {name: json.loads(stock.call(name)) for name in ("capabilities", "stats")}
+    for name in ("capabilities", "stats"):
+        rpc.instead[name] = json.loads(stock_answer(name, service_paths(), {"vllm": "0"}, MetricsRecorder()))
     ask(contract, client_of(rpc), "/capabilities")
     ask(contract, client_of(rpc), "/stats")
 

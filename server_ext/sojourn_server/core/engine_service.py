@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from types import MappingProxyType
@@ -38,7 +38,7 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
-"""Operations that ``StockEngineService`` answers."""
+"""Operations that ``stock_answer`` carries out."""
 
 _Engine = TypeVar("_Engine", bound=EngineRow)
 _Summary = TypeVar("_Summary", bound=ProgramSummary)
@@ -411,32 +411,24 @@ class EngineService:
         return [request for request in found if request is not None]
 
 
-class StockEngineService:
-    """Carries out ``STOCK_OPERATIONS`` for an engine of a prefill/decode pair with vLLM's own scheduler."""
-
-    def __init__(self, paths: KVTransferStatus, engine: Callable[[], dict[str, str]]) -> None:
-        """``engine`` returns the entry ``engine`` of the answer to ``capabilities``."""
-        self._paths = paths
-        self._engine = engine
-        self._recorder = MetricsRecorder()
-
-    def call(self, operation: str) -> str:
-        """Carry out one operation; returns JSON. An unsupported operation returns an error with the names of
-        the supported operations."""
-        if operation == "capabilities":
-            paths = self._paths.capabilities()
-            answer: Any = answers.Capabilities(
-                name="vllm", wire=[], policy="stock", engine=self._engine(), paths=paths
-            )
-        elif operation == "stats":
-            answer = answers.EngineStats(engine="0", now_s=0.0, policy="stock", paths=self._paths.stats())
-        elif operation == "load":
-            answer = answers.EngineLoad(complete=False, **pair_load(self._paths))
-        elif operation == "drain_metrics":
-            answer = self._recorder.drain(count_links(self._recorder, self._paths.stats()))
-        else:
-            answer = {"error": "stock", "answers": STOCK_OPERATIONS}
-        return encode(answer).decode()
+def stock_answer(
+    operation: str, paths: KVTransferStatus, engine: dict[str, str], recorder: MetricsRecorder
+) -> str:
+    """Carry out one of ``STOCK_OPERATIONS`` for an engine of a prefill/decode pair with vLLM's own scheduler;
+    returns JSON. The answer to any other operation is an error with the names of these. ``engine``: the entry
+    ``engine`` of the answer to ``capabilities``."""
+    stats = paths.stats()
+    answer: Any = {"error": "stock", "answers": STOCK_OPERATIONS}
+    if operation == "capabilities":
+        about = paths.capabilities()
+        answer = answers.Capabilities(name="vllm", wire=[], policy="stock", engine=engine, paths=about)
+    elif operation == "stats":
+        answer = answers.EngineStats(engine="0", now_s=0.0, policy="stock", paths=stats)
+    elif operation == "load":
+        answer = answers.EngineLoad(complete=False, **pair_load(paths))
+    elif operation == "drain_metrics":
+        answer = recorder.drain(count_links(recorder, stats))
+    return encode(answer).decode()
 
 
 def pair_load(paths: KVTransferStatus) -> dict[str, Any]:

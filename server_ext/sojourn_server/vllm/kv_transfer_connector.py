@@ -20,6 +20,7 @@ from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
 from ..kv_transfer.transfer_manager import StatsUnavailable, TransferManager, fetch_stats
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..kv_transfer.transfer_request import ScheduledRequest
+from ..metrics.metrics_recorder import MetricsRecorder
 from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
@@ -28,7 +29,6 @@ from .plugin_settings import SettingsError
 if TYPE_CHECKING:
     import torch
 
-    from ..core.engine_service import StockEngineService
     from ..kv_offload.cpu_device_backend import KvBlockArrays
     from ..kv_offload.cuda_block_arrays import CudaBlockArrays
     from ..kv_transfer.transfer_worker import TransferWorker
@@ -321,8 +321,8 @@ class PairStatusReporter(KVTransferStatus):
         self._failed = False
         self.has_left_pair = False
         """Whether the engine has left the pair after a reset of its cache. Set by the connector."""
-        self.stock_service: StockEngineService | None = None
-        """The service that answers calls if the scheduler is vLLM's own; ``None`` before the first call."""
+        self.stock_recorder = MetricsRecorder()
+        """Counts for an engine whose scheduler is vLLM's own."""
 
     def refresh_status(self, executor: Any) -> None:
         """Ask the workers for their status and keep it. Without an answer, the last status stays."""

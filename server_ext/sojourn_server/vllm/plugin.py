@@ -10,11 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ..core.engine_service import StockEngineService
-    from .kv_transfer_connector import PairStatusReporter
+from typing import Any
 
 METHOD = "sojourn_call"
 """Name of the engine core's method that answers all calls: ``(operation, payload) -> str``."""
@@ -57,18 +53,9 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     if call is not None:
         return str(call(operation, payload))
     if reporter is not None:
-        return _pair_engine_service(self.scheduler, reporter).call(operation)
-    return json.dumps({"error": "stock"})
-
-
-def _pair_engine_service(scheduler: Any, reporter: PairStatusReporter) -> StockEngineService:
-    """Return the service of a pair's engine with vLLM's own scheduler, which keeps the state of metrics."""
-    found: StockEngineService | None = reporter.stock_service
-    if found is None:
-        from ..core.engine_service import StockEngineService
+        from ..core.engine_service import stock_answer
         from .engine_description import profile_description
 
-        found = reporter.stock_service = StockEngineService(
-            reporter, lambda: profile_description(scheduler, scheduler.block_size)
-        )
-    return found
+        engine = profile_description(self.scheduler, self.scheduler.block_size)
+        return stock_answer(operation, reporter, engine, reporter.stock_recorder)
+    return json.dumps({"error": "stock"})
