@@ -89,8 +89,8 @@ SLOT_STATES = frozenset({"used", "free"})
 PATH_OUTCOMES = frozenset({
     "loads_whole", "loads_short", "loads_aborted", "pushes_complete", "pushes_failed", "pushes_refused",
     "prompts_complete", "prompts_failed", "blocks_read", "blocks_unread", "blocks_merged",
-    "blocks_not_filled", "write_stored", "write_already", "write_full", "write_failed", "write_stalled",
-    "writes_refused", "leases_expired", "stalls", "refused", "stale", "too_large", "errors",
+    "blocks_not_filled", "write_stored", "write_already", "write_full", "write_failed",
+    "writes_refused", "leases_expired", "stalls", "refused", "too_large", "errors",
 })  # fmt: skip
 """Results of KV transfers to and from storage and other engines (``docs/kv-transfer.md``). ``leases_expired``
 counts leases on transfer buffers, not leases of programs."""
