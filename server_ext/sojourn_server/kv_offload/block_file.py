@@ -120,13 +120,6 @@ class KvIdentity:
     tp_rank: int = 0
     tp_size: int = 1
 
-    def __post_init__(self) -> None:
-        for name in ("block_tokens", "block_bytes", "layers", "tp_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise ValueError(f"tp_rank {self.tp_rank} is not below tp_size {self.tp_size}")
-
     def digest(self) -> bytes:
         """Return a hash of all fields, 16 bytes long. Equal fields give equal digests in every process."""
         text = json.dumps(asdict(self), sort_keys=True)
@@ -167,7 +160,11 @@ def write_block(
     The payload must not change during the call; otherwise reads of the block raise ``BlockCorrupt``. Raises
     ``OSError``; the caller must then remove the files ``partial`` and ``path``, if they exist.
     """
-    header = _header(key, identity, parent[:PARENT_BYTES], payload)
+    checksum, length = _payload_checksum(payload), _length(payload)
+    fields = _FIELDS.pack(
+        _MAGIC, FORMAT_VERSION, len(key), checksum, length, identity, key, parent[:PARENT_BYTES]
+    )
+    header = fields + _CHECKSUM.pack(_checksum(fields))
     write_file(files, partial, [memoryview(header), *payload])
     files.replace(partial, path)
 
@@ -208,13 +205,6 @@ def write_file(files: FileSystem, path: Path, content: Sequence[memoryview]) -> 
             files.close(fd)
         raise
     files.close(fd)  # some network file systems report a full disk here
-
-
-def _header(key: bytes, identity: bytes, parent: bytes, payload: Sequence[memoryview]) -> bytes:
-    fields = _FIELDS.pack(
-        _MAGIC, FORMAT_VERSION, len(key), _payload_checksum(payload), _length(payload), identity, key, parent
-    )
-    return fields + _CHECKSUM.pack(_checksum(fields))
 
 
 def _block_defect(

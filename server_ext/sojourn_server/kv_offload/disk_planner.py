@@ -232,12 +232,12 @@ class DiskPlanner:
             return
         # No more than fits on the disk. A larger batch would delete files that it has just written.
         room = min(limits.max_spilling, limits.disk_blocks) - len(self.being_spilled)
-        room -= self.spill(self._first_requested(room))
+        room -= self._spill(self._first_requested(room))
         lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
         spare = host.free + host.idle_on_disk + lost + len(self.being_spilled)
         wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
         if wanted > 0:
-            self.spill(host.next_unspilled(wanted, above=RetentionRank.SPARE))
+            self._spill(host.next_unspilled(wanted, above=RetentionRank.SPARE))
 
     def _cancel_requested(self) -> None:
         """Give the blocks of requested writes their new ranks, except ``WANTED`` blocks, and forget the
@@ -262,7 +262,7 @@ class DiskPlanner:
                 found.append(entry)
         return found[::-1]  # as in any batch, the end of a context first
 
-    def spill(self, entries: Sequence[HostEntry]) -> int:
+    def _spill(self, entries: Sequence[HostEntry]) -> int:
         """Plan to write idle entries to disk. They stay in host memory too. Returns how many are written."""
         entries = [entry for entry in entries if not entry.on_disk and entry.key not in self.being_spilled]
         if not entries:
