@@ -69,8 +69,7 @@ def naive(running: list[RunningRequestView], need: BlockShortage) -> tuple[list[
     def worth(view: RunningRequestView) -> tuple[float, ...]:
         others = needs([other for other in running if other is not view], need.block_size)
         most = max(need for at, need in zip(STEP_POINTS, others, strict=True) if at <= HORIZON_STEPS)
-        stays = 0 if view.freed_blocks is None else view.blocks - view.freed_blocks
-        room = need.available_blocks - stays
+        room = need.available_blocks - view.shared_blocks
         own = Fraction(2 * view.context_tokens + need.block_size, 2 * need.block_size)
         fits = [at for at, taken in zip(STEP_POINTS, others, strict=True) if taken + own <= room]
         away = fits[0] if fits else 2 * STEP_POINTS[-1]
@@ -94,8 +93,8 @@ requests = st.builds(
     RunningRequestView, st.just(""), st.integers(1, 4), st.just(0), st.integers(0, 20),
     context_tokens=st.integers(1, 2000), output_tokens=st.integers(0, 2000), remaining=st.none() | lives,
     preemptions=st.integers(0, 4), stayed_tokens=st.integers(0, 130), recover_s=st.floats(0, 5),
-    of_program=st.booleans(), freed_blocks=st.none() | st.integers(0, 20),
-).map(lambda view: view._replace(blocks=max(view.blocks, view.freed_blocks or 0)))  # fmt: skip
+    of_program=st.booleans(), shared_blocks=st.integers(0, 20),
+).map(lambda view: view._replace(blocks=max(view.blocks, view.shared_blocks)))  # fmt: skip
 sets = st.lists(requests, min_size=1, max_size=6).map(
     lambda views: [view._replace(request_id=f"r{at}", position=at) for at, view in enumerate(views)]
 )

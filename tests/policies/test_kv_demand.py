@@ -7,11 +7,10 @@ from random import Random
 from statistics import fmean
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.forecasting import (
     STEP_POINTS,
-    first_shortage_step,
     needed_blocks,
     peak_demand_blocks,
 )
@@ -70,47 +69,6 @@ def test_the_peak_is_the_most_up_to_then(needed: list[float], within: float) -> 
     reached = [need for point, need in zip(STEP_POINTS, needed, strict=True) if point <= within]
     assert peak_demand_blocks(needed, within) == max(reached)
     assert peak_demand_blocks(iter(needed), math.inf) == max(needed)
-
-
-def need_at(needed: list[float], step: float) -> float:
-    """On a line from each point to the next."""
-    for index in range(1, len(STEP_POINTS)):
-        if step <= STEP_POINTS[index]:
-            begin, end = STEP_POINTS[index - 1], STEP_POINTS[index]
-            share = (step - begin) / (end - begin)
-            return needed[index - 1] * (1 - share) + needed[index] * share
-    return needed[-1]
-
-
-@given(needed=needs, blocks=st.floats(0, 1000), within=st.integers(0, 40_000))
-def test_a_shortage_begins_where_the_need_passes_what_there_is(
-    needed: list[float], blocks: float, within: int
-) -> None:
-    assume(all(abs(need - blocks) > 1e-6 for need in needed))
-    steps_until_shortage = first_shortage_step(needed, blocks, within)
-    if steps_until_shortage is None:
-        later = [point for point, need in zip(STEP_POINTS, needed, strict=True) if need > blocks]
-        assert not later or later[0] > within, "nothing up to then, or where it is just passed"
-        if later and later[0] > within:
-            assert need_at(needed, min(within, STEP_POINTS[-1])) <= blocks + 1e-6
-        return
-    assert isinstance(steps_until_shortage, int)
-    assert 0 <= steps_until_shortage <= within
-    assert need_at(needed, steps_until_shortage + 1) > blocks - 1e-6 or needed[0] > blocks
-    for point, need in zip(STEP_POINTS, needed, strict=True):
-        if point < steps_until_shortage:
-            assert need <= blocks, "not earlier"
-
-
-def test_a_shortage_between_two_points_is_interpolated() -> None:
-    needed = [10.0, 20.0, *[0.0] * (len(STEP_POINTS) - 2)]
-    assert first_shortage_step(needed, 15.0, 100) == 8
-    assert first_shortage_step(needed, 15.0, 8) == 8
-    assert first_shortage_step(needed, 15.0, 7) is None
-    assert first_shortage_step(needed, 9.0, 100) == 0
-    assert first_shortage_step(needed, 10.0, 100) == 0, "the next token is one too many"
-    assert first_shortage_step(needed, 20.0, math.inf) is None, "what just fits, fits"
-    assert first_shortage_step([10.0] * len(STEP_POINTS), 10.0, math.inf) is None
 
 
 def test_a_shortage_is_looked_for_at_points_that_are_near_enough() -> None:

@@ -12,7 +12,6 @@ from sojourn_server.policies.fairness_policies import (
     AgentFairShare,
     RunningTaskView,
     SharePolicy,
-    TenantView,
     WaitingTenantView,
 )
 from sojourn_server.policies.routing_policies import (
@@ -163,10 +162,10 @@ def test_victims_are_drawn_among_all_loaded_replicas() -> None:
 
 def test_afs_is_equation_8() -> None:
     policy = AgentFairShare()
-    urgent = TenantView("urgent", [RunningTaskView(10.0, 120.0), RunningTaskView(5.0, 105.0)])
-    calm = TenantView("calm", [RunningTaskView(10.0, 1100.0)])
-    assert policy.score(urgent.tasks, 100.0) == pytest.approx(10 / 20 + 5 / 5)
-    shares = policy.shares([urgent, calm], 100.0)
+    urgent = [RunningTaskView(10.0, 120.0), RunningTaskView(5.0, 105.0)]
+    calm = [RunningTaskView(10.0, 1100.0)]
+    assert policy.score(urgent, 100.0) == pytest.approx(10 / 20 + 5 / 5)
+    shares = policy.shares({"urgent": urgent, "calm": calm}, 100.0)
     assert shares["urgent"] == pytest.approx(0.05 + 0.9 * 1.5 / 1.51)
     assert sum(shares.values()) == pytest.approx(1.0)
 
@@ -179,7 +178,7 @@ tasks_of = st.lists(st.builds(RunningTaskView, st.floats(0, 1e6), st.floats(-1e6
     now=st.floats(-1e6, 1e6),
 )
 def test_shares_add_up_and_every_tenant_has_some(of: dict[str, list[RunningTaskView]], now: float) -> None:
-    shares = AgentFairShare().shares([TenantView(t, v) for t, v in of.items()], now)
+    shares = AgentFairShare().shares(of, now)
     assert shares.keys() == of.keys()
     if shares:
         assert math.fsum(shares.values()) == pytest.approx(1.0)

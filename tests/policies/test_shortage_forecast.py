@@ -15,7 +15,6 @@ from sojourn_server.policies.forecasting import (
     ExpectedDemandForecast,
     KvDemandView,
     ShortageForecastPolicy,
-    first_shortage_step,
     needed_blocks,
 )
 from sojourn_server.policies.policy_views import RunningRequestView
@@ -49,26 +48,17 @@ newcomers = st.builds(
 # -- when ----------------------------------------------------------------------------------
 
 
-def test_a_policy_that_does_not_look_answers_none() -> None:
+def test_a_policy_that_does_not_look_expects_none() -> None:
     assert not ShortageForecastPolicy().is_used
     demand = KvDemandView((999.0,) * len(STEP_POINTS), 1)
-    assert ShortageForecastPolicy().steps_until_shortage(demand, 0.0) is None
+    assert not ShortageForecastPolicy().expects_shortage(demand, 0.0)
 
 
 @given(needed=needs, room=st.integers(0, 200), steps=st.integers(1, 1000))
 def test_a_shortage_is_seen_within_the_horizon(needed: tuple[float, ...], room: int, steps: int) -> None:
-    policy = ExpectedDemandForecast(steps=steps)
-    steps_until_shortage = policy.steps_until_shortage(KvDemandView(needed, room), 0.0)
-    assert steps_until_shortage == first_shortage_step(needed, room, steps)
-    if steps_until_shortage is not None:
-        assert steps_until_shortage <= steps
-        further = ExpectedDemandForecast(steps=steps + 100).steps_until_shortage(
-            KvDemandView(needed, room), 0.0
-        )
-        assert further == steps_until_shortage, "a longer horizon finds the same first shortage"
-        if steps_until_shortage > 0:
-            more_room = policy.steps_until_shortage(KvDemandView(needed, room + 50), 0.0)
-            assert more_room is None or more_room >= steps_until_shortage
+    reached = [need for point, need in zip(STEP_POINTS, needed, strict=True) if point <= steps]
+    expected = ExpectedDemandForecast(steps=steps).expects_shortage(KvDemandView(needed, room), 0.0)
+    assert expected == (max(reached) > room)
 
 
 # -- admission -----------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class DemandForecaster:
         self.counted = {view.request_id: view for view in views}
         self._room_blocks = self._available_blocks(views, event.used_blocks)
         forecast = self._state.preset.forecast
-        if not forecast.is_used or forecast.steps_until_shortage(self.demand, now) is None:
+        if not forecast.is_used or not forecast.expects_shortage(self.demand, now):
             return None
         chosen = self._victim(views, event.used_blocks, now)
         if chosen is None or self.recovery(chosen.context_tokens, now) is not RecoveryMethod.OFFLOAD:

@@ -24,13 +24,6 @@ class RunningTaskView(NamedTuple):
     """Deadline, on the same clock as ``now``."""
 
 
-class TenantView(NamedTuple):
-    """A tenant (the owner of an API key) and its running programs."""
-
-    tenant: str
-    tasks: Sequence[RunningTaskView]
-
-
 class WaitingTenantView(NamedTuple):
     """A tenant with waiting requests."""
 
@@ -51,8 +44,9 @@ class SharePolicy:
     divides_capacity = False
     """Whether shares are computed; false: requests are sent in order of arrival."""
 
-    def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
-        """Return tenant → share of capacity. The shares add up to 1. Empty if shares are not computed."""
+    def shares(self, tenants: Mapping[str, Sequence[RunningTaskView]], now: float) -> Mapping[str, float]:
+        """Return tenant → share of capacity. The shares add up to 1. Empty if shares are not computed.
+        ``tenants``: tenant (the owner of an API key) → its running programs."""
         return {}
 
     def order(self, waiting: Iterable[WaitingTenantView], shares: Mapping[str, float]) -> list[str]:
@@ -71,8 +65,8 @@ class AgentFairShare(SharePolicy):
     epoch_s = 0.1
     divides_capacity = True
 
-    def shares(self, tenants: Iterable[TenantView], now: float) -> Mapping[str, float]:
-        scores = {view.tenant: self.score(view.tasks, now) for view in tenants}
+    def shares(self, tenants: Mapping[str, Sequence[RunningTaskView]], now: float) -> Mapping[str, float]:
+        scores = {tenant: self.score(tasks, now) for tenant, tasks in tenants.items()}
         total = math.fsum(scores.values())
         if not total:
             return {tenant: 1.0 / len(scores) for tenant in scores}

@@ -111,22 +111,6 @@ def peak_demand_blocks(needed: Iterable[float], within: float) -> float:
     return max(blocks for point, blocks in zip(STEP_POINTS, needed, strict=True) if point <= within)
 
 
-def first_shortage_step(needed: Sequence[float], blocks: float, within: float) -> int | None:
-    """Return the number of steps until demand exceeds ``blocks``; ``None``: not in the next ``within`` steps.
-
-    Demand is interpolated linearly between two points.
-    """
-    before_at, before = 0, needed[0]
-    if before > blocks:
-        return 0
-    for point, need in zip(STEP_POINTS[1:], needed[1:], strict=True):
-        if need > blocks:
-            at = before_at + (blocks - before) / (need - before) * (point - before_at)
-            return int(at) if at <= within else None
-        before_at, before = point, need
-    return None
-
-
 class KvDemandView(NamedTuple):
     """Expected demand of the running requests."""
 
@@ -139,26 +123,26 @@ class KvDemandView(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortageForecastPolicy:
-    """Predicts in how many steps running requests run out of blocks; ``None``: not soon enough to act. After
-    a prediction, the engine copies a likely victim's KV to host memory in advance, but preempts nothing. The
-    base predicts nothing: a shortage is handled when it occurs."""
+    """Predicts whether running requests soon run out of blocks. If so, the engine copies a likely victim's KV
+    to host memory in advance, but preempts nothing. The base predicts nothing: a shortage is handled when it
+    occurs."""
 
     is_used = False
     """Whether the policy is asked. If not, no KV is copied in advance."""
 
-    def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
-        return None
+    def expects_shortage(self, demand: KvDemandView, now: float) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedDemandForecast(ShortageForecastPolicy):
-    """Predicts when expected demand exceeds the available blocks. Looks ``steps`` steps ahead."""
+    """Predicts that expected demand exceeds the available blocks within ``steps`` steps."""
 
     steps: Annotated[int, Meta(ge=1)] = 128
     is_used = True
 
-    def steps_until_shortage(self, demand: KvDemandView, now: float) -> int | None:
-        return first_shortage_step(demand.needed_blocks, demand.available_blocks, self.steps)
+    def expects_shortage(self, demand: KvDemandView, now: float) -> bool:
+        return peak_demand_blocks(demand.needed_blocks, self.steps) > demand.available_blocks
 
 
 QUANTILE_POINTS = 8

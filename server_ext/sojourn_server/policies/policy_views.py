@@ -145,13 +145,8 @@ class RunningRequestView(NamedTuple):
     faster."""
     of_program: bool = False
     """Whether the request belongs to a program, so that hints are possible."""
-    freed_blocks: int | None = None
-    """Blocks that preempting this request would free, because no other request uses them; ``None``: all."""
-
-    @property
-    def shared_blocks(self) -> int:
-        """Number of the request's blocks that other requests use too. A preemption does not free them."""
-        return 0 if self.freed_blocks is None else self.blocks - self.freed_blocks
+    shared_blocks: int = 0
+    """Number of the request's blocks that other requests use too. A preemption does not free them."""
 
 
 class BlockShortage(NamedTuple):

@@ -200,7 +200,9 @@ class ToolTypeRetention(RetentionPolicy):
         self, leases: Sequence[LeaseView], used_blocks: int, pool_blocks: int, now: float
     ) -> list[tuple[ProgramId, DecisionReason]]:
         """Return the programs whose leases end under the present memory pressure, each with the reason."""
-        pressure = memory_pressure(used_blocks / pool_blocks)
+        # SAGA's memory pressure m (eq. 6), 0 to 1.
+        pressure = (used_blocks / pool_blocks - PRESSURE_LOW) / (PRESSURE_HIGH - PRESSURE_LOW)
+        pressure = min(1.0, max(0.0, pressure))
         if not pressure:
             return []
         ended: list[tuple[ProgramId, DecisionReason]] = []
@@ -215,11 +217,6 @@ class ToolTypeRetention(RetentionPolicy):
                 continue
             excess -= lease.blocks
         return ended
-
-
-def memory_pressure(used_share: float) -> float:
-    """Return SAGA's memory pressure m (eq. 6), limited to 0 to 1."""
-    return min(1.0, max(0.0, (used_share - PRESSURE_LOW) / (PRESSURE_HIGH - PRESSURE_LOW)))
 
 
 def _percentile_s(ordered: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from itertools import islice
 
-from ..policies.fairness_policies import RunningTaskView, SharePolicy, TenantView, WaitingTenantView
+from ..policies.fairness_policies import RunningTaskView, SharePolicy, WaitingTenantView
 from .routing_core import RoutingCore
 from .routing_records import DEFAULT_MAX_RUNNING, Key, RoutedProgram
 from .waiting_queues import TenantQueue
@@ -61,7 +61,7 @@ class TenantShares:
             programs = working.setdefault(request.tenant, {})
             if request.program is not None:
                 programs[request.program.key] = request.program
-        views = [TenantView(tenant, self._tasks(programs, now)) for tenant, programs in working.items()]
+        views = {tenant: self._tasks(programs, now) for tenant, programs in working.items()}
         try:
             self.shares = dict(self._policy.shares(views, now))
         except Exception as error:

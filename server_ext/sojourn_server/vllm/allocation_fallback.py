@@ -143,16 +143,17 @@ class DemandMonitor:
         for position, request in enumerate(running):
             known = self._program_scheduler.request(request.request_id)
             groups = list(self._groups.used_by(request))
+            blocks = sum(map(len, groups))
             views.append(
                 RunningRequestView(
                     request.request_id,
                     known.rank if known is not None else sys.maxsize,
                     position,
-                    sum(map(len, groups)),
+                    blocks,
                     context_tokens=request.num_tokens,
                     output_tokens=request.num_output_tokens,
                     most_tokens=max_new_tokens(request, self._scheduler.max_model_len),
-                    freed_blocks=sum(map(count_unshared_blocks, groups)),
+                    shared_blocks=blocks - sum(map(count_unshared_blocks, groups)),
                 )
             )
         return views

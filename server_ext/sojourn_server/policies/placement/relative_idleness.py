@@ -123,7 +123,11 @@ class RelativeIdlenessPlan(PlacementPlan):
         """Replace programs whose tools have run for ``absent_s`` by the first ready program for which they
         are enough (rule 5). Returns whether a program was promoted."""
         limit_s = self._policy.absent_s
-        absent = [p for p in self._acting() if has_elapsed(p.last_active_s, limit_s, self._now)]
+        absent = [
+            p
+            for p in self._demotion_candidates()
+            if p.activity is ProgramActivity.ACTING and has_elapsed(p.last_active_s, limit_s, self._now)
+        ]
         most = self._free[Tier.DEVICE] + sum(p.device_blocks for p in absent)
         program = next((p for p in self._candidates() if p.device_blocks <= most), None) if absent else None
         if program is None:
@@ -202,10 +206,6 @@ class RelativeIdlenessPlan(PlacementPlan):
 
     def _demotion_candidates(self) -> list[ProgramTierView]:
         return [p for p in self._in_demotion_order if p.program_id in self._staying]
-
-    def _acting(self) -> list[ProgramTierView]:
-        """Return the demotion candidates that run a tool."""
-        return [p for p in self._demotion_candidates() if p.activity is ProgramActivity.ACTING]
 
     @cached_property
     def _in_demotion_order(self) -> list[ProgramTierView]:
