@@ -96,13 +96,13 @@ class ContextKeys:
         return self.start_tokens
 
     def begins(self, has: HasBlock) -> bool:
-        """Return whether ``covered`` is more than ``start_tokens``, in O(1) without windows."""
-        wholes = [group for group in self._groups if group.keeps_all]
-        for group in wholes:
+        """Return whether ``covered`` is more than ``start_tokens``; with one group in O(1)."""
+        for group in self._groups:
             index = self.start_tokens // group.block_tokens
-            if (index + 1) * group.block_tokens > self.end_tokens or not has(self._key(group, index)):
+            ends = (index + 1) * group.block_tokens > self.end_tokens
+            if group.keeps_all and (ends or not has(self._key(group, index))):
                 return False
-        return len(wholes) == len(self._groups) or self.covered(has) > self.start_tokens
+        return len(self._groups) == 1 or self.covered(has) > self.start_tokens
 
     def missed_windows(self, tokens: int, has: HasBlock) -> list[BlockKey]:
         """Return the keys of the window blocks that a longer prefix than ``tokens`` tokens needs, if all its

@@ -215,7 +215,7 @@ class KVCacheGroups:
         return list(by_suffix.values())
 
     def is_of_window(self, key: BlockKey) -> bool:
-        return not self.is_single and key[-GROUP_BYTES:] in self._windows
+        return key[-GROUP_BYTES:] in self._windows
 
     def context_keys(self, hashes: Sequence[Any], start_tokens: int, end_tokens: int) -> ContextKeys:
         """Return the keys of the blocks that a context with these block ``hashes`` needs for its tokens from
@@ -274,11 +274,8 @@ class KVCacheGroups:
         return self.blocks_of(len(hashes) * self.hash_tokens), keys
 
     def all_keys(self, hashes: Sequence[Any]) -> Iterator[BlockKey]:
-        """Yield the keys that blocks with these hashes may have, in all groups."""
-        if self.is_single:
-            yield from hashes
-        else:
-            yield from (each + layout.suffix for each in hashes for layout in self._layouts)
+        """Return the keys that blocks with these hashes may have, in all groups."""
+        return (each + layout.suffix for each in hashes for layout in self._layouts)
 
     def needed_blocks(self, hashes: Sequence[Any]) -> list[KVCacheBlock]:
         """Return those blocks of ``needed_keys(hashes)`` that the device has; with one group, those before

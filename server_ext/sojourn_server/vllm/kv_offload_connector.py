@@ -50,7 +50,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = KVOffloadSettings.read(vllm_config, kv_cache_config)
-        self._block_size = self.settings.block_tokens
         self._refusal = ""
         """Worker side: why there is no worker, although the settings allow host memory."""
         self._not_filled: set[int] = set()
