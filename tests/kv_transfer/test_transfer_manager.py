@@ -214,7 +214,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(tmp_path: Path) -> N
         manager(MemoryStore(), "e", [to])
     assert threads_of("e") == []
     path.write_text("not a socket")
-    with pytest.raises(FileExistsError, match="not a socket"):
+    with pytest.raises(OSError, match="already in use"):
         manager(MemoryStore(), "e", [to])
 
 

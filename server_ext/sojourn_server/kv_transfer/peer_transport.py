@@ -11,9 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
 _READ_AHEAD_BYTES = 256 << 10
 """Each connection buffers at most twice this number of received bytes."""
@@ -65,7 +63,8 @@ async def listen(
         await accept(SocketStream(reader, writer))
 
     if isinstance(place, str):
-        _remove_stale_socket(Path(place))
+        if _is_used(place):
+            raise OSError(f"another process listens at {place}")
         server = await asyncio.start_unix_server(take, place, limit=_READ_AHEAD_BYTES)
         os.chmod(place, 0o600)
         return server, address
@@ -74,9 +73,8 @@ async def listen(
     return server, f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
 
-def stop_listening(server: asyncio.Server, address: str) -> None:
-    """Close a listener, and remove the file of a Unix socket."""
-    server.close()
+def remove_socket(address: str) -> None:
+    """Remove the file of a Unix socket."""
     if address.startswith("unix:"):
         with contextlib.suppress(OSError):
             os.unlink(address.removeprefix("unix:"))
@@ -104,7 +102,7 @@ class SocketStream:
         """Send the parts in order. Returns when their memory may be reused. Raises ``OSError``."""
         for part in parts:
             self._writer.write(part)
-        await self._writer.drain()
+            await self._writer.drain()  # asyncio copies what the socket does not take at once
 
     def close(self) -> None:
         """Close the connection at once. A running write ends and stops reading its memory. Idempotent. Call
@@ -113,24 +111,10 @@ class SocketStream:
             self._writer.transport.abort()
 
 
-def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket file of a dead engine. Raises ``OSError`` if a process listens there, or if the file
-    is not a socket."""
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{path} exists and is not a socket")
-    probe = socket.socket(socket.AF_UNIX)
-    try:
-        probe.connect(str(path))
-    except (ConnectionRefusedError, FileNotFoundError):
-        path.unlink(missing_ok=True)
-    else:
-        raise OSError(f"another process listens at {path}")
-    finally:
-        probe.close()
+def _is_used(path: str) -> bool:
+    """Whether a process listens at ``path``. Asyncio replaces the socket file of a dead engine."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def _host_and_port(rest: str) -> tuple[str, int]:

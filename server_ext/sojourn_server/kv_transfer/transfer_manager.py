@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..kv_offload.shared_store import SharedStore
-from .peer_transport import dial, listen, stop_listening
+from .peer_transport import dial, listen, remove_socket
 from .store_threads import StoreThreads
 from .transfer_limits import TransferLimits
 from .transfer_node import TransferNode, link_stats
@@ -52,6 +52,7 @@ class TransferManager:
         self._limits = limits
         self._folder = ""
         """Temporary folder of the stats socket, which only this process's user can access."""
+        self._servers: list[asyncio.Server] = []
         self._is_closing = False
         self._started: Future[None] = Future()
         self._thread = threading.Thread(
@@ -87,7 +88,8 @@ class TransferManager:
         stats, storage = self.node.stats(), self.storage
         queued_bytes = storage.queued_writes * self._identity.block_bytes
         stats["links"]["storage write"] = link_stats(queued_bytes, storage.written_bytes)
-        merged = Counter(stats["counts"]) + storage.counts + (counts or Counter())
+        # Copies, because other threads count meanwhile.
+        merged = Counter(stats["counts"]) + Counter(storage.counts) + Counter(counts)
         return {
             **stats,
             "addresses": list(self.addresses),
@@ -110,7 +112,7 @@ class TransferManager:
         self._folder = tempfile.mkdtemp(prefix="sojourn-paths-")
         path = os.path.join(self._folder, "stats")
         opening = asyncio.run_coroutine_threadsafe(asyncio.start_unix_server(answer, path), self.node.loop)
-        self._stats_server = opening.result(START_TIMEOUT_S)
+        self._servers.append(opening.result(START_TIMEOUT_S))
         return path
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -137,17 +139,18 @@ class TransferManager:
         self.node = TransferNode(
             self._identity, self._limits, name=self.name, epoch=self.epoch, storage=self.storage, dial=dial
         )
-        servers: list[asyncio.Server] = []
         try:
             for address in listen_at:
                 server, reachable = await listen(address, self.node.peers.accept)
-                servers.append(server)
+                self._servers.append(server)
                 self.addresses.append(reachable)
             self._started.set_result(None)
             await self._over.wait()
         finally:
-            for server, address in zip(servers, self.addresses, strict=True):
-                stop_listening(server, address)
+            for server in self._servers:
+                server.close()
+            for address in self.addresses:
+                remove_socket(address)
             await self.node.close()
 
 

@@ -238,7 +238,7 @@ class TransferNode(TransferResources):
         until_s = self.loop.time() - self.limits.patience_s / 2
         idle = [
             (prompt.idle_since_s, prompt)
-            for prompt in self.prompts.values()
+            for prompt in list(self.prompts.values())
             if prompt.is_abandoned and prompt.idle_since_s is not None and prompt.idle_since_s <= until_s
         ]
         for _, prompt in sorted(idle, key=lambda each: each[0]):
