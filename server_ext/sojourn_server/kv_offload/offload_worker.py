@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -62,23 +64,15 @@ class DeviceBackend(Protocol):
         """Wait for all copies and release host memory."""
 
 
+@dataclass(slots=True, eq=False)
 class _PendingStore:
-    """One job's copies from device to host memory. The first thread that calls ``begin`` makes them: the
-    device-to-host thread while the model computes, or the model's thread if a step needs them before."""
+    """One job's copies from device to host memory."""
 
-    def __init__(self, copies: Sequence[BlockCopy]) -> None:
-        self.copies = copies
-        self._begun = threading.Lock()  # taken once, by the thread that copies
-        self.begun = threading.Event()
-        """Set once ``copy`` has its value, or once the attempt to begin the copies has failed."""
-        self.copy: Copy | None = None
-        self.over = threading.Event()
-        """Set once ``copy_result`` is final."""
-        self.copy_result = CopyResult.FAILED
-
-    def begin(self) -> bool:
-        """Claim the copies. Returns whether the caller is the first and must make them."""
-        return self._begun.acquire(blocking=False)
+    copy: Future[Copy] = field(default_factory=Future)
+    """The copies, once the device-to-host thread has begun them. Cancelled if a step needs them before: the
+    model's thread then makes them."""
+    copy_result: CopyResult | None = None
+    """``None`` until it is final."""
 
 
 class OffloadWorker:
@@ -138,9 +132,8 @@ class OffloadWorker:
         except Exception:
             for job in jobs.awaited:
                 store = self._stores.get(job)
-                if store is not None and store.begin():  # its slots may soon have other blocks
-                    store.begun.set()
-                    store.over.set()
+                if store is not None and store.copy.cancel():  # its slots may soon have other blocks
+                    store.copy_result = store.copy_result or CopyResult.FAILED
             self._lose({copy.slot for copies in (jobs.saves, *jobs.awaited.values()) for copy in copies})
             raise
         if jobs.settles or jobs.awaited or jobs.saves:
@@ -198,7 +191,7 @@ class OffloadWorker:
         with self._lock:
             results, self._results = self._results, OffloadResults()
         for job, store in list(self._stores.items()):
-            if store.over.is_set():
+            if store.copy_result is not None:
                 results.stored[job] = store.copy_result
                 del self._stores[job]
         for lane in (self._to_host, self._to_device, self._to_disk, self._from_disk):
@@ -223,15 +216,12 @@ class OffloadWorker:
         store = self._stores.get(job)
         if store is None:
             return copies  # already reported, possibly as failed; copying again is harmless
-        if store.begin():  # do not wait for the work queued before it
+        if store.copy.cancel():  # do not wait for the work queued before it
             store.copy_result = CopyResult.MOVED
-            store.begun.set()
-            store.over.set()
             return copies
-        store.begun.wait()
-        if store.copy is None:
+        if store.copy.exception() is not None:
             return copies
-        self._device.hold_compute(store.copy)
+        self._device.hold_compute(store.copy.result())
         return ()
 
     def _save(self, copies: Sequence[BlockCopy]) -> None:
@@ -274,21 +264,24 @@ class OffloadWorker:
         self._loading.add(request_id)
 
     def _store(self, job: int, copies: Sequence[BlockCopy], fence: Any) -> None:
-        store = _PendingStore(copies)
+        store = _PendingStore()
         self._lost.difference_update(copy.slot for copy in copies)
 
         def copy() -> Moved | None:
-            if not store.begin():
+            if not store.copy.set_running_or_notify_cancel():
                 return None
+            copy_result = CopyResult.FAILED
             try:
                 try:
-                    store.copy = self._device.to_host(copies, fence)
-                finally:
-                    store.begun.set()
-                seconds = store.copy.wait()
-                store.copy_result = CopyResult.MOVED
+                    begun = self._device.to_host(copies, fence)
+                except Exception as error:
+                    store.copy.set_exception(error)
+                    raise
+                store.copy.set_result(begun)
+                seconds = begun.wait()
+                copy_result = CopyResult.MOVED
             finally:
-                store.over.set()
+                store.copy_result = copy_result
             return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_host.submit(copy)
