@@ -16,9 +16,7 @@ from sojourn_server.policies.admission_policies import AdmissionPolicy
 from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
 from sojourn_server.policies.lease_reclaim_policies import EvictionOrderReclaim
 from sojourn_server.policies.policy_protocols import (
-    NO_LOAD_AHEAD,
     DecisionReason,
-    LoadAhead,
     NextStepPrediction,
     PredictionSource,
     RetentionDecision,
@@ -269,18 +267,18 @@ def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_
         queue_s=0.0,
     )
     policy = LikeliestSuccessorPrefetch()
-    assert policy.load_ahead(view, 0.0) == LoadAhead(70, 30.0), "a step's blocks are left"
-    assert policy.load_ahead(view._replace(spare_blocks=1000), 0.0).blocks == 80, "what host memory has"
-    assert policy.load_ahead(view._replace(reserve_blocks=600), 0.0).blocks == 40, "0.05 of the pool at most"
-    assert policy.load_ahead(view._replace(load_s_per_block=0.0095), 0.0).blocks == 52, "half a second's"
-    assert policy.load_ahead(view._replace(load_s_per_block=None), 0.0).blocks == 70, "until it is measured"
+    assert policy.load_ahead(view, 0.0) == 70, "a step's blocks are left"
+    assert policy.load_ahead(view._replace(spare_blocks=1000), 0.0) == 80, "what host memory has"
+    assert policy.load_ahead(view._replace(reserve_blocks=600), 0.0) == 40, "0.05 of the pool at most"
+    assert policy.load_ahead(view._replace(load_s_per_block=0.0095), 0.0) == 52, "half a second's"
+    assert policy.load_ahead(view._replace(load_s_per_block=None), 0.0) == 70, "until it is measured"
     for other in (
         view._replace(load_s_per_block=0.02),  # computing is faster
         view._replace(queue_s=0.001),
         view._replace(spare_blocks=20),
         view._replace(host_blocks=0),
     ):
-        assert policy.load_ahead(other, 0.0) == NO_LOAD_AHEAD
+        assert policy.load_ahead(other, 0.0) == 0
 
 
 # -- lease reclaim ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 from sojourn.ids import ProgramId
 
-from ..policies.policy_protocols import NO_LOAD_AHEAD, DecisionReason, LoadAhead, NextStepPrediction
+from ..policies.policy_protocols import DecisionReason, NextStepPrediction
 from ..policies.policy_views import (
     AbandonedBranch,
     EvictionCandidateView,
@@ -21,6 +21,7 @@ from ..policies.policy_views import (
     PrefetchView,
     WorkflowStepView,
 )
+from ..policies.prefetch_policies import KEEP_S
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES
@@ -219,30 +220,28 @@ class WorkflowPredictor:
         program, state = self._state.programs.get(event.program_id), self._state
         missing = event.missing_blocks
         lost_blocks = missing if event.lost_blocks is None else event.lost_blocks
-        load, is_first = NO_LOAD_AHEAD, True
+        blocks, is_first = 0, True
         if program is not None and not program.live_requests and program.status not in OVER_STATUSES:
-            load, tries = self._load_ahead(event, now), program.prefetch_tries
+            blocks, tries = self._load_ahead(event, now), program.prefetch_tries
             is_first, program.prefetch_tries = not tries, tries + 1
-            if missing - lost_blocks > load.blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
+            if missing - lost_blocks > blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
                 self._plans[program.id] = now + FIRST_RETRY_S * 2**tries
-        if is_first or load.blocks:
+        if is_first or blocks:
             reason = DecisionReason.NO_TIER if lost_blocks == missing else DecisionReason.IN_HOST
-            if load.blocks:
+            if blocks:
                 reason = DecisionReason.TO_DEVICE
             elif event.coming_blocks:
                 reason = DecisionReason.FROM_DISK
             elif not missing:
                 reason = DecisionReason.IN_PLACE
-            state.decisions.add(
-                now, "prefetch", event.program_id, reason.value, blocks=load.blocks or missing
-            )
+            state.decisions.add(now, "prefetch", event.program_id, reason.value, blocks=blocks or missing)
             state.recorder.count("sojourn_prefetches_total", outcome=reason.value)
-        return LoadAheadChosen(*load) if load.blocks else None
+        return LoadAheadChosen(blocks, KEEP_S) if blocks else None
 
-    def _load_ahead(self, event: PrefetchStarted, now: float) -> LoadAhead:
+    def _load_ahead(self, event: PrefetchStarted, now: float) -> int:
         """Return how many blocks of a prefetched prefix to load into spare blocks of the device."""
         if not event.host_blocks or not event.spare_blocks:
-            return NO_LOAD_AHEAD
+            return 0
         pool, link, missing = self._pool, self._state.host_link, event.missing_blocks
         token_s = link.load_s_per_token
         view = LoadAheadView(

@@ -85,14 +85,3 @@ class NextStepPrediction(NamedTuple):
     """The most likely next workflow step; ``None``: unknown, or not likely enough to act on."""
     successors: tuple[tuple[str, float], ...] = ()
     """Possible next steps with their probabilities, as declared or inferred; empty: unknown."""
-
-
-class LoadAhead(NamedTuple):
-    """Number of blocks to load into spare blocks of the device. A loaded block is given up if no request uses
-    it within ``keep_s`` seconds."""
-
-    blocks: int
-    keep_s: float
-
-
-NO_LOAD_AHEAD = LoadAhead(0, 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .costs.reload_estimate import restore_s
-from .policy_protocols import NO_LOAD_AHEAD, LoadAhead
 from .policy_views import LoadAheadView, PrefetchView
 
 EARLY_SHARE = 0.25
@@ -33,10 +32,10 @@ class PrefetchPolicy:
         disk are read into host memory."""
         return None
 
-    def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead:
+    def load_ahead(self, view: LoadAheadView, now: float) -> int:
         """Return how many of the leading missing blocks to load from host memory into spare blocks of the
-        device when the prefetch starts, and for how many seconds to keep loaded blocks that are unused."""
-        return NO_LOAD_AHEAD
+        device when the prefetch starts. They are kept for ``KEEP_S``."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +63,14 @@ class LikeliestSuccessorPrefetch(PrefetchPolicy):
             by_s += durations[min(len(durations) - 1, int(EARLY_SHARE * len(durations)))]
         return max(now, by_s - view.reload_s)
 
-    def load_ahead(self, view: LoadAheadView, now: float) -> LoadAhead:
+    def load_ahead(self, view: LoadAheadView, now: float) -> int:
         block_s = view.load_s_per_block
         reserve = min(view.reserve_blocks, int(MAX_RESERVE_SHARE * view.pool_blocks))
         blocks = min(view.host_blocks, view.spare_blocks - reserve)
         if block_s:
             blocks = int(min(blocks, MAX_LOAD_S / block_s))
         if view.queue_s > 0 or blocks <= 0:
-            return NO_LOAD_AHEAD
+            return 0
         if block_s is not None and restore_s(view.compute_s_per_block, block_s) != block_s:
-            return NO_LOAD_AHEAD  # computing is faster
-        return LoadAhead(blocks, KEEP_S)
+            return 0  # computing is faster
+        return blocks
