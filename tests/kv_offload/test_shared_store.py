@@ -254,6 +254,7 @@ def test_writers_that_are_killed_leave_whole_blocks(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
         store = SharedStore.open(tmp_path, model, budget_bytes=40 * (128 + (1 << 16)))
+        assert {file.stat().st_size for file in store.path.glob("*/*.kv")} == {128 + (1 << 16)}
         found = bytearray(1 << 16)
         for name in map(key, range(200)):
             if store.has(name):
