@@ -154,21 +154,14 @@ class TransferManager:
             await self.node.close()
 
 
-class StatsUnavailable(OSError):
-    """Raised if a worker's stats socket does not answer."""
-
-
 def fetch_stats(address: str) -> dict[str, Any] | None:
     """Return the document at the stats socket ``address``; ``None`` if the worker has none now. Raises
-    ``StatsUnavailable``."""
+    ``OSError``, or ``ValueError`` for an answer that is cut off."""
     answer = bytearray()
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-            asking.settimeout(STATS_TIMEOUT_S)
-            asking.connect(address)
-            while part := asking.recv(1 << 16):
-                answer += part
-        document: dict[str, Any] | None = json.loads(answer)
-    except (OSError, ValueError) as error:
-        raise StatsUnavailable(f"{address}: {error}") from error
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(STATS_TIMEOUT_S)
+        asking.connect(address)
+        while part := asking.recv(1 << 16):
+            answer += part
+    document: dict[str, Any] | None = json.loads(answer)
     return document

@@ -33,8 +33,6 @@ from .transfer_wire import (
 CLOSE_GRACE_S = 1.0
 """Maximum seconds for sending the last messages when the node closes."""
 CLOSING = "the engine is closing"
-MAX_PROMPTS = 4096
-"""Maximum number of open prompts of all peers together."""
 EVICTED = "evicted before any request asked for it: other transfers waited for its buffers"
 
 
@@ -61,8 +59,8 @@ class TransferNode(TransferResources):
     ) -> BlockLoad:
         """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
         handle to wait for them; its ``end`` must be called. ``look_up``: load only the leading blocks that
-        the store has. If the peer reads for another load of the transfer, or is this engine, this engine
-        reads the blocks. Raises ``ValueError`` if there are no keys or a duplicate key."""
+        the store has. If the peer reads for another load of the transfer, this engine reads the blocks.
+        Raises ``ValueError`` if there are no keys or a duplicate key."""
         _check_keys(name, keys)
         load = BlockLoad(self, name, keys, peer, look_up)
         self._post_start(self._start_load, load)
@@ -177,11 +175,10 @@ class TransferNode(TransferResources):
             raise ValueError(f"the transfer manager of {self.name} is closed")
 
     def _start_load(self, load: BlockLoad) -> None:
-        peer = load.peer
-        if peer is not None and (peer.transfer in self.fetches or peer.address in self.addresses):
+        if load.peer is not None and load.peer.transfer in self.fetches:
             load.peer = None
-        elif peer is not None:
-            self.fetches[peer.transfer] = load
+        if load.peer is not None:
+            self.fetches[load.peer.transfer] = load
         self.loads.add(load)
         load.start()
 
@@ -193,18 +190,14 @@ class TransferNode(TransferResources):
             push.start()
 
     def _asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
-        with self.changed:
-            prompt, opened = self.prompts.get(message.transfer), len(self.prompts)
-            wrong = not message.keys or len(set(message.keys)) != len(message.keys)
-            refused = self.is_closing or (prompt is None and opened >= MAX_PROMPTS)
-            if prompt is None and not wrong and not refused:
-                prompt = self.prompts[message.transfer] = IncomingPrompt(self, message.transfer)
-        if wrong:
+        if self.is_closing:
+            refuse(conn, message, CLOSING)
+        elif not message.keys or len(set(message.keys)) != len(message.keys):
             refuse(conn, message, "no blocks, or a duplicate block")
-        elif refused or prompt is None:
-            self.counts["contexts_refused"] += 1
-            refuse(conn, message, f"peers may have {MAX_PROMPTS} contexts here at a time")
         else:
+            with self.changed:
+                prompt = self.prompts.get(message.transfer) or IncomingPrompt(self, message.transfer)
+                self.prompts[message.transfer] = prompt
             prompt.start()
             prompt.asked(conn, message)
 

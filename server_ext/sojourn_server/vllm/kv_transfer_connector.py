@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.engine_service import KVTransferStatus
 from ..kv_transfer.rank_transfers import combined_status, jobs_of_rank
 from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
-from ..kv_transfer.transfer_manager import StatsUnavailable, TransferManager, fetch_stats
+from ..kv_transfer.transfer_manager import TransferManager, fetch_stats
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..kv_transfer.transfer_request import ScheduledRequest
 from ..metrics.metrics_recorder import MetricsRecorder
@@ -331,7 +331,7 @@ class PairStatusReporter(KVTransferStatus):
                 documents = [fetch_stats(address) for address in self._stats_addresses]
                 self._status = combined_status(documents)
                 return
-            except StatsUnavailable:
+            except (OSError, ValueError):
                 self._stats_addresses = []
         try:
             workers = executor.collective_rpc(worker_status, args=(os.getpid(),))
