@@ -52,12 +52,9 @@ class PrefillCurve:
         if lengths == 0:
             raise ValueError("no prefill points to fit a curve to")
         powers = (0, 1, 2) if lengths >= 3 else (0, 1) if lengths == 2 else (1,)
-        # Scale lengths to (0, 1]: squared lengths next to a constant would lose all digits.
-        scale = float(max(tokens for tokens, _ in points))
-        rows = [[(tokens / scale) ** power for power in powers] for tokens, _ in points]
-        found = non_negative_least_squares(rows, [seconds for _, seconds in points])
-        scaled = dict(zip(powers, found, strict=True))
-        return cls(*(scaled.get(power, 0.0) / scale**power for power in range(3)))
+        rows = [[float(tokens) ** power for power in powers] for tokens, _ in points]
+        costs = dict(zip(powers, non_negative_least_squares(rows, [s for _, s in points]), strict=True))
+        return cls(*(costs.get(power, 0.0) for power in range(3)))
 
     def residual(self, points: Sequence[tuple[int, float]]) -> float:
         """Return the root mean square of the differences between measured and fitted seconds; 0.0 without
