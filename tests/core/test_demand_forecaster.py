@@ -153,7 +153,7 @@ def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
     e = engine(host_blocks=100)
     state, demand_forecaster = e.program_scheduler.state, e.program_scheduler.forecaster
     state.reload.observe_step(1000, 1.0)  # a millisecond a token
-    assumed_s = state.copy_back_s(500)
+    assumed_s = state.host_link.load_s(500)
     assert assumed_s == pytest.approx(500 * state.pool.block_bytes / state.pool.block_size / 4e9)
 
     def recovers_s(tokens: int) -> float:
@@ -161,14 +161,14 @@ def test_every_rule_has_the_same_price_of_getting_kv_back() -> None:
 
     assert recovers_s(500) == pytest.approx(2 * assumed_s), "out and back, at the assumed speed"
     e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, 2e-4, loads_queued_s=0.0)), e.now)
-    assert state.copy_back_s(500) == pytest.approx(0.1)
+    assert state.host_link.load_s(500) == pytest.approx(0.1)
     assert recovers_s(500) == pytest.approx(0.1 + assumed_s)
     e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, 2e-4, loads_queued_s=0.3)), e.now)
-    assert state.copy_back_s(500) == pytest.approx(0.4), "behind the copies that wait"
+    assert state.host_link.load_s(500) == pytest.approx(0.4), "behind the copies that wait"
     assert recovers_s(500) == pytest.approx(0.4), "they go while it is copied out"
     e.program_scheduler.handle(StepCompleted(1, 0.01, 1, LinkCosts(None, None, loads_queued_s=3.0)), e.now)
     assert recovers_s(500) == pytest.approx(0.5), "computing is faster"
-    assert engine().program_scheduler.state.copy_back_s(500) is None, "there is no host memory"
+    assert engine().program_scheduler.state.host_link.load_s(500) is None, "there is no host memory"
 
 
 @settings(max_examples=60)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from scheduler_driver import check_tables
 from sojourn.ids import ProgramId
+from sojourn.wire_codec import EventOutcome
 from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.program_scheduler import ProgramScheduler
@@ -124,7 +125,7 @@ class Life(RuleBasedStateMachine):
             more = {"status": "ok"}
         event: AnyEvent = kind(program_id=program, seq=self.seq, **more)
         (*_, answer) = self.handle(ev.ClientEventReceived("e", event))
-        assert isinstance(answer, ev.EventAnswered)
+        assert isinstance(answer, EventOutcome)
 
     @rule(seconds=SECONDS)
     def tick(self, seconds: float) -> None:

@@ -31,7 +31,7 @@ from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from ..programs.workflow_history import agent_type_name
 from . import engine_answers as answers
 from .client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS, undecodable_outcome
-from .events_and_actions import Action, ClientEventReceived, Event, EventAnswered, PolicySwitched
+from .events_and_actions import Action, ClientEventReceived, Event, PolicySwitched
 from .program_scheduler import ProgramScheduler
 from .request_hints import HINTED_TTL, RequestIdentity, unused_fields
 from .request_table import RequestState
@@ -161,8 +161,8 @@ class EngineService:
         else:
             kind = str(event.__struct_config__.tag)
             answer = self._view.handle(ClientEventReceived(emitter, event), now)[-1]
-            assert isinstance(answer, EventAnswered)
-            outcome = answer.outcome
+            assert isinstance(answer, EventOutcome)
+            outcome = answer
         self._state.recorder.count("sojourn_events_total", type=kind, outcome=outcome.outcome.value)
         return outcome
 

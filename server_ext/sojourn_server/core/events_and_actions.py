@@ -1,9 +1,10 @@
 """Events that an engine reports to ``ProgramScheduler.handle``, and the actions that this method returns.
 
 Every engine and the simulator use the same events and actions. Events are frozen structs, tagged with their
-names; a recording is a list of events with the resulting actions and decisions. Actions are plain tuples.
-Times are in seconds. In events, ``link`` is ``None`` without host memory of ours, ``output_tokens`` and
-``most_tokens`` are the tokens that a request has generated, and the most that it may still generate.
+names; a recording is a list of events with the resulting actions and decisions. Actions are plain tuples,
+except ``EventOutcome``. Times are in seconds. In events, ``link`` is ``None`` without host memory of ours,
+``output_tokens`` and ``most_tokens`` are the tokens that a request has generated, and the most that it may
+still generate.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class TurnFinished(_Event, frozen=True):
 
 
 class ClientEventReceived(_Event, frozen=True):
-    """A client reported an event. The answer is ``EventAnswered``."""
+    """A client reported an event. The answer is its ``EventOutcome``."""
 
     emitter: str
     event: AnyEvent
@@ -308,13 +309,7 @@ class LoadAheadChosen(NamedTuple):
     keep_s: float
 
 
-class EventAnswered(NamedTuple):
-    """The outcome of a client's event."""
-
-    outcome: EventOutcome
-
-
-Answer = RecoveryChosen | RequestChosen | LoadAheadChosen | EventAnswered
+Answer = RecoveryChosen | RequestChosen | LoadAheadChosen | EventOutcome
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | LeaseGranted | QueuePlaceChanged | Answer

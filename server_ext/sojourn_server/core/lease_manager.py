@@ -60,7 +60,7 @@ class LeaseManager:
             history=state.histories.tools,
             hinted_ttl_s=program.hinted_ttl_s,
             chunked_reload_s=pieces * state.reload.seconds(-(-tokens // pieces)),
-            host_reload_s=state.copy_back_s(tokens),
+            host_reload_s=state.host_link.load_s(tokens),
             running_tokens=state.requests.running_tokens,
             continuation_probability=program.continuation_probability,
         )

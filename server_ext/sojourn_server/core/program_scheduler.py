@@ -540,7 +540,7 @@ class ProgramScheduler:
 
     # -- events of clients ----------------------------------------------------------
 
-    def _client_event(self, received: ev.ClientEventReceived, now: float) -> ev.EventAnswered:
+    def _client_event(self, received: ev.ClientEventReceived, now: float) -> EventOutcome:
         """Apply one client event to its program and return the outcome for the client. Any event of a known
         program counts as contact, even if it is then rejected."""
         event, prefix = received.event, f"{received.event.__struct_config__.tag}."
@@ -550,8 +550,8 @@ class ProgramScheduler:
         if outcome not in (Outcome.APPLIED, Outcome.DEFERRED):
             unused = ()
         program_id, seq = event.program_id, event.seq
-        return ev.EventAnswered(
-            EventOutcome(outcome=outcome, reason=reason, program_id=program_id, seq=seq, unsupported=unused)
+        return EventOutcome(
+            outcome=outcome, reason=reason, program_id=program_id, seq=seq, unsupported=unused
         )
 
     def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Refusal | None:

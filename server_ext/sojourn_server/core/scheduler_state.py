@@ -201,11 +201,6 @@ class SchedulerState:
         is_single = not pool.fixed_blocks and pool.tokens_per_block == pool.block_size
         return found if is_single or len(found) == len(self.owners.contexts.get(program_id, ())) else []
 
-    def copy_back_s(self, tokens: int) -> float | None:
-        """Return the seconds to copy a context back from host memory, including the wait for queued copies;
-        ``None``: no host tier, or its speed is unknown."""
-        return self.host_link.load_s(tokens)
-
     def _assumed_s_per_token(self) -> float | None:
         """Assumed seconds to copy a token's KV from host memory, until a copy is measured: from the engine
         profile, or else by ``ASSUMED_LINK_BYTES_PER_S``. ``None`` without host memory."""

@@ -329,7 +329,7 @@ class WorkflowPredictor:
             PrefetchView(
                 continuation_probability=program.continuation_probability,
                 tool_durations_s=tools.durations(program.pending_tool) or tools.durations(),
-                reload_s=self._state.copy_back_s(tokens) or 0.0,
+                reload_s=self._state.host_link.load_s(tokens) or 0.0,
             ),
             now,
         )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 from sojourn.errors import InputError
+from sojourn.wire_codec import EventOutcome
 from sojourn.wire_events import AnyEvent, ProgramEnd, ProgramStart, ToolStop
 
 from ..core import events_and_actions as ev
@@ -263,10 +264,10 @@ class RecordingScheduler(ProgramScheduler):
         return [self._recorded_action(action) for action in actions], decisions
 
     def _recorded_action(self, action: ev.Action) -> tuple[Any, ...]:
+        if isinstance(action, EventOutcome):
+            return "EventOutcome", action.outcome  # the reason may quote the client
         fields: Iterable[Any] = action
-        if isinstance(action, ev.EventAnswered):
-            fields = (action.outcome.outcome,)  # the reason may quote the client
-        elif isinstance(action, ev.LeaseGranted):
+        if isinstance(action, ev.LeaseGranted):
             lease = self._leases.get(action.program_id)  # compared with all digits of its TTL
             ttl_s, reason = (lease.ttl_s, lease.reason.value) if lease is not None else (None, None)
             fields = (action.program_id, ttl_s, reason, len(action.block_ids))
