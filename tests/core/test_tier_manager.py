@@ -18,9 +18,8 @@ from sojourn_server.core.events_and_actions import (
     StepCompleted,
     TurnFinishReason,
 )
-from sojourn_server.core.placed_programs import RETURN_S
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S
+from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S, RETURN_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.placement.placement_policy import (
     MAX_EXCHANGES,

@@ -100,7 +100,7 @@ class Checked:
 
     def __init__(self, policy: RelativeIdlenessPlacement, life: PlacedLife) -> None:
         self.policy, self.life = policy, life
-        self.k, self.tick_s, self.idle_tick_s = policy.k, policy.tick_s, policy.idle_tick_s
+        self.tick_s, self.idle_tick_s = policy.tick_s, policy.idle_tick_s
 
     def moves(self, view: PlacementView, now: float) -> Sequence[TierMove]:
         self.life.asked += 1
@@ -514,11 +514,11 @@ USUAL = {"patience_s": 60.0, "standstill_s": 2.0, "overdue_gap_s": 5.0}
 PAPERS = {"patience_s": math.inf, "absent_s": math.inf}
 SETTINGS = [
     (USUAL, 40, 0),
-    ({"k": 1, **USUAL}, 30, 60),
+    (USUAL, 30, 60),
     ({**PAPERS, "standstill_s": 2.0, "disk_idleness": 1.0}, 20, 20),
     ({**PAPERS, "standstill_s": math.inf}, 40, 40),
     ({"patience_s": 0.0, "standstill_s": 0.0}, 15, 15),
-    ({"patience_s": 10.0, "standstill_s": math.inf, "k": 1}, 0, 0),
+    ({"patience_s": 10.0, "standstill_s": math.inf}, 0, 0),
     ({"disk_idleness": 0.7, **USUAL}, 30, 60),
 ]
 ALWAYS = (

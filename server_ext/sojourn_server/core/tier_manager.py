@@ -19,10 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, pstdev
 from typing import Any
 
 from sojourn.ids import ProgramId
 
+from ..policies.forecasting import MIN_TURNS_SEEN, expected_growth_tokens
 from ..policies.placement.placement_policy import (
     MAX_EXCHANGES,
     MoveReason,
@@ -30,15 +33,24 @@ from ..policies.placement.placement_policy import (
     PlacementPolicy,
     TierMove,
 )
-from ..policies.placement.placement_views import PlacementView, ProgramActivity, Tier, TierCapacity
+from ..policies.placement.placement_views import (
+    PlacementView,
+    ProgramActivity,
+    ProgramTierView,
+    Tier,
+    TierCapacity,
+)
 from ..policies.policy_protocols import DecisionReason
+from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
+from ..programs.statements import SURE_SPREAD, TTL, within
+from ..programs.windowed_history import estimated_durations
+from ..programs.workflow_history import agent_type_name
 from .context_hashes import PrefixTree
 from .events_and_actions import EngineAction, EngineActionKind
-from .placed_programs import PlacedProgram, PlacedProgramViews
 from .request_table import RequestState
-from .scheduler_state import SchedulerState
+from .scheduler_state import ANY_TYPE, SchedulerState
 
 EXCHANGED_SHARE_WEIGHT = 1 / 8
 """Weight of the newest return in ``PlacementView.exchanged_share``, a moving average."""
@@ -50,7 +62,86 @@ RETRY_S = 60.0
 seconds of the abort. A retry continues the wait of the aborted request, so a client that gives up and tries
 again keeps its place. OpenAI's clients retry after up to 8 s, or as ``Retry-After`` says."""
 
+GAP_SAMPLES = 15
+"""Number of quantiles of tool durations, and of service times, in a view."""
+RETURN_S = 0.5
+"""Expected seconds from the reported end of a program's last tool call to its next request."""
+MIN_PROGRAMS_SEEN = 8
+"""Minimum number of ended programs, of one agent type or of all types, from which a program's service (the
+seconds that its requests run) is predicted."""
+MIN_RUN_SHARE = 0.05
+"""Minimum share of a sub-agent's time in which it runs, so that its end is finite."""
+TURN_WEIGHT = 1 / 32
+"""Weight of the newest turn in the mean service of a turn."""
+TURNS_ASSUMED = 2
+"""Number of mean turns that a program's own turns are averaged with."""
+MIN_CALLS_SEEN = 4
+"""Minimum number of calls of a tool before the tool's own durations are used (see ``_gap_durations_s``)."""
+
 Moved = tuple[ProgramState, TierMove]
+
+
+@dataclass(slots=True, eq=False)
+class PlacedProgram:
+    """A program's tier, requests and idleness. The tier manager keeps them up to date."""
+
+    program: ProgramState
+    arrived_s: float
+    last_active_s: float
+    """Time at which an admitted request last left the engine; before that, the program's arrival."""
+    returning: bool
+    """Whether a request of the program was admitted before."""
+    clock: IdlenessTracker = field(default_factory=IdlenessTracker)
+    tier: Tier = Tier.WAITING
+    waiting: dict[str, RequestState] = field(default_factory=dict)
+    """The program's requests that were not admitted yet, oldest first."""
+    running: dict[str, RequestState] = field(default_factory=dict)
+    """The program's admitted requests, preempted ones included."""
+    context_blocks: int = 0
+    """Number of cached blocks that the program's last turn left; 0 if the KV was lost."""
+    attained_s: float = 0.0
+    """Seconds of service at the end of the program's last turn."""
+    exchanged: bool = False
+    """Whether an exchange dropped the program's KV in this gap, or would have."""
+    tools_ended_s: float | None = None
+    """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
+    children: dict[ProgramId, PlacedProgram] = field(default_factory=dict)
+    """The programs for which this one waits, as their clients say."""
+    leaves_after: int | None = None
+    """Arrival number of the newest request at the time when the program was marked to leave the device. The
+    program's requests with higher numbers are parked. ``None``: not marked."""
+    shared: tuple[int, int] = (0, 0)
+    """Numbers of leading block hashes of the program's context that are counted for another context of its
+    tier, and that another context has on the device. ``view`` leaves these blocks out."""
+    view: ProgramTierView | None = None
+    """The policy's view of the program; ``None`` after an event of the program."""
+
+    @property
+    def activity(self) -> ProgramActivity:
+        if self.running or self._turn_goes_on:
+            return ProgramActivity.REASONING
+        return ProgramActivity.READY if self.waiting else ProgramActivity.ACTING
+
+    @property
+    def _turn_goes_on(self) -> bool:
+        """Whether the program leaves the device after its turn, and a request of that turn still waits."""
+        oldest = next(iter(self.waiting.values()), None)
+        return self.leaves_after is not None and oldest is not None and oldest.arrival <= self.leaves_after
+
+    def pass_time(self, now: float) -> None:
+        """Measure the idleness after an event of a request."""
+        runs = any(request.running for request in self.running.values())
+        self.clock.update(now, running=runs, live=bool(self.waiting or self.running))
+
+    def parks(self, request_state: RequestState) -> bool:
+        """Whether a request of the program may not run, because the program is not on the device, or will
+        leave it."""
+        if request_state.released or request_state.request_id not in self.waiting:
+            return False
+        leaves_after = self.leaves_after
+        return self.tier is not Tier.DEVICE or (
+            leaves_after is not None and request_state.arrival > leaves_after
+        )
 
 
 class TierManager:
@@ -67,7 +158,7 @@ class TierManager:
         self._host_link = state.host_link
         self._contexts = state.contexts
         self._actions = state.actions
-        self._views = PlacedProgramViews(state)
+        self._histories = state.histories
         self._places: dict[ProgramId, PlacedProgram] = {}
         self._requests = state.requests.states
         self._arrivals = 0
@@ -78,6 +169,8 @@ class TierManager:
         """Time at which the policy is asked if no event comes before."""
         self._last_overdue_promotion_s = self._last_shortage_s = -math.inf
         self._exchanged_share = 0.0
+        self._turn_s = 0.0
+        """Moving average of the seconds of service of a turn; 0.0 before the first."""
         self._released: RequestState | None = None
         """The request that was released last, at ``_released_s``."""
         self._released_s = -math.inf
@@ -93,7 +186,7 @@ class TierManager:
         place = self._places.get(program.id)
         if place is None:
             since_s, returning = request_state.waits_since_s, program.turns > 0
-            place = PlacedProgram(program, IdlenessTracker(self.policy.k), since_s, now, returning)
+            place = PlacedProgram(program, since_s, now, returning)
             place.attained_s = program.attained_s
             self._places[program.id] = place
             parent = self._parent(program)
@@ -161,7 +254,9 @@ class TierManager:
         place = self._places.get(program.id)
         if place is not None:
             place.context_blocks = cached_blocks
-            self._views.turn_finished(place)
+            turn_s, place.attained_s = program.attained_s - place.attained_s, program.attained_s
+            if turn_s > 0:
+                self._turn_s += (turn_s - self._turn_s) * (TURN_WEIGHT if self._turn_s else 1.0)
             self._changed(place)
 
     def tool_known(self, program: ProgramState, now: float) -> None:
@@ -292,8 +387,10 @@ class TierManager:
             there = below
             if place.tier is not Tier.DEVICE or not context:
                 there = on_device.common(context or self._next_prompt(place))
-            view = self._views.view(place, (below, there), costs=self.policy.reads_costs)
-            groups[place.tier].append(view)
+            if place.view is None or place.shared != (below, there):
+                place.shared = below, there
+                place.view = self._program_view(place)
+            groups[place.tier].append(place.view)
         return PlacementView(
             device=TierCapacity(
                 capacity_blocks=pool.blocks,
@@ -312,7 +409,7 @@ class TierManager:
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
             kv_read_share=self._reload.kv_read_share,
-            growth_observed=self._views.growth_observed,
+            growth_observed=self._growth_stats().observed_turns >= MIN_TURNS_SEEN,
             exchanged_share=self._exchanged_share,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_promotion_s,
@@ -401,3 +498,149 @@ class TierManager:
         parent = self._parent(place.program)
         if parent is not None and place.program.id in parent.children:
             parent.view = None
+
+    # -- views of programs --------------------------------------------------------------
+
+    def _program_view(self, place: PlacedProgram) -> ProgramTierView:
+        program, pool = place.program, self._pool
+        wants_tokens = max((request.prompt_tokens for request in place.waiting.values()), default=0)
+        runs_tokens = [request.prompt_tokens for request in place.running.values()]
+        context_tokens = max(
+            [program.context_tokens if place.context_blocks else 0, wants_tokens, *runs_tokens]
+        )
+        first_tokens = program.first_prompt_tokens or context_tokens
+        growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
+        known, longest = self._growth_stats(), pool.max_context_tokens
+        to_the_end = expected_growth_tokens(growing, known, longest, turns_ahead=self._turns_left(program))
+        this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
+        in_tier, on_device = map(pool.blocks_of_hashes, place.shared)
+
+        def own(blocks: int, shared: int = on_device) -> int:
+            return max(1, blocks - shared) if blocks else 0
+
+        return ProgramTierView(
+            program_id=program.id,
+            tier=place.tier,
+            activity=place.activity,
+            idleness=place.clock.reading(),
+            context_blocks=own(place.context_blocks, in_tier),
+            required_blocks=own(pool.blocks_of(wants_tokens)),
+            resident_blocks=own(sum(map(pool.blocks_of, runs_tokens))),
+            turn_blocks=own(pool.blocks_of(context_tokens + this_turn)),
+            peak_blocks=own(pool.blocks_of(context_tokens + to_the_end)),
+            arrived_s=place.arrived_s,
+            waiting_since_s=min((request.waits_since_s for request in place.waiting.values()), default=0.0),
+            last_active_s=place.last_active_s,
+            running_since_s=min(
+                (request.since_s for request in place.running.values() if request.running), default=math.inf
+            ),
+            returning=place.returning,
+            importance=program.importance,
+            due_s=program.due_s,
+            pending=place.leaves_after is not None,
+            **(self._costs(place) if self.policy.reads_costs else {}),
+        )
+
+    def _costs(self, place: PlacedProgram) -> dict[str, Any]:
+        """Fields of a program's view for policies that read costs."""
+        program, returns = place.program, place.program.continuation_probability
+        started_s = (tool.started_s for tool in program.tools.values())
+        began_s = max(place.last_active_s, min(started_s, default=place.last_active_s))
+        began_s = max([began_s, *(child.last_active_s for child in place.children.values())])
+        return {
+            "gap_durations_s": self._gap_durations_s(place),
+            "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
+            "rebuild_s": self._rebuild_s(place),
+            "return_chance": 1.0 if returns is None else returns,
+            **self._work(program),
+        }
+
+    def _turns_left(self, program: ProgramState) -> float | None:
+        """Number of turns that the program has left, at least 1; ``None``: it is not known for sure."""
+        left = self._histories.steps_left.turns_left(program, agent_type_name(program))
+        return max(1.0, left[0]) if left is not None and left[1] else None
+
+    def _rebuild_s(self, place: PlacedProgram) -> float:
+        """Seconds to compute again what the next prompt is expected to reuse of the context, without the
+        prefix that another context on the device has; 0.0 without a cached context."""
+        if not place.context_blocks:
+            return 0.0
+        # Not 0 tokens, since 0 seconds mean that the time is unknown.
+        tokens = max(1, int(place.program.context_tokens * place.program.kept_share))
+        shared_tokens = min(tokens - 1, place.shared[1] * self._pool.block_size)
+        whole_s = self._reload.seconds(tokens)
+        return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
+
+    def _work(self, program: ProgramState) -> dict[str, Any]:
+        """Fields about the service that a program needs, in seconds that its requests run.
+
+        There are two predictions: by the service of ended programs of the agent type (of all types while
+        fewer than ``MIN_PROGRAMS_SEEN`` of the type have ended), and by what is stated of the turns left.
+        Each is as wide as it was wrong, so the one with the smaller spread counts. A turn takes as long as
+        the program's turns so far, which count as much as ``TURNS_ASSUMED`` mean ones."""
+        service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
+        all_s = service.quantiles(None, GAP_SAMPLES) if service.count() >= MIN_PROGRAMS_SEEN else ()
+        known = service.count(agent_type) >= MIN_PROGRAMS_SEEN
+        service_s = service.quantiles(agent_type, GAP_SAMPLES) if known else all_s
+        found = {"service_s": service_s, "attained_s": program.attained_s, "new_service_s": service_s}
+        if (stated := program.steps_left) is None or not service_s:
+            return found
+        mean_s = self._turn_s or 1.0
+        turn_s = (TURNS_ASSUMED * mean_s + program.attained_s) / (TURNS_ASSUMED + program.turns)
+        steps_left = self._histories.steps_left
+        stated_s = tuple(turn_s * one for one in steps_left.total_turns(agent_type_name(program), stated))
+        since_s = turn_s * (program.turns - stated.after)
+        spread = _spread(stated_s, since_s)
+        if spread >= _spread(service_s, program.attained_s):
+            return found
+        return {**found, "service_s": stated_s, "attained_s": since_s, "work_stated": spread < SURE_SPREAD}
+
+    def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:
+        """Return equally likely lengths in seconds of a program's gap from ``gap_since_s`` on; empty if the
+        program is not acting.
+
+        After the end of the last tool call, the length is ``RETURN_S``. Until then, the client's estimate is
+        used, or else the time for which it asks to keep the KV. Both are corrected by earlier ones. Without
+        them, earlier durations of the running tool are used, or of all tools if there are fewer than
+        ``MIN_CALLS_SEEN``."""
+        if place.activity is not ProgramActivity.ACTING:
+            return ()
+        if place.children:
+            return self._children_s(place.children.values())
+        if place.tools_ended_s is not None:
+            return (RETURN_S,)
+        tools, tool = self._histories.tools, place.program.tool_now()
+        running = place.program.running_tool()
+        if running is not None and running.expected_s is not None and 0 < running.expected_s < math.inf:
+            assumed = estimated_durations(running.expected_s, running.expected_p95_s, GAP_SAMPLES)
+            return self._histories.tool_estimates.expected(running.key, running.expected_s, assumed)
+        if ttl_s := place.program.hinted_ttl_s:
+            return self._histories.tool_estimates.expected(f"{TTL}/{tool}", ttl_s, within(ttl_s))
+        known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
+        return tools.quantiles(known, GAP_SAMPLES)
+
+    def _children_s(self, children: Iterable[PlacedProgram]) -> tuple[float, ...]:
+        """Return equally likely seconds until the last of these programs ends, from the end of their newest
+        turn on. Of each, the mean service that it has left counts, with its share of time in tools."""
+        longest_s = RETURN_S
+        for child in children:
+            work = self._work(child.program)
+            service_s, attained_s = work["service_s"], work["attained_s"]
+            runs = max(MIN_RUN_SHARE, 1.0 - child.clock.reading().at(child.last_active_s))
+            longest_s = max(longest_s, _mean_left(service_s, attained_s) / runs)
+        return estimated_durations(longest_s, None, GAP_SAMPLES)
+
+    def _growth_stats(self) -> GrowthStatistics:
+        growth, turns = self._histories.growth_tokens, self._histories.turns
+        return GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean())
+
+
+def _mean_left(totals: Sequence[float], so_far: float) -> float:
+    """Return the mean of what is left of totals that are equally likely."""
+    return fmean([total - so_far for total in totals if total > so_far] or [so_far])
+
+
+def _spread(totals: Sequence[float], so_far: float) -> float:
+    """Return the standard deviation of what is left, ÷ its mean; ``inf``: nothing is known."""
+    left = [total - so_far for total in totals if total > so_far]
+    return pstdev(left) / fmean(left) if left else math.inf

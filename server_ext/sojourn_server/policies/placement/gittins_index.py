@@ -18,7 +18,7 @@ def gittins_index(durations_s: Sequence[float], elapsed_s: float, chance: float 
     (J. Gittins, 1979). ``remaining`` is the time until the end, in seconds.
 
     ``durations_s``: equally likely total durations, ascending; the scheduler passes at most ``GAP_SAMPLES``
-    quantiles (``core/placed_programs.py``). ``elapsed_s``: seconds that have passed. Each
+    quantiles (``core/tier_manager.py``). ``elapsed_s``: seconds that have passed. Each
     duration above ``elapsed_s`` gives one sample of ``remaining``: the difference. One more sample is added:
     max(largest sample, ``elapsed_s``). So if all durations are exceeded, the index is 1/elapsed_s. If
     ``durations_s`` is empty, the only sample is max(``UNKNOWN_GAP_S``, ``elapsed_s``).

@@ -11,7 +11,6 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta
 from sojourn.ids import ProgramId
 
-from ...programs.idleness import WINDOW_CYCLES
 from .placement_views import PlacementView, Tier
 
 MAX_EXCHANGES = 64
@@ -86,8 +85,6 @@ class PlacementPolicy:
     ``allow_missing_tiers``."""
     reads_costs = False
     """Whether the policy reads the fields of ``ProgramTierView`` for durations, costs and service."""
-    k = WINDOW_CYCLES
-    """Number of newest cycles (a turn and the gap after it) over which idleness is measured."""
     tick_s = math.inf
     idle_tick_s = math.inf
     """Replaces ``tick_s`` while nothing runs although a program waits."""
