@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
-from sojourn_server.launch.kv_options import CACHE_POLICY
+from sojourn_server.launch.kv_options import CACHE_POLICY, VLLM_CONNECTOR
+from sojourn_server.policies.preset import load_preset
 
 offload_cache_policy = pytest.importorskip("sojourn_server.vllm.offload_cache_policy")
 
@@ -278,8 +279,13 @@ def test_what_a_waiting_request_will_load_stays_until_its_admission_or_a_minute(
     fill(host, "A", "B", "D")
     host.policy.arrived("a9", "A")
     now[0] = 61.0
+    host.policy.arrived("a10", "A")
+    now[0] = 120.0
+    assert host.policy.evict(1, set()) is not None
+    assert host.held == {1, 2, 11, 21, 22}, "a minute from the newest request on"
+    now[0] = 122.0
     assert host.policy.evict(2, set()) is not None
-    assert host.held == {11, 12, 21, 22}
+    assert host.held == {11, 21, 22}
 
 
 class Manager:
@@ -307,6 +313,23 @@ class Manager:
         from vllm.v1.kv_offload.base import ReqContext
 
         return self.manager.lookup(key(number), ReqContext(req_id=request_id)).name
+
+
+@pytest.mark.parametrize(
+    ("policy", "off"),
+    [
+        ("observe", None),
+        ("sojourn", None),
+        ("mori", None),
+        ("saga", ["prefetch"]),
+        ("tetris", ["early copies"]),
+    ],
+)
+def test_policies_say_what_is_off_with_vllms_connector(policy: str, off: list[str] | None) -> None:
+    from sojourn_server.vllm.plugin_settings import missing_tiers
+
+    missing = missing_tiers(load_preset(policy), VLLM_CONNECTOR, allowed=False)
+    assert (missing.mechanisms if missing is not None else None) == off
 
 
 def test_chunks_that_could_not_be_loaded_are_not_found_again() -> None:

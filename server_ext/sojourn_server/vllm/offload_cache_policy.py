@@ -100,7 +100,8 @@ class ProgramCachePolicy(LRUCachePolicy):
 
     def waits(self, program_id: ProgramId) -> None:
         """Record that a request of the program will soon load its chunks: it arrived, or was preempted."""
-        self._wanted_since_s.setdefault(program_id, self.clock())
+        self._wanted_since_s.pop(program_id, None)
+        self._wanted_since_s[program_id] = self.clock()
 
     def held_chunks(self, program_id: ProgramId) -> int:
         """Return the number of chunks that only this program has used."""
