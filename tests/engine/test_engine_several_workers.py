@@ -82,3 +82,21 @@ def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
     assert stats["tiers"]["moves"]["spilled"] > 0
     assert stats["tiers"]["moves"].get("failed", 0) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"rank0of2", "rank1of2"}
+
+
+def test_two_workers_give_the_tokens_of_stock_from_the_host_memory_of_vllms_connector(
+    loud_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (
+        "--tensor-parallel-size", "2", "--served-model-name", "loud", "--dtype", "float32",
+        "--max-model-len", "1024", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(BLOCKS + 1),
+        "--kv-host-gib", str(4 * HOST_GIB), "--tier-backend", "vllm",
+    )  # fmt: skip
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
+    with EngineServer(loud_model, policy="sojourn", serve_args=flags, env=env, ready_timeout_s=900) as server:
+        tokens = generate_over_http(server)
+        stats: dict[str, Any] = httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()
+    with one_thread(monkeypatch):
+        assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
+    assert stats["host_tokens"] > 300
+    assert stats["lost_tokens"] == {}

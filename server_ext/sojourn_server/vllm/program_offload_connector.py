@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..policies.costs.reload_estimate import LinkCosts
@@ -91,12 +90,12 @@ class ProgramOffloadingSpec(CPUOffloadingSpec):
     _worker: Any
 
     def __init__(self, config: Any) -> None:
-        extra = dict(config.extra_config)
+        extra = config.extra_config  # the connector's own, so that capabilities tell the size too
         if "cpu_bytes_to_use" not in extra:
             worker_bytes = extra["device_blocks"] * config.worker_kv_bytes_per_block
             most = AUTO_DEVICES * worker_bytes * config.parallel.world_size
             extra["cpu_bytes_to_use"] = min(most, extra["host_bytes_max"])
-        super().__init__(replace(config, extra_config=extra))
+        super().__init__(config)
 
     def get_manager(self) -> ProgramOffloadingManager:
         if not self._manager:
