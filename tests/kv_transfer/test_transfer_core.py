@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from kv_blocks import BLOCK_BYTES, LAYERS, keys, payload
 from simulated_transfers import (
     LoadEnded,
@@ -10,7 +9,6 @@ from simulated_transfers import (
     PushEnded,
     World,
     assert_clean,
-    layers_of,
     two_engines,
 )
 from sojourn_server.kv_transfer.transfer_wire import DataMessage, NeedMessage
@@ -83,21 +81,3 @@ def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
     for number in range(1000):
         assert engine.taken(str(number)) == [payload(one) for one in CONTEXT]
     assert_clean(engine)
-
-
-def test_layers_are_given_in_order_whole_and_of_all_blocks() -> None:
-    _world, here, there = two_engines()
-    give = here.offer("t", "d", CONTEXT).give
-    with pytest.raises(ValueError, match="expected 0 of 3"):
-        give(1, layers_of(CONTEXT, 1))
-    with pytest.raises(ValueError, match="expected the 8 offered"):
-        give(0, layers_of(CONTEXT[:3], 0))
-    with pytest.raises(ValueError, match="expected 32 contiguous bytes"):
-        give(0, [memoryview(b"x")] * 8)
-    here.give("t", CONTEXT)
-    with pytest.raises(ValueError, match="expected 3 of 3"):
-        give(3, layers_of(CONTEXT, 0))
-    here.wait(PushEnded, "t")
-    assert give(0, layers_of(CONTEXT, 0)) is False
-    there.forget("t")
-    assert_clean(here, there)

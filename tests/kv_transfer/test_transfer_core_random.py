@@ -39,6 +39,22 @@ def _request(context: tuple[int, int], *, cut: float = 0.0, pause: float = 0.0) 
     dies_at=None,
     which="p",
 )
+@example(  # the last block and the end of its connection arrive together
+    requests=[
+        _request((0, 5), cut=0.28),
+        _request((3, 5)),
+        _request((3, 1)),
+        {**_request((0, 1)), "expects": True},
+        _request((0, 1), pause=2.0),
+        _request((0, 1)),
+        _request((0, 1)),
+    ],  # fmt: skip
+    broken=set(),
+    slots=11,
+    rates={"storage_read": 2000.0, "compute": 5000.0},
+    dies_at=49,
+    which="p",
+)
 @given(
     requests=st.lists(REQUEST, min_size=1, max_size=8),
     broken=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 8)), max_size=4),

@@ -37,20 +37,12 @@ class BlockPush(Transfer):
     # -- for the engine's threads -----------------------------------------------------
 
     def give(self, layer: int, blocks: Sequence[memoryview]) -> bool:
-        """Add the next layer of all blocks. The memory of ``blocks`` must not change until ``outcome`` is
-        set. Returns whether the push is still open. Raises ``ValueError`` if ``layer`` is not the next, or
-        the number or size of the blocks is wrong."""
+        """Add the next layer of all blocks. The memory of ``blocks`` must be contiguous, and must not change
+        until ``outcome`` is set. Returns whether the push is still open."""
         if self.outcome is not None:
             return False
-        size = self.node.layer_bytes
-        if layer != len(self._layers) or layer >= self.node.layers:
-            raise ValueError(
-                f"layer {layer} of transfer {self.name!r}; expected {len(self._layers)} of {self.node.layers}"
-            )
-        if len(blocks) != len(self.keys):
-            raise ValueError(f"a layer of {len(blocks)} blocks; expected the {len(self.keys)} offered")
-        if any(block.nbytes != size or not block.c_contiguous for block in blocks):
-            raise ValueError(f"a Layer Block of another size or layout; expected {size} contiguous bytes")
+        assert layer == len(self._layers) < self.node.layers
+        assert [block.nbytes for block in blocks] == [self.node.layer_bytes] * len(self.keys)
         self._layers.append(blocks)
         self.node.post(self.inbox.put_nowait, layer)
         return True

@@ -86,12 +86,7 @@ class BufferPool:
     """Pool of ``slots`` buffer slots of ``block_bytes`` bytes, which transfers lease."""
 
     def __init__(self, slots: int, block_bytes: int, layers: int) -> None:
-        """Raises ``ValueError`` for a size below 1 or layers of different sizes."""
-        if slots < 1 or block_bytes < 1 or layers < 1 or block_bytes % layers:
-            raise ValueError(
-                f"{slots} blocks of {block_bytes} bytes and {layers} layers; expected at least one of each, "
-                "and layers of one size"
-            )
+        assert block_bytes % layers == 0, "layers have one size"
         self.slots = slots
         self.layers = layers
         self.block_bytes = block_bytes

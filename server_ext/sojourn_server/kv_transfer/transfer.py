@@ -53,7 +53,7 @@ class Transfer:
         self.lease: BufferLease | None = None
         self.peer_done = -1
         """Highest progress counter that the peer has reported."""
-        self._is_released = False
+        self._has_begun = self._is_released = False
         self._why_stopped: str | None = None
         self._timeout: asyncio.Timeout | None = None
         self._read_here: set[BufferSlot] = set()
@@ -81,7 +81,9 @@ class Transfer:
     def ready(self, layerwise: bool) -> int | None:
         """Return how many leading blocks a request can use now; ``None`` if it must wait until the transfer
         is over. ``layerwise``: blocks can be used once their first layer has arrived."""
-        return None if self.outcome is None else self.outcome.good
+        if self.outcome is None:
+            return None
+        return 0 if self._is_released else self.outcome.good
 
     def end(self) -> None:
         """End the transfer, whether or not its blocks have arrived, and release its buffers."""
@@ -138,7 +140,10 @@ class Transfer:
             self.node.forget(self)
         elif self._why_stopped is None:
             self._why_stopped = why
-            asyncio.get_running_loop().call_soon(self._task.cancel)  # after its first step
+            if self._has_begun:  # at once, so that it does not end well before it is cancelled
+                self._task.cancel()
+            else:  # after its first step
+                self.node.loop.call_soon(self._task.cancel)
 
     async def over(self) -> None:
         """Wait until the buffers are released."""
@@ -146,7 +151,7 @@ class Transfer:
             await asyncio.wait({self._task})
 
     async def _live(self) -> None:
-        why = ""
+        why, self._has_begun = "", True
         try:
             await self.run()
         except asyncio.CancelledError:

@@ -22,15 +22,14 @@ class TransferLimits:
     patience_s: float = 1.5
     """Seconds without progress after which a transfer fails. Its total duration is not limited."""
     lease_s: float = 30.0
-    """Seconds for which buffers are kept for a transfer that neither its engine nor its peer continues."""
+    """Seconds for which buffers are kept for a prompt that neither this engine nor its peer continues."""
     chunk_bytes: int = 1 << 20
     """Maximum payload of a message that this engine sends. If one layer of a block is larger, it is sent
-    whole. The engine accepts payloads up to the largest of three sizes: this one, one layer of a block, and
-    1 MiB. Use one value on all engines."""
+    whole. A peer must accept each message within ``patience_s`` seconds."""
     read_width: int = 1
     """Maximum number of concurrent reads from storage. Reads start in the order of the queue."""
     max_waiting_writes: int = 256
-    """Maximum number of copied blocks that wait to be stored. Further blocks are refused meanwhile."""
+    """Maximum number of copied blocks that wait to be stored. Further blocks are saved later."""
 
     def __post_init__(self) -> None:
         for name in ("slots", "chunk_bytes", "read_width"):

@@ -59,18 +59,14 @@ class TransferNode(TransferResources):
     ) -> BlockLoad:
         """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
         handle to wait for them; its ``end`` must be called. ``look_up``: load only the leading blocks that
-        the store has. If the peer reads for another load of the transfer, this engine reads the blocks.
-        Raises ``ValueError`` if there are no keys or a duplicate key."""
-        _check_keys(name, keys)
+        the store has. If the peer reads for another load of the transfer, this engine reads the blocks."""
         load = BlockLoad(self, name, keys, peer, look_up)
         self._post_start(self._start_load, load)
         return load
 
     def offer(self, transfer: str, address: str, keys: Sequence[bytes]) -> BlockPush:
         """Start to push a prompt, whose Full Blocks are ``keys``, to the peer at ``address``; the handle's
-        ``give`` adds the layers. A push of a transfer that is open already fails. Raises ``ValueError`` for
-        no keys or a duplicate key."""
-        _check_keys(transfer, keys)
+        ``give`` adds the layers. A push of a transfer that is open already fails."""
         push = BlockPush(self, transfer, address, keys)
         self._post_start(self._start_push, push)
         return push
@@ -239,11 +235,6 @@ class TransferNode(TransferResources):
                 self.counts["prompts_evicted"] += 1
                 prompt.stop(EVICTED)
                 await prompt.over()
-
-
-def _check_keys(name: str, keys: Sequence[bytes]) -> None:
-    if not keys or len(set(keys)) != len(keys):
-        raise ValueError(f"transfer {name!r} has {len(keys)} blocks, {len(set(keys))} of them distinct")
 
 
 def link_stats(queued_bytes: int, moved_bytes: int, queued_s: float | None = None) -> dict[str, float | None]:

@@ -133,8 +133,8 @@ class TransferResources:
         storage: Storage,
         dial: Callable[[str], Coroutine[Any, Any, PeerStream]],
     ) -> None:
-        """``epoch`` identifies one run of the process and is never reused. ``dial`` connects to an address.
-        Raises ``ValueError`` if a block's bytes cannot be divided into layers of equal size."""
+        """``epoch`` identifies one run of the process and is never reused. ``dial`` connects to an
+        address."""
         self.identity = identity
         self.limits = limits
         self.name = name
