@@ -48,7 +48,7 @@ def _request(context: tuple[int, int], *, cut: float = 0.0, pause: float = 0.0) 
         _request((0, 1), pause=2.0),
         _request((0, 1)),
         _request((0, 1)),
-    ],  # fmt: skip
+    ],
     broken=set(),
     slots=11,
     rates={"storage_read": 2000.0, "compute": 5000.0},
