@@ -10,6 +10,7 @@ import cli_process
 import pytest
 from sojourn_server.cli import console
 from sojourn_server.cli import serve as serve_command
+from sojourn_server.launch.weights_fingerprint import known_weights
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.preset import preset_names
@@ -255,7 +256,7 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     model.mkdir()
     (model / "config.json").write_text("{}")
     known = {
-        "model": f"{model} [] torch.float32",
+        "model": f"{known_weights(str(model))} torch.float32",
         "vllm_version": compat.TESTED_VLLM[-1],
         "block_tokens": 32,
     }
