@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.reload_estimate import restore_s
 from sojourn_server.policies.costs.step_costs import StepCosts, StepSample
+from sojourn_server.profiling.cost_fitting import fit_prefill_curve
 
 LENGTHS = (1000, 2000, 4000, 8000, 16000, 32000, 65536, 131072)
 NON_NEGATIVE = st.floats(min_value=0, max_value=1, allow_nan=False)
@@ -19,7 +20,7 @@ NON_NEGATIVE = st.floats(min_value=0, max_value=1, allow_nan=False)
 def test_points_of_a_quadratic_give_it_back(a: float, b: float, c: float, count: int) -> None:
     made = PrefillCurve(a, b * 1e-3, c * 1e-8)
     points = [(n, made.seconds(n)) for n in LENGTHS[:count]]
-    fitted = PrefillCurve.fit(points)
+    fitted = fit_prefill_curve(points)
     for tokens, seconds in points:
         assert fitted.seconds(tokens) == pytest.approx(seconds, rel=1e-6, abs=1e-9)
     assert fitted.residual(points) == pytest.approx(0.0, abs=1e-6 * max(1e-3, points[-1][1]))
@@ -30,7 +31,7 @@ def test_points_of_a_quadratic_give_it_back(a: float, b: float, c: float, count:
     st.lists(st.integers(-5, 400_000), min_size=2, max_size=8),
 )
 def test_any_fit_is_non_negative_and_never_falls(points: list[tuple[int, float]], asked: list[int]) -> None:
-    curve = PrefillCurve.fit(points)
+    curve = fit_prefill_curve(points)
     seconds = [curve.seconds(tokens) for tokens in sorted(asked)]
     assert all(value >= 0 for value in seconds)
     assert all(a <= b for a, b in itertools.pairwise(seconds))
@@ -46,18 +47,18 @@ def test_no_other_non_negative_curve_fits_better(
     if len({n for n, _ in points}) < 3:
         return
     rival = PrefillCurve(other[0] * 10, other[1] * 1e-3, other[2] * 1e-8)
-    assert PrefillCurve.fit(points).residual(points) <= rival.residual(points) * (1 + 1e-6) + 1e-9
+    assert fit_prefill_curve(points).residual(points) <= rival.residual(points) * (1 + 1e-6) + 1e-9
 
 
 def test_falling_measurements_become_a_constant_not_a_negative_slope() -> None:
-    curve = PrefillCurve.fit([(1000, 3.0), (2000, 2.0), (4000, 1.0)])
+    curve = fit_prefill_curve([(1000, 3.0), (2000, 2.0), (4000, 1.0)])
     assert (curve.b_s_per_token, curve.c_s_per_token2) == (0.0, 0.0)
     assert curve.a_s == pytest.approx(2.0)
 
 
 def test_few_points_give_simpler_curves() -> None:
-    assert PrefillCurve.fit([(1000, 0.5), (1000, 0.7)]).seconds(2000) == pytest.approx(1.2)
-    line = PrefillCurve.fit([(1000, 1.0), (3000, 2.0)])
+    assert fit_prefill_curve([(1000, 0.5), (1000, 0.7)]).seconds(2000) == pytest.approx(1.2)
+    line = fit_prefill_curve([(1000, 1.0), (3000, 2.0)])
     assert line.seconds(5000) == pytest.approx(3.0)
     assert line.c_s_per_token2 == 0.0
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from fake_completions_server import FakeServer
-from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCurve
-from sojourn_server.policies.costs.step_costs import StepCosts, fit_step_costs
+from sojourn_server.policies.costs.engine_profile import EngineLimits
+from sojourn_server.policies.costs.step_costs import StepCosts
+from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
 from sojourn_server.profiling.live_engine_limits import ReportedLimits, read_limits
 from sojourn_server.profiling.step_measurement import (
     decode_sample,
@@ -164,6 +165,6 @@ async def test_limits_come_from_capabilities_or_metrics() -> None:
 
 def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:
     points = prefill_points()
-    fitted = PrefillCurve.fit(points)
+    fitted = fit_prefill_curve(points)
     for tokens, seconds in points:
         assert fitted.seconds(tokens) == pytest.approx(seconds, rel=0.02)

@@ -227,8 +227,8 @@ def _profile_of(
     measured: _ProfileMeasurements, bandwidth: CopyBandwidth, hardware: str | None, local: bool
 ) -> EngineProfile:
     from sojourn_server.launch.launch_environment import installed_versions
-    from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
-    from sojourn_server.policies.costs.step_costs import fit_step_costs
+    from sojourn_server.policies.costs.engine_profile import EngineProfile
+    from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
     from sojourn_server.profiling.machine_speed import describe_hardware
 
     served, prefill, steps = measured.served, measured.prefill, measured.steps
@@ -239,7 +239,7 @@ def _profile_of(
         hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
         engine=served.engine,
         block_size=measured.block_size,
-        prefill=PrefillCurve.fit(prefill.points),
+        prefill=fit_prefill_curve(prefill.points),
         points=tuple((tokens, round(seconds, 6)) for tokens, seconds in prefill.points),
         device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
         host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sojourn_server.policies.costs.engine_profile import PrefillCurve
+from sojourn_server.profiling.cost_fitting import fit_prefill_curve
 from sojourn_server.replay.completions_client import CompletionsClient, ServedModel
 from sojourn_server.traces.token_ids import FIRST_ID
 
@@ -112,4 +112,4 @@ def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
         return 0.0
     longest, seconds = points[-1]
     # A quadratic through few points may predict too little; proportionality never does.
-    return max(PrefillCurve.fit(points).seconds(tokens), seconds * tokens / longest)
+    return max(fit_prefill_curve(points).seconds(tokens), seconds * tokens / longest)

@@ -1,6 +1,6 @@
 """Measures the cost of engine steps on a live server over HTTP, as samples for a fit.
 
-The fit (``step_costs.fit_step_costs``) needs three kinds of samples, from an otherwise idle server:
+The fit (``cost_fitting.fit_step_costs``) needs three kinds of samples, from an otherwise idle server:
 
     kind       what is measured
     prefill    the prompts of ``prefill_measurement``: n new tokens, nothing cached
@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepSample
+from sojourn_server.profiling.cost_fitting import fit_prefill_curve
 from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel
 from sojourn_server.traces.token_ids import FIRST_ID
 
@@ -142,7 +143,7 @@ async def measure_steps(
         )
     measurement.samples += [prefill_sample(s, n, 0, batched) for n, s in points if s > 0]
     run = _MeasurementRun(client, served, measurement, range(FIRST_ID, vocabulary), rng, block_size, batched)
-    curve = PrefillCurve.fit(points)
+    curve = fit_prefill_curve(points)
     started = clock()
     left_out: list[str] = []
     token_s = 0.0

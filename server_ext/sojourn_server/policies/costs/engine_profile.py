@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..toml_document import load_toml
-from .step_costs import MAX_FLOAT, Cost, StepCosts, StepSample, non_negative_least_squares
+from .step_costs import MAX_FLOAT, Cost, StepCosts, StepSample
 
 PROFILE_VERSION = 3
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=MAX_FLOAT)]
@@ -39,22 +39,6 @@ class PrefillCurve:
         if tokens <= 0:
             return 0.0
         return self.a_s + tokens * (self.b_s_per_token + tokens * self.c_s_per_token2)
-
-    @classmethod
-    def fit(cls, points: Sequence[tuple[int, float]]) -> PrefillCurve:
-        """Fit a curve with coefficients ≥ 0 to ``(tokens, seconds)`` points by least squares.
-
-        The curve is a quadratic if the points have three or more different token counts. With two token
-        counts it is a line. With one token count it is a line through 0. Raises ``ValueError`` without
-        points.
-        """
-        lengths = len({tokens for tokens, _ in points})
-        if lengths == 0:
-            raise ValueError("no prefill points to fit a curve to")
-        powers = (0, 1, 2) if lengths >= 3 else (0, 1) if lengths == 2 else (1,)
-        rows = [[float(tokens) ** power for power in powers] for tokens, _ in points]
-        costs = dict(zip(powers, non_negative_least_squares(rows, [s for _, s in points]), strict=True))
-        return cls(*(costs.get(power, 0.0) for power in range(3)))
 
     def residual(self, points: Sequence[tuple[int, float]]) -> float:
         """Return the root mean square of the differences between measured and fitted seconds; 0.0 without

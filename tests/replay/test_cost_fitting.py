@@ -8,12 +8,8 @@ import random
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from sojourn_server.policies.costs.step_costs import (
-    StepCosts,
-    StepSample,
-    fit_step_costs,
-    non_negative_least_squares,
-)
+from sojourn_server.policies.costs.step_costs import StepCosts, StepSample
+from sojourn_server.profiling.cost_fitting import fit_step_costs, non_negative_least_squares
 
 TRUE = StepCosts(step_s=5e-3, token_s=7e-5, pair_s=3e-9, kv_token_s=9e-8, request_s=2e-5, call_s=4e-3)
 
