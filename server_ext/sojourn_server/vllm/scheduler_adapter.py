@@ -288,17 +288,18 @@ class SchedulerAdapter(EngineView):
             self.quota.close_step(output)
 
     def _step_was_empty(self, now: float) -> None:
-        streaming = RequestStatus.WAITING_FOR_STREAMING_REQ  # for their clients
-        unfinished = [
-            each
-            for each in self._scheduler.requests.values()
-            if each.status is not streaming and not each.is_finished()
-        ]
-        if not unfinished or self._scheduler.pause_state is not PauseState.UNPAUSED:
-            self._stalled_s = None
-        elif self._stalled_s is None:
-            self._stalled_s = now
+        if self._stalled_s is None or now - self._step_ended_s > STALL_WARNING_S:
+            self._stalled_s = now  # an engine without requests does no steps
         elif now - self._stalled_s >= STALL_WARNING_S:
+            streaming = RequestStatus.WAITING_FOR_STREAMING_REQ  # for their clients
+            unfinished = [
+                each
+                for each in self._scheduler.requests.values()
+                if each.status is not streaming and not each.is_finished()
+            ]
+            if not unfinished or self._scheduler.pause_state is not PauseState.UNPAUSED:
+                self._stalled_s = None
+                return
             self._stalled_s = math.inf
             waiting = [
                 f"{each.request_id}: {'PARKED' if self.waiting.is_parked(each) else each.status.name}, "
