@@ -182,6 +182,8 @@ class SchedulerAdapter(EngineView):
         self._planned: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         """(Step without results, time when it was planned), oldest first."""
         self._step_ended_s = -math.inf
+        self._last_empty_s = -math.inf
+        """Time of the latest empty step."""
         self._stalled_s: float | None = None
         """Time of the first of the present row of empty steps; ``inf`` if the warning is logged."""
         self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
@@ -288,7 +290,8 @@ class SchedulerAdapter(EngineView):
             self.quota.close_step(output)
 
     def _step_was_empty(self, now: float) -> None:
-        if self._stalled_s is None or now - self._step_ended_s > STALL_WARNING_S:
+        last_s, self._last_empty_s = self._last_empty_s, now
+        if self._stalled_s is None or now - last_s > STALL_WARNING_S:
             self._stalled_s = now  # an engine without requests does no steps
         elif now - self._stalled_s >= STALL_WARNING_S:
             streaming = RequestStatus.WAITING_FOR_STREAMING_REQ  # for their clients
