@@ -213,7 +213,7 @@ def token_row(
         "tokens loaded": loaded,
         "blocks saved": moves.get("stored", 0) + moves.get("saved", 0),
         "blocks from disk": moves.get("staged", 0),
-        "leases": stats.get("leases", {}).get("count", 0),
+        "leases": stats.get("leases", 0),
     }
     if differ > (0 if row["dtype"] == "float32" else len(pairs) * ROUNDING_SHARE):
         row["failed"] = "other tokens"

@@ -58,7 +58,7 @@ def test_each_arm_has_its_own_readers(
     questions = prefill_decode_pair.cases(options)[case]
 
     async def ask() -> None:
-        side, tokens = prefill_decode_pair.ARMS[arm](), prefill_decode_pair.pool_tokens(options)
+        side, tokens = prefill_decode_pair.ARMS[arm], prefill_decode_pair.pool_tokens(options)
         router = router_module.Router(FOUR, side, tokens)
         for question in questions:
             router.know(question)

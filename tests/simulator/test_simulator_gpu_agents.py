@@ -113,7 +113,7 @@ def found(tokens: list[list[int]], loaded: int = 0, staged: int = 0, **other: An
     return {
         "tokens": tokens, "async": True, "layout": "LBNHC", "layout asked for": None,
         "attention": "TRITON_ATTN", "runner": "vllm.v1.worker.gpu.model_runner",
-        "stats": {"tiers": {"moves": moves}, "ledger": {"host_tokens": loaded}, "leases": {"count": 0}},
+        "stats": {"tiers": {"moves": moves}, "host_tokens": loaded, "leases": 0},
         **other,
     }  # fmt: skip
 
