@@ -61,7 +61,7 @@ BUDGETS = {
     "kv_offload": 3_801,
     "kv_transfer": 3_823,
     "core": 4_502,
-    "recording": 351,
+    "recording": 350,
     "routing": 3_124,
     "api": 1_839,
     "launch": 1_822,

@@ -32,12 +32,11 @@ T = TypeVar("T")
 
 encode_record = msgspec.json.Encoder().encode
 
-RECORDING_VERSION = 16
+RECORDING_VERSION = 17
 """Version of the format. To replay an older recording, use the version of sojourn that wrote it."""
 
 MAX_RECORDING_BYTES = 1 << 30
 """Compressed size in bytes at which a recording ends, but for the records written last."""
-
 FLUSH_RECORDS = 256
 """Number of records written at once (about 20 KiB, 0.2 ms), which a killed engine may lose."""
 HASH_DIGITS = 16
