@@ -18,7 +18,7 @@ from sojourn_server.api.event_intake import (
     MAX_EVENTS_PER_CALL,
     EventIntake,
 )
-from sojourn_server.core.client_event_decoder import EVENT_BURST_S, EVENT_SHARE, EventTimeBudget
+from sojourn_server.core.event_limits import EVENT_BURST_S, EVENT_SHARE, EventTimeBudget
 
 EVENT_COST_S = 26e-6
 

@@ -7,7 +7,7 @@ import heapq
 import pytest
 from sojourn.config import Config
 from sojourn_server.api.routes import EVENTS_TIMEOUT_S
-from sojourn_server.core.client_event_decoder import EVENT_SHARE, MAX_WAIT_S, EventTimeBudget
+from sojourn_server.core.event_limits import EVENT_SHARE, MAX_WAIT_S, EventTimeBudget
 
 
 @pytest.mark.parametrize("servers", [1, 2, 8, 32])

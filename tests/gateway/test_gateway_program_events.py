@@ -34,7 +34,7 @@ from sojourn.wire_events import (
     ToolStart,
     ToolStop,
 )
-from sojourn_server.core.client_event_decoder import MAX_ATTACHED_EVENTS
+from sojourn_server.core.event_limits import MAX_ATTACHED_EVENTS
 from sojourn_server.gateway.http import program_events
 from sojourn_server.gateway.http.engine_monitor import EngineDescription
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics

@@ -311,6 +311,18 @@ def test_the_ends_of_the_longest_unused_contexts_go_first(tmp_path: Path) -> Non
     assert {3, 4, 5} <= set(stored(store))
 
 
+def test_blocks_with_a_date_in_the_future_go_first(tmp_path: Path) -> None:
+    """A machine whose clock was ahead has dated them. Blocks of now must not go in their place for a day."""
+    clock = Clock()
+    store, ahead = open_store(tmp_path, 3, clock_ns=clock), open_store(tmp_path, 3, clock_ns=Clock())
+    ahead._clock_ns.ns += 24 * 3600 * S  # type: ignore[attr-defined]
+    put(ahead, KEYS[0])
+    for number in range(1, 6):
+        clock.ns += S
+        put(store, KEYS[number])
+    assert stored(store) == [3, 4, 5]
+
+
 def test_a_full_disk_leaves_nothing_at_any_operation(tmp_path: Path) -> None:
     for code in (errno.ENOSPC, errno.EDQUOT):
         files, clock = FaultyFiles(max_bytes=40), Clock()

@@ -99,6 +99,21 @@ async def test_what_a_lookup_misses_is_not_known_any_more(threads: StoreThreads,
     assert [threads.knows(key(at)) for at in (19, 20, 39)] == [True, False, False]
 
 
+async def test_a_lookup_waits_for_one_that_nobody_wants_any_more(
+    threads: StoreThreads, store: MemoryStore
+) -> None:
+    gate, leading = threading.Event(), store.leading
+    store.leading = lambda wanted: gate.wait(PATIENCE_S) and leading(wanted)  # type: ignore[method-assign,assignment]
+    store.fill(*keys(*range(40)))
+    aborted = asyncio.ensure_future(threads.look_up(keys(0)))
+    await asyncio.sleep(0.001)
+    aborted.cancel()
+    wanted = asyncio.ensure_future(threads.look_up(keys(*range(50))))
+    await asyncio.sleep(0.001)
+    gate.set()
+    assert await wanted == 40
+
+
 async def test_one_lookup_that_hangs_costs_patience_once(threads: StoreThreads, store: MemoryStore) -> None:
     gate, asked, leading = threading.Event(), list[bytes](), store.leading
 

@@ -162,10 +162,10 @@ class LiveAgents:
     def _tell(self, kind: str, program: str, **fields: Any) -> None:
         self._sequence += 1
         event = {"type": kind, "program_id": program, "seq": self._sequence, **fields}
-        answer = self.scheduler.sojourn_call(
-            "events", json.dumps({"v": 1, "emitter": "e", "events": [event]})
-        )
-        assert json.loads(answer)["outcomes"][0]["outcome"] != "rejected"
+        batch = {"v": 1, "emitter": "e", "events": [event]}
+        answers = json.loads(self.scheduler.sojourn_call("event_batches", json.dumps([batch])))
+        (answer,) = answers["batches"]
+        assert answer["outcomes"][0]["outcome"] != "rejected"
 
 
 @pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sojourn_server.core.client_event_decoder import EVENT_BURST_S, EVENT_SHARE
+from sojourn_server.core.event_limits import EVENT_BURST_S, EVENT_SHARE
 
 PATIENCE_S = 5.0
 STEP_S = 0.05

@@ -530,7 +530,7 @@ def test_each_of_two_requests_of_a_program_that_are_away_is_kept_until_it_is_bac
         on.engine.abort("a")
         on.engine.abort("b")
     else:
-        below.release_preempted("P", first.block_hashes)
+        below.release_preempted("a", "P", first.block_hashes)
         assert kept(on, first) == 0
         assert kept(on, second) >= 25
         while scheduler.requests:

@@ -123,6 +123,18 @@ def test_no_request_after_a_load_finds_what_others_computed_before_it(
     assert twice(ask, lora(ask, number)) == [CACHED_TOKENS, CACHED_TOKENS]
 
 
+def test_a_connector_forgets_the_hashes_of_its_last_look_up(
+    ask: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's offloading connector keeps those of a request that was looked up and still waits."""
+    told: list[Request] = []
+    waits = ask(lora(ask))
+    connector = SimpleNamespace(on_new_request=told.append)
+    monkeypatch.setattr(ask.engine.scheduler, "connector", connector)
+    ask.engine.scheduler.sojourn_weights_called("remove_lora", 1)
+    assert told == [waits]
+
+
 def test_kv_of_the_model_that_a_pause_keeps_is_found_after_new_weights(ask: Any) -> None:
     """vLLM clears the cache at a pause, unless its caller wants to go on with the old KV. Leases end."""
     assert twice(ask, None) == [0, CACHED_TOKENS]

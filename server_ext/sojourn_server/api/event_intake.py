@@ -26,7 +26,7 @@ from sojourn.wire_codec import (
     encode,
 )
 
-from ..core.client_event_decoder import EVENT_SHARE, MAX_WAIT_S, undecodable_outcome
+from ..core.event_limits import EVENT_SHARE, MAX_WAIT_S, undecodable_outcome
 from .engine_rpc import EngineError, EngineRpc, EngineUnavailableError
 from .response_merging import merge_event_answers
 

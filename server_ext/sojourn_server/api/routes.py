@@ -125,7 +125,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
             return JSONResponse(_require_program(whole))
         found = explain(facts, turn)
         if found is None:
-            kept = ", ".join(str(record["turn"]) for record in facts["ledger"][-10:])
+            kept = ", ".join(str(record["turn"]) for record in [*facts["ledger"], *facts["unfinished"]][-10:])
             raise ApiError(
                 404,
                 "the ledger does not have this turn" if turn is not None else "the program has no turn yet",
@@ -137,7 +137,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
 
     @router.get("/programs/{program_id:path}")
     async def get_program(program_id: str) -> JSONResponse:
-        """Return one program: status, turns, lease, blocks, running tools, and the ledger of its turns."""
+        """Return one program: status, turns, lease, blocks, and the ledger of its turns."""
         return JSONResponse(_require_program(merge_program(await query_id("program", program_id=program_id))))
 
     # POST only, because an id may itself end in /persist, and GET must still find that program.

@@ -30,7 +30,10 @@ _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "new": "computed for the first time",
     "tail": "in a partial block, which is never kept",
 }
-_CHANGED = "differ from the previous context; computed again"
+_NOT_LOST = {
+    "changed": "differ from the previous context; computed again",
+    "unread": "computed again, because the request may not read cached KV",
+}
 """Note on the tokens that count as ``changed``, which were not lost."""
 _CANDIDATES = 5
 """Maximum number of programs that an error or a note lists."""
@@ -203,8 +206,8 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
             table.add_row(f"  {source}", "", f"{count:,}", _SOURCES[source])
         by = "computed again" + (f"; taken by {found.lost_to}" if found.lost_to else "")
         for cause, count in tokens["lost"].items():
-            if cause == "changed":
-                table.add_row(f"  {cause}", "", f"{count:,}", _CHANGED)
+            if cause in _NOT_LOST:
+                table.add_row(f"  {cause}", "", f"{count:,}", _NOT_LOST[cause])
             else:
                 table.add_row(f"  lost: {cause}", "", f"{count:,}", Text(printable(by)))
     table.add_row(

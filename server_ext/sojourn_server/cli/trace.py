@@ -139,7 +139,7 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
         programs.append(program)
     ends = [turn["arrived_s"] + turn["seconds"]["wall"] for one in programs for turn in one["ledger"]]
     since_s = max(ends, default=0.0) - last_s
-    for program in reversed(programs):  # the oldest first
+    for program in sorted(programs, key=lambda one: [turn["arrived_s"] for turn in one["ledger"][:1]]):
         tenant = program.get("tenant")
         pid = trace.process(f"tenant {tenant}" if tenant else "programs")
         add_ledger_program(trace, pid, program, since_s=since_s)

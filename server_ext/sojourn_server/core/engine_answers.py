@@ -141,6 +141,8 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
 class ProgramDetail(ProgramSummary, frozen=True, kw_only=True):
     """One program with the ledger of its turns and the decisions about the program."""
 
+    now_s: float
+    """Time of the answer, on the clock of all other times in it."""
     outcome: ProgramOutcome | None
     """How the program ended; ``None`` if the program goes on. The client reports ok, error and cancelled. The
     other values name what the client did before it fell silent: final (it announced its last request as

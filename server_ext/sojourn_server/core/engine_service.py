@@ -30,7 +30,7 @@ from ..programs.program_state import ProgramState
 from ..programs.program_status import OVER_STATUSES, ProgramStatus
 from ..programs.workflow_history import agent_type_name
 from . import engine_answers as answers
-from .client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS, undecodable_outcome
+from .event_limits import EVENT_TYPES, MAX_ATTACHED_EVENTS, undecodable_outcome
 from .events_and_actions import Action, ClientEventReceived, Event, PolicySwitched
 from .program_scheduler import ProgramScheduler
 from .request_hints import HINTED_TTL, RequestIdentity, unused_fields
@@ -210,6 +210,7 @@ class EngineService:
             ],
             decisions=[one.as_dict() for one in state.decisions.of_program(program.id)],
             decisions_since_s=state.decisions.oldest_s,
+            now_s=now,
             max_hinted_ttl_s=min(limit_s, MAX_TTL_S) if reads_ttl else None,
             max_hinted_ttl_from="--sojourn-max-ttl-s" if limit_s < MAX_TTL_S else "the policy's maximum",
         )

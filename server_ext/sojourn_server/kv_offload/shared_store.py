@@ -373,10 +373,13 @@ class SharedStore:
     def _reserve(self) -> bool:
         """Return whether one more file fits in the budget; if necessary, delete the oldest."""
         with self._lock:
-            if self._clock_ns() < self._full_until_ns:
+            now_ns = self._clock_ns()
+            if 0 < self._full_until_ns - now_ns <= DISK_FULL_NS:  # otherwise the clock was set back
                 return False
-            if self._left < 1 or not self._counted_ns <= self._clock_ns() < self._count_again_ns:
+            if self._left < 1 or not self._counted_ns <= now_ns < self._count_again_ns:
                 self._count()
+                if self._left < 1:  # no file can be deleted
+                    self._full_until_ns = now_ns + DISK_FULL_NS
             self._left -= 1
             return self._left >= 0
 
@@ -403,7 +406,9 @@ class SharedStore:
         if evict or used_bytes + self._file_bytes > self._budget_bytes:
             batch_bytes = max(1, len(blocks) // EVICTION_SHARE) * self._file_bytes
             most_bytes = min(used_bytes, self._budget_bytes) if evict else self._budget_bytes
-            for _, size, path in sorted(blocks):
+            # Dates in the future come from a machine whose clock was ahead: these blocks go first.
+            latest_ns = began_ns + TEMPORARY_NS
+            for _, size, path in sorted(blocks, key=lambda block: (block[0] <= latest_ns, block)):
                 if used_bytes + batch_bytes <= most_bytes:
                     break
                 if self._erase(self.path / path):

@@ -57,8 +57,9 @@ class BlockLoad(Transfer):
     # -- for the engine's threads -----------------------------------------------------
 
     def ready(self, layerwise: bool) -> int | None:
-        if self.outcome is None and layerwise and self.layers_loaded:
-            return len(self.keys)
+        with self.node.changed:
+            if self.outcome is None and layerwise and self.layers_loaded:
+                return len(self.slots)
         return super().ready(layerwise)
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:

@@ -44,7 +44,8 @@ class StoreThreads:
         self._lookups = TransferThread("kv-look-up")
         self._lookup_order = asyncio.Lock()
         self._lookup: asyncio.Future[int] | None = None
-        """The lookup that runs, or hangs."""
+        """The newest lookup."""
+        self._lookup_hangs = False
 
     # -- for the event loop -------------------------------------------------------------
 
@@ -71,13 +72,18 @@ class StoreThreads:
         async with self._lookup_order:
             found = 0
             while found < len(keys):
-                if self._lookup is None or self._lookup.done():
+                is_ours = self._lookup is None or self._lookup.done()
+                if self._lookup is None or is_ours:
                     some = keys[found : found + LOOKUP_BATCH_KEYS]
                     self._lookup = _run_in(self._lookups, partial(self._leading, some))
-                    await asyncio.wait({self._lookup}, timeout=self._limits.patience_s)
-                if not self._lookup.done():
+                timeout_s = 0.0 if self._lookup_hangs else self._limits.patience_s
+                await asyncio.wait({self._lookup}, timeout=timeout_s)
+                self._lookup_hangs = not self._lookup.done()
+                if self._lookup_hangs:
                     self.counts["looks_given_up"] += 1
                     return 0
+                if not is_ours:  # the transfer that began it was cancelled
+                    continue
                 found += self._lookup.result()
                 if self._lookup.result() < len(some):
                     break

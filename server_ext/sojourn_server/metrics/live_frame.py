@@ -68,8 +68,8 @@ class ProgramSummary(msgspec.Struct, frozen=True):
 
 
 class ProgramRow(ProgramSummary, array_like=True, frozen=True):
-    """A ``ProgramSummary`` of a live frame, sent as a JSON array in the order of the fields. New fields come
-    last."""
+    """A ``ProgramSummary`` of a live frame, sent as a JSON array in the order of the fields. A new field
+    needs a new ``FRAME_VERSION``."""
 
     engine: str = "0"
     """Name of the engine in ``LiveFrame.engines``."""

@@ -144,7 +144,6 @@ GAP_BUCKETS_S = tuple(0.05 * 2**k for k in range(16))
 """Bounds from 0.05 s to 1,638 s, doubling. Gaps between turns take from milliseconds to half an hour."""
 PROGRAM_BUCKETS_S = tuple(float(2**k) for k in range(16))
 """Bounds from 1 s to 32,768 s, doubling."""
-"""Bounds from 1 to 256 preemptions, doubling."""
 RATIO_BUCKETS = tuple(2.0**k for k in range(-6, 7))
 """Bounds from 1/64 to 64, doubling."""
 ATTENTION_BUCKETS_S = tuple(1e-3 * 2**k for k in range(13))

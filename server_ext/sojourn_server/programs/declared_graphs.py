@@ -59,7 +59,7 @@ class KnownGraph:
 
 
 class GraphStore:
-    """Stores at most ``max_graphs`` graphs of agents. The least recently followed is removed first. A graph
+    """Stores at most ``max_graphs`` graphs of agents. The least recently used is removed first. A graph
     takes about seven times its JSON (at most ``MAX_GRAPH_BYTES``) in memory."""
 
     def __init__(self, max_graphs: int = 64) -> None:
@@ -67,8 +67,9 @@ class GraphStore:
         self._graphs: dict[str, KnownGraph] = {}
 
     def get(self, graph_hash: str) -> KnownGraph | None:
-        """Return the graph with this hash; ``None`` if it is not stored. Does not count as a use."""
-        return self._graphs.get(graph_hash)
+        """Return the graph with this hash; ``None`` if it is not stored."""
+        known = self._graphs.get(graph_hash)
+        return known and recent_entry(self._graphs, graph_hash, lambda: known, self._max_graphs)
 
     def follow(self, graph_hash: str, graph: AegGraph | None) -> bool:
         """Record that a program follows the graph with this hash.

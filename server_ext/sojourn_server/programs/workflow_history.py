@@ -84,8 +84,9 @@ class Transitions:
         for at in range(1, len(path)):
             for order in range(1, min(at, ORDER) + 1):
                 _count(known, _context(path[at - order : at]), path[at])
-        while sum(map(len, known.contexts.values())) > MAX_ENTRIES:
-            del known.contexts[next(iter(known.contexts))]
+        excess = sum(map(len, known.contexts.values())) - MAX_ENTRIES
+        while excess > 0:
+            excess -= len(known.contexts.pop(next(iter(known.contexts))))
         known.runs += begins
         known.finished += ends
         known.weight *= _GROWTH

@@ -145,7 +145,7 @@ class ProgramCachePolicy(LRUCachePolicy):
         )
         first = dict(self._attempt(self._of_programs, n, protected, [*self._ended, *low]) or ())
         rest: list[tuple[OffloadKey, ChunkStatus]] | None = [] if len(first) == n else None
-        for limit in (_PLAIN, newcomer):
+        for limit in dict.fromkeys((_PLAIN, newcomer)):
             if rest is None and newcomer >= limit >= _PLAIN:
                 above = {name for name, rank in ranks.items() if rank > limit}
                 rest = super().evict(n - len(first), _Kept({*protected, *first}, self._owner, above))

@@ -183,4 +183,5 @@ class ProgramOffloadingManager(CPUOffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._undecided_since_s.pop(req_context.req_id, None)
         self._refused.discard(req_context.req_id)
+        self.failed.discard(req_context.req_id)
         super().on_request_finished(req_context)

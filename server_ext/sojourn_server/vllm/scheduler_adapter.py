@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from ..core.client_event_decoder import EventTimeBudget
 from ..core.engine_answers import TierCapabilities
 from ..core.engine_service import EngineService, EngineView
+from ..core.event_limits import EventTimeBudget
 from ..core.events_and_actions import (
     Action,
     BlocksEvicted,
@@ -500,8 +500,7 @@ class SchedulerAdapter(EngineView):
     def call(self, operation: str, payload: str) -> str:
         """Answer one operation of the HTTP API, in JSON, between two steps."""
         now = self._clock()
-        # No tick while the engine is paused, because this time does not count as waiting. The API server
-        # still asks for metrics.
+        # No tick while the engine is paused: nothing could enter. The API server still asks for metrics.
         if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
             self.handle(Tick(self._pool_blocks - self._queue.num_free_blocks), now)
         self.carry_out(now)

@@ -65,9 +65,12 @@ class WeightEpochs:
         self._mark_waiting()
 
     def _mark_waiting(self) -> None:
+        connector = self._scheduler.connector
         for request in self._scheduler.requests.values():
             if request.status is RequestStatus.WAITING and not request.num_computed_tokens:
                 self.mark(request)
+                if connector is not None:  # vLLM's keeps the hashes of its last look-up
+                    connector.on_new_request(request)
 
 
 def _file_versions(folder: str, unknown: str) -> Any:

@@ -8,7 +8,10 @@ import { count, duration, element, setText, size } from "./text_format.js";
 const SVG = "http://www.w3.org/2000/svg";
 const PHASES = ["queued", "prefilling", "decoding"];
 const NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"; // as in metrics/turn_explanation.py
-const CHANGED = "differ from the previous context; computed again"; // as in cli/explain.py
+const NOT_LOST = { // as in cli/explain.py
+  changed: "differ from the previous context; computed again",
+  unread: "computed again, because the request may not read cached KV",
+};
 const TURNS = 40; // newest turns shown
 // Parts of a prompt, as `sojourn explain` names them (cli/explain.py).
 const SOURCES = {
@@ -182,7 +185,7 @@ export class ProgramDialog {
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
     for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);
     for (const [cause, number] of Object.entries(tokens.lost ?? {})) {
-      if (cause === "changed") add(cause, "", whole(number), CHANGED);
+      if (cause in NOT_LOST) add(cause, "", whole(number), NOT_LOST[cause]);
       else add(`lost: ${cause}`, "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
     }
     add("decoding", seconds(found.seconds.decoding), "", found.outcome === "running" ? "goes on" : `ended: ${found.outcome}`);

@@ -63,7 +63,7 @@ from sojourn.wire_events import (
     ToolStop,
 )
 
-from ...core.client_event_decoder import MAX_ATTACHED_EVENTS, undecodable_outcome
+from ...core.event_limits import MAX_ATTACHED_EVENTS, undecodable_outcome
 from ...routing.routing_events import ProgramEnded, SendRequest
 from .engine_client import ask_engine, bearer
 from .engine_monitor import EngineDescription

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
@@ -19,7 +19,7 @@ from ...api import response_merging
 from ...api.api_errors import ApiError
 from ...api.live_stream import MAX_DELTA_S, Audience, LiveHub
 from ...api.openapi import PREFIX
-from ...core.engine_answers import PolicyState
+from ...core.engine_answers import EngineStats, PolicyState
 from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
 from ...routing.routing_events import PairRole, ReplicaDrainCancelled, ReplicaDrainStarted
@@ -204,7 +204,7 @@ class StatusRoutes:
         """Return the status of all replicas and the statistics of their engines."""
         self.access.only_admin(request)
         found = await self.queries.every(f"{PREFIX}/stats", engine_authorization(request))
-        replicas, engines = self.routing_backend.replicas(), found.documents
+        replicas, engines = self.routing_backend.replicas(), cast("dict[str, EngineStats]", found.documents)
         stats = GatewayStats(replicas=replicas, engines=engines, stock=found.stock, silent=found.silent)
         return json_response(stats)
 

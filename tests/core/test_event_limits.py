@@ -15,7 +15,7 @@ from sojourn.aeg import Aeg
 from sojourn.request import MAX_PIGGYBACK_EVENTS
 from sojourn.wire_codec import WIRE_VERSION, EventOutcome
 from sojourn.wire_events import ProgramEnd, ToolStart
-from sojourn_server.core.client_event_decoder import EVENT_TYPES, MAX_ATTACHED_EVENTS
+from sojourn_server.core.event_limits import EVENT_TYPES, MAX_ATTACHED_EVENTS
 from sojourn_server.core.program_scheduler import MAX_TOOLS_PER_PROGRAM
 from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import TOOL, VirtualEngine, prompt
