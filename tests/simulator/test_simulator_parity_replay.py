@@ -444,7 +444,7 @@ DAMAGES = {
     "after line 0: Not a gzipped file": lambda path, good: path.write_text("hello\n", encoding="utf-8"),
     "after line 0: Is a directory": lambda path, good: path.mkdir(),
     "after line 0: No such file": lambda path, good: None,
-    r"line 1: recording version 12, written by sojourn \S+; expected 16: run sojourn parity": edited(
+    r"line 1: recording version 12, written by sojourn \S+; expected 17: run sojourn parity": edited(
         lambda lines: lines[0].update(sojourn_recording=12)
     ),
     "line 1: Object missing required field `pool`": edited(lambda lines: lines[0].pop("pool")),
