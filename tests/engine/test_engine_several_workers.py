@@ -57,22 +57,29 @@ def generate_over_http(server: EngineServer) -> list[list[int]]:
     return produced
 
 
+def serve(model: str, policy: str, *flags: str) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the tokens of programs at a server of two workers, and its statistics."""
+    usual = (
+        "--served-model-name", "loud", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8",
+        "--num-gpu-blocks-override", str(BLOCKS + 1),
+    )  # fmt: skip
+    # The cores of each worker are those that ``sojourn serve`` chooses.
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
+    with EngineServer(
+        model, policy=policy, serve_args=(*usual, *flags), env=env, ready_timeout_s=900
+    ) as server:
+        tokens = generate_over_http(server)
+        return tokens, httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()
+
+
 # The model has two layers and one head: a stage has half of a block's bytes, a tensor-parallel worker all.
 @pytest.mark.parametrize(("split", "share"), [("tensor", 1.0), ("pipeline", 0.5)])
 def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
     loud_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, share: float
 ) -> None:
-    flags = (
-        f"--{split}-parallel-size", "2", "--served-model-name", "loud", "--dtype", "float32",
-        "--max-model-len", "1024", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(BLOCKS + 1),
-        "--kv-host-gib", str(share * HOST_GIB),
-        "--kv-disk", str(tmp_path), "--kv-disk-gib", str(share * DISK_GIB),
-    )  # fmt: skip
-    # The cores of each worker are those that ``sojourn serve`` chooses.
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
-    with EngineServer(loud_model, policy="mori", serve_args=flags, env=env, ready_timeout_s=900) as server:
-        tokens = generate_over_http(server)
-        stats: dict[str, Any] = httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()
+    disk = ("--kv-disk", str(tmp_path), "--kv-disk-gib", str(share * DISK_GIB))
+    workers, host_gib = f"--{split}-parallel-size", str(share * HOST_GIB)
+    tokens, stats = serve(loud_model, "mori", workers, "2", "--kv-host-gib", host_gib, *disk)
     # By one worker: what two of them add up in another order changes no token in float32.
     with one_thread(monkeypatch):
         assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
@@ -87,15 +94,8 @@ def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
 def test_two_workers_give_the_tokens_of_stock_from_the_host_memory_of_vllms_connector(
     loud_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = (
-        "--tensor-parallel-size", "2", "--served-model-name", "loud", "--dtype", "float32",
-        "--max-model-len", "1024", "--max-num-seqs", "8", "--num-gpu-blocks-override", str(BLOCKS + 1),
-        "--kv-host-gib", str(4 * HOST_GIB), "--tier-backend", "vllm",
-    )  # fmt: skip
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "TORCHDYNAMO_DISABLE": "0"}
-    with EngineServer(loud_model, policy="sojourn", serve_args=flags, env=env, ready_timeout_s=900) as server:
-        tokens = generate_over_http(server)
-        stats: dict[str, Any] = httpx.get(f"{server.url}/sojourn/v1/stats", trust_env=False).json()
+    host = ("--kv-host-gib", str(4 * HOST_GIB), "--tier-backend", "vllm")
+    tokens, stats = serve(loud_model, "sojourn", "--tensor-parallel-size", "2", *host)
     with one_thread(monkeypatch):
         assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
     assert stats["host_tokens"] > 300

@@ -28,7 +28,7 @@ def make(policy: str = "continuum", strict: bool = True, **options: Any) -> Any:
 
 
 def step(engine: Any) -> OffloadJobs:
-    """Whatever is ordered is done at once; nobody else has written to the disk."""
+    """Run a step whose jobs all succeed at once. No other engine has written to the disk."""
     from sojourn_server.vllm.kv_connector import StepReport
     from vllm.v1.outputs import KVConnectorOutput
 

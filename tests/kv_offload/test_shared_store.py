@@ -1,4 +1,4 @@
-"""The store that engines share: right bytes or an error, within the budget, whoever writes, fails or dies."""
+"""The shared store returns right bytes or an error and keeps its budget, also if engines are killed."""
 
 from __future__ import annotations
 

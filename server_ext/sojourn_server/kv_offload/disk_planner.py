@@ -112,8 +112,7 @@ class DiskPlanner:
     """Plans disk writes, reads and questions for an ``OffloadPlanner``.
 
     A slot of host memory keeps its block while the block is written to disk or read from disk. ``len`` and
-    ``in`` are about the blocks of which this engine knows that the disk had them: those that it wrote, and
-    those that the store has named.
+    ``in`` cover the blocks that this engine has written, and those that the store has named.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ class EndedLoads(NamedTuple):
     done: set[str]
     """Requests that can be computed, and finished ones."""
     failed: set[str]
-    """Requests of which at least one block is missing."""
+    """Requests for which at least one block is missing."""
     ahead: dict[str, int]
     """Name of a load ahead of need → number of its leading blocks that arrived."""
 
@@ -576,8 +576,10 @@ class OffloadPlanner:
 
     def _end_load(self, name: str) -> Load:
         load = self.loads.pop(name)
-        self._loading.subtract(entry.key for entry in load.entries)
-        self._loading = +self._loading
+        for entry in load.entries:
+            self._loading[entry.key] -= 1
+            if not self._loading[entry.key]:
+                del self._loading[entry.key]
         self.host.release(load.entries)
         return load
 

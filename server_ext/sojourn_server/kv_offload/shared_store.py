@@ -18,7 +18,7 @@ Equal keys mean equal content. So engines need no lock and no names: a block tha
 gets the content of either. A file is written under a temporary name of its own and renamed, so a reader finds
 a whole file or none. A block that another engine deletes is not found, and computed again.
 
-A file's modification time is the time of its last use. When the files exceed the budget, whoever writes
+A file's modification time is the time of its last use. When the files exceed the budget, the next writer
 deletes the oldest ones. A block is a little older than its parent, so that the end of a context is deleted
 before its beginning.
 
@@ -85,8 +85,8 @@ many engines together exceed the budget by at most one block each."""
 EVICTION_SHARE = 32
 """Part of the files that are deleted at once. The files need not be listed again for each block."""
 DISK_FULL_NS = 60 * 10**9
-"""Time for which nothing is written to a disk that was full although files had been deleted: other data takes
-the room."""
+"""Time for which nothing is written if the disk stays full after deletions, because other data takes the
+room, or if no file can be deleted."""
 CONTEXT_NS = 600 * 10**9
 """If a block's parent has not been used for so long, the block's whole context is marked as used."""
 MAX_PARENTS = 1 << 16
@@ -378,7 +378,7 @@ class SharedStore:
                 return False
             if self._left < 1 or not self._counted_ns <= now_ns < self._count_again_ns:
                 self._count()
-                if self._left < 1:  # no file can be deleted
+                if self._left < 1:
                     self._full_until_ns = now_ns + DISK_FULL_NS
             self._left -= 1
             return self._left >= 0

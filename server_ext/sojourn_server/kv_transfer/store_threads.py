@@ -72,21 +72,21 @@ class StoreThreads:
         async with self._lookup_order:
             found = 0
             while found < len(keys):
-                is_ours = self._lookup is None or self._lookup.done()
-                if self._lookup is None or is_ours:
+                some: Sequence[bytes] = ()
+                lookup = self._lookup
+                if lookup is None or lookup.done():  # otherwise its transfer was cancelled, or it hangs
                     some = keys[found : found + LOOKUP_BATCH_KEYS]
-                    self._lookup = _run_in(self._lookups, partial(self._leading, some))
+                    lookup = self._lookup = _run_in(self._lookups, partial(self._leading, some))
                 timeout_s = 0.0 if self._lookup_hangs else self._limits.patience_s
-                await asyncio.wait({self._lookup}, timeout=timeout_s)
-                self._lookup_hangs = not self._lookup.done()
+                await asyncio.wait({lookup}, timeout=timeout_s)
+                self._lookup_hangs = not lookup.done()
                 if self._lookup_hangs:
                     self.counts["looks_given_up"] += 1
                     return 0
-                if not is_ours:  # the transfer that began it was cancelled
-                    continue
-                found += self._lookup.result()
-                if self._lookup.result() < len(some):
-                    break
+                if some:
+                    found += lookup.result()
+                    if lookup.result() < len(some):
+                        break
             with self._lock:
                 for key in keys[:found]:
                     self._note(key)

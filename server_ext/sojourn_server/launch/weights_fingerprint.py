@@ -36,8 +36,8 @@ def weights_fingerprint(
     """Return a text that identifies the weights. Raises ``UnknownWeights`` or ``OSError``.
 
     For a directory or file, the text has its path, the sizes and dates of its files, and a hash of samples of
-    their content. For a hub id or the
-    path of a snapshot, the text has the name and the commit. So all copies of a commit have the same text.
+    their content. For a hub id or the path of a snapshot, the text has the name and the commit. So all copies
+    of a commit have the same text.
 
     ``revision``: branch or commit of a hub id; ``None`` for main. ``cache``: the hub's cache on this machine,
     which knows the commit of each branch; ``None`` if unknown.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -71,7 +70,7 @@ from .prefill_quota import PrefillQuota
 from .program_offload_connector import ProgramOffloadingConnector
 from .tool_call_reader import ToolCallReader, turn_end
 from .waiting_queue import EngineContext, WaitingQueueAdapter, max_new_tokens
-from .weight_epochs import WeightEpochs
+from .weight_epochs import CHANGES_WEIGHTS, WeightEpochs
 
 if TYPE_CHECKING:
     from .compat import KVConnectorOutput, Scheduler
@@ -79,8 +78,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 MAX_STEPS_IN_FLIGHT = 64
-_CHANGES_WEIGHTS = re.compile(r"(?!get|compute|check|init|list|save|pin|start).*(weight|lora)")
-"""Names of workers' methods that change weights: of vLLM and of extensions for reinforcement learning."""
 MAX_STALLED_SHOWN = 10
 STALL_WARNING_S = 300.0
 """Seconds of empty steps with unfinished requests after which a warning says what they wait for. By default,
@@ -486,7 +483,7 @@ class SchedulerAdapter(EngineView):
         by the worker's method ``what`` (``collective_rpc``)."""
         if method != "collective_rpc":
             self._weights.adapter_changed(getattr(what, "lora_int_id", what))
-        elif _CHANGES_WEIGHTS.match(getattr(what, "__name__", str(what))):
+        elif CHANGES_WEIGHTS.match(getattr(what, "__name__", str(what))):
             # A pause clears the cache unless its caller wants to keep the KV over the change.
             if self._scheduler.pause_state is PauseState.UNPAUSED:
                 self._weights.model_changed()

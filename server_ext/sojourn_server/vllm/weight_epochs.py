@@ -9,6 +9,7 @@ requests keep their hashes, so that a new request does not find their blocks eit
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _MARK = "\0weights "
 """Separates the client's ``cache_salt`` from the number. Clients send no such text."""
+CHANGES_WEIGHTS = re.compile(r"(?!get|compute|check|init|list|save|pin|start).*(weight|lora)")
+"""Names of workers' methods that change weights: of vLLM and of extensions for reinforcement learning."""
 
 
 @dataclass(slots=True)

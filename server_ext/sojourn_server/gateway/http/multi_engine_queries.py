@@ -153,9 +153,8 @@ class EngineQueries:
             try:
                 frame = msgspec.convert(documents.get(url), LiveFrame)
             except msgspec.ValidationError:  # also if there is none
-                why = "runs without sojourn" if url in stock else "does not answer"
-                if documents.get(url) is not None and url not in stock:
-                    why = "runs another release of sojourn"
+                why = "runs another release of sojourn" if url in documents else "does not answer"
+                why = "runs without sojourn" if url in stock else why
                 engines += [EngineRow(engine=name, now_s=0.0, error=why) for name in ids.values()]
                 if url not in stock:
                     silent.update(ids.values())
