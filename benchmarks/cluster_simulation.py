@@ -54,24 +54,20 @@ MORI_POLICIES = (
 BASELINES = MORI_POLICIES[1:3]
 """Policies with which ``mori`` is compared."""
 PUBLISHED = "+54 to +79 % tokens a second over the baselines, ≥ 99 % busy at 80, ≤ 2.9 % of programs change"
-AT_MOST_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "saga/saga")
+AT_MOST_POLICIES = ("sojourn/sojourn", "thunderagent/thunderagent", "saga/saga")
 """Policies whose maximum throughput is measured."""
 HERE = Path(__file__).parent
 TENANT_POLICIES = (
-    "sojourn/saga", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
-    *(f"{HERE}/cluster_ablations/saga-no-{part}.toml" for part in ("affinity", "stealing", "shares")),
+    "sojourn/sojourn", "saga/saga", "prefix-affinity/stock", "thunderagent/thunderagent",
+    f"{HERE}/cluster_ablations/saga-no-affinity.toml",
 )  # fmt: skip
-"""Policies under load. They are whole systems, and variants of SAGA with one part of its gateway removed."""
-ENGINE_POLICIES = (
-    "saga/saga-paper",
-    *(f"saga/{HERE}/saga_ablations/saga-no-{part}.toml" for part in ("eviction", "ttl", "prefetch")),
-)  # fmt: skip
-"""SAGA with the published engine policy, whole and in variants with one part removed."""
-SEED_POLICIES = ("sojourn/saga", "thunderagent/thunderagent", "prefix-affinity/stock")
+"""Policies under load. They are whole systems, and SAGA without its gateway's affinity. Its other parts
+change nothing at this load, where nothing is computed again."""
+SEED_POLICIES = ("sojourn/sojourn", "thunderagent/thunderagent", "prefix-affinity/stock")
 """Policies that are also run with ``--more-seeds``."""
 LESS_POLICIES = TENANT_POLICIES[:2]
 """Policies that are also run at lower load."""
-WHOLE = {"saga-no-": "saga/saga", "saga/saga-no-": "saga/saga-paper"}
+WHOLE = {"saga-no-": "saga/saga"}
 """Prefix of an ablation's name → the policy with which the ablation is compared."""
 TENANT_HARDWARE, TENANT_MODEL, TENANT_TP = "a100-80gb", "llama-3.1-70b", 4
 """SAGA §8: Llama-3-70B on four A100 per instance."""
@@ -207,7 +203,6 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
         return run([tenant_spec(options, policy, rate_per_s) for policy in policies])
 
     rows, less_rows = under(LOAD, TENANT_POLICIES), under(LESS_LOAD, LESS_POLICIES)
-    rows += under(LOAD, ENGINE_POLICIES)
     rate_per_s = rate_of(at_once, LOAD)
     seed_rows = run(
         [
