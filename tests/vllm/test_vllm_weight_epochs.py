@@ -135,6 +135,19 @@ def test_a_connector_forgets_the_hashes_of_its_last_look_up(
     assert told == [waits]
 
 
+def test_a_connector_that_copies_is_reset_once_between_two_steps(make_engine: Any) -> None:
+    """vLLM's offloading connector refuses a second reset while the first one's copies still go on."""
+    engine = make_engine("continuum", blocks=41, host_blocks=60, max_model_len=640)
+    engine.add("a1", list(range(64)), max_tokens=9, program_id="A")
+    for _ in range(3):
+        engine.step()
+    for _ in range(2):
+        engine.scheduler.sojourn_weights_called("collective_rpc", "update_weights")
+    # The running request keeps vLLM from clearing the device.
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.run()
+
+
 def test_kv_of_the_model_that_a_pause_keeps_is_found_after_new_weights(ask: Any) -> None:
     """vLLM clears the cache at a pause, unless its caller wants to go on with the old KV. Leases end."""
     assert twice(ask, None) == [0, CACHED_TOKENS]

@@ -59,6 +59,7 @@ class SojournMixin:
         self, reset_running_requests: bool = False, reset_connector: bool = False, *args: Any, **kwargs: Any
     ) -> bool:
         self.sojourn.guarded(self.sojourn.before_cache_reset, reset_running_requests)
+        reset_connector = reset_connector and not self.sojourn.connector_is_reset
         pool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
         cached = pool.cached_block_hash_to_block
         try:

@@ -137,6 +137,9 @@ class SchedulerAdapter(EngineView):
             self._cache_policy.clock = clock
             self._cache_policy.rank = lambda name: host_eviction_rank(self.program_scheduler.label(name))
         self._weights = WeightEpochs(scheduler)
+        self.connector_is_reset = False
+        """Whether new weights have reset the connector since the last step. vLLM's connector refuses a second
+        reset before the next step while copies of the first go on."""
         self._pending: list[EngineAction | LeaseGranted] = []
         context = EngineContext(
             scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
@@ -238,6 +241,7 @@ class SchedulerAdapter(EngineView):
         """Prepare a step before vLLM plans it: expire leases, carry out actions, update queues and scores.
         Only parts that have something to do are called."""
         fallback, now = self._allocation_fallback, self._clock()
+        self.connector_is_reset = False
         try:
             if fallback.victim is not None:
                 fallback.restore_victim()
@@ -488,8 +492,9 @@ class SchedulerAdapter(EngineView):
             if self._scheduler.pause_state is PauseState.UNPAUSED:
                 self._weights.model_changed()
             self.before_cache_reset(False)
-            if self._scheduler.connector is not None:
+            if self._scheduler.connector is not None and not self.connector_is_reset:
                 self._scheduler.connector.reset_cache()
+                self.connector_is_reset = True
             self.after_cache_reset(False)
 
     # -- calls of the API server ------------------------------------------------
