@@ -162,8 +162,7 @@ def written(write: Callable[[Path], Any]) -> bytes:
 
 
 def write_example_block(path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    write_block(FileSystem(), path, partial, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)], parent=b"p" * 16)
+    write_block(FileSystem(), path, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)], parent=b"p" * 16)
 
 
 def with_header_checksum(data: bytes) -> bytes:

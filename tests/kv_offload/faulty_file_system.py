@@ -1,4 +1,4 @@
-"""A file system that fails, transfers less or stalls on command, and helpers for the tests of the store."""
+"""A file system that fails or stalls on command, and helpers for the tests of the store."""
 
 from __future__ import annotations
 
@@ -10,51 +10,31 @@ from typing import Any
 
 from kv_blocks import BLOCK_BYTES, identity, payload
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
-from sojourn_server.kv_offload.file_system import FileEntry, FileSystem
+from sojourn_server.kv_offload.file_system import FileSystem, StoredFile
 from sojourn_server.kv_offload.shared_store import PutOutcome, SharedStore
 
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
 
 
 class FaultyFiles(FileSystem):
-    """The real file system, which calls ``before`` each operation and transfers at most ``max_bytes`` at a
-    time.
+    """The real file system, which calls ``before`` each part of an operation, with the part's name and its
+    path. If ``before`` raises, the operation raises the same error: a write may leave a part of its file."""
 
-    ``before`` gets the operation's name and its path (for a descriptor, the path of its file). If ``before``
-    raises, the operation raises the same error.
-    """
-
-    def __init__(
-        self, before: Callable[[str, Path], None] | None = None, max_bytes: int | None = None
-    ) -> None:
-        super().__init__()
+    def __init__(self, before: Callable[[str, Path], None] | None = None) -> None:
         self.before = before or (lambda name, path: None)
-        self.max_bytes = max_bytes
-        self.paths: dict[int, Path] = {}
-        """Open descriptors and their paths."""
 
-    def open(self, path: Path, flags: int) -> int:
-        self.before("create" if flags & os.O_CREAT else "open", path)
-        fd = super().open(path, flags)
-        self.paths[fd] = path
-        return fd
-
-    def close(self, fd: int) -> None:
-        path = self.paths.pop(fd)
-        super().close(fd)  # like the real one, which frees the descriptor even if it fails
+    def write(self, path: Path, content: Sequence[memoryview]) -> None:
+        self.before("create", path)
+        whole = b"".join(content)
+        super().write(path, [memoryview(whole[: len(whole) // 2])])
+        self.before("write", path)
+        path.unlink()
+        super().write(path, content)
         self.before("close", path)
 
-    def size(self, fd: int) -> int:
-        self.before("size", self.paths[fd])
-        return super().size(fd)
-
-    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        self.before("readv", self.paths[fd])
-        return super().readv(fd, self._short(buffers))
-
-    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        self.before("writev", self.paths[fd])
-        return super().writev(fd, self._short(buffers))
+    def read(self, path: Path, buffers: Sequence[memoryview]) -> bool:
+        self.before("read", path)
+        return super().read(path, buffers)
 
     def replace(self, source: Path, target: Path) -> None:
         self.before("replace", target)
@@ -64,9 +44,9 @@ class FaultyFiles(FileSystem):
         self.before("unlink", path)
         super().unlink(path)
 
-    def mkdir(self, path: Path, *, parents: bool) -> None:
+    def mkdir(self, path: Path) -> None:
         self.before("mkdir", path)
-        super().mkdir(path, parents=parents)
+        super().mkdir(path)
 
     def set_mtime(self, path: Path, mtime_ns: int) -> None:
         self.before("set_mtime", path)
@@ -76,21 +56,12 @@ class FaultyFiles(FileSystem):
         self.before("stat", path)
         return super().stat(path)
 
-    def scan(self, path: Path) -> list[FileEntry]:
+    def scan(self, path: Path) -> list[StoredFile]:
         self.before("scan", path)
         return super().scan(path)
 
-    def _short(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        if self.max_bytes is None:
-            return list(buffers)
-        short, room = [], self.max_bytes
-        for view in buffers:
-            short.append(view[:room])
-            room -= len(short[-1])
-        return short
 
-
-WRITES = frozenset({"create", "writev", "close", "replace", "mkdir"})
+WRITES = frozenset({"create", "write", "close", "replace", "mkdir"})
 """Operations that a full disk can refuse."""
 
 

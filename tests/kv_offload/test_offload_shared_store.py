@@ -60,7 +60,7 @@ def test_whatever_three_engines_write_read_and_lose_nobody_loads_what_is_wrong(
                 file.write_bytes(draw.choice(damaged)) if draw.random() < 0.5 else file.unlink()
         else:
             if act < 0.6:
-                files.before = broken(draw.choice(["open", "readv", "stat"]))
+                files.before = broken(draw.choice(["read", "stat"]))
             name = f"r{request}"
             found = engine.wait_for(wanted, name)
             files.before = lambda name, path: None

@@ -145,7 +145,7 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     engine.steps_until(lambda: len(engine.planner.disk) == 2)
     engine.planner.host.remove(_entry(engine, B))
     goes_on = threading.Event()
-    files.before = waits(goes_on, "readv", "writev")
+    files.before = waits(goes_on, "read", "write")
     ours = threading.current_thread()
     slow = waits(goes_on, "to_host")
     engine.device.before = lambda name: slow(name) if threading.current_thread() is not ours else None
@@ -273,7 +273,7 @@ def test_a_disk_that_cannot_be_written_is_left_alone_and_tried_again(
     files = FaultyFiles()
     engine = make(tmp_path, files=files, blocks=16, slots=12, disk_blocks=20, spill_below=1.0)
     engine.step()
-    files.before = broken("writev")
+    files.before = broken("write")
     engine.save(KEYS[:12])
     engine.steps_until(lambda: engine.planner.counts["spill_failed"] == 12)
     files.before = lambda name, path: None
@@ -312,7 +312,7 @@ def test_a_block_that_cannot_be_read_is_computed_again(
     (file,) = tmp_path.glob(f"*/*/{B.hex()}.kv")
     DAMAGES[damage](file)
     if damage == "failed":
-        fault = broken("readv")
+        fault = broken("read")
         files.before = lambda name, path: fault(name, path) if path == file else None
     assert engine.wait_for([A, B, C]) == 1
     seen = damage in ("corrupt", "failed")  # files of another size are not found
@@ -340,7 +340,7 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     engine = make(tmp_path, files=files, spill_below=1.0)
     engine.step()
     goes_on = threading.Event()
-    files.before = waits(goes_on, "writev")
+    files.before = waits(goes_on, "write")
     engine.save(KEYS[:6])
     engine.step()
     engine.close()

@@ -38,7 +38,7 @@ MOST_LIVES = 5
 """A life goes on so often, until everything has happened in it."""
 MOST_S = 6.0
 """A machine that is busy with other things leads a shorter life."""
-READS = frozenset({"open", "size", "readv"})
+READS = frozenset({"read"})
 
 
 class Dead(Exception):
@@ -61,7 +61,7 @@ class Faults:
             raise OSError(errno.EIO, "the process is dead", str(path))
         with self.lock:
             happens, pause_s = self.draw.random() < 0.5, self.draw.random() * 0.003
-        if self.slow and name in ("readv", "writev", "unlink"):
+        if self.slow and name in ("read", "write", "unlink"):
             time.sleep(pause_s)
         fault = self.disk
         if fault is not None and name in fault[0] and happens:

@@ -43,7 +43,7 @@ class MemoryStore:
         if key not in self.blocks or key in self.broken:
             raise BlockNotFound(key)
         found = self.blocks[key]
-        for view in byte_views(buffers, writable=True):
+        for view in byte_views(buffers):
             view[:], found = found[: view.nbytes], found[view.nbytes :]
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:

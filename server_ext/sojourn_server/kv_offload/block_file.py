@@ -31,7 +31,6 @@ or absent. If the machine fails, a renamed file may lack bytes; its length or a 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -39,7 +38,6 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -47,18 +45,12 @@ from .file_system import FileSystem
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
-MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 PARENT_BYTES = 16
 """A block's file stores this many leading bytes of the parent's key. They suffice to identify the parent."""
-
-NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a full disk or quota."""
 
 _MAGIC = b"sjrnKV\r\n"  # broken by any transfer that converts line ends
 _FIELDS = struct.Struct("<8sHHIQ16s64s16s4x")
 _CHECKSUM = struct.Struct("<I")
-_MAX_BUFFERS = 1024
-"""Maximum number of buffers per ``readv`` or ``writev``: Linux's IOV_MAX."""
 
 # CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11); blake2b would be the slowest part of
 # a read from the page cache. The checksum detects torn writes and flipped bits, not forgery. It detects an
@@ -70,26 +62,12 @@ class OffloadError(Exception):
     """Base of all errors that block stores raise. The docstring of ``shared_store`` lists them."""
 
 
-class BlockDefect(Enum):
-    """Why a file is not the expected block."""
-
-    LENGTH = "it is cut off, or longer than a block"
-    MAGIC = "it is not a block file"
-    VERSION = "it has another version of the format"
-    HEADER = "its header is damaged"
-    IDENTITY = "it has another model's KV"
-    KEY = "it holds another block"
-    CHECKSUM = "its payload is damaged"
-
-
 class BlockCorrupt(OffloadError):
-    """Raised if a file is not the expected block; ``reason`` says why. The content of the buffers that the
-    read should have filled is undefined."""
+    """Raised if a file is not the expected block. The content of the buffers that the read should have filled
+    is undefined."""
 
-    def __init__(self, path: Path, reason: BlockDefect) -> None:
-        super().__init__(f"KV block {path} cannot be used: {reason.value}")
-        self.path = path
-        self.reason = reason
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"KV block {path} cannot be used: {why}")
 
 
 class Buffer(Protocol):
@@ -126,47 +104,44 @@ class KvIdentity:
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def byte_views(buffers: Iterable[Buffer], *, writable: bool = False) -> list[memoryview]:
-    """Return the memory of ``buffers`` as bytes, in order, without a copy. Empty buffers are left out.
-
-    Raises ``ValueError`` for memory that is not contiguous and, if ``writable`` is set, for read-only memory.
-    Raises ``TypeError`` for an object that is not a buffer.
-    """
-    views = []
-    for buffer in buffers:
-        view = memoryview(buffer)
-        if not view.c_contiguous:
-            raise ValueError("a buffer of KV must be contiguous")
-        if writable and view.readonly:
-            raise ValueError("a buffer to read KV into must be writable")
-        if view.nbytes:
-            views.append(view.cast("B"))
-    return views
+def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
+    """Return the memory of ``buffers`` as bytes, in order, without a copy. Empty buffers are left out."""
+    return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
 
 
 def write_block(
     files: FileSystem,
     path: Path,
-    partial: Path,
     key: bytes,
     identity: bytes,
     payload: Sequence[memoryview],
     *,
     parent: bytes = b"",
 ) -> None:
-    """Write a block's file: header and ``payload`` to ``partial``, which is then renamed to ``path``.
+    """Write a block's file: header and ``payload``, under a temporary name that is then renamed to ``path``.
 
     ``identity``: digest of the ``KvIdentity``. ``parent``: key of the previous block, empty if there is none.
     The payload must not change during the call; otherwise reads of the block raise ``BlockCorrupt``. Raises
-    ``OSError``; the caller must then remove the files ``partial`` and ``path``, if they exist.
+    ``OSError``; nothing of the block is left then, if the temporary file could be removed.
     """
-    checksum, length = _payload_checksum(payload), _length(payload)
+    checksum, length = _payload_checksum(payload)
     fields = _FIELDS.pack(
         _MAGIC, FORMAT_VERSION, len(key), checksum, length, identity, key, parent[:PARENT_BYTES]
     )
     header = fields + _CHECKSUM.pack(_checksum(fields))
-    write_file(files, partial, [memoryview(header), *payload])
-    files.replace(partial, path)
+    replace_file(files, path, [memoryview(header), *payload])
+
+
+def replace_file(files: FileSystem, path: Path, content: Sequence[memoryview]) -> None:
+    """Write a file under a temporary name beside ``path``, and rename it to ``path``. Raises ``OSError``."""
+    temporary = path.with_suffix(f".{os.urandom(8).hex()}.tmp")
+    try:
+        files.write(temporary, content)
+        files.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is more useful
+            files.unlink(temporary)
+        raise
 
 
 def read_block(
@@ -177,82 +152,25 @@ def read_block(
 
     Raises ``BlockCorrupt`` and ``OSError``. After any exception the content of ``payload`` is undefined."""
     header = bytearray(HEADER_BYTES)
-    fd = files.open(path, os.O_RDONLY)
-    try:
-        if files.size(fd) != HEADER_BYTES + _length(payload):
-            raise BlockCorrupt(path, BlockDefect.LENGTH)
-        if not _read_all(files, fd, [memoryview(header), *payload]):
-            raise BlockCorrupt(path, BlockDefect.LENGTH)  # the file has shrunk meanwhile
-    finally:
-        files.close(fd)
-    flaw = _block_defect(bytes(header), key, identity, payload)
-    if flaw is not None:
-        raise BlockCorrupt(path, flaw)
-
-
-def write_file(files: FileSystem, path: Path, content: Sequence[memoryview]) -> None:
-    """Write a new file. Raises ``OSError``; a partly written file may remain."""
-    fd = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        rest = list(content)
-        while rest:
-            written = files.writev(fd, rest[:_MAX_BUFFERS])
-            if written <= 0:
-                raise OSError(errno.EIO, "nothing was written", str(path))
-            rest = _skip_bytes(rest, written)
-    except BaseException:
-        with contextlib.suppress(OSError):  # the first error is more useful
-            files.close(fd)
-        raise
-    files.close(fd)  # some network file systems report a full disk here
-
-
-def _block_defect(
-    header: bytes, key: bytes, identity: bytes, payload: Sequence[memoryview]
-) -> BlockDefect | None:
-    fields = header[: _FIELDS.size]
+    if not files.read(path, [memoryview(header), *payload]):
+        raise BlockCorrupt(path, "it is cut off, or longer than a block")
+    fields = bytes(header[: _FIELDS.size])
     magic, version, key_bytes, checksum, length, found_identity, found_key, _ = _FIELDS.unpack(fields)
-    if magic != _MAGIC:
-        return BlockDefect.MAGIC
-    if version != FORMAT_VERSION:
-        return BlockDefect.VERSION
-    if _CHECKSUM.unpack(header[_FIELDS.size :]) != (_checksum(fields),):
-        return BlockDefect.HEADER
-    if found_identity != identity:
-        return BlockDefect.IDENTITY
-    if found_key[:key_bytes] != key:
-        return BlockDefect.KEY
-    if length != _length(payload):
-        return BlockDefect.LENGTH
-    return None if checksum == _payload_checksum(payload) else BlockDefect.CHECKSUM
+    found = magic, version, header[_FIELDS.size :], found_identity, found_key[:key_bytes], (checksum, length)
+    expected = (
+        _MAGIC, FORMAT_VERSION, _CHECKSUM.pack(_checksum(fields)), identity, key, _payload_checksum(payload),
+    )  # fmt: skip
+    for name, has, wants in zip(_PARTS, found, expected, strict=True):
+        if has != wants:
+            raise BlockCorrupt(path, f"its {name} is damaged or another one")
 
 
-def _payload_checksum(payload: Sequence[memoryview]) -> int:
-    value = 0
+_PARTS = ("magic number", "version of the format", "header", "identity of the model", "key", "payload")
+
+
+def _payload_checksum(payload: Sequence[memoryview]) -> tuple[int, int]:
+    """Return (checksum, length in bytes)."""
+    checksum = length = 0
     for view in payload:
-        value = _checksum(view, value)
-    return value
-
-
-def _length(payload: Sequence[memoryview]) -> int:
-    return sum(view.nbytes for view in payload)
-
-
-def _read_all(files: FileSystem, fd: int, buffers: Sequence[memoryview]) -> bool:
-    """Fill ``buffers`` from an open file. Returns false if the file ends too early."""
-    rest = list(buffers)
-    while rest:
-        count = files.readv(fd, rest[:_MAX_BUFFERS])
-        if count <= 0:
-            return False
-        rest = _skip_bytes(rest, count)
-    return True
-
-
-def _skip_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """Return ``buffers`` without their first ``count`` bytes."""
-    for index, view in enumerate(buffers):
-        if count < view.nbytes:
-            return [view[count:], *buffers[index + 1 :]]
-        count -= view.nbytes
-    return []
+        checksum, length = _checksum(view, checksum), length + view.nbytes
+    return checksum, length

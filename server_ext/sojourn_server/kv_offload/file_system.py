@@ -16,89 +16,74 @@ from pathlib import Path
 from typing import NamedTuple
 
 
-class FileEntry(NamedTuple):
-    """One entry of a folder. For a symbolic link, ``is_file`` and ``is_folder`` are both false."""
-
-    name: str
-    is_file: bool
-    is_folder: bool
-    size: int
+class StoredFile(NamedTuple):
     mtime_ns: int
+    size: int
+    path: str
 
 
 class FileSystem:
     """All file operations of a store; tests replace them to inject faults. Only the owner may access new
     files and folders. Methods raise ``OSError``."""
 
-    def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    def write(self, path: Path, content: Sequence[memoryview]) -> None:
+        """Write a new file. After an error, a partly written file may remain."""
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            for part in content:
+                file.write(part)
 
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
-
-    def readv(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Read into ``buffers`` from the current position. Returns the number of bytes read: 0 at the end of
-        the file, otherwise possibly less than the buffers' size."""
-        return os.readv(fd, buffers)
-
-    def writev(self, fd: int, buffers: Sequence[memoryview]) -> int:
-        """Write ``buffers``. Returns the number of bytes written, which may be less than their size."""
-        return os.writev(fd, buffers)
+    def read(self, path: Path, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with a file. Returns false if the file has another length."""
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size != sum(part.nbytes for part in buffers):
+                return False
+            return all(file.readinto(part) == part.nbytes for part in buffers)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename ``source`` to ``target``, replacing an existing file."""
         os.replace(source, target)
 
     def unlink(self, path: Path) -> None:
-        os.unlink(path)
+        path.unlink(missing_ok=True)
 
-    def mkdir(self, path: Path, *, parents: bool) -> None:
-        """Make a folder; ``parents``: also its missing parents. No error if the folder exists."""
-        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+    def mkdir(self, path: Path) -> None:
+        """Make a folder and its missing parents. No error if the folder exists."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def set_mtime(self, path: Path, mtime_ns: int) -> None:
-        os.utime(path, ns=(mtime_ns, mtime_ns), follow_symlinks=False)
+        os.utime(path, ns=(mtime_ns, mtime_ns))
 
     def stat(self, path: Path) -> tuple[int, int]:
         """Return (size in bytes, modification time in nanoseconds)."""
-        status = os.lstat(path)
+        status = os.stat(path)
         return status.st_size, status.st_mtime_ns
 
-    def scan(self, path: Path) -> list[FileEntry]:
+    def scan(self, path: Path) -> list[StoredFile]:
+        """Return the files of all folders in ``path``; no links."""
         found = []
-        with os.scandir(path) as entries:
-            for entry in entries:
-                try:
-                    status = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # deleted meanwhile
-                    continue
-                is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
-                found.append(FileEntry(entry.name, is_file, is_folder, status.st_size, status.st_mtime_ns))
+        with os.scandir(path) as folders:
+            for folder in [each.path for each in folders if each.is_dir(follow_symlinks=False)]:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        try:
+                            status = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:  # deleted meanwhile
+                            continue
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(StoredFile(status.st_mtime_ns, status.st_size, entry.path))
         return found
 
 
 def check_private(store: Path) -> None:
     """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``."""
     me, status = os.geteuid(), store.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        why = (
-            f"{store} is a symbolic link; expected none in a store, because it leads reads and writes "
-            "elsewhere: find out who made it, and remove it"
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != me or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder"
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(
+            errno.EPERM,
+            f"{store} is {kind} of user {status.st_uid} with mode {mode:04o}; expected a folder of "
+            f"user {me}, who runs this, that only its owner can write, because others can change the KV: "
+            f"name another directory, or delete what others wrote and run chmod go-w {store}",
+            str(store),
         )
-    elif status.st_uid != me:
-        why = (
-            f"the folder {store} belongs to user {status.st_uid}; expected one of user {me}, who runs this, "
-            "because its owner can change the KV in it: name another directory, or run as its owner"
-        )
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        why = (
-            f"the folder {store} has mode {stat.S_IMODE(status.st_mode):04o}; expected one that only its "
-            "owner can write, because others can change the KV in it: name another directory, or delete what "
-            f"others wrote in it and run chmod go-w {store}"
-        )
-    else:
-        return
-    raise PermissionError(errno.EPERM, why, str(store))

@@ -33,7 +33,7 @@ Errors
      ├ BlockNotFound       there is no such block (any more)
      └ BlockCorrupt        the block was damaged; it has been removed
 
-Wrong arguments raise ``ValueError``. Every error outside ``open`` concerns one block, and the engine can
+Every error outside ``open`` concerns one block, and the engine can
 compute that block again.
 """
 
@@ -57,19 +57,16 @@ from typing import Any
 from .block_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
-    MAX_KEY_BYTES,
-    MIN_KEY_BYTES,
-    NO_SPACE,
     BlockCorrupt,
     Buffer,
     KvIdentity,
     OffloadError,
     byte_views,
     read_block,
+    replace_file,
     write_block,
-    write_file,
 )
-from .file_system import FileSystem, check_private
+from .file_system import FileSystem, StoredFile, check_private
 
 FULL_BLOCK_TOKENS = 64
 """Default number of tokens of a Full Block (DualPath §4.1)."""
@@ -94,11 +91,9 @@ MAX_PARENTS = 1 << 16
 
 _KIND = "sojourn KV store"
 _STORE = re.compile(r"[0-9a-f]{16}")
-_FANOUT = re.compile(r"[0-9a-f]{2}")
-_FILE = re.compile(r"(?:[0-9a-f]{2}){%d,%d}(\.kv|\.[0-9a-f]{16}\.tmp)" % (MIN_KEY_BYTES, MAX_KEY_BYTES))  # noqa: UP031
-_NOT_THE_FILE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Error numbers of reads that fail because the process or machine has too many open files or too little
-memory. The block's file may be intact."""
+_FILE = re.compile(r".*/([0-9a-f]{2})/\1[0-9a-f]{30,126}(\.kv|\.[0-9a-f]{16}\.tmp)")
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a full disk or quota."""
 
 
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
@@ -231,20 +226,17 @@ class SharedStore:
         files = files or FileSystem()
         path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
         manifest = {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
-        temporary = path / f"{MANIFEST}.{os.urandom(8).hex()}.tmp"
         try:
             if not os.path.lexists(path):
                 check_root(path.parent, asdict(identity))
-            files.mkdir(path, parents=True)
+            files.mkdir(path)
             check_private(path)
             if not os.path.lexists(path / MANIFEST):
-                write_file(files, temporary, [memoryview(json.dumps(manifest, indent=2).encode() + b"\n")])
-                files.replace(temporary, path / MANIFEST)
+                content = json.dumps(manifest, indent=2).encode() + b"\n"
+                replace_file(files, path / MANIFEST, [memoryview(content)])
             store = cls(path, identity, budget_bytes, files, clock_ns)
             store._count()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                files.unlink(temporary)
             raise StoreError("opening the KV store", path, error) from error
         return store
 
@@ -264,26 +256,19 @@ class SharedStore:
         """Fill ``buffers``, in order, with the block of ``key``. The block may be divided into buffers
         differently than for ``put``.
 
-        After any exception the content of ``buffers`` is undefined. Raises:
-
-            ``BlockNotFound``   the store has no such block
-            ``BlockCorrupt``    the file was damaged; it has been removed
-            ``StoreError``      the file cannot be read. It has been removed, if that was possible, unless
-                                open files or memory ran out
-            ``ValueError``      read-only buffers, wrong total size, or invalid key
+        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``; and
+        ``BlockCorrupt`` or ``StoreError``, after which the file has been removed, if that was possible.
         """
-        path, payload = self._path(key), self._payload(buffers, writable=True)
+        path = self._path(key)
         try:
-            read_block(self._files, path, key, self._digest, payload)
-        except BlockCorrupt:
-            self._erase(path)
-            raise
+            read_block(self._files, path, key, self._digest, byte_views(buffers))
         except FileNotFoundError as error:
             raise BlockNotFound(key) from error
-        except OSError as error:
-            if error.errno not in _NOT_THE_FILE:  # otherwise the block would never be written again
-                self._erase(path)
-            raise StoreError("reading the KV block", path, error) from error
+        except (BlockCorrupt, OSError) as error:  # otherwise the block would never be written again
+            self._erase(path)
+            if isinstance(error, OSError):
+                raise StoreError("reading the KV block", path, error) from error
+            raise
         self.touch([key])
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
@@ -291,26 +276,25 @@ class SharedStore:
 
         ``parent``: key of the previous block of the context; empty if there is none or if the end of the
         context is stored first. The buffers must not change during the call. Raises ``StoreError``, after
-        which nothing of the block is left, and ``ValueError`` for an invalid key or a wrong total size.
+        which nothing of the block is left.
         """
-        path, payload = self._path(key), self._payload(buffers, writable=False)
+        path, payload = self._path(key), byte_views(buffers)
         try:
             if self.has(key):
                 self._mark_used(key, parent)
                 return PutOutcome.ALREADY
             if not self._reserve():
                 return PutOutcome.FULL
+            self._files.mkdir(path.parent)
             try:
-                self._write(key, path, payload, parent)
+                write_block(self._files, path, key, self._digest, payload, parent=parent)
             except OSError as error:
-                if error.errno not in NO_SPACE:
-                    raise
                 with self._lock:
-                    if not self._count(evict=True):
+                    if error.errno not in _NO_SPACE or not self._count(evict=True):
                         raise
-                self._write(key, path, payload, parent)
+                write_block(self._files, path, key, self._digest, payload, parent=parent)
         except OSError as error:
-            if error.errno in NO_SPACE:
+            if error.errno in _NO_SPACE:
                 self._full_until_ns = self._clock_ns() + DISK_FULL_NS
                 return PutOutcome.FULL
             raise StoreError("writing the KV block", path, error) from error
@@ -328,26 +312,8 @@ class SharedStore:
     # -- inside ------------------------------------------------------------------------
 
     def _path(self, key: bytes) -> Path:
-        if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
-            raise ValueError(f"a key has {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}")
         name = key.hex()
         return self.path / name[:2] / f"{name}.kv"
-
-    def _payload(self, buffers: Sequence[Buffer], *, writable: bool) -> list[memoryview]:
-        views = byte_views(buffers, writable=writable)
-        found, expected = sum(view.nbytes for view in views), self.identity.block_bytes
-        if found != expected:
-            raise ValueError(f"buffers of {found} bytes; expected {expected}, the size of a block")
-        return views
-
-    def _write(self, key: bytes, path: Path, payload: list[memoryview], parent: bytes) -> None:
-        temporary = path.with_suffix(f".{os.urandom(8).hex()}.tmp")
-        try:
-            self._files.mkdir(path.parent, parents=False)
-            write_block(self._files, path, temporary, key, self._digest, payload, parent=parent)
-        except BaseException:
-            self._erase(temporary)
-            raise
 
     def _mark_used(self, key: bytes, parent: bytes) -> None:
         """Make the block a little older than its parent. If the parent has not been used for long, mark the
@@ -388,31 +354,24 @@ class SharedStore:
         room for another or if ``evict`` is set, because other data fills the disk. Return the number of
         blocks deleted. Raises ``OSError``."""
         began_ns = self._clock_ns()
-        blocks: list[tuple[int, int, str]] = []
+        blocks: list[StoredFile] = []
         used_bytes = 0
-        for folder in self._files.scan(self.path):
-            if not folder.is_folder or not _FANOUT.fullmatch(folder.name):
-                continue
-            for file in self._files.scan(self.path / folder.name):
-                if not file.is_file or not (name := _FILE.fullmatch(file.name)):
-                    continue
-                path = f"{folder.name}/{file.name}"
-                if name[1] == ".kv":
-                    blocks.append((file.mtime_ns, file.size, path))
-                elif began_ns - file.mtime_ns > TEMPORARY_NS and self._erase(self.path / path):
+        for file in self._files.scan(self.path):
+            if name := _FILE.fullmatch(file.path):
+                if name[2] == ".kv":
+                    blocks.append(file)
+                elif began_ns - file.mtime_ns > TEMPORARY_NS and self._erase(Path(file.path)):
                     continue
                 used_bytes += file.size
         deleted = 0
         if evict or used_bytes + self._file_bytes > self._budget_bytes:
             batch_bytes = max(1, len(blocks) // EVICTION_SHARE) * self._file_bytes
             most_bytes = min(used_bytes, self._budget_bytes) if evict else self._budget_bytes
-            # Dates in the future come from a machine whose clock was ahead: these blocks go first.
-            latest_ns = began_ns + TEMPORARY_NS
-            for _, size, path in sorted(blocks, key=lambda block: (block[0] <= latest_ns, block)):
+            for file in sorted(blocks):
                 if used_bytes + batch_bytes <= most_bytes:
                     break
-                if self._erase(self.path / path):
-                    used_bytes -= size
+                if self._erase(Path(file.path)):
+                    used_bytes -= file.size
                     deleted += 1
         self.blocks = len(blocks) - deleted
         room = max(0, self._budget_bytes - used_bytes) // self._file_bytes
@@ -426,8 +385,6 @@ class SharedStore:
         """Remove a file. Returns whether it is gone."""
         try:
             self._files.unlink(path)
-        except FileNotFoundError:
-            return True
         except OSError:
             return False
         return True
