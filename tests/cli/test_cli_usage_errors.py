@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from cli_process import run_sojourn
+from cli_process import refused, run_sojourn
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,28 @@ def test_usage_errors_have_a_next_step(words: tuple[str, ...], said: str, advice
     assert first.startswith(f"error: {said}")
     assert second.startswith(f"next: {advice}")
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words", [("plan-pd", "--json"), ("simulate", "synthetic:x", "--save"), ("demo", "--plot")], ids=" ".join
+)
+def test_a_file_in_a_missing_folder_is_refused_at_once(tmp_path: Path, words: tuple[str, ...]) -> None:
+    error = refused(*words, str(tmp_path / "none" / "x.json.gz"))
+    assert error.message.endswith(f"x.json.gz: there is no folder {tmp_path / 'none'}")
+    assert error.next_step == f"mkdir -p {tmp_path / 'none'}"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words", [("top", "--once"), ("explain", "p"), ("doctor",), ("policy", "on")], ids=" ".join
+)
+def test_the_server_may_be_named_by_the_environment(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("SOJOURN_URL", "no-server.invalid:1")
+    result = run_sojourn(*words)
+    assert "http://no-server.invalid:1 does not answer: the name" in result.stdout + result.stderr
+    assert result.returncode > 0
 
 
 def test_no_words_still_show_the_help() -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from fake_completions_server import FakeServer
+from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
-from sojourn_server.cli.replay import register
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.replay.program_announcer import NullAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
@@ -211,10 +210,7 @@ PROGRAM = {
 
 
 def invoke(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return CliRunner().invoke(app, ["replay", *arguments])
+    return CliRunner().invoke(build_app(), ["replay", *arguments])
 
 
 def failure(*arguments: str) -> CliError:

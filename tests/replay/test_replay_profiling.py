@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from fake_completions_server import FakeServer
 from rich.console import Console
+from sojourn_server.cli import build_app
 from sojourn_server.cli import profile as profile_module
 from sojourn_server.cli.console import CliError
-from sojourn_server.cli.profile import register
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.profiling import machine_speed
 from sojourn_server.profiling.machine_speed import measure_bandwidth
@@ -27,10 +26,7 @@ from typer.testing import CliRunner
 
 
 def invoke(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.callback()(lambda: None)
-    register(app)
-    return CliRunner().invoke(app, ["profile", *arguments])
+    return CliRunner().invoke(build_app(), ["profile", *arguments])
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +45,7 @@ def test_lengths_double_up_to_the_longest() -> None:
 
 
 def test_a_profile_is_measured_written_and_readable(tmp_path: Path) -> None:
-    target = tmp_path / "deep" / "profile.toml"
+    target = tmp_path / "profile.toml"
     with FakeServer(seconds_per_token=5e-5, max_model_len=4001, sojourn=True, block_size=32) as server:
         result = invoke(
             "--url", server.url, "-o", str(target), "--repeats", "2", "--json", "-", "--no-decode"

@@ -1,25 +1,31 @@
-"""Shared by all sub-commands: the console, the error format, the JSON writer, and checks of options."""
+"""Shared by all sub-commands: the console, the form of errors, files, common options and their checks."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
+from sojourn.config import with_scheme
 
 from .cli_error import CliError as CliError
 
-if TYPE_CHECKING:
-    import typer
-
 console = Console(stderr=True)
 """Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
+"""Environment variables that may hold the API key: vLLM's first, then that of the SDK and the gateway."""
+PASS_KEY = f"pass --api-key, or set {', or else '.join(KEY_VARIABLES)}"
+"""Next step after an error because of a missing key."""
 
 
 def print_line(text: str) -> None:
@@ -34,11 +40,29 @@ def print_note(text: str) -> None:
 
 def json_option(what: str) -> Any:
     """Return the option ``--json`` of a command that can write ``what`` as JSON."""
-    import typer
+    help = f"Write {what} as JSON to this file, - for stdout"
+    return typer.Option(None, "--json", metavar="FILE|-", callback=output_file, help=help)
 
+
+def url_option(help: str, default: Any = DEFAULT_URL, *, envvar: str | None = "SOJOURN_URL") -> Any:
+    """Return the option ``--url``, which names a server. Its value may lack ``http://``."""
     return typer.Option(
-        None, "--json", metavar="FILE|-", help=f"Write {what} as JSON to this file, - for stdout"
+        default, "--url", envvar=envvar, callback=lambda url: url and with_scheme(url), help=help
     )
+
+
+def api_key_option(help: str = "The server's API key") -> Any:
+    """Return the option ``--api-key``."""
+    return typer.Option(None, "--api-key", envvar=list(KEY_VARIABLES), help=help)
+
+
+def key_source(context: typer.Context) -> str:
+    """Return the name of the option or environment variable that holds the API key; ``--api-key`` if there
+    is no key."""
+    source = context.get_parameter_source("api_key")
+    if source is None or source.name != "ENVIRONMENT":
+        return "--api-key"
+    return next(name for name in KEY_VARIABLES if os.environ.get(name))
 
 
 def is_given(context: typer.Context, name: str) -> bool:
@@ -48,16 +72,16 @@ def is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def check_output_file(path: Path) -> None:
-    """Raise ``CliError`` if ``path`` is a folder."""
-    if path.is_dir():
-        raise CliError(f"{path} is a folder", "name a file")
-
-
-def check_output_folder(folder: Path) -> None:
-    """Raise ``CliError`` if ``folder`` is a file."""
-    if folder.is_file():
-        raise CliError(f"{folder} is a file", "name a folder")
+def output_file(path: Any) -> Any:
+    """Return ``path``, an option's value, if a file can be written there. A command checks it before minutes
+    of work. ``None`` and ``-`` mean no file."""
+    if path not in (None, "-"):
+        folder = Path(path).parent
+        if Path(path).is_dir():
+            raise CliError(f"{path} is a folder", "name a file")
+        if not folder.is_dir():
+            raise CliError(f"{path}: there is no folder {folder}", f"mkdir -p {shlex.quote(str(folder))}")
+    return path
 
 
 def check_free_port(host: str, port: int, next_step: str) -> None:
@@ -70,13 +94,6 @@ def check_free_port(host: str, port: int, next_step: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise CliError(f"cannot listen on {host or '*'}:{port}: {error.strerror}", next_step) from None
-
-
-def complete_url(url: str | None) -> str | None:
-    """Return ``url``, the value of an option, with ``http://`` in front if it is only a host and a port."""
-    from sojourn.config import with_scheme
-
-    return url and with_scheme(url)
 
 
 @contextmanager
@@ -92,19 +109,21 @@ def exit_on_cli_error() -> Iterator[None]:
 
 
 def write_json(document: Any, target: str) -> None:
-    """Write ``document`` to the file ``target``, or to stdout if ``target`` is ``-``. The file is written
-    atomically. Raises ``CliError`` if it cannot be written."""
+    """Write ``document`` to the file ``target``, or to stdout if ``target`` is ``-``."""
     text = json.dumps(document, indent=2, sort_keys=False) + "\n"
     if target == "-":
         sys.stdout.write(text)
-        return
+    else:
+        write_file(Path(target), text)
+
+
+def write_file(
+    path: Path, text: str, next_step: str = "make room or name another place, and run it again"
+) -> None:
+    """Write a file atomically. Raises ``CliError`` if it cannot be written."""
     from sojourn_server.traces.atomic_files import write_atomically
 
     try:
-        write_atomically({Path(target): text.encode()})
+        write_atomically({path: text.encode()})
     except OSError as error:
-        raise CliError(
-            f"{target}: {error.strerror or error}",
-            "make room or name another place, and run it again",
-            exit_code=1,
-        ) from None
+        raise CliError(f"{path}: {error.strerror or error}", next_step, exit_code=1) from None

@@ -17,8 +17,7 @@ from rich.console import Console
 from sojourn.errors import install_command
 
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
-from .api_key_option import api_key_option, key_source
-from .console import complete_url, console, json_option, write_json
+from .console import api_key_option, console, json_option, key_source, url_option, write_json
 from .doctor_server import Check, server_checks
 
 _TIMEOUT_S = 20.0
@@ -29,21 +28,13 @@ _IMPORT_ENGINE = "from transformers import LlamaConfig; import torch; print(torc
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("doctor", help="Check this environment and, with --url, a running server.")(doctor)
-
-
 def doctor(
     context: typer.Context,
-    url: str | None = typer.Option(
-        None, callback=complete_url, help="A server to check, for example http://127.0.0.1:8000"
-    ),
+    url: str | None = url_option("A server to check, for example http://127.0.0.1:8000", None),
     api_key: str | None = api_key_option("The server's API key, or a gateway's"),
     json_output: str | None = json_option("the report"),
 ) -> None:
-    """Check this environment, and with --url a server, and print a report. Exits with code 1 if a check
-    failed. With --url the server generates one token."""
+    """Check this environment and, with --url, a running server."""
     # The report is the result, so it goes to stdout, unless the JSON goes to stdout.
     report = console if json_output == "-" else Console()
     checks: list[Check] = []

@@ -17,10 +17,9 @@ from ..metrics.live_frame import LiveFrame, ProgramRow
 from ..metrics.move_descriptions import move_in_words
 from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases, split_gap
 from ..policies.toml_document import did_you_mean
-from .api_key_option import api_key_option
 from .cli_error import CliError
-from .console import console, json_option, write_json
-from .live_client import DEFAULT_URL, AnswerError, LiveClient
+from .console import DEFAULT_URL, api_key_option, console, json_option, url_option, write_json
+from .live_client import AnswerError, LiveClient
 from .top_view import age_s, age_text, printable, untracked_text
 from .turn_table import engine_detail, program_state
 
@@ -54,22 +53,16 @@ _TERMS = {
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("explain", help="Say why a turn of a program took as long as it did.")(explain)
-
-
 def explain(
     program: str = typer.Argument(
         help="Id of the program, its beginning or end, or the program's name, as sojourn top shows them"
     ),
     turn: int | None = typer.Option(None, min=1, help="Number of the turn; without it the newest one"),
-    url: str = typer.Option(DEFAULT_URL, help="The engine or gateway"),
+    url: str = url_option("The engine or gateway"),
     api_key: str | None = api_key_option("Its API key"),
     json_output: str | None = json_option("the explanation"),
 ) -> None:
-    """Print the explanation of one turn as a paragraph and a table. The numbers are from the turn ledger;
-    estimates are named as such."""
+    """Say why a turn of a program took as long as it did."""
     report = console if json_output == "-" else Console()
 
     def note(line: str) -> None:

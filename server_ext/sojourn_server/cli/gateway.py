@@ -33,13 +33,6 @@ _STOP_GRACE_S = 60
 """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(
-        "gateway", help="Serve one address for several engines; turns go to the engine with their KV."
-    )(gateway)
-
-
 def gateway(
     context: typer.Context,
     engines: list[str] = typer.Option(
@@ -128,7 +121,7 @@ def gateway(
         help="YAML file for engines and gateways on a Ray cluster; it has all options (docs/ray.md)",
     ),
 ) -> None:
-    """Serve until stopped. Requests in progress finish before the process exits."""
+    """Serve one address for several engines; turns go to the engine with their KV."""
     import importlib.util
 
     needed = ("aiohttp", "httptools", "starlette", "uvicorn", "prometheus_client")
@@ -303,12 +296,9 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
     # Do not look for ray.serve, because that would import Ray, which reads the environment on import.
     if importlib.util.find_spec("ray") is None:
         raise CliError("not installed: ray", install_command("gateway,ray"))
-    from sojourn_server.gateway.ray.ray_config import RayConfigError, read_config, set_ray_environment
+    from sojourn_server.gateway.ray.ray_config import read_config, set_ray_environment
 
-    try:
-        config = read_config(path)
-    except RayConfigError as error:
-        raise CliError(str(error), "docs/ray.md lists the keys") from None
+    config = read_config(path)
     if config.in_pairs:
         summary = "pairs on Ray"
     else:

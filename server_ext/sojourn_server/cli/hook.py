@@ -10,9 +10,8 @@ from typing import Any
 
 import typer
 
-from .agent_process import DEFAULT_URL
 from .coding_agents import hook_settings, plugin_text
-from .console import CliError, complete_url, print_line
+from .console import DEFAULT_URL, CliError, print_line, url_option, write_file
 
 _MARK = "hook_process.py"
 """Part of every command that this module writes, by which it finds them again."""
@@ -28,23 +27,9 @@ _FILES = {
 the variable, file, next step for the user."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(
-        "hook",
-        help=(
-            "Print the settings with which a coding agent reports its tool calls to a sojourn server.\n\n"
-            "Example: sojourn hook claude-code --install\n\n"
-            "The agent starts a small process at each start and end of a tool. It sends ids, the tool's "
-            "name, the name of a shell command's program and the duration, and no other text. The agent "
-            "goes on at once if no server answers. SOJOURN_API_KEY gives the server's key."
-        ),
-    )(hook)
-
-
 def hook(
     client: str = typer.Argument(..., metavar="|".join(_FILES), help="The coding agent."),
-    url: str = typer.Option(DEFAULT_URL, "--url", envvar="SOJOURN_URL", help="Root of the sojourn server."),
+    url: str = url_option("Root of the sojourn server."),
     install: bool = typer.Option(
         False, "--install", help="Add the hooks to the user's settings, and keep what is there."
     ),
@@ -52,8 +37,14 @@ def hook(
         False, "--project", help="Add them to the settings of the current folder's project instead."
     ),
 ) -> None:
-    """Print the settings, or write them. Raises ``CliError`` for an unknown client, and for settings that
-    cannot be read or written."""
+    """Print the settings with which a coding agent reports its tool calls to a sojourn server.
+
+    Example: sojourn hook claude-code --install
+
+    The agent starts a small process at each start and end of a tool. It sends ids, the tool's name, the name
+    of a shell command's program and the duration, and no other text. The agent goes on at once if no server
+    answers. SOJOURN_API_KEY gives the server's key.
+    """
     if client not in _FILES:
         known = f"name one of {', '.join(_FILES)}; sojourn run reports the tools of Pi"
         raise CliError(f"the hooks of {client!r} are unknown", known)
@@ -63,7 +54,7 @@ def hook(
         path = Path(folder.replace(".config/", "."), local)
     else:
         path = Path(os.environ.get(variable) or Path.home() / folder, name)
-    url = complete_url(url) or DEFAULT_URL
+    url = url or DEFAULT_URL
     if client == "opencode":
         text = plugin_text(url)
     else:
@@ -74,12 +65,7 @@ def hook(
     if not (install or project):
         sys.stdout.write(text)
         return
-    from sojourn_server.traces.atomic_files import write_atomically
-
-    try:
-        write_atomically({path: text.encode()})
-    except OSError as error:
-        raise CliError(f"{path}: {error.strerror or error}", _BY_HAND) from error
+    write_file(path, text, _BY_HAND)
     print_line(f"wrote {path}; {next_step}")
 
 

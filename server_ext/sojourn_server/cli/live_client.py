@@ -11,12 +11,10 @@ import msgspec
 from ..launch.redaction import without_userinfo
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
-from .api_key_option import PASS_KEY
-from .cli_error import CliError
 from .connection_advice import connection_advice
+from .console import DEFAULT_URL, PASS_KEY, CliError
 
 API = "/sojourn/v1"
-DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 35.0
 """Timeout of a request. It is longer than the server's own wait for its engine."""
 

@@ -25,13 +25,6 @@ _EXAMPLES = {
 """Option → its default value, as an example for error messages."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(
-        "plan-pd", help="Ratios of prefill to decode nodes for which no link but storage is the bottleneck."
-    )(plan_pd)
-
-
 def plan_pd(
     nodes: int = typer.Option(6, min=2, help="Number of nodes; the plan shows every division of them"),
     devices: int = typer.Option(8, min=1, help="Devices per node, each with its own compute NIC"),
@@ -49,8 +42,7 @@ def plan_pd(
     ),
     json: str | None = json_option("the plan"),
 ) -> None:
-    """Print the useful range of prefill-to-decode ratios, the bound that each link sets on the ratio, and
-    the turns per second for each division of the nodes into prefill and decode nodes."""
+    """Ratios of prefill to decode nodes for which no link but storage is the bottleneck."""
     from sojourn_server.policies.prefill_decode.prefill_decode_ratio import NodeLinks, pd_ratio_range
 
     given = {

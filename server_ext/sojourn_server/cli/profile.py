@@ -15,8 +15,18 @@ from urllib.parse import urlsplit
 
 import typer
 
-from .api_key_option import api_key_option
-from .console import CliError, complete_url, console, json_option, print_line, print_note, write_json
+from .console import (
+    CliError,
+    api_key_option,
+    console,
+    json_option,
+    output_file,
+    print_line,
+    print_note,
+    url_option,
+    write_file,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
@@ -40,20 +50,14 @@ class _ProfileMeasurements:
     steps: StepMeasurement
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("profile", help="Measure prefill, decode and copies of a live, idle server.")(profile)
-
-
 def profile(
-    url: str = typer.Option(
-        ..., callback=complete_url, help="The server's root, for example http://127.0.0.1:8000"
-    ),
+    url: str = url_option("The server's root, for example http://127.0.0.1:8000", ..., envvar=None),
     model: str | None = typer.Option(None, help="Served model. Default: the server's first model"),
     output: Path | None = typer.Option(
         None,
         "--output",
         "-o",
+        callback=output_file,
         help="Write the profile to this TOML file, for serve --sojourn-profile and simulate --hardware",
     ),
     max_context: int | None = typer.Option(
@@ -75,12 +79,11 @@ def profile(
     api_key: str | None = api_key_option(),
     json: str | None = json_option("the profile"),
 ) -> None:
-    """Measure the server and print or write the profile. Without ``-o`` and ``--json`` the TOML goes to
-    stdout."""
+    """Measure prefill, decode and copies of a live, idle server."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
     from sojourn_server.profiling.offload_break_even import offload_break_even
-    from sojourn_server.replay.completions_client import RequestError, ServerError
+    from sojourn_server.replay.completions_client import RequestError
 
     key = api_key or None
     given = EngineLimits(
@@ -90,8 +93,6 @@ def profile(
     )
     try:
         measured = asyncio.run(_measure(url, model, key, given, repeats, budget_s, vocabulary, decode))
-    except ServerError as error:
-        raise CliError(error.message, error.next_step) from None
     except RequestError as error:
         raise CliError(f"a measurement failed: {error}", _resume_hint(error)) from None
     if not measured.prefill.points:
@@ -118,7 +119,11 @@ def profile(
     for note in notes:
         print_note(note)
     if output is not None:
-        _write_profile(output, result.to_toml())
+        try:
+            write_file(output, result.to_toml(), "the profile is on stdout; save it from there")
+        except CliError:
+            print(result.to_toml(), end="")
+            raise
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json is not None:
         residual_s = result.prefill.residual(measured.prefill.points)
@@ -250,20 +255,6 @@ def _profile_of(
         measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions={"engine": served.engine, **installed_versions(*distributions)},
     )
-
-
-def _write_profile(path: Path, text: str) -> None:
-    """Write the profile ``text`` to ``path``. If that fails, print ``text`` on stdout and raise
-    ``CliError``."""
-    from sojourn_server.traces.atomic_files import write_atomically
-
-    try:
-        write_atomically({path: text.encode()})
-    except OSError as error:
-        print(text, end="")
-        raise CliError(
-            f"{path}: {error.strerror or error}", "the profile is on stdout; save it from there", exit_code=1
-        ) from None
 
 
 def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .api_key_option import PASS_KEY, api_key_option
-from .console import CliError, complete_url, console, json_option, print_line, print_note, write_json
-from .simulate import next_step_for
+from .console import (
+    PASS_KEY,
+    CliError,
+    api_key_option,
+    console,
+    json_option,
+    print_line,
+    print_note,
+    url_option,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from sojourn_server.replay.replay_driver import ReplayOptions
@@ -19,18 +27,11 @@ if TYPE_CHECKING:
     from sojourn_server.traces.trace_schema import TraceProgram
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("replay", help="Replay a trace of agent runs against any OpenAI-compatible server.")(replay)
-
-
 def replay(
     trace: str = typer.Argument(
         help="A .jsonl or .jsonl.gz trace, one program per line, or synthetic:NAME as in simulate"
     ),
-    url: str = typer.Option(
-        ..., callback=complete_url, help="The server's root, for example http://127.0.0.1:8000"
-    ),
+    url: str = url_option("The server's root, for example http://127.0.0.1:8000", ..., envvar=None),
     model: str | None = typer.Option(None, help="Served model. Default: the server's first model"),
     programs: int | None = typer.Option(
         None, min=1, help="Number of top-level programs to run, with their sub-agents. Default: all"
@@ -63,11 +64,9 @@ def replay(
     api_key: str | None = api_key_option(),
     json: str | None = json_option("the result"),
 ) -> None:
-    """Replay ``trace`` on the server and print the results. Exits with code 1 if no program finished."""
-    from sojourn_server.replay.completions_client import ServerError
+    """Replay a trace of agent runs against any OpenAI-compatible server."""
     from sojourn_server.replay.replay_driver import ReplayOptions, first_programs
     from sojourn_server.simulator.workloads.arrival_processes import load_programs
-    from sojourn_server.traces.trace_schema import TraceError
 
     if dialect not in ("auto", "sojourn", "vllm"):
         raise CliError(f"--dialect {dialect} is unknown", "use auto, sojourn or vllm")
@@ -85,17 +84,11 @@ def replay(
         )
     except ValueError as error:
         raise CliError(str(error), "see sojourn replay --help") from None
-    try:
-        chosen = first_programs(load_programs(trace), programs)
-    except TraceError as error:
-        raise CliError(str(error), next_step_for(trace)) from None
+    chosen = first_programs(load_programs(trace), programs)
     # With logging set up, httpx logs every request at INFO: thousands of lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    key = api_key or None
     try:
-        tally, about = asyncio.run(_run(chosen, options, url, model, dialect, key))
-    except ServerError as error:
-        raise CliError(error.message, error.next_step) from None
+        tally, about = asyncio.run(_run(chosen, options, url, model, dialect, api_key or None))
     except KeyboardInterrupt:
         raise CliError(
             "interrupted", "run it again; a replay has no state to resume", exit_code=130

@@ -8,24 +8,16 @@ from .agent_process import DEFAULT_URL, exec_agent_command, framework_names
 from .coding_agents import CLIENTS
 from .console import print_note
 
+CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+HELP = f"""Run an agent's own command and report its programs and tool calls to a sojourn server.
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(
-        "run",
-        context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-        help=(
-            "Run an agent's own command and report its programs and tool calls to a sojourn server.\n\n"
-            "Example: sojourn run -- mini -m openai/smol -t 'fix the bug'\n\n"
-            f"No code changes. Instrumented on import: {framework_names()}. "
-            "Only requests to the server itself carry ids. "
-            "A bare loop on the openai client is one program for each process, as long as its requests come "
-            "one after the other. "
-            "Python processes of the agent's tools are not instrumented.\n\n"
-            f"Coding agents get settings of their own: {', '.join(CLIENTS)}. "
-            "One line says what was set."
-        ),
-    )(run)
+Example: sojourn run -- mini -m openai/smol -t 'fix the bug'
+
+No code changes. Instrumented on import: {framework_names()}. Only requests to the server itself carry ids. A
+bare loop on the openai client is one program for each process, as long as its requests come one after the
+other. Python processes of the agent's tools are not instrumented.
+
+Coding agents get settings of their own: {", ".join(CLIENTS)}. One line says what was set."""
 
 
 def run(

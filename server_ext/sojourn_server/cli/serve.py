@@ -43,15 +43,7 @@ from .console import CliError, check_free_port, print_line, print_note
 _OPTION_CLASSES = (ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
 _POLICY_OPTIONS = ("policy", "policy_file", "allow_policy_modules")
 """Options that other settings may give too."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command(
-        "serve",
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        help="Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged.",
-    )(serve)
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def _declared_options() -> Iterator[inspect.Parameter]:
@@ -80,8 +72,7 @@ def serve(
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and environment; start nothing"),
     **options: Any,
 ) -> None:
-    """Replace this process with the vLLM server. Returns only with ``--dry-run``. ``options``: the values of
-    ``_declared_options``."""
+    """Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged."""
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
 
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import threading
@@ -19,11 +18,10 @@ from sojourn.errors import install_command
 
 from .console import (
     CliError,
-    check_output_file,
-    check_output_folder,
     console,
     is_given,
     json_option,
+    output_file,
     print_line,
     print_note,
     write_json,
@@ -48,25 +46,6 @@ _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 """Options that have an effect on runs loaded with ``--load``."""
 LINE_INTERVAL_S = 15.0
 """Seconds between two lines of progress outside a terminal."""
-
-
-def next_step_for(workload: str) -> str:
-    """Return the next step for an error message about ``workload``, a trace or workload that the user
-    named."""
-    from sojourn_server.simulator.workloads.synthetic_workloads import SYNTHETIC_PREFIX
-
-    if workload.startswith(SYNTHETIC_PREFIX):
-        return "docs/traces.md lists the synthetic workloads"
-    if not os.path.exists(workload):  # pathlib would raise for a name that is too long
-        return "name a trace file, or a synthetic workload: synthetic:NAME"
-    return "check the file; docs/traces.md has the format of traces"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("simulate", help="Compare policies on a trace in virtual time, with vLLM's own scheduler.")(
-        simulate
-    )
 
 
 def _workload_help() -> str:
@@ -131,62 +110,59 @@ def simulate(
     jobs: int | None = typer.Option(None, min=1, help="Processes. Default: one per core"),
     json: str | None = json_option("the figures"),
     plot: Path | None = typer.Option(None, metavar="DIR", help="Write plots into this folder"),
-    save: Path | None = typer.Option(None, metavar="FILE", help="Save every turn: .msgpack.gz or .json.gz"),
+    save: Path | None = typer.Option(
+        None, metavar="FILE", callback=output_file, help="Save every turn: .msgpack.gz or .json.gz"
+    ),
     load: Path | None = typer.Option(
         None, metavar="FILE", help="Show runs saved with --save instead of running"
     ),
     explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
-    """Run the simulations, or load saved ones, and print the results."""
+    """Compare policies on a trace in virtual time, with vLLM's own scheduler."""
     from sojourn_server.simulator.latency.latency_selection import is_engine_profile
     from sojourn_server.simulator.report.results_file import made_with
 
     for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
-    _check_outputs(json, plot, save)
+    _check_outputs(plot, save)
     swept: SweepRuns | None = None
-    try:
-        if load is not None:
-            for name in context.params:
-                if name not in _SHOWING_OPTIONS and is_given(context, name):
-                    option = name if name == "workload" else "--" + name.replace("_", "-")
-                    raise CliError(
-                        f"{option} has no effect on saved runs, which --load only shows",
-                        f"leave out {option}, or run the simulation again",
-                    )
-            result, made = _load_saved(load, warm_up_s)
-        else:
-            if workload is None:
+    if load is not None:
+        for name in context.params:
+            if name not in _SHOWING_OPTIONS and is_given(context, name):
+                option = name if name == "workload" else "--" + name.replace("_", "-")
                 raise CliError(
-                    "no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME"
+                    f"{option} has no effect on saved runs, which --load only shows",
+                    f"leave out {option}, or run the simulation again",
                 )
-            sweeping = _parse_sweep(sweep, context) if sweep is not None else None
-            if not is_given(context, "policy"):
-                policy = CLUSTER_POLICIES if replicas is not None else policy
-                policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
-            if async_scheduling is None:  # a file from sojourn profile does not name its device
-                async_scheduling = not is_engine_profile(hardware)
-            specs = [
-                replace(
-                    spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                    async_scheduling=async_scheduling,
-                    replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
-                    pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
-                )
-                for spec in _specs(workload, policy, programs, rate)
-            ]  # fmt: skip
-            if sweeping is not None:
-                specs = _expand_sweep(sweeping, specs)
-            specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
-            if explain is not None:
-                _check_program(explain, specs[0])
-            result = _run_simulations(specs, jobs, warm_up_s)
-            made = made_with(sys.argv)
-            if sweeping is not None and not result.missing_runs:
-                swept = sweeping.group_rows(specs, result.rows)
-    except ValueError as error:
-        raise CliError(str(error), _next_step(error, workload or "")) from None
+        result, made = _load_saved(load, warm_up_s)
+    else:
+        if workload is None:
+            raise CliError("no workload", "name a trace, or a synthetic one: sojourn simulate synthetic:NAME")
+        sweeping = _parse_sweep(sweep, context) if sweep is not None else None
+        if not is_given(context, "policy"):
+            policy = CLUSTER_POLICIES if replicas is not None else policy
+            policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
+        if async_scheduling is None:  # a file from sojourn profile does not name its device
+            async_scheduling = not is_engine_profile(hardware)
+        specs = [
+            replace(
+                spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
+                async_scheduling=async_scheduling,
+                replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
+                pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
+            )
+            for spec in _specs(workload, policy, programs, rate)
+        ]  # fmt: skip
+        if sweeping is not None:
+            specs = _expand_sweep(sweeping, specs)
+        specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
+        if explain is not None:
+            _check_program(explain, specs[0])
+        result = _run_simulations(specs, jobs, warm_up_s)
+        made = made_with(sys.argv)
+        if sweeping is not None and not result.missing_runs:
+            swept = sweeping.group_rows(specs, result.rows)
     _show(result, made, swept, json=json, plot=plot, save=save, explain=explain)
     if load is None and result.missing_runs:
         whole = len(result.rows) + result.missing_runs
@@ -195,25 +171,6 @@ def simulate(
             "run it again for all of them",
             exit_code=130,
         )
-
-
-def _next_step(error: ValueError, workload: str) -> str:
-    from sojourn_server.simulator.latency.latency_profiles import LatencyProfileError
-    from sojourn_server.simulator.report.results_file import ResultsError
-    from sojourn_server.simulator.simulation_suite import SweepError
-    from sojourn_server.simulator.simulator_policies import PolicyError
-    from sojourn_server.simulator.workloads.program_plans import NoProgramFitsError
-    from sojourn_server.traces.trace_schema import TraceError
-
-    steps: dict[type[ValueError], str] = {
-        NoProgramFitsError: "allow more: --max-context, --max-model-len, --pool-tokens, or larger --hardware",
-        TraceError: next_step_for(workload),
-        PolicyError: "docs/simulator.md lists the policies",
-        LatencyProfileError: "set --hardware, --model, --tp, --max-model-len or --pool-tokens",
-        SweepError: "for example --sweep cpu_ratio=0,1,2,4, with a --policy that has host memory",
-        ResultsError: "name a file written by sojourn simulate --save",
-    }
-    return next((step for kind, step in steps.items() if isinstance(error, kind)), "see docs/simulator.md")
 
 
 # -- what to run ---------------------------------------------------------------------------------
@@ -418,24 +375,20 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
     return SuiteResult(rows, saved.runs, saved.missing_runs), saved.made_with
 
 
-def _check_outputs(json: str | None, plot: Path | None, save: Path | None) -> None:
+def _check_outputs(plot: Path | None, save: Path | None) -> None:
     """Raise ``CliError`` for a name that cannot be written, before minutes of simulation."""
     from importlib.util import find_spec
 
     from sojourn_server.simulator.report.results_file import SUFFIXES
 
-    if json not in (None, "-"):
-        check_output_file(Path(json))
-    if save is not None:
-        if not save.name.endswith(SUFFIXES):
-            raise CliError(
-                f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.msgpack.gz"
-            )
-        check_output_file(save)
-    if plot is not None:
-        check_output_folder(plot)
-        if find_spec("matplotlib") is None:
-            raise CliError("--plot needs matplotlib", install_command("demo"))
+    if save is not None and not save.name.endswith(SUFFIXES):
+        raise CliError(
+            f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.msgpack.gz"
+        )
+    if plot is not None and plot.is_file():
+        raise CliError(f"{plot} is a file", "name a folder")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise CliError("--plot needs matplotlib", install_command("demo"))
 
 
 def _show(

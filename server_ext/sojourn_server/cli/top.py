@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from .api_key_option import api_key_option
-from .cli_error import CliError
-from .console import json_option, write_json
-from .live_client import DEFAULT_URL, AnswerError, LiveClient
+from .console import CliError, api_key_option, json_option, url_option, write_json
+from .live_client import AnswerError, LiveClient
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,13 +25,8 @@ _PROGRAMS = 1000
 """Maximum number of programs that ``--once`` prints."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to ``app``."""
-    app.command("top", help="Show the programs and the KV memory of a running server, live.")(top)
-
-
 def top(
-    url: str = typer.Option(DEFAULT_URL, help="An engine or a gateway"),
+    url: str = url_option("An engine or a gateway"),
     api_key: str | None = api_key_option("The server's API key, or a gateway's"),
     once: bool = typer.Option(False, "--once", help="Print one view and exit"),
     json_output: str | None = json_option("one view (then the command exits)"),
@@ -42,8 +35,7 @@ def top(
         "state", help="Column to sort by: state, for, lease, reuse, ctx, kv, turn, ttft, lost"
     ),
 ) -> None:
-    """Show memory by tier as stacked bars and a line for each program. Keys: s sort, r reverse, / filter, p
-    pause, e explain, q quit. Without a terminal, one view is printed."""
+    """Show the programs and the KV memory of a running server, live."""
     from .top_view import SORTABLE
 
     if sort not in SORTABLE:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from .api_key_option import api_key_option
-from .console import CliError, check_output_file, print_line, print_note
-from .live_client import DEFAULT_URL, LiveClient
+from .console import CliError, api_key_option, output_file, print_line, print_note, url_option
+from .live_client import LiveClient
 
 if TYPE_CHECKING:
     from sojourn_server.traces.perfetto_trace import PerfettoTrace
@@ -22,16 +21,10 @@ _MAX_PROGRAMS = 1000
 _DECISIONS_AT_ONCE = 5000
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command group to ``app``."""
-    group = typer.Typer(help="Make and export traces of agent runs.", no_args_is_help=True)
-    group.command("import", help="Make a trace from session files of coding agents, spans, or ledgers.")(
-        import_
-    )
-    group.command("export", help="Write a run of an engine or of the simulator for ui.perfetto.dev.")(export)
-    app.add_typer(group, name="trace")
+trace = typer.Typer(help="Make and export traces of agent runs.", no_args_is_help=True)
 
 
+@trace.command("import")
 def import_(
     files: list[Path] = typer.Argument(
         help="Files or folders to read, plain or gzipped; they become one trace"
@@ -43,12 +36,13 @@ def import_(
         "JSON or in the format of Python's exporters; langfuse, langsmith: exports; sojourn: answers of GET "
         "/sojourn/v1/programs/{id}",
     ),
-    output: Path = typer.Option(..., "-o", "--output", help="The trace, .jsonl or .jsonl.gz"),
+    output: Path = typer.Option(
+        ..., "-o", "--output", callback=output_file, help="The trace, .jsonl or .jsonl.gz"
+    ),
 ) -> None:
-    """Read the files, convert them and write the trace. If a file is unreadable, nothing is written."""
+    """Make a trace from session files of coding agents, spans, or ledgers."""
     from sojourn_server.traces.imports import IMPORT_FORMATS
     from sojourn_server.traces.trace_file import write_trace
-    from sojourn_server.traces.trace_schema import TraceError
 
     read = IMPORT_FORMATS.get(source)
     if read is None:
@@ -57,12 +51,8 @@ def import_(
         raise CliError(f"--from {source} is unknown", hint)
     if not output.name.endswith((".jsonl", ".jsonl.gz")):
         raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
-    check_output_file(output)
-    try:
-        imported = read(files)
-        count = write_trace(output, imported.programs)
-    except TraceError as error:
-        raise CliError(str(error), "see docs/traces.md for the formats") from None
+    imported = read(files)
+    count = write_trace(output, imported.programs)
     turns = sum(len(program.turns) for program in imported.programs)
     print_line(f"{output}: {count} programs, {turns} turns")
     for note in imported.notes:
@@ -74,24 +64,26 @@ def import_(
     )
 
 
+@trace.command()
 def export(
     runs: list[Path] = typer.Argument(None, help="Files of sojourn simulate --save; none: ask --url"),
-    perfetto: Path = typer.Option(..., "--perfetto", help="The file to write, .json or .json.gz"),
-    url: str = typer.Option(DEFAULT_URL, help="The engine to ask"),
+    perfetto: Path = typer.Option(
+        ..., "--perfetto", callback=output_file, help="The file to write, .json or .json.gz"
+    ),
+    url: str = url_option("The engine to ask"),
     api_key: str | None = api_key_option("The engine's API key"),
     last_s: float = typer.Option(900.0, "--last", min=1.0, help="Seconds of the engine's past to export"),
     max_events: int = typer.Option(
         200_000, min=1000, help="Maximum number of events; older events are left out, with a note"
     ),
 ) -> None:
-    """Write turns, phases, tools, leases and decisions as slices, one thread for each program."""
+    """Write a run of an engine or of the simulator for ui.perfetto.dev."""
     from sojourn_server.traces.perfetto_trace import PerfettoTrace, write_perfetto
 
     if not perfetto.name.endswith((".json", ".json.gz")):
         raise CliError(
             f"--perfetto {perfetto}: expected a name ending in .json or .json.gz", "change the name"
         )
-    check_output_file(perfetto)
     trace = PerfettoTrace()
     if runs:
         notes = _add_saved_runs(trace, runs)
@@ -111,14 +103,10 @@ def export(
 
 def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
     from sojourn_server.simulator.report.perfetto_runs import add_run
-    from sojourn_server.simulator.report.results_file import ResultsError, load_runs
+    from sojourn_server.simulator.report.results_file import load_runs
 
     for path in paths:
-        try:
-            saved = load_runs(path)
-        except ResultsError as error:
-            raise CliError(str(error), "name files of sojourn simulate --save") from None
-        for log in saved.runs:
+        for log in load_runs(path).runs:
             add_run(trace, log, f"{log.policy} {log.programs_wanted} programs, seed {log.seed}, {log.trace}")
     return {"source": "simulator", "clock": "virtual seconds"}
 
