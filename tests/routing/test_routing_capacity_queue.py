@@ -1,4 +1,4 @@
-"""Ten thousand that wait for room: who is asked about, who goes first, and that nobody is passed for ever."""
+"""Thousands that wait for room: who is asked about, who goes first, and that nobody is passed for ever."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def waiting(number: int, needs_tokens: int) -> RoutedRequest:
     )
 
 
-# -- ten thousand -------------------------------------------------------------------------
+# -- thousands -------------------------------------------------------------------------
 
 
-def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: list[int]) -> None:
+def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: Sequence[int]) -> None:
     """Full replicas, and so many that wait."""
     for number in range(replicas):
         it.take(seen(f"e{number}"), 0.0)
@@ -80,12 +80,13 @@ def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: list[int]) -> Non
         number += 1
 
 
-@pytest.mark.parametrize("sharing", [SharePolicy(), AgentFairShare()])
-@pytest.mark.parametrize("sizes", [list(range(900, 200, -1)), [700], list(range(200, 900))])
-def test_of_ten_thousand_waiting_requests_only_eligible_ones_are_routed(sharing: Any, sizes: Any) -> None:
+@pytest.mark.parametrize(
+    ("sharing", "sizes"), [(SharePolicy(), range(900, 200, -1)), (AgentFairShare(), range(200, 900))]
+)
+def test_of_thousands_of_waiting_requests_only_eligible_ones_are_routed(sharing: Any, sizes: Any) -> None:
     routing = Counted(CapacityRouting())
     it = core(routing, sharing)
-    crowd(it, 16, 10_000, sizes)
+    crowd(it, 16, 2_000, sizes)
     routing.asked = 0
     name = next(iter(it.fleet.get("e3").in_flight))
     for fact in (
@@ -102,19 +103,6 @@ def test_of_ten_thousand_waiting_requests_only_eligible_ones_are_routed(sharing:
     gone = sends(it.take(routing_events.ProgramEnded(name, program.tenant), 2.0))
     assert gone
     assert routing.asked == len(gone)
-
-
-def test_a_request_with_the_same_need_is_not_routed_after_one_that_has_to_wait() -> None:
-    class Never:
-        def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
-            return RoutingDecision(None, "full_moon")
-
-    routing = Counted(Never())
-    it = core(routing)
-    crowd(it, 2, 500, [10])
-    routing.asked = 0
-    it.take(seen("new"), 1.0)
-    assert routing.asked == 1
 
 
 # -- nobody for ever ----------------------------------------------------------------------

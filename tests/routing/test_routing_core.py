@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from routing_builders import CAPACITY, only, seen, sends, with_replicas
+import pytest
+from routing_builders import CAPACITY, kv_lost, only, seen, sends, with_replicas
 from routing_builders import build_core as core
+from sojourn_server.policies.cluster_preset import load_cluster_preset
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
-    RoundRobinRouting,
     RoutingDecision,
     SessionAffinityRouting,
     WorkStealing,
 )
 from sojourn_server.routing import routing_events
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     AbortStream,
     ProbeReplica,
@@ -21,6 +23,7 @@ from sojourn_server.routing.routing_events import (
     ReleaseProgramKv,
     SendRequest,
 )
+from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_records import ReplicaHealth
 
 
@@ -33,17 +36,6 @@ def asked(
 
 
 # -- sending ------------------------------------------------------------------------------
-
-
-def test_a_programs_turns_go_where_its_first_went() -> None:
-    it = with_replicas(core(), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0))
-    assert isinstance(first, SendRequest)
-    assert first.reason == "least_loaded"
-    it.take(asked("other"), 0.5)
-    it.take(routing_events.RequestFinished("r0", output_tokens=10), 1.0)
-    again = only(it.take(asked("r1", "p", 150), 2.0))
-    assert (again.replica_id, again.reason) == (first.replica_id, "home")
 
 
 def test_a_home_that_is_loaded_by_four_fifths_is_left_for_the_least_loaded() -> None:
@@ -59,26 +51,11 @@ def test_a_home_that_is_loaded_by_four_fifths_is_left_for_the_least_loaded() -> 
     assert it.programs[("t", "p")].moves == 1
 
 
-def test_a_program_that_moves_leaves_its_old_home() -> None:
-    it = with_replicas(core(RoundRobinRouting()), "a", "b")
-    assert only(it.take(asked("r0", "p"), 0.0)).replica_id == "a"
-    it.take(routing_events.RequestFinished("r0"), 1.0)
-    left, sent = it.take(asked("r1", "p"), 2.0)
-    assert left == ReleaseProgramKv("p", "a", "t")
-    assert (sent.replica_id, sent.moved_from) == ("b", "a")
-
-
 def test_a_sub_agent_begins_near_its_parent() -> None:
     it = with_replicas(core(), "a", "b")
     home = only(it.take(asked("r0", "parent", 200), 0.0)).replica_id
     child = only(it.take(asked("r1", "child", 200, parent_id="parent"), 1.0))
     assert (child.replica_id, child.reason) == (home, "near_parent")
-
-
-def test_without_a_replica_a_request_waits_and_goes_to_the_first() -> None:
-    it = core()
-    assert it.take(asked("r0", "p"), 0.0) == []
-    assert only(it.take(seen("a"), 1.0)) == SendRequest("r0", "a", "least_loaded")
 
 
 # -- waiting ------------------------------------------------------------------------------
@@ -107,13 +84,6 @@ def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> Non
     assert it.programs.get(("t", "p")) is None
     assert it.fleet.get("a").homed_tokens == 700, "that of an ended program which waited is counted too"
     assert len(it.waiting) == 4
-
-
-def test_requests_that_fit_go_before_those_that_do_not() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    it.take(asked("r0", "p", 700), 0.0)
-    assert it.take(asked("large", "q", 400), 1.0) == []
-    assert only(it.take(asked("small", "s", 300), 2.0)).request_id == "small"
 
 
 def test_a_prompt_too_long_for_any_replica_goes_to_an_empty_one() -> None:
@@ -223,14 +193,6 @@ def test_without_shares_turns_or_steals_requests_go_as_they_came() -> None:
     assert only(it.take(routing_events.RequestFinished("r0"), 22.0)).request_id == "r10"
 
 
-def test_the_gateway_keeps_what_an_engine_would_only_queue() -> None:
-    it = with_replicas(core(send_below_load=1.0), "a")
-    for number in range(10):
-        assert it.take(asked(f"r{number}", f"p{number}"), 0.0)
-    assert it.take(asked("r10", "p10"), 0.0) == []
-    assert only(it.take(routing_events.RequestFinished("r3"), 1.0)).request_id == "r10"
-
-
 # -- faults -------------------------------------------------------------------------------
 
 
@@ -278,21 +240,6 @@ def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(
     refused = it.take(routing_events.RequestFailed("r0", second, computing=True), 2.0)[-1]
     assert (refused.status, refused.code) == (502, "replicas_failed")
     assert "accepted by a replica 2 times" in refused.message
-
-
-def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
-    it = with_replicas(core(most_failures=9), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    it.take(seen(first), 0.0)
-    second = it.take(routing_events.RequestFailed("r0", first), 1.0)[-1].replica_id
-    it.take(seen(first), 1.1)
-    assert {first, second} == {"a", "b"}
-    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", second), 2.0)] == [
-        ProbeReplica
-    ], "second may be dead"
-    refused = only(it.take(seen(second), 3.0))
-    assert (refused.status, refused.code) == (502, "replicas_failed")
-    assert len(it.waiting) == 0
 
 
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
@@ -361,3 +308,101 @@ def test_a_program_with_a_request_at_home_is_not_split() -> None:
     it.take(asked("r10", "p"), 0.0)
     it.take(seen("b"), 1.0)
     assert it.take(routing_events.Tick(), 2.0) == []
+
+
+# -- requests that nobody answered --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answered", [False, None])
+def test_a_program_that_got_no_answer_keeps_no_room(answered: bool | None) -> None:
+    it = with_replicas(core(), "a")
+    it.take(asked("r0", "p"), 1.0)
+    assert it.fleet.get("a").homed_tokens == 100
+    it.take(routing_events.RequestFinished("r0", replica_id="a", answered=answered), 2.0)
+    assert it.fleet.get("a").homed_tokens == 0
+    assert it.programs.get(("t", "p")) is None, "it would be kept for half an hour"
+
+
+def test_programs_whose_requests_engines_refuse_do_not_fill_the_table() -> None:
+    it = with_replicas(core(), "a")
+    for number in range(50):
+        it.take(asked(f"r{number}", f"p{number}"), 1.0)
+        it.take(routing_events.RequestFailed(f"r{number}", "a"), 1.0)
+        it.take(routing_events.RequestFinished(f"r{number}", answered=False), 1.0)
+    it.take(asked("open", "p0"), 1.0)
+    assert [program.key[1] for program in it.programs.values()] == ["p0"]
+
+
+def test_one_whose_other_request_is_open_or_that_had_a_turn_stays() -> None:
+    it = with_replicas(core(), "a")
+    for name in ("r0", "r1"):
+        it.take(asked(name, "p"), 1.0)
+    it.take(routing_events.RequestFinished("r0", replica_id="a", answered=False), 2.0)
+    assert it.home("t", "p") == "a"
+    it.take(routing_events.FirstByteSent("r1", "a"), 2.0)
+    it.take(routing_events.RequestFinished("r1", 10), 3.0)  # its client left, and had something
+    it.take(asked("r2", "p"), 3.0)
+    it.take(routing_events.RequestFinished("r2", 0, "a", answered=False), 4.0)
+    assert it.home("t", "p") == "a"
+    program = it.programs[("t", "p")]
+    assert (program.turns, program.context_tokens) == (1, 110)
+
+
+# -- requests that continue a stored conversation: only the replica that stores it may serve them
+
+
+def received(name: str, program: str, only: str | None = "a") -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(name, "t", 4000, program_id=program, only_replica_id=only)
+
+
+def busy_core(preset: str) -> RoutingCore:
+    """Replica ``a`` is full and has a queue, in which ``stored`` is last; ``b`` is idle."""
+    core = build_routing_core(load_cluster_preset(preset))
+    for name in "ab":
+        core.take(seen(name, capacity_tokens=10_000, max_running=2), 0.0)
+    for number in range(6):
+        core.take(received(f"r{number}", f"p{number}"), 0.0)
+    assert not core.take(received("stored", "conversation"), 0.0)
+    return core
+
+
+def ticks(core: RoutingCore, since_s: float) -> list[Any]:
+    return [one for step in range(200) for one in core.take(routing_events.Tick(), since_s + step / 10)]
+
+
+@pytest.mark.parametrize("preset", ["saga", "sojourn"])
+def test_a_stored_conversation_waits_for_its_replica_and_no_other(preset: str) -> None:
+    core = busy_core(preset)
+    core.take(kv_lost(core, "conversation", "t", "a"), 0.1)
+    core.take(routing_events.ReplicaDrainStarted("a"), 0.2)
+    actions = ticks(core, 0.3)
+    for request in list(core.requests.values()):
+        actions += core.take(routing_events.RequestFinished(request.request_id), 30.0)
+        actions += core.take(seen("a", capacity_tokens=10_000, max_running=2), 30.0)
+    sent = [one for one in actions if isinstance(one, routing_events.SendRequest)]
+    assert {one.replica_id for one in sent} == {"a"}
+    assert "stored" in {one.request_id for one in sent}
+    assert not any(isinstance(one, routing_events.RecallRequest) for one in actions)
+
+
+@pytest.mark.parametrize("fault", ["failed", "gone"])
+def test_a_stored_conversation_whose_replica_fails_is_rejected(fault: str) -> None:
+    core = busy_core("saga")
+    in_flight = [one.request_id for one in core.requests.values() if one.sent is not None]
+    if fault == "failed":
+        actions = core.take(routing_events.RequestFailed(in_flight[0], "a", computing=False), 0.1)
+        expected = {in_flight[0]}
+    else:
+        actions = core.take(routing_events.ReplicaGone("a", "1"), 0.1)
+        expected = {f"r{number}" for number in range(6)} | {"stored"}
+    rejected = {one.request_id: one for one in actions if isinstance(one, routing_events.RejectRequest)}
+    assert rejected.keys() == expected
+    assert {(one.status, one.code) for one in rejected.values()} == {(502, "replicas_failed")}
+    sent = [one.replica_id for one in actions if isinstance(one, routing_events.SendRequest)]
+    assert set(sent) <= {"a"}
+
+
+def test_a_stored_conversation_whose_replica_is_unknown_goes_anywhere() -> None:
+    core = busy_core("saga")
+    [sent] = core.take(received("late", "other", only="c"), 0.1)
+    assert sent.replica_id == "b"

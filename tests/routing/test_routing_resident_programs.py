@@ -81,26 +81,6 @@ def keep_busy(it: RoutingCore) -> None:
     assert all(replica.in_flight for replica in it.fleet.values())
 
 
-def test_the_policy_sees_residents_and_their_turns_left() -> None:
-    routing = Noted()
-    it = core(routing, replicas=2, estimator=expectations())
-    it.take(asked("a"), 0.0)
-    it.take(routing_events.RequestFinished("a", 50, "e0"), 1.0)
-    it.take(asked("b", 30), 2.0)
-    assert routing.views[0].residents == {}
-    assert routing.views[0].turns_left == 10.0
-    assert routing.views[1].residents == {"e0": (ResidentProgramGroup(150, 900, 1, 9.0),)}
-    it.take(asked("a2", 160, program="a"), 3.0)
-    assert routing.views[2].residents == {}, "it has its KV, and stays"
-    it.take(routing_events.RequestFinished("b"), 4.0)
-    it.take(routing_events.ProgramEnded("b", "t"), 4.0)
-    it.take(asked("c"), 5.0)
-    assert set(routing.views[3].residents) == {"e0"}
-    it.take(routing_events.ReplicaGone("e0", "1"), 6.0)
-    it.take(asked("d"), 7.0)
-    assert set(routing.views[-1].residents) <= {"e1"}
-
-
 @pytest.mark.parametrize("resident_for_s", [300.0, 7.0])
 def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'

@@ -169,15 +169,6 @@ def test_a_calm_tenants_request_makes_way_for_an_urgent_one_after_half_a_second(
     )
 
 
-def test_a_preempted_request_goes_to_another_replica_if_possible() -> None:
-    it = blocked("b")
-    actions = it.take(routing_events.Tick(), 2.6)
-    assert actions[0] == RecallRequest("c1", "a")
-    assert sends(actions) == [("c1", "b"), ("u", "a")]
-    assert ReleaseProgramKv("c1", "a", "calm") in actions
-    assert (it.programs[("calm", "c1")].home, it.programs[("calm", "c1")].moves) == ("b", 1)
-
-
 def test_programs_make_way_for_one_that_needs_room() -> None:
     it = core(CapacityRouting())
     it.take(seen("a"), 0.0)
