@@ -281,3 +281,19 @@ def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: 
         assert not list((tmp_path / "store").glob("**/*.kv"))
     finally:
         worker.shutdown()
+
+
+def test_half_a_turn_is_no_output_of_one_token(make_paths_engine: Any) -> None:
+    """The prefill engine knows the program, computes its prompt, and learns nothing of its output."""
+    engine = make_paths_engine("sojourn", blocks=65, max_model_len=1024)
+    request = engine.add("r", list(range(400)), max_tokens=1, program_id="p")
+    request.kv_transfer_params = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
+    engine.scheduler.connector.on_new_request(request)
+    answer(engine, engine.plan(), TransferResults(ready={1: 0}))
+    answer(engine, engine.plan())
+    core = engine.scheduler.sojourn.program_scheduler
+    [turn] = core.turns_of("p")
+    assert (turn.outcome, turn.output_tokens) == ("prefilled", 0)
+    program = core.program("p")
+    assert (program.turns, program.context_tokens) == (1, 400)
+    assert len(core.context("p")) == 25, "what the next prompt begins with"

@@ -140,6 +140,7 @@ def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_
         status=compat.RequestStatus.FINISHED_ABORTED,
         output_token_ids=[1, 2],
         sampling_params=SimpleNamespace(stop=["absent"], min_tokens=0),
+        kv_transfer_params=None,
     )
 
     def end_by(reader: ToolCallReader) -> TurnEnd:
@@ -161,7 +162,10 @@ def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_
 
 def test_a_turn_whose_output_cannot_be_decoded_ends_as_vllm_says(reader_of):
     request = SimpleNamespace(
-        status=compat.RequestStatus.FINISHED_STOPPED, output_token_ids=[1], sampling_params=None
+        status=compat.RequestStatus.FINISHED_STOPPED,
+        output_token_ids=[1],
+        sampling_params=None,
+        kv_transfer_params=None,
     )
     assert turn_end(request, reader_of(None), lambda call, *args: None) == TurnEnd(STOPPED)
     for status in compat.RequestStatus:

@@ -93,6 +93,8 @@ class TurnFinishReason(str, Enum):
 
     STOPPED = "stopped"
     LENGTH = "length"
+    PREFILLED = "prefilled"
+    """The prompt is computed, and another engine of a pair generates the output."""
     ABORTED = "aborted"
     ERROR = "error"
 

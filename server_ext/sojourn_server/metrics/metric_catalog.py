@@ -95,7 +95,7 @@ PATH_OUTCOMES = frozenset({
 """Results of KV transfers to and from storage and other engines (``docs/kv-transfer.md``). ``leases_expired``
 counts leases on transfer buffers, not leases of programs."""
 PROGRAM_STATES = frozenset(status.value for status in ProgramStatus)
-TURN_OUTCOMES = frozenset({"stopped", "length", "aborted", "error"})
+TURN_OUTCOMES = frozenset({"stopped", "length", "prefilled", "aborted", "error"})
 PROGRAM_OUTCOMES = frozenset(outcome.value for outcome in ProgramOutcome)
 """Ways in which programs end: by a client's report, or by what the client did before it fell silent."""
 PREEMPTION_MODES = frozenset({*(recovery.value for recovery in RecoveryMethod), "load"})

@@ -34,6 +34,7 @@ from ..core.events_and_actions import (
     StepCompleted,
     Tick,
     TurnFinished,
+    TurnFinishReason,
     answer_of,
 )
 from ..core.request_hints import NO_IDENTITY, read_identity
@@ -385,7 +386,7 @@ class SchedulerAdapter(EngineView):
                 outcome=end.reason,
                 tool_calls=end.tool_calls,
                 prompt_tokens=request.num_prompt_tokens,
-                output_tokens=request.num_output_tokens,
+                output_tokens=request.num_output_tokens * (end.reason is not TurnFinishReason.PREFILLED),
                 block_ids=[block.block_id for block in cached],
                 block_hashes=hashes,
                 plan_items=plan_items(end.tool_calls),

@@ -50,13 +50,14 @@ class TurnEnd(NamedTuple):
     reason: TurnFinishReason
     tool_calls: tuple[ParsedToolCall, ...] = ()
     is_guess: bool = False
-    """Whether an aborted request with stop strings counts as stopped because its output could not be read."""
+    """Whether an aborted request with stop strings counts as stopped because its output could not be read, or
+    another engine generates the output."""
 
     @property
     def is_complete(self) -> bool:
         """Whether the output is whole: one ended for repetition or at ``max_tokens`` would end there
         again."""
-        return self.reason in (TurnFinishReason.STOPPED, TurnFinishReason.LENGTH)
+        return self.reason not in (TurnFinishReason.ABORTED, TurnFinishReason.ERROR)
 
 
 class ToolCallReader:
@@ -163,6 +164,9 @@ def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., An
     returns ``None`` if it raises, so a turn also ends if its output cannot be decoded. Without it, no output
     is decoded."""
     reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
+    transfer = request.kv_transfer_params
+    if isinstance(transfer, dict) and transfer.get("do_remote_decode") and TurnEnd(reason).is_complete:
+        return TurnEnd(TurnFinishReason.PREFILLED, is_guess=True)
     if guarded is None:
         return TurnEnd(reason)
     if reason is TurnFinishReason.STOPPED:
