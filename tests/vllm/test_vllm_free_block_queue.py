@@ -97,34 +97,6 @@ def ids(blocks: Iterable[Any]) -> list[int]:
 # --- each defect once --------------------------------------------------------
 
 
-def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> None:
-    evictions: list[tuple[int, bool]] = []
-    queue = make_queue(
-        make_blocks(4),
-        score=lambda program_id, left: (0.0,),
-        evicted=lambda gone, score: evictions.extend(
-            (block.block_id, isinstance(owner, str)) for block, owner in gone
-        ),
-    )
-    prefix = queue.popleft_n(2)
-    alone = cached(queue, 1, "P0")
-    for block in prefix:
-        give_hash(block)
-    for number in range(16):
-        own(queue, prefix, f"P{number}")
-    assert len(queue.owners.owners_of(0)) == 16
-    for number in range(16, 1000):
-        own(queue, prefix, f"P{number}")
-    assert queue.owners.blocks == {"P0": {alone[0].block_id: None}}
-    assert len(queue.owners.of) == 3
-    queue.append_n([*prefix, *alone])
-    for number in range(1000):
-        assert end(queue, f"P{number}") == (ids(alone) if number == 0 else [])
-    assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
-    assert evictions == [(2, True), (0, False), (1, False)]
-    assert len(queue.owners.of) == 0
-
-
 # --- against a model ---------------------------------------------------------
 
 
@@ -151,7 +123,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.used_by: dict[int, set[str]] = {}
         """Cached block → programs that used it, and "somebody" for a reuse without an owner."""
         self.upside_down = False
-        self.many: set[int] = set()
         self.taken: list[int] = []
 
     # what the model knows
@@ -174,7 +145,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not self.by_program or self.blocks[block_id].block_hash is None:
             return None
         owners = self.owners.get(block_id, set())
-        if block_id in self.many or len(owners) > 1:
+        if len(owners) > 1:
             return ("", NEWEST)
         return (next(iter(owners)), NEWEST) if owners else None
 
@@ -199,7 +170,6 @@ class QueueMachine(RuleBasedStateMachine):
             if len(users) == 1
             and users <= set(PROGRAMS)
             and not self.owners.get(block_id)
-            and block_id not in self.many
             and self.blocks[block_id].block_hash is not None
         }
 
@@ -230,7 +200,7 @@ class QueueMachine(RuleBasedStateMachine):
         heard = [
             block_id
             for block_id in expected
-            if (self.owners.get(block_id) or block_id in self.many or block_id in ended)
+            if (self.owners.get(block_id) or block_id in ended)
             and self.blocks[block_id].block_hash is not None
         ]
         assert self.evictions == heard
@@ -239,7 +209,6 @@ class QueueMachine(RuleBasedStateMachine):
             self.left[1] += self.is_left(block_id)
             self.take_out(block_id)
             self.owners.pop(block_id, None)
-            self.many.discard(block_id)
             self.used_by.pop(block_id, None)
             self.blocks[block_id].reset_hash()
         self.taken += expected
@@ -274,20 +243,18 @@ class QueueMachine(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.order()))
         self.left[0] += self.is_left(block_id)
-        if (self.owners_of_any() or self.ended_of_any()) and not (
-            self.owners.get(block_id) or block_id in self.many
-        ):
+        if (self.owners_of_any() or self.ended_of_any()) and not self.owners.get(block_id):
             self.used_by.setdefault(block_id, set()).add("somebody")
         self.queue.remove(self.blocks[block_id])
         self.take_out(block_id)
         self.taken.append(block_id)
 
     def owners_of_any(self) -> bool:
-        return any(self.owners.values()) or bool(self.many)
+        return any(self.owners.values())
 
     def ended_of_any(self) -> bool:
         return any(
-            len(users) == 1 and users <= set(PROGRAMS) and not self.owners.get(b) and b not in self.many
+            len(users) == 1 and users <= set(PROGRAMS) and not self.owners.get(b)
             for b, users in self.used_by.items()
         )
 
@@ -310,14 +277,8 @@ class QueueMachine(RuleBasedStateMachine):
         for program_id in program_ids:
             own(self.queue, [self.blocks[block_id] for block_id in block_ids], program_id)
             for block_id in block_ids:
-                if block_id in self.many:
-                    continue
-                owners = self.owners.setdefault(block_id, set())
-                owners.add(program_id)
+                self.owners.setdefault(block_id, set()).add(program_id)
                 self.used_by.setdefault(block_id, set()).add(program_id)
-                if len(owners) > 16:
-                    self.many.add(block_id)
-                    del self.owners[block_id]
             self.refile(block_ids)
 
     @rule(program_id=st.sampled_from(PROGRAMS))
@@ -408,7 +369,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.ended.clear()
         self.used_by.clear()
         self.owners.clear()
-        self.many.clear()
         self.queue.clear_owners()
         self.queue.owners.clear()
 
@@ -436,7 +396,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def owners_are_the_models(self) -> None:
         owned = {block_id: owners for block_id, owners in self.owners.items() if owners}
-        assert len(self.queue.owners.of) == len(owned) + len(self.many)
+        assert len(self.queue.owners.of) == len(owned)
         for block_id in range(BLOCKS):
             assert self.queue.owners.owners_of(block_id) == owned.get(block_id, set())
 

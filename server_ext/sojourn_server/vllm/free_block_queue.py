@@ -411,7 +411,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             return self._ended if is_ended else None
         if self._heap is None:
             return None
-        if isinstance(owner, set | frozenset):
+        if isinstance(owner, set):
             return self._shared
         buckets = self._buckets.setdefault(owner, {})
         if NEWEST_TURN not in buckets:
