@@ -43,7 +43,7 @@ from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.workloads.arrival_processes import OpenLoop, load_programs
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
-from sojourn_server.simulator.workloads.saga_workloads import TENANTS
+from sojourn_server.simulator.workloads.synthetic_workloads import TENANTS
 
 Run = Callable[[Sequence[RunSpec]], list[RunRow]]
 

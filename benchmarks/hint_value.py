@@ -37,7 +37,7 @@ from sojourn_server.simulator.report.run_metrics import service_s
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.workloads.arrival_processes import OpenLoop
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
-from sojourn_server.simulator.workloads.saga_workloads import append_only
+from sojourn_server.simulator.workloads.synthetic_workloads import append_only
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
 
 QUALITIES = ("true", "half", "hostile")

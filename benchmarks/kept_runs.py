@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from sojourn_server.simulator.fresh_processes import fresh_processes
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-from sojourn_server.simulator.simulation_suite import worker_pool
 
 
 def run_arguments(doc: str | None) -> ArgumentParser:
@@ -77,8 +77,8 @@ def run_kept(
         else:
             missing[repr(spec)] = spec
     console = Console(stderr=True)
-    with worker_pool(jobs) as pool:
-        futures = {pool.submit(work, spec): key for key, spec in missing.items()}
+    with fresh_processes(jobs) as submit:
+        futures = {submit(lambda *_: None, work, spec): key for key, spec in missing.items()}
         for number, future in enumerate(as_completed(futures), 1):
             key = futures[future]
             found[key] = future.result()

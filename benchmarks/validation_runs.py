@@ -19,7 +19,7 @@ from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceTo
 
 if TYPE_CHECKING:
     from sojourn_server.launch.engine_server import EngineServer
-    from sojourn_server.simulator.latency.latency_protocol import LatencyModel, StepWork
+    from sojourn_server.simulator.latency.latency_models import LatencyModel, StepWork
 
 
 class BenchmarkError(RuntimeError):

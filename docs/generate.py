@@ -356,7 +356,7 @@ def policies_table() -> str:
     for name in policy_names():
         policy = find_policy(name)
         paper = policy.paper or load_preset(name).paper
-        called = f"*{name}*" if policy.bound is not None else f"`{name}`"
+        called = f"*{name}*" if policy.bound else f"`{name}`"
         lines.append(f"| {called} | {paper} | {policy.leaves_out or '–'} |")
     return "\n".join(lines)
 

@@ -368,7 +368,7 @@ def test_an_interrupt_keeps_the_runs_that_have_finished(
         return run_suite(*arguments, on_done=done, **options)
 
     monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
-    out, saved = tmp_path / "out.json", tmp_path / "out.msgpack"
+    out, saved = tmp_path / "out.json", tmp_path / "saved.json.gz"
     options = f"--policy stock,admit,continuum,mori --programs 1 --explain p0 --save {saved}"
     command = ["simulate", str(trace), "--hours", "0.01", "--jobs", "1", "--json", str(out)]
     result = typer.testing.CliRunner().invoke(build_app(), [*command, *options.split()])
@@ -384,7 +384,7 @@ def test_a_process_that_dies_is_an_error_and_ends_the_others(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["simulate", str(trace), "--policy", "stock,admit", "--programs", "1", "--jobs", "2"]
-    monkeypatch.setattr("sojourn_server.simulator.simulation_suite._run_in_worker", _die)
+    monkeypatch.setattr("sojourn_server.simulator.simulation_suite._run_in_process", _die)
     result = typer.testing.CliRunner().invoke(build_app(), command)
     assert isinstance(result.exception, CliError), (result.output, result.exception)
     assert "process died; was it short of memory?" in str(result.exception)

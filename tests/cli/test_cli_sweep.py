@@ -100,14 +100,12 @@ def test_the_runs_are_those_of_each_value_by_itself(swept: Swept) -> None:
 def test_table_json_and_plot_have_the_values(swept: Swept) -> None:
     by_value = swept.results.sweep
     assert by_value is not None
-    assert [(value.value, value.runs) for value in by_value.values] == [(0.0, (0, 1)), (2.0, (2, 3))]
-    assert [value.host_bytes for value in by_value.values] == [0, 40_000 * 131_072]
-    lines = [line.replace("*", " ").split() for line in swept.said.splitlines() if " GiB " in line]
-    assert [line[:4] for line in lines] == [
-        [value, size, "GiB", policy]
-        for value, size in (("0", "0"), ("2", "4.88"))
-        for policy in ("stock", "lru-offload")
-    ]
+    assert by_value.values == (0.0, 2.0)
+    lines = [line.split() for line in swept.said.splitlines()]
+    shown = [line[:3] for line in lines if line[1:2] and line[1] in ("stock", "lru-offload")]
+    assert shown[:4] == [
+        ["0", "stock", "–"], ["0", "lru-offload", "–"], ["2", "stock", "–"], ["2", "lru-offload", "40,000"],
+    ]  # fmt: skip
     assert sorted(path.name for path in (swept.folder / "out" / "plots").iterdir()) == [
         "metrics.png", "metrics.svg",
     ]  # fmt: skip

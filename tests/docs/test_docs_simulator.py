@@ -9,7 +9,7 @@ import pytest
 import typer
 from docs_tools import ROOT, block, code_words, rows
 from sojourn_server.cli import build_app
-from sojourn_server.simulator.report.result_columns import COLUMNS
+from sojourn_server.simulator.report.results_table import COLUMNS
 from test_docs import generator
 
 PAGE = (ROOT / "docs" / "simulator.md").read_text(encoding="utf-8")

@@ -12,8 +12,6 @@ from sojourn_server.simulator.simulated_engine import SimulatedEngine, Simulated
 from sojourn_server.simulator.simulated_gateway import SimulatedGateway
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulator_policies import (
-    Bound,
-    ClusterPolicy,
     SimulatorPolicy,
     find_cluster_policy,
     find_policy,
@@ -30,7 +28,7 @@ class SmallRun:
 
     def __init__(
         self,
-        policy: str | SimulatorPolicy | ClusterPolicy,
+        policy: str | SimulatorPolicy,
         loop: Any,
         *,
         replicas: int | None = None,
@@ -44,12 +42,11 @@ class SmallRun:
         prepare: Callable[[Simulation], None] = lambda simulation: None,
     ) -> None:
         find = find_policy if replicas is None else find_cluster_policy
-        chosen = find(policy) if isinstance(policy, str) else policy
-        engine = chosen.engine
+        engine = find(policy) if isinstance(policy, str) else policy
         self.clock = VirtualClock()
         self.decisions: list[tuple[float, Any]] = []
         latency = FlatLatency(call_s)
-        if engine.bound is Bound.FREE_IO:
+        if engine.bound == "host":
             host_blocks = 5000
         if not engine.host_cache:
             host_blocks = 0
@@ -58,7 +55,7 @@ class SmallRun:
         self.engines: list[tuple[SimulatedEngine, Any]] = []
         for _ in range(replicas or 1):
             options = SimulatedEngineOptions(
-                blocks=2000 if engine.bound is Bound.UNLIMITED else blocks,
+                blocks=2000 if engine.bound == "device" else blocks,
                 block_size=BLOCK,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=256,
@@ -69,16 +66,16 @@ class SmallRun:
                 disk_blocks=disk_blocks,
                 sojourn=None if settings is None else {**settings, "strict": True},
             )
-            copies = make(latency, 0 if engine.bound is Bound.FREE_IO else 64) if host_blocks else None
+            copies = make(latency, 0 if engine.bound == "host" else 64) if host_blocks else None
             self.engines.append((SimulatedEngine(options, self.clock), copies))
         self.engine = self.engines[0][0]
         self._watch()
         programs = loop.programs if isinstance(loop, SmallLoop) else []
         self.log = RunLog(
-            policy=chosen.name, programs_wanted=len(programs), hardware="none", model="none",
+            policy=engine.name, programs_wanted=len(programs), hardware="none", model="none",
             trace="small", seed=0, loop="open",
         )  # fmt: skip
-        self.front: Any = chosen.front()
+        self.front: Any = engine.request_router()
         if replicas is None:
             self._watch_router()
         simulation = Simulation(
@@ -142,5 +139,5 @@ class SmallRun:
 class SmallCluster(SmallRun):
     """A run on several replicas: three, where a test does not say."""
 
-    def __init__(self, policy: str | ClusterPolicy, loop: Any, *, replicas: int = 3, **options: Any) -> None:
-        super().__init__(policy, loop, replicas=replicas, **options)
+    def __init__(self, policy: str | SimulatorPolicy, loop: Any, *, replicas: int = 3, **more: Any) -> None:
+        super().__init__(policy, loop, replicas=replicas, **more)

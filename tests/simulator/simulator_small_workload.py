@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from sojourn_server.simulator.latency.latency_protocol import StepWork
+from sojourn_server.simulator.latency.latency_models import StepWork
 from sojourn_server.simulator.run_log import RunLog, TurnLog
 from sojourn_server.traces.prompt_builder import TurnPlan
 from sojourn_server.traces.trace_schema import TraceToolRun

@@ -36,7 +36,7 @@ from sojourn_server.simulator.simulated_gateway import (
     DEFAULT_TENANT,
     SimulatedGateway,
 )
-from sojourn_server.simulator.simulator_policies import ClusterPolicy, find_cluster_policy
+from sojourn_server.simulator.simulator_policies import find_cluster_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -135,10 +135,10 @@ def test_who_waits_for_a_full_replica_is_stolen_by_an_idle_one():
         for turn in program.turns:
             turn.gap_s *= 0.05
     saga = replace(load_cluster_preset("saga"), routing=load_cluster_preset("random").routing)
-    chosen = find_cluster_policy("saga/stock")
+    stealing = replace(find_cluster_policy("saga/stock"), request_router=lambda: SimulatedGateway(saga))
     logs = {
         name: SmallCluster(policy, copied_workload(loop), max_num_seqs=3, blocks=60).log
-        for name, policy in (("stealing", replace(chosen, preset=saga)), ("random", "random/stock"))
+        for name, policy in (("stealing", stealing), ("random", "random/stock"))
     }
     for log in logs.values():
         assert all(program.finished_s is not None for program in log.programs)
@@ -196,14 +196,8 @@ def test_a_replica_has_the_kv_memory_that_its_engine_would_report(policy: str, h
 def test_a_request_that_is_taken_back_is_answered_elsewhere(engine: str, after_s: float):
     """On its way, in a queue, or in the midst of its prefill: nothing is lost, no engine keeps any of it."""
     recaller = _Recaller(after_s)
-
-    class Policy(ClusterPolicy):
-        def front(self) -> SimulatedGateway:
-            return recaller
-
-    known = find_cluster_policy(f"round-robin/{engine}")
-    loop = small_workload(seed=8, programs=20)
-    run = SmallCluster(Policy(routing=known.routing, engine=known.engine), loop, call_s=0.015)
+    policy = replace(find_cluster_policy(f"round-robin/{engine}"), request_router=lambda: recaller)
+    run = SmallCluster(policy, small_workload(seed=8, programs=20), call_s=0.015)
     assert recaller.recalled
     lives = {turn.request_id: turn for turn in turns(run.log)}
     for request_id, turn in lives.items():
@@ -229,12 +223,8 @@ def test_tenants_reach_the_core_and_state_no_deadlines():
                 told.append((event.program_id, event.tenant, event.deadline_s))
             return super().take(event, now)
 
-    class Policy(ClusterPolicy):
-        def front(self) -> SimulatedGateway:
-            return Listening(load_cluster_preset("saga"))
-
-    known = find_cluster_policy("saga/saga")
-    run = SmallCluster(Policy(routing="saga", engine=known.engine), loop)
+    listening = Listening(load_cluster_preset("saga"))
+    run = SmallCluster(replace(find_cluster_policy("saga/saga"), request_router=lambda: listening), loop)
     lives = {program.program_id: program for program in run.log.programs}
     for program_id, tenant, deadline_s in told:
         life = lives[program_id]
@@ -261,14 +251,10 @@ def test_a_gateway_that_holds_everybody_back_is_given_up():
         def take(self, event: Any, now: float) -> list[Any]:
             return [] if isinstance(event, RequestReceived) else super().take(event, now)
 
-    class Policy(ClusterPolicy):
-        def front(self) -> SimulatedGateway:
-            gateway = Shut(load_cluster_preset("round-robin"))
-            gateway.tick_s = 1.0
-            return gateway
-
-    known = find_cluster_policy("round-robin/stock")
-    run = SmallCluster(Policy(routing="shut", engine=known.engine), small_workload(seed=9, programs=3))
+    shut = Shut(load_cluster_preset("round-robin"))
+    shut.tick_s = 1.0
+    policy = replace(find_cluster_policy("round-robin/stock"), request_router=lambda: shut)
+    run = SmallCluster(policy, small_workload(seed=9, programs=3))
     assert len(run.log.notes) == 1
     assert "nothing happened for 3600 s although requests waited at the gateway" in run.log.notes[0]
     assert run.log.virtual_s < 20_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -14,12 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 from cli_process import COLUMNS, refused, run_sojourn
-from rich.console import Console
 from simulator_run_logs import turn_log
-from sojourn_server.simulator.report.program_explanation import explain_program
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import WALL_CLOCK_FIELDS
+from sojourn_server.simulator.report.turn_phases import add_run
 from sojourn_server.simulator.run_log import REPLICA_STEP_OFFSET, ProgramLog, ReplicaLog, RunLog
+from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
 SOJOURN = [sys.executable, "-c", "from sojourn_server.cli import main; main()"]
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="simulate runs vLLM's scheduler")
@@ -115,19 +114,12 @@ def test_in_time_is_by_tenant_and_who_may_still_be_in_time_does_not_count() -> N
 
 
 def test_a_programs_life_names_its_replicas() -> None:
-    console = Console(file=io.StringIO(), width=300, color_system=None)
-    run = log(life("a", "011", finished_s=3.0))
-    console.print(explain_program(run, run.programs[0]))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "replica" in text
-    assert "r1" in text
-    assert "moved: it had been computed, but on another replica" in text
+    trace = PerfettoTrace()
+    add_run(trace, log(life("a", "011", finished_s=3.0)), "saga")
+    events = [event for event in trace.document()["traceEvents"] if event["name"].startswith("turn ")]
+    assert [event["args"]["replica"] for event in events] == ["r0", "r1", "r1"]
 
 
-# -- the command ------------------------------------------------------------------------------------
-
-
-@needs_vllm
 def test_policies_that_no_cluster_has_or_that_have_one_name_are_refused_before_anything_runs() -> None:
     for policy, message in (
         ("sagga/stock", "unknown routing 'sagga'"),

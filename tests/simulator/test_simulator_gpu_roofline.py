@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 from script_modules import load_script
+from sojourn_server.simulator.latency.latency_models import StepWork
 from sojourn_server.simulator.latency.latency_profiles import load_hardware_profile, load_model_shape
-from sojourn_server.simulator.latency.latency_protocol import StepWork
 from sojourn_server.simulator.latency.latency_selection import load_latency_model
 
 pytest.importorskip("torch")

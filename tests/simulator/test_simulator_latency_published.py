@@ -12,6 +12,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sojourn_server.simulator.latency.latency_models import RooflineLatency, StepWork
 from sojourn_server.simulator.latency.latency_profiles import (
     LatencyProfileError,
     ModelShape,
@@ -19,8 +20,6 @@ from sojourn_server.simulator.latency.latency_profiles import (
     load_model_shape,
     shipped_profile_names,
 )
-from sojourn_server.simulator.latency.latency_protocol import StepWork
-from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 
 LLAMA_2_7B = ModelShape(
     name="llama-2-7b",

@@ -11,13 +11,13 @@ import pytest
 from rich.console import Console
 from simulation_results import read_results
 from simulator_run_logs import BLOCK, HOST_BLOCKS, synthetic_run_log
+from sojourn_server.simulator.parameter_sweep import SWEEP_FIELDS, ParameterSweep, SweepError, read_sweep
 from sojourn_server.simulator.report.plot import write_plot
 from sojourn_server.simulator.report.results_file import Provenance, document
+from sojourn_server.simulator.report.results_table import render
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.report.sweep_results import SweepRuns, render_sweep
 from sojourn_server.simulator.simulation_run import RunSpec
-from sojourn_server.simulator.simulation_suite import SWEEP_PARAMETERS, SweepError, read_sweep
 from sojourn_server.simulator.simulator_policies import PolicyError
 
 
@@ -32,9 +32,9 @@ from sojourn_server.simulator.simulator_policies import PolicyError
 )
 def test_names_and_values_in_the_order_named(text: str, values: tuple[float, ...]) -> None:
     sweep = read_sweep(text)
-    assert (sweep.field.name, sweep.values) == (text.split("=")[0], values)
+    assert (sweep.field, sweep.values) == (text.split("=")[0], values)
     assert "-" not in str(sweep.values)
-    assert all(isinstance(value, int if sweep.field.whole else float) for value in sweep.values)
+    assert all(type(value) is SWEEP_FIELDS[sweep.field][1] for value in sweep.values)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def specs(*policies: str) -> list[RunSpec]:
 
 def test_every_policy_is_there_at_every_value_and_run_once_where_the_value_is_nothing_to_it() -> None:
     kinds = {field.name: field.type for field in dataclasses.fields(RunSpec)}
-    for name, field in SWEEP_PARAMETERS.items():
-        assert kinds[name] in (("int", "int | None") if field.whole else ("float", "float | None"))
+    for name, (_, kind, _) in SWEEP_FIELDS.items():
+        assert kinds[name].removesuffix(" | None") == kind.__name__
     swept = read_sweep("pool_tokens=4000,2000").specs(specs("stock", "admit"))
     assert [(spec.pool_tokens, spec.policy) for spec in swept] == [
         (4000, "stock"), (4000, "admit"), (2000, "stock"), (2000, "admit"),
@@ -94,51 +94,40 @@ ROWS = [
 ]  # fmt: skip
 
 
-def by_value(text: str = "cpu_ratio=0,1,2", rows: list[RunRow] = ROWS) -> SweepRuns:
-    return read_sweep(text).group_rows(specs("stock"), rows)
-
-
-def told(swept: SweepRuns, rows: list[RunRow], width: int = 220) -> str:
+def told(swept: ParameterSweep, rows: list[RunRow], width: int = 300) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(render_sweep(swept, rows))
+    console.print(render(rows, swept))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert isinstance(text, str)
     return text
 
 
+SWEEP = read_sweep("cpu_ratio=0,1,2")
+
+
 def test_rows_belong_to_values(tmp_path: Path) -> None:
-    swept = by_value()
-    assert [value.runs for value in swept.values] == [(0, 1), (2, 3), (4, 5)]
-    assert [value.host_tokens for value in swept.values] == [0, TOKENS, 2 * TOKENS]
-    assert [value.host_text for value in swept.values] == ["0 GiB", "48.8 GiB", "97.7 GiB"]
-    unsized = msgspec.structs.replace(swept.values[1], host_bytes=None)
-    assert unsized.host_text == "400,000 tokens"
+    assert SWEEP.groups(ROWS) == [ROWS[:2], ROWS[2:4], ROWS[4:]]
     path = tmp_path / "out.json"
-    path.write_bytes(msgspec.json.encode(document(ROWS, Provenance(command="sojourn simulate"), swept)))
+    path.write_bytes(msgspec.json.encode(document(ROWS, Provenance(command="sojourn simulate"), SWEEP)))
     found = read_results(path)
-    assert (found.sweep, found.runs) == (swept, ROWS)
+    assert (found.sweep, found.runs) == (SWEEP, ROWS)
 
 
 def test_a_line_a_value_and_policy_compared_at_the_same_value() -> None:
-    lines = told(by_value(), ROWS).splitlines()
-    assert [line.split()[:4] for line in lines if " GiB " in line] == [
-        [value, host, "GiB", policy]
-        for value, host in (("0", "0"), ("1", "48.8"), ("2", "97.7"))
-        for policy in ("stock", "lru-offload")
-    ]
+    lines = told(SWEEP, ROWS).splitlines()
+    shown = [line.split()[:3] for line in lines if "stock " in line or "lru-offload " in line]
+    assert shown == [
+        ["0", "stock", "–"], ["0", "lru-offload", "–"], ["1", "stock", "–"],
+        ["1", "lru-offload", f"{TOKENS:,}"], ["2", "stock", "–"], ["2", "lru-offload", f"{2 * TOKENS:,}"],
+    ]  # fmt: skip
     better = f"{OFFLOAD.output_tok_per_s / STOCK.output_tok_per_s:.2f}×"  # type: ignore[operator]
-    assert better in next(line for line in lines if line.split()[:1] == ["1"] and "lru-offload" in line)
-    narrow = told(by_value(), ROWS, 80)
-    assert "…" not in narrow.split("* best of")[0]
-    rows = [named(STOCK, "stock", notes=("everywhere", *more)) for more in (("short",), (), ("short",))]
-    lines = told(by_value("programs=10,20,40", rows), rows).splitlines()
-    notes = ["note: everywhere", "note: programs 10, 40: short"]
-    assert [line for line in lines if line.startswith("note:")] == notes
+    assert better in next(line for line in lines if line.split()[:2] == ["1", "lru-offload"])
+    assert "…" not in told(SWEEP, ROWS, 80).split("* best of")[0]
 
 
 def test_the_plot_has_a_line_a_policy_and_the_same_bytes_again(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    first, second = (write_plot(ROWS, tmp_path / name, by_value()) for name in ("a", "b"))
+    first, second = (write_plot(ROWS, tmp_path / name, SWEEP) for name in ("a", "b"))
     assert [path.name for path in first] == ["metrics.png", "metrics.svg"]
     assert first[0].read_bytes().startswith(b"\x89PNG\r\n")
     drawn = first[1].read_text()

@@ -14,9 +14,7 @@ from rich.console import Console
 from simulation_results import read_results
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log
 from sojourn_server.cli.console import write_json
-from sojourn_server.simulator.report import result_columns
-from sojourn_server.simulator.report.program_explanation import explain_program
-from sojourn_server.simulator.report.result_columns import COLUMNS, ResultColumn, TableCell, columns_to_show
+from sojourn_server.simulator.report import results_table
 from sojourn_server.simulator.report.results_file import (
     SUFFIXES,
     Provenance,
@@ -26,7 +24,15 @@ from sojourn_server.simulator.report.results_file import (
     made_with,
     save_runs,
 )
-from sojourn_server.simulator.report.results_table import render, summary, workloads
+from sojourn_server.simulator.report.results_table import (
+    COLUMNS,
+    ResultColumn,
+    TableCell,
+    columns_to_show,
+    render,
+    summary,
+    workloads,
+)
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow, SummaryStatistics
 
@@ -34,7 +40,7 @@ BASE = summarize_run(synthetic_run_log("stock", 3, virtual_s=900.0))
 
 
 def cells(rows: list[RunRow], of: ResultColumn) -> list[TableCell]:
-    return result_columns.cells([rows], of)
+    return results_table.cells([rows], of)
 
 
 def row(policy: str, **changes: object) -> RunRow:
@@ -228,28 +234,27 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_saved_runs_come_back_and_can_be_explained(tmp_path: Path, suffix: str) -> None:
+def test_saved_runs_come_back(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "deep" / f"runs.1{suffix}"
     save_runs(path, [RUN], MADE)
     saved = load_runs(path)
     assert (saved.runs, saved.made_with) == ([RUN], MADE)
-    explain_program(saved.runs[0], saved.runs[0].programs[0])
     assert (path.read_bytes()[:2] == b"\x1f\x8b") == suffix.endswith(".gz")
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 def test_the_same_runs_are_the_same_bytes_under_any_name(tmp_path: Path) -> None:
-    for name in ("a.msgpack.gz", "b.msgpack.gz"):
+    for name in ("a.json.gz", "b.json.gz"):
         save_runs(tmp_path / name, [RUN], MADE)
-    assert (tmp_path / "a.msgpack.gz").read_bytes() == (tmp_path / "b.msgpack.gz").read_bytes()
+    assert (tmp_path / "a.json.gz").read_bytes() == (tmp_path / "b.json.gz").read_bytes()
     # The header's time of writing is left out: two files made within a second would be the same anyway.
-    assert (tmp_path / "a.msgpack.gz").read_bytes()[4:8] == bytes(4)
-    (tmp_path / "a.msgpack.gz").rename(tmp_path / "renamed")
+    assert (tmp_path / "a.json.gz").read_bytes()[4:8] == bytes(4)
+    (tmp_path / "a.json.gz").rename(tmp_path / "renamed")
     assert load_runs(tmp_path / "renamed").runs == [RUN]
 
 
 def test_a_truncated_gzip_is_called_that(tmp_path: Path) -> None:
-    path = tmp_path / "runs.msgpack.gz"
+    path = tmp_path / "runs.json.gz"
     save_runs(path, [RUN], MADE)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ResultsError, match="the gzip data is cut off or damaged"):

@@ -64,19 +64,17 @@ def test_every_figure_of_a_closed_loop_counted_by_hand() -> None:
     row = summarize_run(small_run())
     assert (row.programs_finished, row.programs_unfinished) == (1, 1)
     assert (row.completion_s.mean, row.completion_s.count, row.completion_s.at_least) == (30.0, 1, ())
-    assert row.unfinished_elapsed_s.mean == 60.0
     # From the client's sending: the second that turn a/0 spent at a router is in it.
     assert (row.ttft_s.mean, row.ttft_s.count) == ((3 + 7 + 20) / 3, 3)
     # b/0 has made 85 tokens by the run's end.
     assert (row.tpot_s.mean, row.tpot_s.count) == ((1.0 + 1.0 + 40 / 84) / 3, 3)
-    assert row.queue_s.mean == (2 + 4 + 10) / 3
     assert row.output_tok_per_s == (11 + 4 + 85) / 100
     assert row.programs_per_hour == 36.0
     assert (row.prompt_tokens, row.computed_tokens) == (460, 432)
     assert (row.device_hit_tokens, row.host_hit_tokens) == (32, 16)
     assert row.regenerated_tokens == 68
     assert list(row.regenerated_by.items()) == [("evicted", 48), ("preempted", 20)]
-    assert (row.turns_finished, row.turns_unfinished) == (2, 1)
+    assert row.turns_finished == 2
     assert (row.preemptions, row.cascades) == (4, 2)
     assert row.device_busy_fraction == 0.5
     assert row.scheduler_ms_per_step == pytest.approx(0.5)
@@ -128,11 +126,10 @@ def test_a_turn_without_blocks_counts_as_waiting_only() -> None:
     run = small_run()
     run.programs[1].turns[0] = turn_log("b", 0, 40.0, prompt_tokens=200, output_tokens=9)
     row = summarize_run(run)
-    assert (row.prompt_tokens, row.turns_unfinished) == (260, 1)
+    assert row.prompt_tokens == 260
     # It has waited for 60 s when the run ends: who lets somebody wait for ever must not look best.
     assert (row.ttft_s.mean, row.ttft_s.count) == ((3 + 7 + 60) / 3, 3)
-    assert (row.queue_s.mean, row.queue_s.count) == ((2 + 4 + 60) / 3, 3)
-    assert row.ttft_s.at_least == row.queue_s.at_least == ("mean", "p90", "p95", "p99")
+    assert row.ttft_s.at_least == ("mean", "p90", "p95", "p99")
     assert row.ttft_s.p50 == 7
     assert row.tpot_s.count == 2
 

@@ -16,12 +16,12 @@ from sojourn_server.kv_offload.offload_jobs import (
     OffloadJobs,
     OffloadResults,
 )
+from sojourn_server.simulator.latency.latency_models import RooflineLatency
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
     load_hardware_profile,
     load_model_shape,
 )
-from sojourn_server.simulator.latency.roofline_latency import RooflineLatency
 from sojourn_server.simulator.simulation_run import RunSpec, SimulatorError, run_simulation, validate_specs
 from sojourn_server.simulator.simulator_policies import find_policy
 from sojourn_server.simulator.tier_transfers import TierTransfers

@@ -28,10 +28,10 @@ from .console import (
 )
 
 if TYPE_CHECKING:
+    from sojourn_server.simulator.parameter_sweep import ParameterSweep
     from sojourn_server.simulator.report.results_file import Provenance
-    from sojourn_server.simulator.report.sweep_results import SweepRuns
     from sojourn_server.simulator.simulation_run import RunSpec
-    from sojourn_server.simulator.simulation_suite import ParameterSweep, SuiteResult
+    from sojourn_server.simulator.simulation_suite import SuiteResult
 
 DEFAULT_POLICIES = "stock,admit,continuum,sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
@@ -111,7 +111,7 @@ def simulate(
     json: str | None = json_option("the figures"),
     plot: Path | None = typer.Option(None, metavar="DIR", help="Write plots into this folder"),
     save: Path | None = typer.Option(
-        None, metavar="FILE", callback=output_file, help="Save every turn: .msgpack.gz or .json.gz"
+        None, metavar="FILE", callback=output_file, help="Save every turn: .json.gz or .json"
     ),
     load: Path | None = typer.Option(
         None, metavar="FILE", help="Show runs saved with --save instead of running"
@@ -126,7 +126,7 @@ def simulate(
         if number is not None and not math.isfinite(number):
             raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
     _check_outputs(plot, save)
-    swept: SweepRuns | None = None
+    swept: ParameterSweep | None = None
     if load is not None:
         for name in context.params:
             if name not in _SHOWING_OPTIONS and is_given(context, name):
@@ -142,7 +142,7 @@ def simulate(
         sweeping = _parse_sweep(sweep, context) if sweep is not None else None
         if not is_given(context, "policy"):
             policy = CLUSTER_POLICIES if replicas is not None else policy
-            policy = SWEEP_POLICIES.get(sweeping.field.name, policy) if sweeping is not None else policy
+            policy = SWEEP_POLICIES.get(sweeping.field, policy) if sweeping is not None else policy
         if async_scheduling is None:  # a file from sojourn profile does not name its device
             async_scheduling = not is_engine_profile(hardware)
         specs = [
@@ -162,7 +162,7 @@ def simulate(
         result = _run_simulations(specs, jobs, warm_up_s)
         made = made_with(sys.argv)
         if sweeping is not None and not result.missing_runs:
-            swept = sweeping.group_rows(specs, result.rows)
+            swept = sweeping
     _show(result, made, swept, json=json, plot=plot, save=save, explain=explain)
     if load is None and result.missing_runs:
         whole = len(result.rows) + result.missing_runs
@@ -218,15 +218,13 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
-    from sojourn_server.simulator.simulation_suite import read_sweep
+    from sojourn_server.simulator.parameter_sweep import read_sweep
 
     sweep = read_sweep(text)
-    option = "rate" if sweep.field.name == "rate_per_s" else sweep.field.name
+    option = "rate" if sweep.field == "rate_per_s" else sweep.field
     if is_given(context, option):
         option = "--" + option.replace("_", "-")
-        raise CliError(
-            f"{option} gives one value of {sweep.field.name}, and --sweep several", f"remove {option}"
-        )
+        raise CliError(f"{option} gives one value of {sweep.field}, and --sweep several", f"remove {option}")
     for name in ("save", "explain"):
         if is_given(context, name):
             raise CliError(f"--{name} cannot distinguish the values of --sweep", f"run one value to {name}")
@@ -383,7 +381,7 @@ def _check_outputs(plot: Path | None, save: Path | None) -> None:
 
     if save is not None and not save.name.endswith(SUFFIXES):
         raise CliError(
-            f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.msgpack.gz"
+            f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.json.gz"
         )
     if plot is not None and plot.is_file():
         raise CliError(f"{plot} is a file", "name a folder")
@@ -392,7 +390,7 @@ def _check_outputs(plot: Path | None, save: Path | None) -> None:
 
 
 def _show(
-    result: SuiteResult, made: Provenance, swept: SweepRuns | None, *,
+    result: SuiteResult, made: Provenance, swept: ParameterSweep | None, *,
     json: str | None, plot: Path | None, save: Path | None, explain: str | None,
 ) -> None:  # fmt: skip
     """Print the table, write the files, and explain a program. Raises ``CliError`` if a file cannot be
@@ -400,9 +398,8 @@ def _show(
     from sojourn_server.simulator.report.plot import write_plot
     from sojourn_server.simulator.report.results_file import document, save_runs
     from sojourn_server.simulator.report.results_table import render
-    from sojourn_server.simulator.report.sweep_results import render_sweep
 
-    console.print(render(result.rows) if swept is None else render_sweep(swept, result.rows))
+    console.print(render(result.rows, swept))
     try:
         if save is not None:  # first, since the other files can be made from it
             save_runs(save, result.logs, made, result.missing_runs)
@@ -434,14 +431,17 @@ def _show(
 def _explain(result: SuiteResult, name: str) -> None:
     """Explain the program ``name`` in each run. A name of the trace means the first program that repeats
     it."""
-    from sojourn_server.simulator.report.program_explanation import explain_program
+    from sojourn_server.simulator.report.turn_phases import ledger
+
+    from .turn_table import turn_table
 
     shown = False
     for log in result.logs:
         found = next((p for p in log.programs if p.program_id == name), None)
         found = found or next((p for p in log.programs if p.trace_id == name), None)
         if found is not None:
-            console.print(explain_program(log, found))
+            print_line(f"{found.program_id} under {log.policy}")
+            print_line(turn_table(ledger(found, log.virtual_s), last=len(found.turns)))
             shown = True
     if not shown:
         known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))

@@ -102,8 +102,8 @@ def export(
 
 
 def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
-    from sojourn_server.simulator.report.perfetto_runs import add_run
     from sojourn_server.simulator.report.results_file import load_runs
+    from sojourn_server.simulator.report.turn_phases import add_run
 
     for path in paths:
         for log in load_runs(path).runs:

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .latency.latency_protocol import LatencyModel
+    from .latency.latency_models import LatencyModel
 
 
 class VirtualClock:

@@ -37,7 +37,7 @@ class TurnLog(msgspec.Struct, kw_only=True):
     """Tokens computed as prefill, including the prefill after a preemption."""
     regenerated: dict[str, int] = msgspec.field(default_factory=dict)
     """Recomputed tokens by cause: ``evicted``, ``preempted``, ``moved``, or the finer causes that sojourn's
-    scheduler knows (see ``CAUSES`` in ``report.program_explanation``)."""
+    scheduler knows ."""
     preemptions: int = 0
     preempted_before_first_token_s: float = 0.0
     """Virtual seconds that the request waited between preemption and resumption, before its first token."""

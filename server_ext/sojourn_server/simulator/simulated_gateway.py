@@ -10,7 +10,7 @@ from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_records import RoutedProgram
 
-from .latency.latency_protocol import LatencyModel, StepWork
+from .latency.latency_models import LatencyModel, StepWork
 from .request_router import UNLIMITED_S, RequestRouter
 from .simulated_clients import DEFAULT_TENANT
 from .workloads.program_plans import ProgramPlan

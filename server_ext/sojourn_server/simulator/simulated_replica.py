@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .event_queue import VirtualClock
-from .latency.latency_protocol import LatencyModel
+from .latency.latency_models import LatencyModel
 from .simulated_engine import SimulatedEngine
 from .token_accounting import InFlightTurn, TokenAccounting
 

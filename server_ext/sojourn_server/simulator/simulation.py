@@ -13,7 +13,7 @@ from typing import Any
 
 from .client_hints import HintSetting
 from .event_queue import EventQueue, VirtualClock
-from .latency.latency_protocol import LatencyModel
+from .latency.latency_models import LatencyModel
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, ReplicaLog, RunLog
 from .simulated_clients import SimulatedClients
@@ -38,7 +38,8 @@ class Simulation:
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
     have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
     clients send hints and events; ``hint_setting``: which. ``until_s``: end of the run; with ``None`` it ends
-    when all programs have finished. ``on_progress`` gets the log and the virtual seconds so far.
+    when all programs have finished. ``on_progress`` gets the virtual seconds so far and
+    the number of finished programs.
 
     ``standalone`` means a single engine outside a cluster. Its logs name no replica.
     """
@@ -56,7 +57,7 @@ class Simulation:
         with_hints: bool,
         hint_setting: HintSetting | None = None,
         until_s: float | None = None,
-        on_progress: Callable[[RunLog, float], None] = lambda log, now: None,
+        on_progress: Callable[[float, int], None] = lambda now, finished: None,
     ) -> None:
         assert not standalone or len(engines) == 1
         self._clock = clock
@@ -154,7 +155,8 @@ class Simulation:
                     break
                 if time.perf_counter() - shown > 0.2:
                     shown = time.perf_counter()
-                    self._on_progress(self._log, clock.now_s)
+                    finished = sum(program.finished_s is not None for program in self._log.programs)
+                    self._on_progress(clock.now_s, finished)
         if self._until_s is None and clock.now_s >= end_s:
             self._log.notes.append(f"given up after {end_s:.0f} virtual s")
         return self._close(started)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from sojourn_server.traces.trace_schema import TraceError
 
 from .event_queue import VirtualClock
-from .latency.latency_protocol import DeviceShape, LatencyModel
+from .latency.latency_models import DeviceShape, LatencyModel
 from .run_log import RunLog
-from .simulator_policies import Bound, ClusterPolicy, SimulatorPolicy, find_cluster_policy, find_policy
+from .simulator_policies import SimulatorPolicy, find_cluster_policy, find_policy
 from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
@@ -98,18 +98,14 @@ def run_simulation(
     simulation before it runs. For an invalid specification, raises ``SimulatorError``, ``PolicyError``,
     ``TraceError`` or ``LatencyProfileError`` before the run starts.
     """
-    chosen = chosen_policy(spec)
-    policy = chosen.engine
+    policy = chosen_policy(spec)
     latency, shape = device_for_run(spec, policy)
     loop = arrivals or _arrival_process(spec, shape)
     from .simulation import Simulation
 
     clock = VirtualClock()
     engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas or 1)]
-    log = _new_run_log(spec, shape, engines[0])
-
-    def report_progress(log: RunLog, now: float) -> None:
-        on_progress(now, sum(program.finished_s is not None for program in log.programs))
+    log = _new_run_log(spec, policy, shape, engines[0])
 
     simulation = Simulation(
         [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
@@ -117,12 +113,12 @@ def run_simulation(
         latency,
         loop,
         log,
-        front=chosen.front(),
+        front=policy.request_router(),
         standalone=spec.replicas is None,
         with_hints=policy.settings is not None,
         hint_setting=hint_setting,
         until_s=spec.until_s,
-        on_progress=report_progress,
+        on_progress=on_progress,
     )
     if prepare is not None:
         prepare(simulation)
@@ -131,7 +127,7 @@ def run_simulation(
     return log
 
 
-def chosen_policy(spec: RunSpec) -> SimulatorPolicy | ClusterPolicy:
+def chosen_policy(spec: RunSpec) -> SimulatorPolicy:
     """The policy of a run. Raises ``PolicyError``."""
     return find_policy(spec.policy) if spec.replicas is None else find_cluster_policy(spec.policy)
 
@@ -143,7 +139,8 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
     sources: dict[str, str] = {}
     _check_disk_is_used(specs)
     for spec in specs:
-        name, policy = chosen_policy(spec).name, chosen_policy(spec).engine
+        policy = chosen_policy(spec)
+        name = policy.name
         if sources.setdefault(name, spec.policy) != spec.policy:
             instead = "files of different names" if spec.replicas is None else "one of them"
             raise SimulatorError(
@@ -200,7 +197,7 @@ def device_for_run(spec: RunSpec, policy: SimulatorPolicy | None = None) -> tupl
 
 def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
     asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
-    if asked and not any(chosen_policy(spec).engine.own_tiers for spec in specs):
+    if asked and not any(chosen_policy(spec).own_tiers for spec in specs):
         named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
         raise SimulatorError(
             f"disk_ratio is {asked:g}, but none of {named} has a disk; "
@@ -242,9 +239,9 @@ def _build_engine(
 
     blocks = shape.kv_pool_tokens // shape.block_size
     host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
-    if policy.bound is Bound.FREE_IO:
+    if policy.bound == "host":
         host_blocks = UNBOUNDED_HOST_TOKENS // shape.block_size
-    if policy.bound is Bound.UNLIMITED:
+    if policy.bound == "device":
         blocks = max(blocks, 4 * UNBOUNDED_HOST_TOKENS // 10 // shape.block_size)
     return SimulatedEngine(
         SimulatedEngineOptions(
@@ -263,9 +260,11 @@ def _build_engine(
     )
 
 
-def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> RunLog:
+def _new_run_log(
+    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, engine: SimulatedEngine
+) -> RunLog:
     return RunLog(
-        policy=chosen_policy(spec).name,
+        policy=policy.name,
         programs_wanted=spec.programs,
         hardware=shape.hardware,
         model=shape.model,
@@ -273,7 +272,7 @@ def _new_run_log(spec: RunSpec, shape: DeviceShape, engine: SimulatedEngine) -> 
         seed=spec.seed,
         loop="open" if spec.rate_per_s is not None else "closed",
         rate_per_s=spec.rate_per_s,
-        limit=chosen_policy(spec).engine.bound is not None,
+        limit=bool(policy.bound),
         pool_blocks=engine.options.blocks - 1,
         host_blocks=engine.options.host_blocks,
         disk_blocks=engine.options.disk_blocks,
@@ -289,7 +288,7 @@ def _host_transfers(
         return None
     from .vllm_offload_transfers import VllmOffloadTransfers
 
-    free = policy.bound is Bound.FREE_IO
+    free = policy.bound == "host"
     block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
     host: Any
     if policy.own_tiers:
@@ -307,7 +306,7 @@ def _host_transfers(
 
 def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:
     """Add a note to the log of a bound that recomputed tokens because its memory filled up."""
-    if policy.bound is None:
+    if not policy.bound:
         return
     again = sum(
         tokens

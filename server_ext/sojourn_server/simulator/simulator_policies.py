@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sojourn_server.policies.cluster_preset import (
     ClusterPreset,
@@ -28,17 +27,6 @@ from .request_router import UNLIMITED_S, PassThroughRouter, RequestRouter
 from .thunderagent_router import ThunderAgentRouter
 
 
-class Bound(str, Enum):
-    """Lower bounds on the number of recomputed tokens, which limit what policies can gain: none is
-    recomputed. Their latencies are no bounds: they serve requests in order of arrival, and another order may
-    have a shorter mean TTFT or completion time."""
-
-    FREE_IO = "free-io"
-    """Unlimited host memory, with transfers that take no time."""
-    UNLIMITED = "unlimited"
-    """vLLM's own scheduler with an unlimited KV pool."""
-
-
 class PolicyError(ValueError):
     """Unknown policy; the message names the nearest one."""
 
@@ -52,27 +40,18 @@ class SimulatorPolicy:
     """Name of a preset of sojourn, or the path of a preset file. ``None``: the engine uses vLLM's own
     scheduler class."""
     request_router: Callable[[], RequestRouter] = PassThroughRouter
-    """Router in front of a single engine."""
+    """Makes the router or gateway in front of the engine or engines."""
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
     own_tiers: bool = False
     """Whether the engine uses sojourn's connector for host memory and disk, instead of vLLM's.
     ``RunSpec.disk_ratio`` has an effect only then."""
-    bound: Bound | None = None
-    """The bound, if ``name`` is the name of a bound; ``None`` for a policy."""
+    bound: Literal["", "host", "device"] = ""
+    """The memory that never fills up, if this is a bound (see ``BOUNDS``); empty for a policy."""
     paper: str = ""
     """Paper or source, with sections."""
     leaves_out: str = ""
     """What the paper's system has and this policy lacks."""
-
-    @property
-    def engine(self) -> SimulatorPolicy:
-        """The policy itself, as the counterpart of ``ClusterPolicy.engine``."""
-        return self
-
-    def front(self) -> RequestRouter:
-        """A new router."""
-        return self.request_router()
 
     @property
     def settings(self) -> dict[str, Any] | None:
@@ -87,7 +66,7 @@ class SimulatorPolicy:
     def uses_cpu_ratio(self) -> bool:
         """Whether the policy has host memory of a limited size. ``RunSpec.cpu_ratio`` has an effect only
         then."""
-        return self.host_cache and self.bound is not Bound.FREE_IO
+        return self.host_cache and not self.bound
 
     @property
     def needs_host_memory(self) -> bool:
@@ -144,10 +123,24 @@ BASELINES = {
 
 
 BOUNDS = {
-    Bound.FREE_IO: "DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
-    Bound.UNLIMITED: "stock with a KV pool that is never full: nothing is ever computed again",
+    bound.name: bound
+    for bound in (
+        SimulatorPolicy(
+            name="free-io",
+            bound="host",
+            host_cache=True,
+            paper="DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
+        ),
+        SimulatorPolicy(
+            name="unlimited",
+            bound="device",
+            paper="stock with a KV pool that is never full: nothing is ever computed again",
+        ),
+    )
 }
-
+"""Lower bounds on the number of recomputed tokens, which limit what policies can gain: none is recomputed.
+Their latencies are no bounds: they serve requests in order of arrival, and another order may have a shorter
+mean TTFT or completion time."""
 
 HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy have these
@@ -157,7 +150,7 @@ tiers without the suffix."""
 def policy_names() -> list[str]:
     """Return the names of baselines, presets and bounds, in this order. ``find_policy`` also accepts
     ``+host`` and files."""
-    return list(dict.fromkeys([*BASELINES, *preset_names(), *(bound.value for bound in Bound)]))
+    return list(dict.fromkeys([*BASELINES, *preset_names(), *BOUNDS]))
 
 
 def find_policy(name: str) -> SimulatorPolicy:
@@ -172,16 +165,11 @@ def find_policy(name: str) -> SimulatorPolicy:
         return replace(policy, name=policy.name + HOST_SUFFIX, host_cache=True, own_tiers=True)
     if name.endswith(".toml"):
         return _policy_from_file(name)
-    if name in BASELINES:
-        return BASELINES[name]
+    if name in BASELINES or name in BOUNDS:
+        return {**BASELINES, **BOUNDS}[name]
     if name in preset_names():
         below = load_preset(name).placement.is_used
         return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)
-    for bound in Bound:
-        if name == bound.value:
-            return SimulatorPolicy(
-                name=name, bound=bound, host_cache=bound is Bound.FREE_IO, paper=BOUNDS[bound]
-            )
     routing, _, engine = name.partition("/")
     if routing in routing_names() or engine in policy_names():
         raise PolicyError(
@@ -216,67 +204,57 @@ DEFAULT_ROUTING = "prefix-affinity"
 """Routing of a cluster policy that names only an engine policy. It routes by cached prefix, like the routers
 of vLLM and SGLang."""
 
-ROUTERS: dict[str, Callable[[], RequestRouter]] = {"thunderagent": ThunderAgentRouter}
-"""Routers that replace the gateway, by name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPolicy:
-    """How to build the engines of one cluster policy, and the router or gateway in front of them."""
-
-    routing: str
-    """Name of a cluster preset, or one of ``ROUTERS``."""
-    preset: ClusterPreset | None = None
-    """The cluster preset, if it comes from a file."""
-    engine: SimulatorPolicy
-
-    @property
-    def name(self) -> str:
-        """The policy's name in logs and tables: ``ROUTING/ENGINE``, even if it was chosen by one part
-        alone."""
-        return f"{self.routing}/{self.engine.name}"
-
-    def front(self) -> RequestRouter:
-        """A new router or gateway."""
-        router = ROUTERS.get(self.routing)
-        if router is not None:
-            return router()
-        from .simulated_gateway import SimulatedGateway  # loads the routing core, which names do not need
-
-        return SimulatedGateway(self.preset or load_cluster_preset(self.routing))
+THUNDERAGENT = "thunderagent"
+"""Name of the router that replaces the gateway."""
 
 
 def routing_names() -> list[str]:
-    """Valid routings: the names of cluster presets, then those of ``ROUTERS``."""
-    return [*cluster_preset_names(), *ROUTERS]
+    """Valid routings: the names of cluster presets, then that of ThunderAgent's router."""
+    return [*cluster_preset_names(), THUNDERAGENT]
 
 
-def find_cluster_policy(name: str) -> ClusterPolicy:
-    """Return the cluster policy ``name``, which is ``ROUTING/ENGINE`` or one of the two parts alone, or the
-    path of a cluster preset file (TOML).
+def find_cluster_policy(name: str) -> SimulatorPolicy:
+    """Return the policy ``name`` of a cluster, which is ``ROUTING/ENGINE`` or one of the two parts alone, or
+    the path of a cluster preset file (TOML). Its name is always ``ROUTING/ENGINE``.
 
     A routing alone gets the engine policy that its preset names. An engine policy alone (a name or a TOML
     file) gets its own router, or ``DEFAULT_ROUTING`` if it has none. A name that is both counts as a routing.
     Raises ``PolicyError`` for an unknown name; the message suggests the nearest known name.
     """
     routing, slash, engine = name.partition("/")
-    if routing in routing_names():
-        if not slash:
-            engine = routing if routing in ROUTERS else load_cluster_preset(routing).engine
-        return _cluster_policy(routing, find_policy(engine))
-    if name.endswith(".toml") and (preset := _cluster_preset_from_file(name)) is not None:
-        return replace(_cluster_policy(preset.name, find_policy(preset.engine)), preset=preset)
-    if slash and not name.endswith(".toml"):
+    preset = _cluster_preset_from_file(name) if name.endswith(".toml") else None
+    if preset is not None:
+        routing, engine = preset.name, preset.engine
+    elif routing not in routing_names() and slash and not name.endswith(".toml"):
         raise PolicyError(f"{name}: unknown routing {routing!r}; {_expected_text(routing, routing_names())}")
+    elif routing not in routing_names():
+        routing, engine = "", name
+    elif not slash:
+        engine = THUNDERAGENT if routing == THUNDERAGENT else load_cluster_preset(routing).engine
     try:
-        alone = find_policy(name)
+        policy = find_policy(engine)
     except PolicyError:
-        if name.endswith(".toml"):
+        if routing or name.endswith(".toml"):
             raise
         known = [*routing_names(), *policy_names()]
         raise PolicyError(f"unknown policy {name!r}; {_expected_text(name, known)}") from None
-    own_router = (known for known, router in ROUTERS.items() if router is alone.request_router)
-    return _cluster_policy(next(own_router, DEFAULT_ROUTING), alone)
+    routes = policy.request_router is ThunderAgentRouter
+    routing = routing or (THUNDERAGENT if routes else DEFAULT_ROUTING)
+    if routes and routing != THUNDERAGENT:
+        raise PolicyError(
+            f"{policy.name} has its own router; expected no other routing with it, or an engine policy "
+            f"without a router behind {routing}, such as stock or lru-offload"
+        )
+    front: Callable[[], RequestRouter] = ThunderAgentRouter
+    if routing != THUNDERAGENT:
+        chosen = preset or load_cluster_preset(routing)
+
+        def front() -> RequestRouter:
+            from .simulated_gateway import SimulatedGateway  # loads the routing core, which names do not need
+
+            return SimulatedGateway(chosen)
+
+    return replace(policy, name=f"{routing}/{policy.name}", request_router=front)
 
 
 def _cluster_preset_from_file(name: str) -> ClusterPreset | None:
@@ -289,15 +267,6 @@ def _cluster_preset_from_file(name: str) -> ClusterPreset | None:
         except PresetError:
             pass
     return None
-
-
-def _cluster_policy(routing: str, engine: SimulatorPolicy) -> ClusterPolicy:
-    if engine.request_router not in (PassThroughRouter, ROUTERS.get(routing)):
-        raise PolicyError(
-            f"{engine.name} has its own router; expected no other routing with it, or an engine policy "
-            f"without a router behind {routing}, such as stock or lru-offload"
-        )
-    return ClusterPolicy(routing=routing, engine=engine)
 
 
 def _expected_text(name: str, known: list[str]) -> str:

@@ -21,7 +21,7 @@ from .event_queue import HostTransfers
 
 if TYPE_CHECKING:
     from ..vllm.compat import KVCacheConfig, KVConnectorRole, VllmConfig
-    from .latency.latency_protocol import LatencyModel
+    from .latency.latency_models import LatencyModel
 
 _DISK_BLOCKS = "lab_disk_blocks"
 """Key of the connector setting with the number of disk blocks, for ``SimulatedTierConnector``."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
-from .latency.latency_protocol import StepWork
+from .latency.latency_models import StepWork
 from .run_log import TurnLog
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from ..vllm.compat import (
 from .event_queue import HostTransfers
 
 if TYPE_CHECKING:
-    from .latency.latency_protocol import LatencyModel
+    from .latency.latency_models import LatencyModel
 
 _ALIGNMENT_BYTES = 4096
 """The connector rounds the size of a block up to a multiple of this many bytes."""

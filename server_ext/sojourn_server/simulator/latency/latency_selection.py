@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sojourn_server.policies.costs.engine_profile import EngineProfile
 
-from .fitted_latency import FittedLatency
+from .latency_models import DeviceShape, FittedLatency, LatencyModel, RooflineLatency
 from .latency_profiles import (
     RUNTIME_BYTES,
     HardwareProfile,
@@ -17,14 +17,11 @@ from .latency_profiles import (
     load_model_shape,
     read_profile_toml,
 )
-from .latency_protocol import DeviceShape, LatencyModel
-from .roofline_latency import RooflineLatency
 
 GPU_MEMORY_UTILIZATION = 0.92
 """Default of vLLM 0.32 for the share of device memory that an engine uses (config/cache.py)."""
 BLOCK_SIZE = 16
 """Tokens of a KV block on hardware without an engine profile: vLLM's default."""
-MAX_TP = 64
 DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor an engine profile names one."""
 
@@ -106,17 +103,9 @@ def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context:
         return tokens
     # vLLM refuses to start if one request of the longest context does not fit.
     missing = context * model.kv_bytes_per_token(tp) / tp - kv_capacity_bytes(tp)
-    larger = (n for n in range(tp + 1, MAX_TP + 1) if model.splits(n))
-    enough = next((n for n in larger if pool_tokens(n) >= context), None)
-    advice = (
-        f"use tp {enough}"
-        if enough
-        else "no tp is enough"
-        if kv_capacity_bytes(tp) <= 0
-        else f"use a max_model_len of at most {tokens}"
-    )
-    if enough and tokens > 0:
-        advice += f", or a max_model_len of at most {tokens}"
+    larger = (n for n in range(tp + 1, model.heads + 1) if model.splits(n))
+    enough = next((f"use tp {n}" for n in larger if pool_tokens(n) >= context), "no tp is enough")
+    advice = f"{enough}, or a max_model_len of at most {tokens}" if tokens > 0 else enough
     raise LatencyProfileError(
         f"{model.name} with a context of {context:,} tokens does not fit on {tp} × {hardware.name}: "
         f"{missing / 2**30:.1f} GiB a device are missing; {advice}"
@@ -169,9 +158,15 @@ def _measured_latency_model(
 ) -> tuple[LatencyModel, DeviceShape]:
     try:
         profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
-        latency = FittedLatency.of(profile)
     except ValueError as error:
         raise LatencyProfileError(f"{path}: {error}") from error
+    if profile.steps is None:
+        raise LatencyProfileError(
+            f"{path}: the engine profile holds no step costs; measure with sojourn profile, decoding included"
+        )
+    latency = FittedLatency(
+        profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
+    )
     if tp != 1:
         raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
     limits = profile.limits

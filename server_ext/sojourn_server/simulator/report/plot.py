@@ -11,10 +11,9 @@ from typing import Any
 
 from sojourn_server.traces.atomic_files import write_atomically
 
-from .result_columns import read_metric
-from .results_table import title
+from ..parameter_sweep import ParameterSweep
+from .results_table import read_metric, title
 from .run_row import RunRow
-from .sweep_results import SweepRuns
 
 _METRICS = {
     "output throughput, tokens/s": "output_tok_per_s",
@@ -45,7 +44,7 @@ def plot_settings() -> Iterator[None]:
         yield
 
 
-def write_plot(rows: Sequence[RunRow], folder: Path, swept: SweepRuns | None = None) -> list[Path]:
+def write_plot(rows: Sequence[RunRow], folder: Path, swept: ParameterSweep | None = None) -> list[Path]:
     """Draw ``rows`` into ``metrics.png`` and ``metrics.svg`` in ``folder``, and return their paths. The
     metrics are over the swept value or the load; at a single load they are bars."""
     files = {}
@@ -61,12 +60,13 @@ def write_plot(rows: Sequence[RunRow], folder: Path, swept: SweepRuns | None = N
     return list(files)
 
 
-def _figure(rows: Sequence[RunRow], swept: SweepRuns | None) -> Any:
+def _figure(rows: Sequence[RunRow], swept: ParameterSweep | None) -> Any:
     from matplotlib.figure import Figure
 
     if swept is not None:
         meaning = swept.meaning
-        placed = [(value.value, row) for value in swept.values for row in swept.rows_of(value, rows)]
+        pairs = zip(swept.values, swept.groups(rows), strict=True)
+        placed = [(value, row) for value, group in pairs for row in group]
     else:
         meaning = "programs at once" if rows[0].loop == "closed" else "programs arriving a second"
         placed = [(row.rate_per_s or float(row.programs), row) for row in rows]

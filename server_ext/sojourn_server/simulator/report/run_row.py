@@ -89,16 +89,12 @@ class RunRow(RunFacts, kw_only=True):
     programs_per_hour: float | None = None
     ended_work_s: float | None = None
     """Seconds that the requests of the finished programs take, each program alone on an empty engine."""
-    unfinished_elapsed_s: SummaryStatistics = NO_STATISTICS
-    """Elapsed time of unfinished programs."""
     completion_estimate_s: SummaryStatistics = NO_STATISTICS
     """Kaplan-Meier estimate of the completion times of all programs, unfinished ones included. Compare
     policies by this field."""
     slowdown: SummaryStatistics = NO_STATISTICS
     """Completion time ÷ completion time alone on an empty engine, of the programs in ``completion_s``."""
-    queue_s: SummaryStatistics = NO_STATISTICS
     turns_finished: int = 0
-    turns_unfinished: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     regenerated_by: dict[str, int] = msgspec.field(default_factory=dict)

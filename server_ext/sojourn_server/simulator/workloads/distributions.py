@@ -45,13 +45,6 @@ def uniform(low: float, high: float) -> Distribution:
     return lambda rng: rng.uniform(low, high)
 
 
-def bounded_power_law(mean: float, high: float) -> Distribution:
-    """``high`` · U^(1/k), where U is uniform between 0 and 1, and k follows from the mean. Values lie between
-    0 and ``high``; if the mean is above ``high`` / 2, most lie near ``high``."""
-    share = mean / high
-    return lambda rng: high * math.pow(rng.random(), (1 - share) / share)
-
-
 def truncated_exponential(low: float, high: float, rate: float) -> Distribution:
     """Distribution between ``low`` and ``high`` whose density falls exponentially, at ``rate``."""
     inside = -math.expm1(-rate * (high - low))

@@ -6,16 +6,30 @@ every program is ``synthetic:NAME``. The same name, count and seed give the same
     continuum-swe-bench         Continuum Table 1. Chosen: number of turns normal; tool times log-normal, up
                                 to the harness' own limit; token totals gamma, independent of turns; one tool
     continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
-    continuum-bfcl-unscaled     continuum-bfcl without the factor 0.4
-    continuum-…:X               one of the three above with X as ``OUTPUT_SHARE``, above 0 and below 1
+    continuum-…:X               one of the two above with X as ``OUTPUT_SHARE``, above 0 and below 1
     dualpath-32k, -48k, -64k    DualPath Table 2 (see ``_dualpath_program``); tools take no time, as in its §7
-    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``ten_tenants``)
+    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``_ten_tenants``)
     latency-cv:X                SAGA Table 10 and §9.1. X: coefficient of variation of tool times, 0.5 to 3.0.
                                 Chosen: tool times log-normal (mean 1.2 s); steps exponential between bounds
-    reasoning-…                 long outputs, for Tetris, with published output lengths of reasoning models
-                                (see ``reasoning_workloads``)
+    reasoning-math              DeepSeek-R1 on competition problems, one request each. Published: three
+                                quarters are solved within 8K, limit 16K (OpenR1-Math-220k: huggingface.co/
+                                blog/open-r1/update-2); mean 6,000 (OpenThoughts-114k, of the same model:
+                                …/update-1). Chosen: log-normal; prompts of 40 to 200 tokens
+    reasoning-mix               four agent types, equally likely (chosen), one request each: two kinds of
+                                chats, reasoning-math, and the same model on AIME: mean 12K (card of
+                                DeepSeek-R1-0528), limit 32,768 (card of DeepSeek-R1), as wide as
+                                reasoning-math. Outputs of chats: means of Tetris §1, exponential like the
+                                outputs of services in ServeGen (arXiv 2505.09999). Prompts of chats: means of
+                                WildChat (arXiv 2405.01470) Table 1, exponential (chosen)
+    reasoning-agent             thinks, calls a tool, and continues. Published: 23 steps on average, "over 50"
+                                in long ones, with search, browser and code for tools (moonshotai.github.io/
+                                Kimi-Researcher). Chosen: 2 to 50 steps, exponential in between; outputs of
+                                ``R1_OUTPUT``; equally likely tools, with SAGA's latencies (Table 1); first
+                                prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000; its reasoning
+                                stays in the context
 
-Programs share no prompts, since no paper states how much they share.
+Tetris uses long outputs from NuminaMath and SWE-bench, but states no lengths; those of ``reasoning-…`` are
+from the other sources. Programs share no prompts, since no paper states how much they share.
 """
 
 from __future__ import annotations
@@ -23,36 +37,79 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
-from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun
+from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
 from .distributions import (
     Distribution,
-    bounded_power_law,
+    PercentileDistribution,
     gamma,
     log_normal,
     log_normal_with,
     rounded_normal,
     split,
-)
-from .reasoning_workloads import REASONING
-from .saga_workloads import (
-    CV_RANGE,
-    ProgramGenerator,
-    append_only,
-    draw_tool_run,
-    latency_cv,
-    ten_tenants,
+    truncated_exponential,
+    uniform,
 )
 
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
 """Default number of programs, as many as DualPath has trajectories and SAGA has SWE-bench tasks."""
+ProgramGenerator = Callable[[random.Random], Iterator[TraceProgram]]
+"""Function that draws the programs of a synthetic workload, without end."""
+
+
+def draw_tool_run(name: str, seconds: Distribution, rng: random.Random) -> TraceToolRun:
+    """Return a call of the tool ``name``. Its duration in seconds is drawn from ``seconds``."""
+    return TraceToolRun(name=name, s=round(seconds(rng), 6))
+
+
+def append_only(
+    appends: Sequence[int],
+    outputs: Sequence[int],
+    tools: Sequence[TraceToolRun],
+    *,
+    arrival_s: float | None = None,
+    tenant: str | None = None,
+    agent_type: str | None = None,
+) -> TraceProgram:
+    """Return a program in which each prompt continues the previous prompt and output.
+
+    ``appends``, ``outputs`` and ``tools`` have one element for each turn: the number of new prompt tokens,
+    the number of output tokens, and the tool call after the turn. The last turn calls no tool.
+    """
+    turns, context = [], 0
+    for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
+        context += append
+        last = index + 1 == len(appends)
+        turns.append(
+            TraceTurn(
+                prompt_tokens=context,
+                output_tokens=output,
+                append_tokens=append,
+                tool=None if last else tool.name,
+                tools=None if last else (tool,),
+                tool_seconds=None if last else tool.s,
+                gap_s=None if last else tool.s,
+                gap_kind=None if last else "tool",
+            )
+        )
+        context += output
+    return TraceProgram(
+        program_id="synthetic",
+        turns=tuple(turns),
+        arrival_s=arrival_s,
+        tenant=tenant,
+        group=agent_type or tenant,
+        agent_type=agent_type,
+    )
+
+
 OUTPUT_SHARE = 0.2
 """Output tokens ÷ all tokens that a turn adds to its context. Our choice, for papers that state only totals.
 In DualPath the share is 148 of 756."""
@@ -67,8 +124,7 @@ the context window" of 128k. Table 1's 93,256 ± 68,687 tokens fit only after sc
 are unscaled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Continuum:
+class _Continuum(NamedTuple):
     """One row of Continuum's Table 1."""
 
     turns: Distribution
@@ -77,23 +133,20 @@ class _Continuum:
     tool: str
 
 
-_SWE_BENCH = _Continuum(
-    turns=rounded_normal(10.9, 2.1),
-    # After clipping, the mean is 0.925 and the standard deviation 3.550.
-    tool_s=log_normal(-1.9879452855002073, 1.9951980880292188, SWE_TOOL_LIMIT_S),
-    tokens=gamma(70_126, 19_732),
-    tool="bash",
-)
-_BFCL_UNSCALED = _Continuum(
-    turns=rounded_normal(6.3, 2.3),
-    tool_s=log_normal_with(1.923, 2.133),
-    tokens=gamma(93_256, 68_687),
-    tool="fetch_url",  # as in Continuum's Figure 5
-)
 _CONTINUUM = {
-    "continuum-swe-bench": _SWE_BENCH,
-    "continuum-bfcl": replace(_BFCL_UNSCALED, tokens=gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE)),
-    "continuum-bfcl-unscaled": _BFCL_UNSCALED,
+    "continuum-swe-bench": _Continuum(
+        turns=rounded_normal(10.9, 2.1),
+        # After clipping, the mean is 0.925 and the standard deviation 3.550.
+        tool_s=log_normal(-1.9879452855002073, 1.9951980880292188, SWE_TOOL_LIMIT_S),
+        tokens=gamma(70_126, 19_732),
+        tool="bash",
+    ),
+    "continuum-bfcl": _Continuum(
+        turns=rounded_normal(6.3, 2.3),
+        tool_s=log_normal_with(1.923, 2.133),
+        tokens=gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE),
+        tool="fetch_url",  # as in Continuum's Figure 5
+    ),
 }
 """Workloads whose name may end in ``:X``. The number X replaces ``OUTPUT_SHARE``."""
 
@@ -123,13 +176,8 @@ DUALPATH = {
 """Workload → (maximum length, then Table 2's averages: turns, append, gen, total, context)."""
 
 
-def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
-    while True:
-        yield _dualpath_program(name, rng)
-
-
 def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
-    """Generate one trajectory of workload ``name``, from the averages in DualPath's Table 2: turns, append,
+    """Return one trajectory of workload ``name``, from the averages in DualPath's Table 2: turns, append,
     gen, total and context. All five averages agree if they are read as follows:
 
     - ``total``: the length of the final context. Totals lie below the maximum length, most of them near it.
@@ -145,7 +193,7 @@ def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     growth = append + gen
     sigma = math.sqrt(math.log(mean_turns * growth / mean_total))
     turns = max(2, round(rng.lognormvariate(math.log(mean_turns) - sigma * sigma / 2, sigma)))
-    total = max(4 * turns, round(bounded_power_law(mean_total, limit)(rng)))
+    total = max(4 * turns, round(limit * math.pow(rng.random(), (limit - mean_total) / mean_total)))
     written = max(turns, round(total * gen / growth))
     # Mean over turns of (0, c, c + g, …, total − g): total·(1 + c/total − 2/turns)/2.
     after_first = total * (2 * (context + growth) / mean_total - 1)
@@ -155,13 +203,160 @@ def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     return append_only(appends, outputs, [TraceToolRun(name="sandbox", s=0.0)] * turns)
 
 
-# -- common ---------------------------------------------------------------------------------------
+def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
+    while True:
+        yield _dualpath_program(name, rng)
+
+
+# -- SAGA -----------------------------------------------------------------------------------------
+
+TOOL_LATENCIES = {
+    "code_execution": PercentileDistribution(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
+    "file_operation": PercentileDistribution(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
+    "web_api": PercentileDistribution(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
+    "database_query": PercentileDistribution(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
+}
+"""Tool type → latency in seconds (SAGA Table 1)."""
+TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
+"""(class, number of tenants, steps of an agent, tasks per minute of each tenant), SAGA §9.1."""
+_FIRST_PROMPT = (2_000, 4_000)
+FIRST_PROMPT = uniform(*_FIRST_PROMPT)
+"""Tokens of a program's first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
+_LONGEST_CONTEXT = 128_000
+_STEP_OUTPUT = uniform(100, 500)
+"""Output tokens of a step (SAGA §9.1, SWE-bench)."""
+SWE_STEPS = (37, 5, 150)
+"""Mean, minimum and maximum number of steps of a SWE-bench task (SAGA §9.1 and §2.1)."""
+CV_MEAN_TOOL_S = 1.2
+"""Mean tool latency of SAGA's Table 10 in seconds, the same for every coefficient of variation."""
+CV_RANGE = (0.5, 3.0)
+"""Lowest and highest coefficient of variation in SAGA's Table 10."""
+
+
+def _ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
+    """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
+
+    A task is a program, and a step is a turn with its tool call. The paper does not state the lengths of its
+    requests (from BurstGPT). Here all contexts grow by the same amount per step on average: 100 steps end at
+    128K tokens, and 10 steps at 15.5K. The paper states 16K to 128K (§2.1). Each step uses one of Table 1's
+    four tools with equal probability. Tasks with the same number of steps have the same agent type.
+    """
+    tenants = [
+        (f"{kind}-{number}", steps, rate)
+        for kind, count, steps, rate in TENANTS
+        for number in range(1, count + 1)
+    ]
+    rates = [rate for _, _, rate in tenants]
+    at_s = 0.0
+    while True:
+        # All arrivals are one Poisson process. Each belongs to a tenant with probability in proportion to the
+        # tenant's rate.
+        at_s += rng.expovariate(sum(rates) / 60.0)
+        tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
+        kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
+        lengths = _lengths(steps, 100, rng)
+        tools = [draw_tool_run(kind, TOOL_LATENCIES[kind], rng) for kind in kinds]
+        yield append_only(*lengths, tools, arrival_s=at_s, tenant=tenant, agent_type=f"{steps}-step-agent")
+
+
+def _latency_cv(cv: float) -> ProgramGenerator:
+    """Return a generator function of the programs of SAGA's Table 10. ``cv`` is the coefficient of variation
+    of the tool latencies. Their mean is always ``CV_MEAN_TOOL_S``."""
+    tool_s = log_normal_with(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
+    _, least, most = SWE_STEPS
+    # With this rate the mean is that of ``SWE_STEPS``.
+    draw_steps = truncated_exponential(least, most, rate=0.02933303908757992)
+
+    def programs(rng: random.Random) -> Iterator[TraceProgram]:
+        while True:
+            steps = round(draw_steps(rng))
+            # Latencies have a generator of their own, so that lengths are the same for every cv.
+            times = random.Random(rng.random())
+            lengths = _lengths(steps, most, rng)
+            yield append_only(
+                *lengths, [draw_tool_run("code_execution", tool_s, times) for _ in range(steps)]
+            )
+
+    return programs
+
+
+def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Draw the lengths of a task of ``steps`` steps. Returns two lists with one element per step: new prompt
+    tokens, and output tokens. A task of ``max_steps`` steps would have a final context of
+    ``_LONGEST_CONTEXT`` tokens on average."""
+    mean_first = sum(_FIRST_PROMPT) / 2
+    growth = (_LONGEST_CONTEXT - mean_first) / max_steps
+    first = round(FIRST_PROMPT(rng))
+    outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
+    left = max(steps, round(growth * steps) - sum(outputs))
+    return [first, *(split(rng, left, steps - 1) if steps > 1 else ())], outputs
+
+
+# -- long outputs -----------------------------------------------------------------------------------
+
+R1_OUTPUT = PercentileDistribution(
+    tuple(
+        zip(
+            (0.05, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.999),
+            (225, 427, 792, 1_499, 3_432, 5_701, 12_607, 20_833),
+            strict=True,
+        )
+    )
+)
+"""Output tokens in ServeGen's reasoning workload (data/reason/deepseek-r1 of github.com/alibaba/ServeGen at
+f891d11). It has 1,383,669 requests of 73 clients in one day. Each client's published six-hour histograms are
+weighted by its requests. The mean is 1,527."""
+
+_PROBLEM = uniform(40, 200)
+_SIGMA = 0.8596474476788896
+"""With ``_SIGMA``, the mean of reasoning-math is 6,000 after clipping, and its third quartile 8K."""
+_REQUESTS: dict[str, tuple[Distribution, Distribution]] = {
+    # A gamma distribution whose mean equals its standard deviation is exponential.
+    "lmsys-chat": (gamma(69.83, 69.83), gamma(182, 182)),
+    "sharegpt-chat": (gamma(94.46, 94.46), gamma(456, 456)),
+    "math": (_PROBLEM, log_normal(8.431089955037654, _SIGMA, 16 * 1024)),
+    "aime": (_PROBLEM, log_normal(9.1242371355976, _SIGMA, 32 * 1024)),
+}
+"""Agent type of ``reasoning-mix`` → tokens of prompt and output."""
+
+AGENT_TURNS = (23, 2, 50)
+"""Mean, minimum and maximum number of turns of ``reasoning-agent``."""
+AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_execution"}
+"""Tool of the agent → SAGA's tool type."""
+_TOOL_RESULT = uniform(100, 1_000)
+
+
+def _requests(types: Sequence[str], rng: random.Random) -> Iterator[TraceProgram]:
+    """Generate programs with one request each, of one of ``types``, which are equally likely."""
+    while True:
+        kind = rng.choice(types)
+        prompt, output = (max(1, round(draw(rng))) for draw in _REQUESTS[kind])
+        yield append_only([prompt], [output], [TraceToolRun()], agent_type=kind)
+
+
+def _agent(rng: random.Random) -> Iterator[TraceProgram]:
+    # With this rate the mean is that of ``AGENT_TURNS``.
+    draw_turns = truncated_exponential(*AGENT_TURNS[1:], rate=0.015773677940045062)
+    while True:
+        turns = round(draw_turns(rng))
+        tools = [
+            draw_tool_run(tool, TOOL_LATENCIES[AGENT_TOOLS[tool]], rng)
+            for tool in rng.choices(list(AGENT_TOOLS), k=turns)
+        ]
+        outputs = [round(R1_OUTPUT(rng)) for _ in range(turns)]
+        appends = [round(FIRST_PROMPT(rng)), *(round(_TOOL_RESULT(rng)) for _ in range(turns - 1))]
+        yield append_only(appends, outputs, tools, agent_type="researcher")
+
+
+# -- names ---------------------------------------------------------------------------------------
 
 _GENERATORS: dict[str, ProgramGenerator] = {
     **{name: partial(_continuum_programs, table, OUTPUT_SHARE) for name, table in _CONTINUUM.items()},
-    "saga-ten-tenants": ten_tenants,
+    "saga-ten-tenants": _ten_tenants,
     **{name: partial(_dualpath_programs, name) for name in DUALPATH},
-    **REASONING,
+    "reasoning-math": partial(_requests, ("math",)),
+    "reasoning-mix": partial(_requests, tuple(_REQUESTS)),
+    "reasoning-agent": _agent,
 }
 _CV = "latency-cv"
 
@@ -192,23 +387,19 @@ def _generator(name: str) -> ProgramGenerator:
     if name in _GENERATORS:
         return _GENERATORS[name]
     word, colon, text = name.partition(":")
-    if colon and word in (_CV, *_CONTINUUM):
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if word in _CONTINUUM:
-            if not 0 < number < 1:
-                raise TraceError(
-                    f"{SYNTHETIC_PREFIX}{name}: expected a number above 0 and below 1 behind {word}:"
-                )
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if colon and word in _CONTINUUM:
+        if 0 < number < 1:
             return partial(_continuum_programs, _CONTINUUM[word], number)
-        if not CV_RANGE[0] <= number <= CV_RANGE[1]:
-            raise TraceError(
-                f"{SYNTHETIC_PREFIX}{name}: expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} "
-                f"behind {_CV}:"
-            )
-        return latency_cv(number)
+        raise TraceError(f"{SYNTHETIC_PREFIX}{name}: expected a number above 0 and below 1 behind {word}:")
+    if colon and word == _CV:
+        if CV_RANGE[0] <= number <= CV_RANGE[1]:
+            return _latency_cv(number)
+        expected = f"expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} behind {_CV}:"
+        raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {expected}")
     near = difflib.get_close_matches(name, synthetic_names(), n=1)
     hint = f"did you mean {SYNTHETIC_PREFIX}{near[0]}? " if near else ""
     raise TraceError(
