@@ -51,7 +51,7 @@ def test_the_prefill_engine_computes_the_prompt_and_one_token(
         "messages": [{"role": "user", "content": "hi"}],
         "stream": False,
         "seed": 7,
-        "vllm_xargs": {"x": 1},
+        "vllm_xargs": {"agentic_context": CONTEXT, "x": 1},
         **set_length,
         "kv_transfer_params": {
             "do_remote_decode": True,

@@ -10,6 +10,7 @@ import pytest
 from fake_pair_engine import core_of, engines_of, pairs
 from gateway_harness import lines, until
 from sojourn_server.routing.routing_limits import RoutingLimits
+from test_gateway_program_events import riding, rode
 
 ADMIN = "admin"
 
@@ -36,7 +37,7 @@ async def test_a_prompt_goes_to_one_engine_and_its_answer_comes_from_another(str
         expected = {"do_remote_prefill": True, "transfer": transfer["transfer"], "epoch": "e1"}
         assert told == {**expected, "at": prefill.name}
         assert (second["max_tokens"], second.get("stream", False)) == (50, stream)
-        assert "x-session-id" not in prefill.headers[0]
+        assert prefill.headers[0]["x-session-id"] == "p"
         assert decode.headers[0]["x-session-id"] == "p"
         await until(lambda: not core_of(it).requests)
 
@@ -259,7 +260,7 @@ async def test_a_context_is_as_long_as_an_engine_counted(stream: bool) -> None:
         assert shown["context_tokens"] == shown["size_tokens"] == 105
 
 
-async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> None:
+async def test_the_end_of_a_program_reaches_both_engines_that_know_it() -> None:
     end = {"type": "program_end", "seq": 9, "program_id": "p", "status": "cancelled"}
     start = {"type": "program_start", "seq": 0, "program_id": "p"}
     async with pairs(1, 2) as (it, [prefill], decode):
@@ -268,8 +269,10 @@ async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> Non
         await it.events(start)
         [outcome] = await it.events(end)
         assert outcome["outcome"] == "applied"
-        for engine in (prefill, *decode):
-            assert engine.of("p")[-1:] == (["program_end"] if engine.name == answered else [])
+        [answering] = [engine for engine in decode if engine.name == answered]
+        assert prefill.of("p") == ["program_start", "program_end"]
+        await until(lambda: answering.of("p") == ["program_end"])
+        assert [engine.of("p") for engine in decode if engine is not answering] == [[]]
         assert not core_of(it).programs
         [again] = await it.events({**end, "seq": 10})
         assert again["outcome"] == "missing"
@@ -280,6 +283,49 @@ async def test_the_end_of_a_program_reaches_the_engine_that_answered_it() -> Non
         async with it.http.get(f"{it.url}/metrics") as page:
             ends = 'sojourn_gateway_programs_finished_total{outcome="cancelled"}'
             assert f"{ends} 2.0" in await page.text()
+
+
+def tool(kind: str, seq: int) -> dict[str, Any]:
+    return {"type": kind, "seq": seq, "program_id": "p", "call_id": "c", "tool": "bash"}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["both engines", "the decode engine alone"])
+async def test_a_programs_events_and_turns_go_to_the_engine_that_has_its_context(whole: bool) -> None:
+    async with pairs(2, 1) as (it, prefill, [decode]):
+        await it.chat("q", text="x" * 4000)  # so that the two have not the same load
+        await it.chat("p", text="x" * 2000)
+        await until(lambda: not core_of(it).requests)
+        [home_id] = [one.home for key, one in core_of(it).programs.items() if key[1] == "p"]
+        [home] = [engine for engine in prefill if engine.name == home_id]
+        [other] = [engine for engine in prefill if engine is not home]
+        before = len(other.requests)
+        await it.events(tool("tool_start", 1))
+        assert home.of("p") == ["tool_start"]
+        stop = tool("tool_stop", 2)
+        answer = await it.chat("p", text="x" * 2100, **riding("p", stop), **({"n": 2} if whole else {}))
+        assert answer.status == 200
+        if whole:
+            assert home.of("p") == ["tool_start", "tool_stop"]
+        else:
+            assert rode(home) == [("tool_stop", "p")]
+        assert rode(decode) == []
+        assert len(other.requests) == before
+        assert decode.of("p") == other.of("p") == []
+
+
+async def test_events_and_kv_follow_a_program_to_another_prefill_engine() -> None:
+    async with pairs(2, 1, admin_key=ADMIN) as (it, prefill, _):
+        await it.chat("p")
+        await until(lambda: not core_of(it).requests)
+        home, other = sorted(prefill, key=lambda engine: not engine.requests)
+        await it.events({"type": "program_start", "seq": 0, "program_id": "p"}, tool("tool_start", 1))
+        await it.drain(home.name, key=ADMIN)
+        assert (await it.chat("p")).status == 200
+        assert other.of("p") == ["program_start", "tool_start"]
+        await until(lambda: home.of("p")[-1] == "program_end")
+        [move] = (await it.get("/sojourn/v1/moves", ADMIN))["moves"]
+        moved = {"moved_from": home.name, "moved_to": other.name, "kv": "shared", "left_because": "drain"}
+        assert moved.items() <= move.items()
 
 
 async def test_a_conversation_of_which_an_engine_has_the_beginning_is_refused() -> None:

@@ -133,8 +133,41 @@ def test_the_three_classes_of_prefill_engines(
         PrefillEngine(number, StorageNic(1.0, busy_until_s=5.0 + busy_s), count)
         for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
     ]
-    found = choose_prefill(engines, short_queue_s=3.0, most_tokens=100, now=5.0)
+    found = choose_prefill(engines, request(0, 10), short_queue_s=3.0, most_tokens=100, now=5.0)
     assert (found.number if found is not None else None) == chosen, case
+
+
+@pytest.mark.parametrize(
+    ("case", "tokens", "queue_s", "blocks", "chosen"),
+    [
+        ("home, although others have fewer tokens", (60, 20), (0, 0), 0, 0),
+        ("another that is ahead by more tokens than home has", (71, 20), (0, 0), 0, 1),
+        ("home is over β", (101, 20), (0, 0), 0, 1),
+        ("nothing is read at home, so its queue does not count", (60, 20), (9, 0), 0, 0),
+        ("what home lacks is read", (60, 20), (9, 0), 2, 1),
+    ],
+)
+def test_a_program_returns_to_the_engine_that_has_its_context(
+    case: str, tokens: tuple[int, ...], queue_s: tuple[float, ...], blocks: int, chosen: int
+) -> None:
+    engines = [
+        PrefillEngine(number, StorageNic(1.0, busy_until_s=5.0 + busy_s), count)
+        for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
+    ]
+    returns = PdRequest(0, 60, blocks, home=0, home_tokens=50)
+    found = choose_prefill(engines, returns, short_queue_s=3.0, most_tokens=100, now=5.0)
+    assert found is engines[chosen], case
+
+
+def test_what_home_has_is_neither_its_load_nor_read() -> None:
+    pairs = fleet(prefill_nodes=2, engines=1, most_tokens=10_000.0, kv=10_000)
+    pairs.submit(PdRequest("a", 1000, 15, home=0, home_tokens=700))
+    [pair] = pairs.dispatch(0.0)
+    assert (pair.prefill, pairs.prefill[0].tokens) == (0, 300)
+    nic = pairs.prefill[0].nic if not pair.decode_reads else pairs.decode[pair.decode].nic
+    assert nic.busy_until_s == pytest.approx((15 - 700 // 64) * nic.block_s)
+    pairs.prefilled("a")
+    assert pairs.prefill[0].tokens == 0
 
 
 def test_a_node_that_has_read_its_queue_or_reports_less_is_chosen_again() -> None:

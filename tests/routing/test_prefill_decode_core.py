@@ -19,6 +19,7 @@ from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     AbortStream,
+    KvReported,
     NicQueueReported,
     PairEngineRegistered,
     PairRole,
@@ -76,9 +77,11 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.RequestFinished("a", 64, "d1"), 2.0)
     it.take(NicQueueReported("node-p1", 50.0), 100.0)
+    reported(it, "p1", now=100.0)  # it has evicted what it computed
     assert only(it.take(asked("b", 6464 + 40, "p"), 100.0)).decode_reads
     it.take(routing_events.RequestFinished("b", 10, "d1"), 200.0)
     it.take(NicQueueReported("node-d1", 50.0), 200.0)
+    reported(it, "p1", now=201.0)
     assert not only(it.take(asked("c", 6600, "p"), 200.0)).decode_reads
     it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
     it.take(routing_events.ProgramEnded("p", "t"), 300.0)
@@ -267,6 +270,86 @@ def test_an_engine_that_cannot_be_is_refused_and_the_one_there_goes_on(wrong: di
     assert only(it.take(asked("a"), 2.0)).replica_id == "d1"
 
 
+def turn(it: RoutingCore, name: str, tokens: int, now: float, program: str = "p") -> SendRequest:
+    """A whole turn of a program: its prompt is computed, and the answer has 10 tokens."""
+    sent: SendRequest = only(it.take(asked(name, tokens, program), now))
+    it.take(routing_events.PrefillFinished(name, sent.prefill_id), now)
+    it.take(routing_events.RequestFinished(name, 10, sent.replica_id), now)
+    return sent
+
+
+def test_a_programs_turns_are_prefilled_where_its_context_is() -> None:
+    it = core("p1", "p2", "d1")
+    first = turn(it, "a", 1000, 1.0)
+    assert it.home("t", "p") == first.prefill_id == "p1"
+    assert it.answered_by("t", "p") == "d1"
+    busy = only(it.take(asked("b", 900), 2.0))
+    assert busy.prefill_id == "p1"  # another's prompt, as long as the context
+    second = turn(it, "c", 1200, 3.0)
+    assert (second.prefill_id, second.moved_from) == ("p1", None)
+
+
+def test_a_program_moves_to_an_engine_that_is_sooner_done_and_its_kv_is_released() -> None:
+    it = core("p1", "p2", "d1")
+    turn(it, "a", 1000, 1.0)
+    only(it.take(asked("b", 3000), 2.0))
+    sent, released = sorted(it.take(asked("c", 1200, "p"), 3.0), key=lambda one: type(one).__name__)[::-1]
+    assert (sent.prefill_id, sent.moved_from) == ("p2", "p1")
+    assert released == routing_events.ReleaseProgramKv("p", "p1", "t")
+    assert it.home("t", "p") == "p2"
+
+
+def reported(it: RoutingCore, name: str, *tokens: int, now: float) -> None:
+    programs = tuple(routing_events.ResidentKv("t", "p", one, 1000, 0.0) for one in tokens)
+    it.take(KvReported(replica_id=name, instance="1", programs=programs, complete=True), now)
+
+
+def test_a_home_that_lost_the_context_or_is_gone_is_a_home_no_more() -> None:
+    it = core("p1", "p2", "d1")
+    turn(it, "a", 1000, 1.0)
+    reported(it, "p1", 900, now=2.0)
+    assert it.home("t", "p") == "p1"
+    reported(it, "p1", 100, now=3.0)
+    assert it.home("t", "p") is None
+    reported(it, "d1", 900, now=4.0)  # a decode engine computes no prompts
+    assert it.home("t", "p") is None
+    reported(it, "p2", 900, now=5.0)
+    assert it.home("t", "p") == "p2"
+    it.take(routing_events.ReplicaGone("p2", "1"), 6.0)
+    assert it.home("t", "p") is None
+    assert turn(it, "b", 1200, 7.0).prefill_id == "p1"
+
+
+def test_a_flood_of_one_tenant_leaves_others_their_share() -> None:
+    it = core("p1", most_waiting=40)
+    it.take(seen("d1", max_running=2), 0.0)
+
+    def ask(tenant: str, number: int, now: float) -> list[Any]:
+        return it.take(
+            routing_events.RequestReceived(
+                f"{tenant} {number}", tenant, 100, program_id=f"{tenant} {number}"
+            ),
+            now,
+        )
+
+    for number in range(60):
+        ask("flood", number, 1.0)
+    assert len(it.waiting) == 40, "the rest was rejected"
+    assert ask("light", 0, 2.0) == ask("light", 1, 2.0) == []
+    it.take(routing_events.Tick(), 3.0)
+    ended, order = ["flood 0", "flood 1"], []
+    for name in ended:
+        for action in it.take(RequestFinished(name, 1, "d1"), 4.0):
+            if isinstance(action, SendRequest):
+                order.append(action.request_id)
+                ended.append(action.request_id)
+        if len(order) == 6:
+            break
+    assert order.index("light 0") <= 1
+    assert order.index("light 1") <= 4
+    assert it.strategy.shares_used().keys() == {"flood", "light"}
+
+
 NAMES = ("p1", "p2", "d1", "d2", "d3")
 
 
@@ -303,11 +386,21 @@ class Life(RuleBasedStateMachine):
     def some(self, data: st.DataObject, of: Any) -> str:
         return str(data.draw(st.sampled_from(sorted(of))))
 
-    @rule(tokens=st.integers(1, 40_000), program=st.sampled_from([None, "x", "y"]))
-    def ask(self, tokens: int, program: str | None) -> None:
+    @rule(
+        tokens=st.integers(1, 40_000),
+        program=st.sampled_from([None, "x", "y"]),
+        tenant=st.sampled_from("tu"),
+    )
+    def ask(self, tokens: int, program: str | None, tenant: str) -> None:
         self.number += 1
         self.open.add(f"r{self.number}")
-        self.tell(asked(f"r{self.number}", tokens, program))
+        self.tell(routing_events.RequestReceived(f"r{self.number}", tenant, tokens, program_id=program))
+
+    @rule(name=st.sampled_from(NAMES), tokens=st.integers(0, 1000))
+    def report(self, name: str, tokens: int) -> None:
+        found = routing_events.ResidentKv("t", "x", tokens, 1000, 0.0)
+        life = str(self.lives[name])
+        self.tell(KvReported(replica_id=name, instance=life, programs=(found,), complete=True))
 
     @rule(
         name=st.sampled_from(NAMES),
@@ -386,6 +479,7 @@ class Life(RuleBasedStateMachine):
                     self.sent.pop(name, None)
         assert not self.open
         assert all(view.tokens == 0 for view in self.core.strategy.pairs.prefill.values())
+        assert not self.core.strategy.tenants.in_flight_tokens
 
 
 TestLife = Life.TestCase

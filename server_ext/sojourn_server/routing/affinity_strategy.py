@@ -40,7 +40,7 @@ from ..policies.fairness_policies import (
     TenantStanding,
 )
 from .routing_core import Placement, RoutingCore, RoutingStrategy
-from .routing_events import KvReported, ResidentKv
+from .routing_events import KvReported
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
 from .tenant_shares import TenantShares, add_to_sum
@@ -138,16 +138,10 @@ class AffinityStrategy(RoutingStrategy):
         return self._fleet.longest_tokens
 
     def rejects_excess(self, tenant: str) -> bool:
-        waiting, most = self._core.waiting, self._core.limits.most_waiting
-        if self.tenants is None or len(waiting) >= 2 * most:
-            return True
-        tenants = [one.tenant for one in waiting.values()]
-        return tenants.count(tenant) >= most / len({*tenants, tenant})
+        return self.tenants is None or self.tenants.rejects_excess(tenant)
 
     def shares_used(self) -> dict[str, float]:
-        if (tenants := self.tenants) is None:
-            return {}
-        return {name: tenants.used(name) / share for name, share in tenants.shares.items() if share > 0}
+        return {} if self.tenants is None else self.tenants.used_fractions()
 
     # -- bookkeeping --------------------------------------------------------------
 
@@ -165,14 +159,14 @@ class AffinityStrategy(RoutingStrategy):
     def sent(self, request: RoutedRequest, now: float) -> None:
         self._update_idleness(request.program, now)
         if self.tenants is not None:
-            add_to_sum(self.tenants.in_flight_tokens, request.tenant, request.context_tokens)
+            self.tenants.count(request)
         if self._routing.reads_prefixes and request.replica_id is not None:
             self._add_prefix(request.replica_id, request.prefix)
 
     def unsent(self, request: RoutedRequest, now: float) -> None:
         self._update_idleness(request.program, now)
         if self.tenants is not None:
-            add_to_sum(self.tenants.in_flight_tokens, request.tenant, -request.context_tokens)
+            self.tenants.count(request, -1)
         if request.replica_id is not None:
             self.freed.add(request.replica_id)
         self.capacity_changed = True
@@ -778,49 +772,16 @@ class AffinityStrategy(RoutingStrategy):
             [one for one in queue.oldest(MAX_STEAL_CANDIDATES) if one.can_move] if queue is not None else []
         )
 
+    def kv_lost(self, program: RoutedProgram, replica: Replica) -> None:
+        queue = self.queues.get(replica.replica_id)
+        self._release(queue.of(program) if queue is not None else ())
+
     def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None:
-        """Programs whose KV the replica has lost lose their home, and go to any replica. Programs that
-        this gateway does not know, as after a restart, get their home here. A request that waits in the
-        engine until it has room may move to another replica (MORI §4.3.1)."""
-        resident = {(one.tenant, one.program_id): one for one in event.programs}
-        written_s = now - event.age_s
-        for program in list(replica.programs.values()) if event.complete else ():
-            one = resident.get(program.key)
-            is_there = one is not None and 2 * one.tokens >= one.context_tokens
-            if is_there or program.in_flight or program.last_s > written_s:
-                continue
-            self._core.leave_home(program)
-            queue = self.queues.get(replica.replica_id)
-            self._release(queue.of(program) if queue is not None else ())
-            if program.is_reported and program.is_idle:
-                del self._core.programs[program.key]
-        for one in event.programs:
-            if 2 * one.tokens >= one.context_tokens:
-                self._found(one, replica, now)
+        """A request that waits in the engine until it has room may move to another replica (MORI §4.3.1)."""
         for key in event.waiting:
             waits = self._core.programs.get(key)
             if waits is not None and waits.home == replica.replica_id:
                 self._relocate(waits, replica, now)
-
-    def _found(self, one: ResidentKv, replica: Replica, now: float) -> None:
-        """Process a report that a replica has the KV of a program. The program gets its home there if it
-        has none. A program that is known only from reports is where it was last active."""
-        key, last_s = (one.tenant, one.program_id), now - one.idle_s
-        program = self._core.programs.get(key)
-        if program is None:
-            program = RoutedProgram(key, None, None, last_s, last_s, turns=1)
-            program.is_reported = program.is_partial = True
-            self._core.add_program(program)
-        moves = program.is_reported and last_s > program.last_s and program.home != replica.replica_id
-        if program.is_idle and not program.is_over and (program.home is None or moves):
-            self._core.leave_home(program)
-            program.context_tokens = max(program.context_tokens, one.context_tokens)
-            program.last_s = max(program.last_s, last_s)
-            self._core.set_home(program, replica, program.context_tokens)
-            program.cached = True
-        if one.steps_left is not None and program.home == replica.replica_id:
-            program.pending_steps, program.pending_at_turn = one.steps_left, program.turns
-            program.task = None
 
     def _relocate(self, program: RoutedProgram, replica: Replica, now: float) -> None:
         """Move a program whose only request waits inside the engine without KV, if another replica has

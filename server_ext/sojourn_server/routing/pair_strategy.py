@@ -1,21 +1,25 @@
 """Strategy that sends each request to a prefill and a decode engine (DualPath §6.1).
 
-``policies.prefill_decode`` chooses engines by their load. Programs have no home, because any engine can
-read a turn's KV from storage. The core knows how much KV of each program is stored
-(``RoutedProgram.context_tokens``).
+``policies.prefill_decode`` chooses engines by their load. Any engine can read a turn's KV from storage, up to
+``RoutedProgram.context_tokens``. The prefill engine that computed a program's last prompt is the program's
+home: it has that KV already, knows the program and gets its events. If several tenants wait, their requests
+line up by the tenants' shares of capacity (SAGA §6), else by arrival.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import count
+from itertools import chain, count, zip_longest
 
+from ..policies.fairness_policies import AgentFairShare
 from ..policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS, PairScheduler, PdRequest
 from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole
 from .routing_limits import QUEUE_FULL_RETRY_S
-from .routing_records import Replica, ReplicaHealth, RoutedRequest
+from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
+from .tenant_shares import TenantShares
+from .waiting_queues import WaitingQueue
 
 ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts
@@ -57,6 +61,8 @@ class PairStrategy(RoutingStrategy):
 
     def attach(self, core: RoutingCore) -> None:
         self._core = core
+        self.tenants = TenantShares(AgentFairShare(), core)
+        self._queue = WaitingQueue(by_tenant=True)
 
     # -- queries --------------------------------------------------------------------
 
@@ -86,6 +92,12 @@ class PairStrategy(RoutingStrategy):
             default=0,
         )
 
+    def rejects_excess(self, tenant: str) -> bool:
+        return self.tenants.rejects_excess(tenant)
+
+    def shares_used(self) -> dict[str, float]:
+        return self.tenants.used_fractions()
+
     # -- requests -------------------------------------------------------------------
 
     def choose(self, request: RoutedRequest, now: float) -> Placement | None:
@@ -101,17 +113,27 @@ class PairStrategy(RoutingStrategy):
         if decode_tokens := min((limit for limit in limits if limit), default=0):
             tokens, kv_tokens = min(tokens, decode_tokens), min(kv_tokens, decode_tokens)
         program = request.program
-        stored = program.context_tokens if program is not None else 0
         # The last token of a prompt is always computed.
-        hit_blocks = min(stored, tokens - 1) // FULL_BLOCK_TOKENS
-        self.pairs.submit(PdRequest(request.request_id, tokens, hit_blocks, kv_tokens))
+        stored = min(program.context_tokens if program is not None else 0, tokens - 1)
+        home = self._numbers.get(program.home or "") if program is not None and program.cached else None
+        hit_blocks = stored // FULL_BLOCK_TOKENS
+        self.pairs.submit(PdRequest(request.request_id, tokens, hit_blocks, kv_tokens, home, stored))
+        request.queue_key = (request.number,)
+        self._queue.add(request)
 
     def dequeue(self, request: RoutedRequest) -> None:
-        if request.request_id in self.pairs.in_flight:
+        if self._queue.remove(request):
             self.pairs.end(request.request_id)
 
+    def sent(self, request: RoutedRequest, now: float) -> None:
+        self.tenants.count(request)
+
     def unsent(self, request: RoutedRequest, now: float) -> None:
+        self.tenants.count(request, -1)
         self.pairs.end(request.request_id)
+
+    def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
+        self._core.estimator.observe_turn(program, turn_s)
 
     def prefilled(self, request: RoutedRequest) -> None:
         self.pairs.prefilled(request.request_id)
@@ -125,12 +147,19 @@ class PairStrategy(RoutingStrategy):
                 self.dequeue(request)
             for request in waiting:
                 self.enqueue(request)
+        queues = self._queue.tenants
+        if len(queues) > 1:
+            tenants = self.tenants.order(queues.items(), room=False)
+            turns = zip_longest(*(queues[tenant].requests for tenant in tenants))
+            self.pairs.line_up([one.request_id for one in chain(*turns) if one is not None])
         for pair in self.pairs.dispatch(now):
             decode, prefill = self._names[pair.decode], self._names[pair.prefill]
-            placement = Placement(decode, "pair", prefill, pair.decode_reads)
-            self._core.place(self._core.requests[str(pair.request.request_id)], placement, now)
+            request = self._core.requests[str(pair.request.request_id)]
+            self._queue.remove(request)
+            self._core.place(request, Placement(decode, "pair", prefill, pair.decode_reads), now)
 
     def expire(self, now: float) -> None:
+        self.tenants.update(now)
         missing = self.missing_role()
         if not missing:
             self._missing_since_s = None

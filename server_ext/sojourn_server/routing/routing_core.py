@@ -21,10 +21,12 @@ from .routing_events import (
     AnyRoutingEvent,
     KvReported,
     PairEngineRegistered,
+    PairRole,
     ProbeReplica,
     RejectRequest,
     ReleaseProgramKv,
     ReplicaRegistered,
+    ResidentKv,
     SendRequest,
 )
 from .routing_limits import (
@@ -151,8 +153,11 @@ class RoutingStrategy:
     def lost(self, replica: Replica, now: float) -> None:
         """A replica was removed from the fleet."""
 
+    def kv_lost(self, program: RoutedProgram, replica: Replica) -> None:
+        """A program has lost its home, because the replica has lost its KV."""
+
     def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None:
-        """A replica reports its programs with KV."""
+        """A replica has reported its programs with KV and those that wait, and homes are up to date."""
 
     def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
         """A node reports the queue of its storage NIC."""
@@ -326,13 +331,14 @@ class RoutingCore:
     # -- requests: sent and not sent --------------------------------------------------
 
     def place(self, request: RoutedRequest, placement: Placement, now: float) -> None:
-        """Send a waiting request, which is in no queue, or let it wait for its replica if that is full.
-        Unless engines work in pairs, the replica becomes the home of the request's program."""
+        """Send a waiting request, which is in no queue, or let it wait for its replica if that is full. The
+        replica, of a pair the prefill engine, becomes the home of the request's program."""
         replica = self.fleet.get(placement.replica_id)
+        home = self.fleet.get(placement.prefill_id or placement.replica_id)
         assert replica is not None
+        assert home is not None
         request.reason = placement.reason
-        if not placement.prefill_id:
-            self._settle(request, replica)
+        self._settle(request, home)
         if self.strategy.queues_at(replica):
             self.strategy.enqueue_at(request, replica)
         else:
@@ -364,16 +370,14 @@ class RoutingCore:
         replica = self.fleet.get(placement.replica_id)
         assert replica is not None
         del self.waiting[request.request_id]
-        where = (request.request_id, replica.replica_id, placement.reason)
+        moved = (request.moved_from, request.left_because)
+        pair: tuple[Any, ...] = ()
         if placement.prefill_id:
-            seen, prefill_id = replica.seen, placement.prefill_id
+            seen = replica.seen
             assert isinstance(seen, PairEngineRegistered)
-            request.sent = SendRequest(
-                *where, None, "", prefill_id, seen.peer, seen.epoch, placement.decode_reads
-            )
-            request.prefill_id, request.prefilled = prefill_id, False
-        else:
-            request.sent = SendRequest(*where, request.moved_from, request.left_because)
+            pair = (placement.prefill_id, seen.peer, seen.epoch, placement.decode_reads)
+            request.prefill_id, request.prefilled = placement.prefill_id, False
+        request.sent = SendRequest(request.request_id, replica.replica_id, placement.reason, *moved, *pair)
         request.replica_id, request.sent_s = replica.replica_id, now
         for one in (replica, self.fleet.get(placement.prefill_id)):
             if one is not None:
@@ -442,6 +446,8 @@ class RoutingCore:
             return
         request.prefilled = True
         self._take_from(event.replica_id, request, now)
+        if request.program is not None:
+            request.program.cached |= request.program.home == event.replica_id
         self.strategy.prefilled(request)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
@@ -482,17 +488,16 @@ class RoutingCore:
         if sent is None or not event.answered:
             return
         if sent.prefill_id:
-            if event.replica_id is not None:  # an answer that its client gave up has stored nothing
-                program.turns += 1
-                program.answered_by = sent.replica_id
-                # The context shrinks if the client truncated it.
-                tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
-                program.context_tokens = program.size_tokens = tokens
-            return
+            if event.replica_id is None:
+                return  # an answer that its client gave up has stored nothing
+            program.answered_by = sent.replica_id
+            # The context shrinks if the client truncated it.
+            program.context_tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
+        else:
+            prompt_tokens = max(event.prompt_tokens, request.context_tokens)
+            program.context_tokens = max(program.context_tokens, prompt_tokens + event.output_tokens)
         program.turns += 1
-        prompt_tokens = max(event.prompt_tokens, request.context_tokens)
-        program.context_tokens = max(program.context_tokens, prompt_tokens + event.output_tokens)
-        at_home = program.home == sent.replica_id
+        at_home = program.home == (sent.prefill_id or sent.replica_id)
         program.cached |= at_home
         self.strategy.answered(program, now - sent_s, at_home=at_home)
         if at_home:
@@ -650,7 +655,47 @@ class RoutingCore:
         if others != (replica.other_requests, replica.other_tokens):
             replica.other_requests, replica.other_tokens = others
             self.fleet.changed(replica, now)
+        if getattr(replica.seen, "role", None) is not PairRole.DECODE:  # no program has its home there
+            self._update_homes(event, replica, now)
         self.strategy.kv_reported(event, replica, now)
+
+    def _update_homes(self, event: KvReported, replica: Replica, now: float) -> None:
+        """Programs whose KV the replica has lost lose their home, and go to any replica. Programs that this
+        gateway does not know, as after a restart, get their home here."""
+        resident = {(one.tenant, one.program_id): one for one in event.programs}
+        written_s = now - event.age_s
+        for program in list(replica.programs.values()) if event.complete else ():
+            one = resident.get(program.key)
+            is_there = one is not None and 2 * one.tokens >= one.context_tokens
+            if is_there or program.in_flight or program.last_s > written_s:
+                continue
+            self.leave_home(program)
+            self.strategy.kv_lost(program, replica)
+            if program.is_reported and program.is_idle:
+                del self.programs[program.key]
+        for one in event.programs:
+            if 2 * one.tokens >= one.context_tokens:
+                self._found(one, replica, now)
+
+    def _found(self, one: ResidentKv, replica: Replica, now: float) -> None:
+        """Process a report that a replica has the KV of a program. The program gets its home there if it has
+        none. A program that is known only from reports is where it was last active."""
+        key, last_s = (one.tenant, one.program_id), now - one.idle_s
+        program = self.programs.get(key)
+        if program is None:
+            program = RoutedProgram(key, None, None, last_s, last_s, turns=1)
+            program.is_reported = program.is_partial = True
+            self.add_program(program)
+        moves = program.is_reported and last_s > program.last_s and program.home != replica.replica_id
+        if program.is_idle and not program.is_over and (program.home is None or moves):
+            self.leave_home(program)
+            program.context_tokens = max(program.context_tokens, one.context_tokens)
+            program.last_s = max(program.last_s, last_s)
+            self.set_home(program, replica, program.context_tokens)
+            program.cached = True
+        if one.steps_left is not None and program.home == replica.replica_id:
+            program.pending_steps, program.pending_at_turn = one.steps_left, program.turns
+            program.task = None
 
     # -- replicas -----------------------------------------------------------------------
 

@@ -220,6 +220,11 @@ class SendRequest(msgspec.Struct, frozen=True):
     decode_reads: bool = False
     """Whether the decode engine's node reads the prompt's stored blocks, not the prefill engine's."""
 
+    @property
+    def home_id(self) -> str:
+        """The program's home: the replica, of a pair the prefill engine."""
+        return self.prefill_id or self.replica_id
+
 
 class RecallRequest(msgspec.Struct, frozen=True):
     """Close a request's connection to its replica. Either the request makes way for a more urgent one, or it

@@ -113,8 +113,8 @@ class RoutedProgram:
     deadline_s: float | None = None
     """Deadline that the client stated; ``None``: it stated none."""
     home: str | None = None
-    """Id of the replica that serves the program's turns; ``None``: no replica yet, the replica is gone or has
-    lost the KV, or engines work in pairs."""
+    """Id of the replica that serves the program's turns, with pairs the prefill engine of the last one;
+    ``None``: no replica yet, or the replica is gone or has lost the KV."""
     cached: bool = False
     """Whether the program's KV is at its home, as far as known."""
     answered_by: str | None = None
@@ -122,8 +122,7 @@ class RoutedProgram:
     context_tokens: int = 0
     """Longest context of the program so far. With pairs: the number of tokens whose KV is in storage."""
     size_tokens: int = 0
-    """Expected longest context, which is counted for the program at its home; 0 without a home. With pairs:
-    the number of tokens whose KV is in storage."""
+    """Expected longest context, which is counted for the program at its home; 0 without a home."""
     turns: int = 0
     """Number of answered requests."""
     in_flight: int = 0

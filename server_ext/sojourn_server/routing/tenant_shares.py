@@ -9,7 +9,7 @@ from itertools import islice
 
 from ..policies.fairness_policies import RunningTaskView, SharePolicy, WaitingTenantView
 from .routing_core import RoutingCore
-from .routing_records import DEFAULT_MAX_RUNNING, Key, RoutedProgram
+from .routing_records import DEFAULT_MAX_RUNNING, Key, RoutedProgram, RoutedRequest
 from .waiting_queues import TenantQueue
 
 
@@ -45,6 +45,21 @@ class TenantShares:
         if room and fleet.memory_tokens:
             used = max(used, self.homed_tokens.get(tenant, 0) / fleet.memory_tokens)
         return used
+
+    def count(self, request: RoutedRequest, sign: int = 1) -> None:
+        """Count a request as in flight; with ``sign`` -1, stop counting it."""
+        add_to_sum(self.in_flight_tokens, request.tenant, sign * request.context_tokens)
+
+    def rejects_excess(self, tenant: str) -> bool:
+        """Whether a new request is rejected while ``RoutingLimits.most_waiting`` requests wait: with as many
+        as its share of them, or if twice as many wait."""
+        waiting, most = self._core.waiting, self._core.limits.most_waiting
+        tenants = [one.tenant for one in waiting.values()]
+        return len(waiting) >= 2 * most or tenants.count(tenant) >= most / len({*tenants, tenant})
+
+    def used_fractions(self) -> dict[str, float]:
+        """Return used ÷ share of each tenant with a share."""
+        return {name: self.used(name) / share for name, share in self.shares.items() if share > 0}
 
     # -- shares -----------------------------------------------------------------
 

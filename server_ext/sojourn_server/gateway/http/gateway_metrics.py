@@ -114,7 +114,7 @@ class GatewayMetrics(Collector):
         self._moved.labels(decision.reason).inc()
         self._moves.append(
             ProgramMove(
-                time.time(), key[1], key[0], moved_from, decision.replica_id, decision.reason, kv,
+                time.time(), key[1], key[0], moved_from, decision.home_id, decision.reason, kv,
                 round(waited_s, 4), decision.left_because,
             )
         )  # fmt: skip

@@ -14,7 +14,7 @@ import msgspec
 
 from .client_apis import ClientApi
 from .engine_client import parse_json_object
-from .generation_request import LENGTH_FIELDS, Members, encode_raw, members_of, with_identity
+from .generation_request import LENGTH_FIELDS, Members, encode_raw, members_of
 
 TRANSFER = "kv_transfer_params"
 _ANSWER_FIELDS = (
@@ -23,7 +23,7 @@ _ANSWER_FIELDS = (
     "ec_transfer_params",
 )  # fmt: skip
 """Fields that ``prefill_body`` removes. Most concern only the client's answer, some forbid an answer of one
-token, some name a program. ``ec_transfer_params`` could name another request's data."""
+token, some name a program, which a header does. ``ec_transfer_params`` could name another request's data."""
 
 
 _VALUES_OF_ONE = {
@@ -59,13 +59,13 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
 def prefill_body(
     api: ClientApi, body: bytes, transfer: str, peer: str, decode_reads: bool, epoch: str = ""
 ) -> bytes:
-    """Return the body for the prefill engine. It has no program names, asks for an answer of one token, and
-    names the destination of the KV. Raises ``InvalidGenerationRequest``.
+    """Return the body for the prefill engine. It asks for an answer of one token, and names the destination
+    of the KV. Raises ``InvalidGenerationRequest``.
 
     ``body``: as for ``decode_only_body``. ``transfer``: a unique name for this transfer. The others are those
     of ``SendRequest``.
     """
-    document = members_of(with_identity(body, lambda name: None, None))
+    document = members_of(body)
     first, *others = LENGTH_FIELDS[api]
     for name in (*_ANSWER_FIELDS, *others):
         document.pop(name, None)

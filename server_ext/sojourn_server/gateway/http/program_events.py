@@ -229,7 +229,8 @@ class ProgramEvents:
         self, batch: EventBatch, tenant: str, authorization: str | None
     ) -> list[EventOutcome]:
         """Record the events of a batch, and forward each to its program's home. Return their outcomes in
-        order. Without a home, as with pairs, a program's end goes to the engine that served it last."""
+        order. Without a home, a program's end goes to the engine that served it last. Of a pair, the decode
+        engine gets it too."""
         core = self._routing_backend.core
         outcomes: list[EventOutcome | None] = [None] * len(batch.events)
         sent: list[tuple[int, Key, _Entry]] = []
@@ -243,6 +244,11 @@ class ProgramEvents:
             key = (tenant, event.program_id)
             last = core.answered_by(*key) if isinstance(event, ProgramEnd) else None
             home = self._replicas.get(core.home(*key) or last)
+            answered_by = self._replicas.get(last)
+            if answered_by is not None and answered_by is not home and isinstance(event, ProgramEnd):
+                described = self._description_of(answered_by.replica_id)
+                if described is not None and described.paths is not None:
+                    self._start(self._send_end(answered_by, key, event.status, authorization))
             if home is not None:
                 sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
                 homes.setdefault(home.url, (home, {}))[1][key] = None
@@ -315,7 +321,7 @@ class ProgramEvents:
 
     async def prepare(self, key: Key, decision: SendRequest, authorization: str | None) -> None:
         """Prepare a replica for a program's next request, and wait until the request may be sent."""
-        replica_id = decision.replica_id
+        replica_id = decision.home_id
         self._cancel_release(key, replica_id)  # the program may have returned
         if key in self.programs:
             self.programs[key].authorization = authorization
@@ -345,11 +351,13 @@ class ProgramEvents:
     async def _move_kv(
         self, key: Key, moved_from: str, decision: SendRequest, authorization: str | None
     ) -> None:
-        """Have KV written to the shared disk, if both engines use one, and record the move."""
+        """Have KV written to the shared disk, if both engines use one, and record the move. The store of
+        pairs has the KV already."""
         began_s = time.monotonic()
         engines = [self._description_of(one) for one in (moved_from, decision.replica_id)]
         has_disk = all(one is not None and one.shares_disk for one in engines)
-        stored = has_disk and await self._persist_kv(key, moved_from, authorization)
+        stored = bool(decision.prefill_id)
+        stored = stored or (has_disk and await self._persist_kv(key, moved_from, authorization))
         kv = "shared" if stored else "recomputed"
         self._metrics.moved(key, moved_from, decision, kv, time.monotonic() - began_s)
 

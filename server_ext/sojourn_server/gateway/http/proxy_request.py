@@ -334,7 +334,10 @@ class ProxyRequest:
         self._sent_to = replica_id
         waited_s = time.monotonic() - self._asked_s
         attached = self._attached
-        if attached is not None and not proxy.events.may_attach(attached, self._tenant, replica_id):
+        if attached is not None and (
+            not proxy.events.may_attach(attached, self._tenant, decision.home_id)
+            or (decision.prefill_id and decode_only_body(self._api, self._body) is not None)
+        ):
             self._body, self._attached = without_events(self._body), None
             of_client = (self._tenant, self._authorization, self._scope["headers"], self._program_id)
             await proxy.events.wait_for(proxy.peers.forward(proxy.events, attached.batch, *of_client))
@@ -358,9 +361,9 @@ class ProxyRequest:
             answer.close()
         return True
 
-    async def _ask(self, replica_id: str, body: bytes, *, is_named: bool = True) -> EngineAnswer:
-        """Send a body to a replica, and wait for the first part of the answer. ``is_named``: whether the
-        engine learns the program. Raises ``ReplicaRequestError`` or ``GatewayConnectError``."""
+    async def _ask(self, replica_id: str, body: bytes) -> EngineAnswer:
+        """Send a body to a replica, and wait for the first part of the answer. Raises ``ReplicaRequestError``
+        or ``GatewayConnectError``."""
         address = self._proxy.queries.replicas.get(replica_id)
         if address is None:
             raise ReplicaRequestError("its address is not known", computing=False)
@@ -369,7 +372,7 @@ class ProxyRequest:
             dropped=self._proxy.dropped,
             key=self._proxy.queries.engine_key,
             rank=address.rank,
-            identity=self._identity if is_named else {},
+            identity=self._identity,
         )
         return await self._proxy.client.send(address.url + self._path, headers, body)
 
@@ -396,7 +399,9 @@ class ProxyRequest:
                 # The prefill engine rejected the request, so the client gets its answer.
                 self._sent_to = None
                 return prefilled
-            body = decode_body(self._body, prefilled)
+            # The prefill engine has the events.
+            own = self._body if self._attached is None else without_events(self._body)
+            body = decode_body(own, prefilled)
         answer = await self._ask(decision.replica_id, body)
         answer.raise_for_failure()  # another pair may succeed
         return answer
@@ -407,7 +412,7 @@ class ProxyRequest:
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = secrets.token_hex(12)
         body = prefill_body(self._api, self._body, transfer, pair.peer, pair.decode_reads, pair.epoch)
-        answer = await self._ask(pair.prefill_id, body, is_named=False)
+        answer = await self._ask(pair.prefill_id, body)
         answer.raise_for_failure()
         if answer.status != 200:
             return answer
@@ -446,7 +451,7 @@ class ProxyRequest:
         self.meter = meter = ResponseMeter(is_stream=answer.is_stream)
         self._is_given_answer = answer.status == 200 and answer.error is None
         if self._attached is not None and self._is_given_answer:
-            proxy.events.record_attached(self._attached, self._tenant, replica_id)
+            proxy.events.record_attached(self._attached, self._tenant, decision.home_id)
         # The engine's list of headers, with multiple cookies and such, as it came.
         headers = end_to_end_headers(answer.response.raw_headers)
         headers.append((REPLICA.lower().encode(), replica_id.encode("latin-1", "replace")))

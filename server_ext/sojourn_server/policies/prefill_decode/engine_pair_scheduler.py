@@ -29,6 +29,19 @@ class PdRequest(NamedTuple):
     """Number of the prompt's first Full Blocks whose KV is in storage."""
     kv_tokens: int = 0
     """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
+    home: int | None = None
+    """Number of the prefill engine that has KV of the prompt's beginning; ``None``: no engine is known."""
+    home_tokens: int = 0
+    """Prompt tokens whose KV that engine has."""
+
+    def prefill_tokens(self, engine: int) -> int:
+        """Return the tokens that a prefill engine would read or compute."""
+        return self.tokens - (self.home_tokens if engine == self.home else 0)
+
+    def read_blocks(self, engine: int) -> int:
+        """Return the Full Blocks to read from storage if a prefill engine gets the request."""
+        held = self.home_tokens // FULL_BLOCK_TOKENS if engine == self.home else 0
+        return max(0, self.hit_blocks - held)
 
 
 class EnginePair(NamedTuple):
@@ -106,7 +119,7 @@ class PrefillEngine:
     number: int
     nic: StorageNic
     tokens: int = 0
-    """Prompt tokens of the assigned requests."""
+    """Prompt tokens of the assigned requests, without those whose KV the engine has."""
     requests: int = 0
     """Number of the assigned requests. The end of one counts from the next ``dispatch`` on."""
     is_suspended: bool = False
@@ -148,18 +161,26 @@ class DecodeEngine:
 
 
 def choose_prefill(
-    engines: Iterable[PrefillEngine], short_queue_s: float, most_tokens: float, now: float
+    engines: Iterable[PrefillEngine],
+    request: PdRequest,
+    short_queue_s: float,
+    most_tokens: float,
+    now: float,
 ) -> PrefillEngine | None:
-    """Return the engine for the next request; ``None``: the request must wait.
+    """Return the engine for a request; ``None``: the request must wait.
 
     Of the engines with at most ``most_tokens`` (β) unfinished tokens, those on nodes with a read queue of at
-    most ``short_queue_s`` (α) are preferred. Of these, the engine with the fewest tokens is chosen.
+    most ``short_queue_s`` (α) are preferred, and one from whose node the request reads nothing. Of these, the
+    engine is chosen that would have the fewest tokens with the request. So a program returns to the engine
+    that has its context, unless another one is ahead by more tokens than that. In the paper no engine has it.
     """
-    return min(
-        (engine for engine in engines if not engine.is_suspended and engine.tokens <= most_tokens),
-        key=lambda one: (one.nic.busy_until_s - short_queue_s > now, one.tokens, one.number),
-        default=None,
-    )
+
+    def rank(engine: PrefillEngine) -> tuple[bool, int, int]:
+        reads = engine.number != request.home or request.read_blocks(engine.number) > 0
+        is_slow = reads and engine.nic.busy_until_s - short_queue_s > now
+        return (is_slow, engine.tokens + request.prefill_tokens(engine.number), engine.number)
+
+    return min((e for e in engines if not e.is_suspended and e.tokens <= most_tokens), key=rank, default=None)
 
 
 def high_token_threshold(engines: Sequence[DecodeEngine], queue: Iterable[PdRequest], ratio: float) -> float:
@@ -265,16 +286,18 @@ class PairScheduler:
 
     def suspend(self, engine: PrefillEngine | DecodeEngine) -> None:
         """Make an engine unavailable, until its ``is_suspended`` is reset or for good. The requests that have
-        both engines stay there and count as its load; all others are queued again.
+        both engines stay there and count as its load; all others are queued again, by arrival.
 
         Requests that have one of the two engines give it up, so that both queues keep the same order. Else
         there could be a deadlock: request A holds the prefill engine that B needs, and waits for memory that
         B holds.
         """
         engine.is_suspended = True
-        self._waiting = {
-            name: one for name, one in self.in_flight.items() if one.prefill is None or one.decode is None
-        }
+        self.line_up([n for n, one in self.in_flight.items() if one.prefill is None or one.decode is None])
+
+    def line_up(self, request_ids: Iterable[int | str]) -> None:
+        """Queue all waiting requests again, in this order."""
+        self._waiting = {name: self.in_flight[name] for name in request_ids}
         for flight in self._waiting.values():
             self._leave_engines(flight)
             flight.group = flight.prefill = flight.decode = None
@@ -295,7 +318,7 @@ class PairScheduler:
         flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
-            self._leave_prefill(flight, flight.request.tokens)
+            self._leave_prefill(flight, flight.request.prefill_tokens(flight.prefill.number))
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage."""
@@ -350,13 +373,14 @@ class PairScheduler:
         for flight in self._waiting.values():
             if flight.prefill is not None or flight.group is None:
                 continue
+            request, most_tokens = flight.request, self.most_prefill_tokens
             engine = choose_prefill(
-                self.prefill.values(), self._rules.short_queue_s, self.most_prefill_tokens, now
+                self.prefill.values(), request, self._rules.short_queue_s, most_tokens, now
             )
             if engine is None:
                 break
             flight.prefill = engine
-            engine.tokens += flight.request.tokens
+            engine.tokens += request.prefill_tokens(engine.number)
             if not engine.requests:
                 engine.since_s = now
             engine.requests += 1
@@ -384,10 +408,10 @@ class PairScheduler:
                     yield flight
 
     def _leave_prefill(self, flight: _RequestInFlight, computed_tokens: int) -> None:
-        """Stop counting a request on its prefill engine, if it has one. ``computed_tokens``: length of its
-        prompt; 0 if not computed."""
+        """Stop counting a request on its prefill engine, if it has one. ``computed_tokens``: of its prompt, 0
+        if not computed."""
         if flight.prefill is not None:
-            flight.prefill.tokens -= flight.request.tokens
+            flight.prefill.tokens -= flight.request.prefill_tokens(flight.prefill.number)
             self._left.append((flight.prefill, computed_tokens))
 
     def _leave_engines(self, flight: _RequestInFlight) -> None:
@@ -419,12 +443,12 @@ class PairScheduler:
         request, prefill, decode = flight.request, flight.prefill, flight.decode
         assert prefill is not None
         assert decode is not None
-        decode_reads = False
-        if request.hit_blocks:
+        decode_reads, blocks = False, request.read_blocks(prefill.number)
+        if blocks:
             one, other = prefill.nic, decode.nic
             decode_reads = one is not other and self.decode_reads(
                 one.busy_until_s - now, other.busy_until_s - now
             )
             nic = other if decode_reads else one
-            nic.busy_until_s = max(nic.busy_until_s, now) + request.hit_blocks * nic.block_s
+            nic.busy_until_s = max(nic.busy_until_s, now) + blocks * nic.block_s
         return EnginePair(request, prefill.number, decode.number, decode_reads)
