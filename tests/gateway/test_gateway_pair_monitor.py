@@ -210,7 +210,7 @@ async def test_the_side_with_the_shorter_reported_queue_reads(busy: str, decode_
         assert (await it.chat("p", text="x" * 4000)).status == 200
         engine = prefill if busy == "prefill" else decode
         engine.queued_s = 50.0
-        prefill.lost.add("p")  # it would read nothing else
+        prefill.lost.append("p")  # it would read nothing else
         await until(lambda: queue_s(it, engine) > 40.0)
         await until(lambda: all(program.home is None for program in core_of(it).programs.values()))
         assert (await it.chat("p", text="x" * 4000)).status == 200
