@@ -10,7 +10,8 @@ from sojourn.wire_codec import Outcome
 from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.metrics.turn_explanation import Explanation, explain
+from sojourn_server.metrics.metric_catalog import PLACEMENTS
+from sojourn_server.metrics.turn_explanation import Explanation, decision_lines, explain, move_in_words
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from virtual_engine import BASH, TOOL, VirtualEngine, prompt
 
@@ -183,3 +184,31 @@ def test_no_longer_hint_is_advised_than_the_engine_grants() -> None:
     assert advice["hint"] == "kv_retention_ttl_seconds"
     assert "A hinted TTL of 29.5 s or more" in advice["text"]
     assert advice["saves_s"] > 0
+
+
+@pytest.mark.parametrize(("to", "when", "reason"), sorted(PLACEMENTS))
+def test_each_move_that_a_shipped_policy_decides_is_told_in_words(to: str, when: str, reason: str) -> None:
+    kind = f"to_{to}" if when == "now" else "leaves_after_turn"
+    what, _, why = move_in_words(kind, reason).partition(": ")
+    assert what in {
+        "entered the device", "stays on the device", "went to host memory", "went to disk",
+        "went off the device to wait", "leaves the device after its turn",
+    }  # fmt: skip
+    assert why
+    assert reason not in why.split()
+
+
+def test_decisions_are_lines_in_words() -> None:
+    keep = {"at_s": 0.5, "program_id": "a", "kind": "keep"}
+    assert decision_lines([
+        {**keep, "seq": 3, "reason": "not_worth_it", "ttl_s": 0},
+        {**keep, "seq": 4, "reason": "ttl", "ttl_s": 2.5},
+        {**keep, "seq": 5, "reason": "policy_off", "ttl_s": 0},
+        {**keep, "seq": 6, "kind": "to_host", "reason": "exchange", "price": 0.25},
+    ]) == [
+        "decision 3: no lease (not_worth_it) ttl_s=0",
+        "decision 4: keep (ttl) ttl_s=2.5",
+        "decision 6: went to host memory: its tool ran, and a ready program needed its place "
+        "(to_host, exchange) price=0.25",
+        "terms: price = progress gained per second and block by the program that enters",
+    ]  # fmt: skip

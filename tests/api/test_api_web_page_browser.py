@@ -133,6 +133,10 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
         page.locator(".explanation", has_text=told["text"]).wait_for()
         assert HOSTILE in told["text"], "who took the blocks is named"
         assert "gaps" in page.locator(".timeline").get_attribute("aria-label")
+        assert page.locator("#program-dialog li", has_text=told["decision_lines"][0]).count() == 1
+        assert page.locator("#program-dialog tbody th").all_text_contents()[-3:] == [
+            "\u2003tail", "\u2003lost: expired", "decoding",
+        ]  # fmt: skip
         check_accessible(page)
         shot(page, "explanation")
         page.get_by_role("button", name="Turn 1").press("Enter")
@@ -144,6 +148,19 @@ def test_a_viewer_signs_in_and_reads_why_a_turn_was_slow(browser: Any) -> None:
         page.wait_for_selector("#key-form:not([hidden])")
         assert page.evaluate("sessionStorage.length") == 0
         assert page.locator("#data").is_hidden()
+
+
+def test_a_narrow_page_shows_that_tables_go_on_and_since_when_it_records(browser: Any) -> None:
+    with served(Scene([row("agent-1")])) as url, opened(browser, url, color_scheme="light") as page:
+        page.get_by_text(re.compile("This page has recorded since ..:..:.., when it was opened")).wait_for()
+        wide = page.locator(".scroll:has(#program-table)")
+        assert "more" not in wide.get_attribute("class")
+        page.set_viewport_size({"width": 390, "height": 844})
+        page.wait_for_selector(".scroll.more:has(#program-table)")
+        check_accessible(page)
+        shot(page, "narrow")
+        wide.evaluate("box => { box.scrollLeft = box.scrollWidth }")
+        page.wait_for_selector(".scroll:not(.more):has(#program-table)")
 
 
 def test_hostile_names_stay_text(browser: Any) -> None:

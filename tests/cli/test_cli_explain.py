@@ -16,9 +16,7 @@ from sojourn_server.cli import explain as command
 from sojourn_server.cli.explain import explanation_view
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.metrics.live_frame import ProgramRow
-from sojourn_server.metrics.metric_catalog import PLACEMENTS
-from sojourn_server.metrics.move_descriptions import move_in_words
-from sojourn_server.metrics.turn_explanation import Explanation
+from sojourn_server.metrics.turn_explanation import Explanation, decision_lines
 from typer.testing import CliRunner
 
 FOUND = {
@@ -38,6 +36,7 @@ FOUND = {
         {"seq": 3, "at_s": 0.5, "kind": "keep", "reason": "not_worth_it", "ttl_s": 0},
         {"seq": 4, "at_s": 1.0, "kind": "keep", "reason": "ttl", "ttl_s": 2.5},
     ],
+    "decision_lines": ["decision 3: no lease (not_worth_it) ttl_s=0"],
     "advice": [{"hint": "kv_retention_ttl_seconds", "text": "A hinted TTL of 9.0 s.", "saves_s": 0.8}],
     "unknown": ["which tool"],
     "turns": [1, 2],
@@ -55,9 +54,6 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
         "20      computed for the first time",
         "ended: stopped",
         "decision 3: no lease (not_worth_it)",
-        "decision 4: keep (ttl)",
-        "no lease",
-        "ttl_s=2.5",
         "about 0.80 s (estimate)",
         "unknown: which",
     ):
@@ -138,7 +134,8 @@ OFF = {"seq": 7, "at_s": 0.9, "kind": "keep", "reason": "policy_off", "ttl_s": 0
 
 
 def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve: Any) -> None:
-    server = Server(row("a"), decisions=[{**PLACED, "worth": 1.0}, OFF])
+    decisions = [{**PLACED, "worth": 1.0}, OFF]
+    server = Server(row("a"), decisions=decisions, decision_lines=decision_lines(decisions))
     turns = [
         {"turn": 1, "tokens": {"prompt": 40, "device": 0, "host": 0}},
         {"turn": 2, "tokens": {"prompt": 60, "device": 30, "host": 15}},
@@ -157,15 +154,3 @@ def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve
     assert "place: host (its KV is in host memory)" in text
     assert "reused: turn 1: 0 of 40; turn 2: 45 of 60 (75%)\n" in text
     assert "state: acting (its tool runs, or it is idle)\n" in text
-
-
-@pytest.mark.parametrize(("to", "when", "reason"), sorted(PLACEMENTS))
-def test_each_move_that_a_shipped_policy_decides_is_told_in_words(to: str, when: str, reason: str) -> None:
-    kind = f"to_{to}" if when == "now" else "leaves_after_turn"
-    what, _, why = move_in_words(kind, reason).partition(": ")
-    assert what in {
-        "entered the device", "stays on the device", "went to host memory", "went to disk",
-        "went off the device to wait", "leaves the device after its turn",
-    }  # fmt: skip
-    assert why
-    assert reason not in why.split()

@@ -116,6 +116,8 @@ def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> Non
     assert shows_leases(leased) is True
     granting = msgspec.structs.replace(engine, grants_leases=True)
     assert shows_leases(msgspec.structs.replace(empty, engines=[granting])) is True
+    dead = msgspec.structs.replace(granting, error="does not answer")
+    assert shows_leases(msgspec.structs.replace(empty, engines=[engine, dead])) is False
 
 
 def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..metrics.live_frame import LiveFrame, ProgramRow
-from ..metrics.move_descriptions import move_in_words
-from ..metrics.turn_explanation import NO_TOOL_SEEN, POLICY_OFF, Explanation, grants_no_leases, split_gap
+from ..metrics.turn_explanation import NO_TOOL_SEEN, Explanation, grants_no_leases, split_gap
 from ..policies.toml_document import did_you_mean
 from .cli_error import CliError
 from .console import DEFAULT_URL, api_key_option, console, json_option, url_option, write_json
@@ -44,13 +43,6 @@ _PLACES = {
     "disk": "its KV is on disk",
     "waiting": "it waits for memory, and its KV is in no tier",
 }
-_TERMS = {
-    "worth": "weight of the program's progress, 1 for a new program",
-    "hold_value": "progress lost per second and block if its KV leaves",
-    "price": "progress gained per second and block by the program that enters",
-}
-"""Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
-_NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 
 
 def explain(
@@ -213,18 +205,7 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     place = engine_detail(program).get("placed") if program is not None else None
     if not leases and place is not None:
         lines.append(f"place: {place}" + (f" ({_PLACES[place]})" if place in _PLACES else ""))
-    # A decision with the reason POLICY_OFF is not about this turn: the policy never grants a lease.
-    decisions = [decision for decision in found.decisions if decision["reason"] != POLICY_OFF]
-    for decision in decisions:
-        terms = " ".join(f"{name}={decision[name]:g}" for name in decision if name not in _NOT_TERMS)
-        # A decision of a retention policy with a TTL of 0 grants no lease.
-        what = "no lease" if decision["kind"] == "keep" and not decision.get("ttl_s", 1) else decision["kind"]
-        name = f"{what} ({decision['reason']})"
-        if words := move_in_words(str(decision["kind"]), str(decision["reason"])):
-            name = f"{words} ({what}, {decision['reason']})"
-        lines.append(f"decision {decision['seq']}: {name} {terms}")
-    if meanings := [f"{name} = {_TERMS[name]}" for name in _TERMS if any(name in one for one in decisions)]:
-        lines.append(f"terms: {'; '.join(meanings)}")
+    lines += found.decision_lines
     for one in found.advice:
         saves = f" Saves about {one.saves_s:.2f} s (estimate)." if one.saves_s else ""
         lines.append(f"{f'hint {one.hint}' if one.hint else 'advice'}: {one.text}{saves}")

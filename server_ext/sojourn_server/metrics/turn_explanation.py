@@ -60,6 +60,42 @@ _AWAY = {
 """Reason of a move → why the program was not on the device, in words."""
 NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"
 """Note on a gap in which neither the client nor the output named a tool."""
+_MOVES = {
+    "to_device": "entered the device",
+    "to_host": "went to host memory",
+    "to_disk": "went to disk",
+    "to_waiting": "went off the device to wait",
+    "leaves_after_turn": "leaves the device after its turn",
+}
+"""Kind of a decision → what happened to the program."""
+_WHY_IN = {
+    "free_capacity": "there was room",
+    "overdue": "it had waited for too long",
+    "standstill": "it was ready while nothing ran on the device",
+    "absent": "it was ready while the tool of a program on the device had run for too long",
+    "exchange": "it was ready while the tool of a program on the device ran",
+    "futile": "many contexts were lost before their programs returned, so none waits for a place",
+    "kept": "it was to leave after its turn, and may stay",
+    "given_up": "the policy failed or was switched off, and all programs are admitted",
+}
+"""Reason → why a program entered the device."""
+_WHY_OUT = {
+    "over_capacity": "the KV memory was full",
+    "overdue": "a program that had waited for too long needed its place",
+    "standstill": "nothing ran, and a ready program needed its place",
+    "absent": "its tool had run for too long, and a ready program needed its place",
+    "exchange": "its tool ran, and a ready program needed its place",
+    "host_full": "a busier program needed its blocks in host memory",
+    "over": "it had ended",
+}
+"""Reason → why a program left its tier."""
+_TERMS = {
+    "worth": "weight of the program's progress, 1 for a new program",
+    "hold_value": "progress lost per second and block if its KV leaves",
+    "price": "progress gained per second and block by the program that enters",
+}
+"""Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
+_NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 POLICY_OFF = "policy_off"
 """Reason of a decision not to keep a turn's KV, if the policy grants no leases at all."""
 _MIN_SHOWN_S = 0.05
@@ -118,6 +154,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Turns that the ledger still has."""
     slowest_turn: int | None = None
     """The program's slowest turn, if its first token took more than twice as long; ``None``: none did."""
+    decision_lines: list[str] = []
+    """``decisions`` in words, and the meaning of their terms."""
     replica: str | None = None
     """Replica that ran the turn, if a gateway answers."""
 
@@ -156,11 +194,40 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
         recompute_s=recompute_s,
         saved_s=record["saved_estimate_s"],
         decisions=decisions,
+        decision_lines=decision_lines(decisions),
         advice=_advice(record, decisions, lost, recompute_s, facts),
         unknown=_unknown(facts, record, lost, begin_s),
         turns=[one["turn"] for one in records],
         slowest_turn=slowest_turn,
     )
+
+
+def decision_lines(decisions: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line in words for each decision, and one with the meaning of terms that occur."""
+    lines = []
+    # A decision with the reason POLICY_OFF is not about this turn: the policy never grants a lease.
+    shown = [one for one in decisions if one["reason"] != POLICY_OFF]
+    for one in shown:
+        terms = "".join(f" {name}={one[name]:g}" for name in one if name not in _NOT_TERMS)
+        # A decision of a retention policy with a TTL of 0 grants no lease.
+        what = "no lease" if one["kind"] == "keep" and not one.get("ttl_s", 1) else str(one["kind"])
+        words = move_in_words(str(one["kind"]), str(one["reason"]))
+        name = f"{words} ({what}, {one['reason']})" if words else f"{what} ({one['reason']})"
+        lines.append(f"decision {one['seq']}: {name}{terms}")
+    if meanings := [f"{name} = {_TERMS[name]}" for name in _TERMS if any(name in one for one in shown)]:
+        lines.append(f"terms: {'; '.join(meanings)}")
+    return lines
+
+
+def move_in_words(kind: str, reason: str) -> str:
+    """Return what a move of placement did, and why, in words. If this module has no words for the reason, for
+    example a reason of a user's policy, return only what the move did. Return an empty string for a decision
+    that is not a move."""
+    if kind not in _MOVES:
+        return ""
+    what = "stays on the device" if reason == "kept" else _MOVES[kind]
+    why = (_WHY_IN if kind == "to_device" else _WHY_OUT).get(reason)
+    return f"{what}: {why}" if why else what
 
 
 def grants_no_leases(decisions: Sequence[Mapping[str, Any]]) -> bool:

@@ -51,7 +51,7 @@ export class LiveState {
     this.engines = new Map(frame.engines.map((engine) => [engine.engine, engine]));
     const active = new Set();
     // A policy grants leases, or a lease exists: the rule of `sojourn top`.
-    this.showsLeases = frame.engines.some((engine) => engine.grants_leases || engine.leases || engine.blocks.leased);
+    this.showsLeases = frame.engines.some((engine) => (engine.grants_leases && !engine.error) || engine.leases || engine.blocks.leased);
     for (const values of frame.programs) {
       const row = {};
       for (let i = 0; i < FIELDS.length; i += 1) row[FIELDS[i]] = values[i] ?? null;

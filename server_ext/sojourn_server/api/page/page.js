@@ -4,7 +4,7 @@ import { LiveState, STATES, TIERS } from "./live_state.js";
 import { LiveStream, apiKey, keepKey } from "./live_stream.js";
 import { ProgramDialog } from "./program_dialog.js";
 import { ProgramTable } from "./program_table.js";
-import { StackChart, patternOf } from "./stack_chart.js";
+import { StackChart, clock, patternOf } from "./stack_chart.js";
 import { count, duration, element, percent, setText, size } from "./text_format.js";
 
 const find = (id) => document.getElementById(id);
@@ -52,6 +52,11 @@ function memoryText(states, blockBytes) {
   if (!total) return "–";
   const parts = Object.entries(states).filter(([, blocks]) => blocks).map(([state, blocks]) => `${state} ${percent(blocks, total)}`);
   return `${size(total * blockBytes)}: ${parts.join(", ")}`;
+}
+
+// Fades the right edge of a table that can be scrolled to further columns.
+function markCut(box) {
+  box.classList?.toggle("more", box.matches(".scroll") && box.scrollWidth - box.scrollLeft - box.clientWidth > 1);
 }
 
 class Page {
@@ -108,6 +113,7 @@ class Page {
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.restyle());
     for (const id of ["tier", "split", "window"]) find(id).addEventListener("change", () => this.charts());
+    document.addEventListener("scroll", ({ target }) => markCut(target), true);
     let timer = null;
     document.addEventListener("visibilitychange", () => {
       clearTimeout(timer);
@@ -172,6 +178,7 @@ class Page {
     this.numbers();
     this.table.draw();
     this.engines();
+    document.querySelectorAll(".scroll").forEach(markCut);
     if (this.drawnMs - this.chartsMs >= (this.calm.matches ? CALM_MS : DRAW_MS)) this.charts();
   }
 
@@ -278,7 +285,9 @@ class Page {
     let note = "The largest programs are named. KV that several programs share counts for each of them.";
     if (byProgram && tier !== "device") note += " An estimate: only some blocks of a long context are looked up.";
     if (!byProgram) note = tier === "device" ? `Running: of requests that run. ${this.live.showsLeases ? "Leased: kept for a program. " : ""}Cached: kept while there is room.` : "Used: copies of blocks. Some of the blocks are on the device too.";
-    setText(find("memory-note"), note);
+    const [{ unix_s: openedS }] = this.live.samples;
+    const cut = this.live.frame.unix_s - openedS < Number(find("window").value);
+    setText(find("memory-note"), note + (cut ? ` This page has recorded since ${clock.format(openedS * 1000)}, when it was opened.` : ""));
     this.tokens.draw(times, tokenLayers(samples));
   }
 

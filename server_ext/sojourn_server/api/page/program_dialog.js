@@ -22,6 +22,7 @@ const SOURCES = {
 };
 
 const seconds = (value) => (value === null || value === undefined ? "–" : duration(value));
+const part = (name) => `\u2003${name}`; // a row below another
 const whole = (value) => Number(value).toLocaleString("en");
 
 function table(caption, heads, rows) {
@@ -178,15 +179,15 @@ export class ProgramDialog {
     const add = (where, time, number, note) => rows.push({ cells: [where, time, number, note] });
     if (before.gap_s !== null) add("gap", seconds(before.gap_s), "", (before.tool ?? NO_TOOL_SEEN) + (before.leased_at_return ? "; lease held" : this.live.showsLeases ? "; no lease" : ""));
     if (typeof before.tool_s === "number") {
-      add("with a tool", seconds(before.tool_s), "", "");
-      add("without", seconds(Math.max(0, before.gap_s - before.tool_s)), "", "");
+      add(part("with a tool"), seconds(before.tool_s), "", "");
+      add(part("without"), seconds(Math.max(0, before.gap_s - before.tool_s)), "", "");
     }
     add("queued", seconds(found.seconds.queued), "", "");
     add("prefilling", seconds(found.seconds.prefilling), tokens.prompt ? whole(tokens.prompt) : "", "prompt");
-    for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(source, "", whole(tokens[source]), note);
+    for (const [source, note] of Object.entries(SOURCES)) if (tokens[source]) add(part(source), "", whole(tokens[source]), note);
     for (const [cause, number] of Object.entries(tokens.lost ?? {})) {
-      if (cause in NOT_LOST) add(cause, "", whole(number), NOT_LOST[cause]);
-      else add(`lost: ${cause}`, "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
+      if (cause in NOT_LOST) add(part(cause), "", whole(number), NOT_LOST[cause]);
+      else add(part(`lost: ${cause}`), "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
     }
     add("decoding", seconds(found.seconds.decoding), "", found.outcome === "running" ? "goes on" : `ended: ${found.outcome}`);
     const parts = [
@@ -197,8 +198,7 @@ export class ProgramDialog {
     const list = (title, lines) => lines.length && parts.push(element("h3", {}, title), element("ul", {}, ...lines.map((line) => element("li", {}, line))));
     list("What a hint would have changed", found.advice.map((one) =>
       (one.hint ? `${one.hint}: ` : "") + one.text + (one.saves_s ? ` Saves about ${seconds(one.saves_s)} (estimate).` : "")));
-    list("Decisions", found.decisions.map(({ seq, at_s: _at, kind, program_id: _id, reason, ...terms }) =>
-      `${seq}: ${kind === "keep" && terms.ttl_s === 0 ? "no lease" : kind} (${reason}) ` + Object.entries(terms).map(([name, value]) => `${name}=${typeof value === "number" ? Number(value.toPrecision(6)) : value}`).join(" ")));
+    list("Decisions", found.decision_lines);
     list("Unknown", found.unknown);
     return parts;
   }

@@ -6,7 +6,7 @@ const PATTERNS = 4;
 const SPOKEN_MS = 10000; // between two changes of the text for screen readers
 const LEAST_S = 30; // shortest span of time that is shown
 
-const clock = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+export const clock = new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
