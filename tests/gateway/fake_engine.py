@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -36,6 +37,8 @@ class FakeEngine:
         self.cut_after: int | None = None
         """Number of events after which a stream breaks off."""
         self.stream_events = 5
+        self.event_bytes = 0
+        """Size of a text in each event of a stream."""
         self.hang_after: int | None = None
         """Number of events after which a stream stays silent."""
         self.break_before_first_byte = 0
@@ -71,6 +74,10 @@ class FakeEngine:
         self.lost: list[str] = []
         """Programs whose KV it has lost."""
         self.port = 0
+        self.about: dict[str, Any] = {}
+        """Fields of its answer about a program."""
+        self.asked: list[tuple[str, str | None, str | None]] = []
+        """Path, ``Authorization`` and ``X-API-Key`` of each request."""
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -87,7 +94,14 @@ class FakeEngine:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", self.port))
         self.port = bound.getsockname()[1]
-        config = uvicorn.Config(self._app(), log_level="error", ws="none", lifespan="off", loop="asyncio")
+        app = self._app()
+
+        async def record(scope: Any, receive: Any, send: Any) -> None:
+            names = Headers(scope=scope)
+            self.asked.append((scope["path"], names.get("authorization"), names.get("x-api-key")))
+            await app(scope, receive, send)
+
+        config = uvicorn.Config(record, log_level="error", ws="none", lifespan="off", loop="asyncio")
         self._server = uvicorn.Server(config)
         self._task = asyncio.ensure_future(self._server._serve(sockets=[bound]))
         while not self._server.started:
@@ -224,7 +238,7 @@ class FakeEngine:
         return {}
 
     async def _program(self, request: Request) -> Response:
-        return JSONResponse({"program_id": request.path_params["name"], "status": "acting"})
+        return JSONResponse({"program_id": request.path_params["name"], "status": "acting", **self.about})
 
     async def _response(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -311,7 +325,12 @@ class FakeEngine:
                     if getattr(connection, "scope", None) is request.scope:
                         connection.transport.abort()
                 return
-            yield b"data: " + json.dumps({"number": number, "at": self.name}).encode() + b"\n\n"
+            event = {
+                "number": number,
+                "at": self.name,
+                **({"text": "x" * self.event_bytes} if self.event_bytes else {}),
+            }
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
             await asyncio.sleep(0)
         yield b"data: [DONE]\n\n"
 

@@ -15,7 +15,6 @@ import pytest
 from fake_engine import FakeEngine, engines, running
 from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
-from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
 from sojourn_server.routing import routing_events
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -46,12 +45,11 @@ class Refusing(FakeEngine):
     """Answers with an error."""
 
     status = 200
-    message = "no"
 
     async def _generate(self, request: Request) -> Response:
         if self.status != 200:
             self.requests.append(await request.json())
-            return JSONResponse({"error": {"message": self.message, "code": self.status}}, self.status)
+            return JSONResponse({"error": {"message": "no", "code": self.status}}, self.status)
         return await super()._generate(request)
 
 
@@ -65,37 +63,6 @@ async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
         fake.status = 200
         await it.chat("p")
         assert await it.home("p") == fake.name
-
-
-QUOTED = [
-    (400, "Grammar error: Invalid type: EngineDeadError"),
-    (400, f"Grammar error: Invalid type: {ENGINE_DEAD_MESSAGE}"),
-    (400, ENGINE_DEAD_MESSAGE),
-    (500, "404, message='Not Found', url='http://a/EngineDeadError'"),
-    (500, f"404, message='Not Found', url='http://a/?{ENGINE_DEAD_MESSAGE}'"),
-]
-"""Errors of an engine that lives: code, and a message with words of the request."""
-
-
-@pytest.mark.parametrize(("code", "message"), QUOTED)
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_error_that_quotes_its_request_is_no_dead_engine(
-    code: int, message: str, stream: bool
-) -> None:
-    """A schema with the type ``EngineDeadError`` made two engines suspect with each request."""
-    fakes = [Refusing() for _ in range(3)]
-    error = {"error": {"message": message, "code": code}}
-    for fake in fakes:
-        if stream:
-            fake.first_event = f"data: {json.dumps(error)}\n\n"
-        else:
-            fake.status, fake.message = code, message
-    async with running(*fakes), world(fakes, poll_s=3600) as it:
-        answer = await it.chat("p", stream=stream)
-        assert answer.status == (200 if stream else code)
-        assert json.loads((await lines(answer))[0] if stream else await answer.text()) == error
-        assert [state.health for state in it.gateway.routing_backend.replicas()] == ["up"] * 3
-        assert sum(len(fake.requests) for fake in fakes) == 1
 
 
 async def test_a_last_turn_that_was_cut_ends_no_program() -> None:

@@ -11,7 +11,6 @@ import pytest
 from fake_engine import engines
 from gateway_harness import World, world
 from sojourn_server.api.client_identity import identify
-from sojourn_server.routing.routing_limits import RoutingLimits
 
 RECORDED = json.loads((Path(__file__).parents[1] / "clients" / "recorded_requests.json").read_text())
 CLIENTS = ("Claude Code", "Codex", "OpenCode")
@@ -87,17 +86,6 @@ async def test_no_client_header_names_a_program_to_an_engine_of_several_tenants(
         assert others <= {"x-client-request-id"}, "only what names no program"
 
 
-async def test_a_client_without_any_id_is_no_program_and_finds_an_engine_for_every_turn() -> None:
-    limits = RoutingLimits(wait_s=1.0)
-    async with engines(2) as fakes, world(fakes, preset='extends = "mori"', limits=limits, poll_s=3600) as it:
-        for turn in range(20):
-            body = {"model": "tiny", "input": "word " * 800 * (turn + 1), "stream": True}
-            await send(it, Shape("/v1/responses", {}, body, ""))
-        core = it.gateway.routing_backend.core
-        assert not core.programs
-        assert all(state.programs == 0 for state in it.gateway.routing_backend.replicas())
-
-
 async def test_the_base_url_or_the_operators_header_may_name_the_program() -> None:
     async with engines(1) as (fake,), world([fake], session_header="X-Job", tenants={"ka": "alice"}) as it:
         anonymous = Shape("/v1/chat/completions", {}, {"model": "tiny", "messages": []}, "")
@@ -118,18 +106,6 @@ async def test_the_base_url_or_the_operators_header_may_name_the_program() -> No
                 assert answer.status == status
         async with it.http.post(f"{it.url}/sojourn/session/a/v1/messages", json={}) as answer:
             assert (answer.status, (await answer.json())["type"]) == (401, "error")
-
-
-async def test_tokens_are_counted_by_any_engine_and_are_no_turn() -> None:
-    async with engines(2) as fakes, world(fakes) as it:
-        await fakes[0].kill()
-        shape = recorded("Claude Code", "turn")
-        async with it.http.post(
-            f"{it.url}/v1/messages/count_tokens?beta=true", json=shape.body, headers=shape.headers
-        ) as answer:
-            assert await answer.json() == {"input_tokens": len(shape.body["messages"])}
-        assert not it.gateway.routing_backend.core.programs
-        assert "x-claude-code-session-id" not in fakes[1].headers[-1]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from gateway_harness import no_more_files, until
+from gateway_harness import until
 from multidict import CIMultiDict
 from sojourn_server.gateway.http import engine_client
 from sojourn_server.gateway.http.engine_client import (
+    ENGINE_DEAD_MESSAGE,
     EngineAnswer,
     EngineClient,
-    GatewayConnectError,
     ReplicaRequestError,
 )
 
@@ -154,13 +155,6 @@ async def test_an_engine_that_cannot_be_reached_has_not_computed() -> None:
         assert not caught.value.computing
 
 
-async def test_a_gateway_without_files_blames_no_engine() -> None:
-    async with engine(says(OK)) as (client, script):
-        with no_more_files(), pytest.raises(GatewayConnectError, match="open files"):
-            await ask(client, script)
-        assert (await ask(client, script)).first == b"ok"
-
-
 async def test_a_reader_that_lags_stops_its_engine() -> None:
     piece, written = b"x" * (1 << 16), 0
 
@@ -194,3 +188,31 @@ async def test_an_answer_that_is_given_up_and_a_request_that_is_cancelled_end_th
         await until(lambda: script.requests)
         asking.cancel()
         await until(lambda: script.closed == 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "is_dead"),
+    [
+        (400, "Grammar error: Invalid type: EngineDeadError", False),
+        (400, ENGINE_DEAD_MESSAGE, False),
+        (500, f"404, message='Not Found', url='http://a/?{ENGINE_DEAD_MESSAGE}'", False),
+        (500, ENGINE_DEAD_MESSAGE, True),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_error_that_quotes_its_request_is_no_dead_engine(
+    code: int, message: str, is_dead: bool, is_stream: bool
+) -> None:
+    """A schema with the type ``EngineDeadError`` made two engines suspect with each request."""
+    error = json.dumps({"error": {"message": message, "code": code}}).encode()
+    said = b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n" % (code, len(error)) + error
+    if is_stream:
+        error = b"data: " + error + b"\n\n"
+        said = STREAM + b"%x\r\n%s\r\n0\r\n\r\n" % (len(error), error)
+    async with engine(says(said)) as (client, script):
+        if is_dead:
+            with pytest.raises(ReplicaRequestError, match="core is dead"):
+                await ask(client, script)
+        else:
+            answer = await ask(client, script)
+            assert (answer.status, answer.first) == (200 if is_stream else code, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from sojourn.errors import InputError
 from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
 from sojourn_server.gateway.http.engine_client import (
     ResponseMeter,
-    end_to_end_headers,
-    engine_request_headers,
-    headers_not_sent,
 )
 from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
+from sojourn_server.gateway.http.gateway_server import (
+    MAX_OPEN_FILES,
+    raise_open_file_limit,
+    uvicorn_settings,
+)
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
 from sojourn_server.gateway.http.replica_addresses import (
     ReplicaAddresses,
@@ -118,19 +121,6 @@ def test_errors_have_the_shape_of_their_api(api: ClientApi) -> None:
 
 
 # -- headers ----------------------------------------------------------------------
-
-
-def test_headers_of_the_connection_stay_on_it() -> None:
-    raw = [(b"connection", b"close, x-a"), (b"x-a", b"1"), (b"x-b", b"2"), (b"authorization", b"Bearer c")]
-    dropped = headers_not_sent(key=None)
-    assert list(engine_request_headers(raw, dropped=dropped, key=None, rank=3).items()) == [
-        ("x-b", "2"),
-        ("authorization", "Bearer c"),
-        ("accept-encoding", "identity"),
-        ("x-data-parallel-rank", "3"),
-    ]
-    answered = end_to_end_headers([(b"Transfer-Encoding", b"chunked"), (b"X-Request-Id", b"r")])
-    assert answered == [(b"x-request-id", b"r")]
 
 
 # -- engines ----------------------------------------------------------------------
@@ -292,3 +282,36 @@ async def test_what_is_done_for_a_ticket_is_broken_off_by_news() -> None:
     assert await decisions.unless_decided(answer()) is None
     with pytest.raises(ClientDisconnected):
         decisions.take()
+
+
+# -- open files
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "most_waiting", "limit", "warns"),
+    [
+        (1024, 1 << 20, 20_000, MAX_OPEN_FILES, False),
+        (1024, resource.RLIM_INFINITY, 20_000, MAX_OPEN_FILES, False),
+        (1024, 1 << 20, 100_000, 200_000, False),
+        (1024, 4096, 20_000, 4096, True),
+        (1024, 30_000, 20_000, 30_000, False),
+        (1 << 20, 1 << 20, 20_000, 1 << 20, False),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 20_000, resource.RLIM_INFINITY, False),
+    ],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
+    soft: int,
+    hard: int,
+    most_waiting: int,
+    limit: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    assert raise_open_file_limit(most_waiting) == (limit if limit != resource.RLIM_INFINITY else None)
+    assert limits[-1] == (limit, hard)
+    assert uvicorn_settings()["limit_concurrency"] == (limit // 2 if limit > 0 else None)
+    assert bool(caplog.records) == warns

@@ -158,7 +158,6 @@ async def test_the_doctor_says_which_role_is_missing_and_why() -> None:
 # -- Live frames and explanations of several engines behind a gateway: whose they are, and what is missing.
 
 
-DISCONNECTS = "sojourn_gateway_client_disconnects_total"
 KEYS = {"key-a": "a", "key-b": "b"}
 
 
@@ -220,8 +219,6 @@ async def test_an_ended_program_is_explained_by_the_engine_that_remembers_most_o
         assert (found["program_id"], found["turn"], found["replica"]) == ("p", 3, second.name)
         assert "a/" not in str(found["decisions"])
         assert (await explained(it, "key-a", more="?turn=2"))["turn"] == 2
-        await explained(it, "key-a", 404, more="?turn=7")
-        await explained(it, "key-a", 400, more="?turn=0")
         await explained(it, "key-b", 404)
         await explained(it, "key-a", 404, program="unknown")
 
@@ -280,7 +277,9 @@ async def test_a_live_frame_has_every_engine_and_each_tenant_sees_its_programs()
         assert {row.program_id for row in delta.programs} == {"new"}
 
 
-async def test_a_live_frame_says_why_an_engine_gets_no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_live_frame_says_which_engines_get_no_requests_or_are_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fake, odd = VirtualFakeEngine(), VirtualFakeEngine()
     async with gateway(fake, odd) as it:
         await until(lambda: len(it.gateway.replicas) == 2)
@@ -288,15 +287,10 @@ async def test_a_live_frame_says_why_an_engine_gets_no_requests(monkeypatch: pyt
         monkeypatch.setattr(it.gateway.monitor, "refused", lambda: refused)
         rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
         assert rows == {fake.name: None, odd.name: None, "10.0.0.9:8000": "gets no requests: no role"}
-
-
-async def test_a_live_frame_counts_the_engines_that_ray_has_not_started() -> None:
-    fake = VirtualFakeEngine()
-    async with gateway(fake) as it:
-        await until(lambda: len(it.gateway.replicas) == 1)
-        it.gateway.monitor.watch({fake.url: None}, ["Prefill", "Decode", "Decode"])
-        rows = {row.engine: row.error for row in (await frame(it, "root")).engines}
-        assert rows == {fake.name: None, "Prefill": "does not answer", "Decode": "2 do not answer"}
+        monkeypatch.undo()
+        it.gateway.monitor.watch(dict.fromkeys((fake.url, odd.url)), ["Prefill", "Decode", "Decode"])
+        rows = {row.engine: row.error for row in (await frame(it, "root", "&changed_within_s=9")).engines}
+        assert (rows["Prefill"], rows["Decode"]) == ("does not answer", "2 do not answer")
 
 
 async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None:
@@ -322,9 +316,3 @@ async def test_how_a_program_ended_is_asked_of_the_engines_and_counted() -> None
             page = await answer.text()
         for outcome, number in (("ok", 1.0), ("error", 1.0), ("cancelled", 0.0), ("final", 0.0)):
             assert f'sojourn_gateway_programs_finished_total{{outcome="{outcome}"}} {number}' in page
-        fake.hold = asyncio.Event()
-        left = asyncio.ensure_future(it.chat("killed", "key-a"))
-        await until(lambda: len(fake.requests) == 4)
-        left.cancel()
-        await asyncio.gather(left, return_exceptions=True)
-        await until(lambda: it.gateway.metrics.registry.get_sample_value(DISCONNECTS) == 1)

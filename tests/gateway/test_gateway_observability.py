@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import engines
+import sojourn_server.gateway
+import sojourn_server.routing
+from api_contract import Contract
+from fake_engine import engines, running
+from fake_pair_engine import pairs
 from gateway_harness import World, until, world
+from openapi_spec_validator import validate
+from sojourn.aeg import END, START, Aeg
 from sojourn.errors import InputError
+from sojourn.wire_events import AegReport, ToolStart
+from sojourn_server.api.openapi import PREFIX
 from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
-from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT, TenantKeys
-from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
+from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from sojourn_server.policies.cluster_preset import (
+    POLICY_CLASSES,
+    cluster_preset_names,
+    load_cluster_preset,
+    parse_cluster_preset,
+)
+from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_events import ProgramEnded, RequestFinished, RequestReceived
+from sojourn_server.routing.routing_from_preset import routing_reasons
+from sojourn_server.routing.routing_records import PairEngineStatus, ReplicaStatus
+from virtual_engine import prompt
+from virtual_fake_engine import VirtualFakeEngine
 
 KEYS = {"key-a": "a", "key-b": "b"}
 
@@ -96,17 +120,6 @@ def add_programs(it: World, tenant: str, *names: str) -> None:
         it.gateway.routing_backend.tell(RequestReceived(f"{tenant}-{name}", tenant, 10, name))
 
 
-async def test_a_list_says_that_ended_programs_are_not_in_it() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        it.gateway.routing_backend.tell(RequestReceived("r", DEFAULT_TENANT, 10, "p"))
-        assert (await it.get(PROGRAMS))["total"] == 1
-        it.gateway.routing_backend.tell(RequestFinished("r"))
-        it.gateway.routing_backend.tell(ProgramEnded("p", DEFAULT_TENANT))
-        told = await it.get(PROGRAMS)
-        assert (told["programs"], told["shown"], told["total"]) == ([], 0, 0)
-        assert told["note"].startswith("ended programs are not listed")
-
-
 async def test_each_tenant_sees_its_own_programs_and_the_newest_first() -> None:
     async with engines(1) as fakes, world(fakes, tenants=TENANTS, admin_key="root") as it:
         add_programs(it, "alice", "p0", "p1", "shared")
@@ -123,3 +136,178 @@ async def test_each_tenant_sees_its_own_programs_and_the_newest_first() -> None:
             assert (await it.get(f"{PROGRAMS}/shared", key))["tenant"] == tenant
         assert (await it.get(f"{PROGRAMS}/a%2Fb", "kb"))["program_id"] == "a/b"
         assert (await it.get(f"{PROGRAMS}/a%2Fb", "ka")).get("tenant") != "bob"
+        it.gateway.routing_backend.tell(RequestFinished("alice-p0"))
+        it.gateway.routing_backend.tell(ProgramEnded("p0", "alice"))
+        told = await it.get(PROGRAMS, "ka")
+        assert told["total"] == 2
+        assert told["note"].startswith("ended programs are not listed")
+
+
+# -- The documents name metrics that there are, and all of them; counters begin at 0
+
+
+@pytest.mark.parametrize("name", cluster_preset_names())
+def test_a_first_increment_can_be_seen(name: str) -> None:
+    """``rate()`` sees none of a series that appears with it."""
+    preset = load_cluster_preset(name)
+    shown = GatewayMetrics(routing_reasons(preset)).exposition((), {}).decode()
+    reasons = routing_reasons(preset)
+    assert reasons
+    for reason in reasons:
+        assert f'sojourn_gateway_requests_total{{reason="{reason}"}} 0.0' in shown
+        assert f'sojourn_gateway_moves_total{{reason="{reason}"}} 0.0' in shown
+    assert "stolen_idle" in reasons or not preset.stealing.is_used
+    assert ("made_way" in reasons) is preset.tenant_preemption.is_used
+    for code in routing_events.REJECTION_CODES:
+        assert f'sojourn_gateway_refused_total{{code="{code}"}} 0.0' in shown
+    for bare in ("recalls", "cut_streams"):
+        assert f"sojourn_gateway_{bare}_total 0.0" in shown
+
+
+@pytest.mark.parametrize("question", ["routing", "stealing"])
+def test_policies_list_the_reasons_that_they_give(question: str) -> None:
+    for name in POLICY_CLASSES[question]:
+        policy = getattr(parse_cluster_preset(_preset(question, name), source="x"), question)
+        body = ast.parse(inspect.getsource(type(policy)))
+        given = {
+            word
+            for call in _calls(body, "RoutingDecision", "StealDecision", "Steal")
+            for word in _words(call.args[-1 if question == "stealing" else 1])
+            if not (isinstance(call.args[0], ast.Constant) and call.args[0].value is None)
+        }
+        assert given == {*getattr(policy, "reasons", ())}, name
+
+
+def test_all_codes_of_refusals_are_listed() -> None:
+    folders = [Path(package.__file__).parent for package in (sojourn_server.gateway, sojourn_server.routing)]
+    given = {
+        word
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for call in _calls(ast.parse(path.read_text("utf-8")), "RejectRequest", "reject")
+        if len(call.args) > 2
+        for word in _words(call.args[2])
+    }
+    assert given == {*routing_events.REJECTION_CODES}
+
+
+def _pair_engine(name: str, role: str, load: float) -> PairEngineStatus:
+    return PairEngineStatus(
+        name, "i", "up", load, 1, 0, 0, 100, 0, 50, role=role, node="n", epoch="", links={}
+    )
+
+
+def _replica(name: str, health: str, load: float) -> ReplicaStatus:
+    return ReplicaStatus(name, "i", health, load, 0, 0, 0, 100, 0, 50)
+
+
+def test_the_spread_of_loads_is_that_of_replicas_that_share_the_work() -> None:
+    def spread(*states: ReplicaStatus) -> float | None:
+        metrics = GatewayMetrics()
+        metrics.exposition(states, {})
+        return metrics.registry.get_sample_value("sojourn_gateway_load_spread")
+
+    assert spread() == 0.0
+    assert spread(_replica("a", "up", 0.8), _replica("b", "draining", 0.0)) == 0.0
+    assert spread(_replica("a", "up", 0.8), _replica("b", "up", 0.25)) == pytest.approx(0.55)
+    prefill, decode = _pair_engine("p", "prefill", 0.1), _pair_engine("d", "decode", 0.8)
+    assert spread(prefill, decode) == 0.0
+    assert spread(prefill, decode, _pair_engine("e", "decode", 0.3)) == pytest.approx(0.5)
+
+
+def _preset(question: str, name: str) -> str:
+    return f'routing = "{name}"' if question == "routing" else f'routing = "random"\n{question} = "{name}"'
+
+
+def _calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        name = called.id if isinstance(called, ast.Name) else getattr(called, "attr", None)
+        if isinstance(node, ast.Call) and name in names:
+            yield node
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """Texts that an expression may come to; of ``a if b == "c" else d`` not what is asked."""
+    if isinstance(node, ast.IfExp):
+        yield from _words(node.body)
+        yield from _words(node.orelse)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+
+
+# -- The OpenAPI document of a gateway: it has every route, and every answer is as it says
+
+
+ROOT = {"Authorization": "Bearer root"}
+
+
+async def checked(contract: Contract, it: World, url: str, status: int = 200, **more: Any) -> Any:
+    method = "POST" if "json" in more or "/policy" in url else "GET"
+    async with it.http.request(method, it.url + PREFIX + url, headers=ROOT, **more) as answer:
+        body = await answer.read()
+        assert answer.status == status, body
+        return contract.check(method, PREFIX + url, status, answer.headers["content-type"], body)
+
+
+async def document_of(it: World) -> dict[str, Any]:
+    async with it.http.get(f"{it.url}{PREFIX}/openapi.json") as answer:
+        found: dict[str, Any] = await answer.json()
+        return found
+
+
+async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
+    fake = VirtualFakeEngine()
+    virtual = fake.virtual
+    virtual.turn("a", prompt(40))
+    aeg = Aeg({"act": ("bash",)}, [(START, "act"), ("act", END)])
+    virtual.send(AegReport(program_id="a", seq=-1, graph_hash=aeg.hash, graph=aeg.wire()))
+    virtual.send(ToolStart(program_id="a", seq=-1, call_id="c1", tool="bash"))
+    async with running(fake), world([fake], admin_key="root") as it:
+        contract = Contract(await document_of(it))
+        await asyncio.to_thread(validate, contract.document)  # the gateway serves in this thread
+        assert contract.document["info"]["title"] == "sojourn gateway"
+        assert (await it.chat("a")).status == 200
+        batch = {"v": 1, "emitter": "e", "events": [{"type": "heartbeat", "program_id": "a", "seq": 1}]}
+        await checked(contract, it, "/events", json=batch)
+        await checked(contract, it, "/events", 400, json=[])
+        assert (await checked(contract, it, "/programs?limit=5"))["shown"] == 1
+        await checked(contract, it, "/programs?limit=0", 400)
+        assert (await checked(contract, it, "/programs/a"))["engine"]["turns"] == 1
+        assert (await checked(contract, it, "/programs/a/explain?turn=1"))["replica"] == fake.name
+        await checked(contract, it, "/programs/a/explain?turn=9", 404)
+        await checked(contract, it, "/programs/nobody", 404)
+        for url in (
+            "/capabilities",
+            "/stats",
+            "/stream?once=1",
+            "/decisions?limit=2",
+            "/moves",
+            "/replicas",
+        ):
+            await checked(contract, it, url)
+        switched = await checked(contract, it, "/policy?on=false")
+        off = {"policy": "off", "started_with": "fixed-ttl"}
+        assert switched == {"engines": {fake.url: off}, "stock": [], "silent": []}
+        assert virtual.program_scheduler.preset.name == "off"
+        await checked(contract, it, "/policy?on=maybe", 400)
+        lines = await checked(contract, it, "/decisions?format=ndjson")
+        assert json.loads(lines.splitlines()[0])["seq"] == 0
+        await checked(contract, it, f"/replicas/{fake.name}/drain", json={})
+        await checked(contract, it, f"/replicas/{fake.name}/stay", json={})
+        await checked(contract, it, "/openapi.json")
+        assert contract.seen == contract.operations
+        await fake.kill()
+        for url in ("/stats", "/stream?once=1", "/programs/a"):
+            await checked(contract, it, url)
+        for url in ("/capabilities", "/programs/a/explain"):
+            await checked(contract, it, url, 503)
+
+
+async def test_replicas_of_pairs_are_as_the_document_says_too() -> None:
+    async with pairs(1, 1, admin_key="root") as (it, [prefill], _):
+        contract = Contract(await document_of(it))
+        told = await checked(contract, it, "/replicas")
+        assert told["pairs"] == {"prefill": 1, "decode": 1}
+        assert {one["role"] for one in told["replicas"]} == {"prefill", "decode"}
+        await checked(contract, it, f"/replicas/{prefill.name}/drain", json={})

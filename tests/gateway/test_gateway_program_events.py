@@ -249,6 +249,7 @@ async def test_a_stored_answer_of_unknown_rank_goes_on_at_the_least_loaded_rank(
         await until(lambda: len(fake.requests) == 2)
         fake.hold.set()
         assert {(await one).headers["X-Sojourn-Replica"][-2:] for one in (first, second)} == {"/0", "/1"}
+        assert {headers["x-data-parallel-rank"] for headers in fake.headers} == {"0", "1"}
 
 
 async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(

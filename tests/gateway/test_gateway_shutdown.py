@@ -1,22 +1,31 @@
 """A gateway that is told to stop while clients wait: each gets an error when its grace has passed.
 
-The gateway of these tests grants running requests a second; ``sojourn gateway`` grants a minute.
-``test_gateway_stop_signals`` sends signals to the latter.
+The gateway of the first tests grants running requests a second; ``sojourn gateway`` grants a minute.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
+import os
+import signal
 import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from fake_engine import FakeEngine, engines
+from fake_engine import FakeEngine, engines, running
 from gateway_harness import DEADLINE_S, World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
 from sojourn_server.gateway.http.proxy_request import ProxyRequest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 RETRY = "the gateway stops; send the request again"
 
@@ -33,16 +42,6 @@ async def assert_told(request: asyncio.Future[aiohttp.ClientResponse]) -> None:
     assert answer.headers["Retry-After"] == "5"
     error = (await answer.json())["error"]
     assert (error["code"], error["message"]) == ("gateway_stopping", RETRY)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_whose_engine_is_silent_gets_an_error(stream: bool) -> None:
-    async with engines(1) as [fake], aiohttp.ClientSession() as http:
-        fake.hold = asyncio.Event()
-        async with world([fake]) as made:
-            request = ask(http, made, stream=stream)
-            await until(lambda: fake.requests)
-        await assert_told(request)
 
 
 async def test_a_client_that_waits_for_an_engine_gets_an_error() -> None:
@@ -63,23 +62,6 @@ async def test_a_stream_under_way_ends_with_an_error_inside_it() -> None:
         assert [json.loads(line)["number"] for line in begun] == [0, 1]
         assert json.loads(error)["error"]["message"] == RETRY
         assert done == "[DONE]"
-
-
-async def test_streams_that_end_in_time_are_whole() -> None:
-    async with engines(1) as [fake], aiohttp.ClientSession() as http:
-        fake.hold = asyncio.Event()
-        async with world([fake]) as made:
-            request = ask(http, made, stream=True)
-            await until(lambda: fake.requests)
-            release(fake)
-        answer = await asyncio.wait_for(request, DEADLINE_S)
-        assert (await lines(answer))[-1] == "[DONE]"
-
-
-def release(fake: FakeEngine) -> None:
-    """Let the engine answer once the gateway has been told to stop."""
-    assert fake.hold is not None
-    asyncio.get_running_loop().call_later(0.2, fake.hold.set)
 
 
 # -- Streams whose client goes away leave nothing behind in the gateway.
@@ -107,7 +89,7 @@ async def test_no_request_is_kept_after_its_client_left_its_stream(silent: bool)
 async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_request, "UNREAD_TIMEOUT_S", 0.2)
     async with engines(1) as [fake], world([fake]) as made:
-        fake.stream_events = 1_000_000
+        fake.stream_events, fake.event_bytes = 1_000_000, 1 << 16
         body = json.dumps({"model": "tiny", "messages": [], "stream": True}).encode()
         head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
         port = int(made.url.rpartition(":")[2])
@@ -123,3 +105,159 @@ async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.M
             await until(lambda: counted("sojourn_gateway_client_disconnects_total") == 1)
             await until(lambda: fake.streaming == 0)
             assert [state.load for state in made.gateway.routing_backend.replicas()] == [0]
+
+
+# -- ``sojourn gateway`` at SIGTERM and Ctrl-C: what it says, what it waits for, and what ends the wait
+
+
+GRACE_S = 60
+"""What ``sojourn gateway`` grants running requests; longer than any test may take."""
+ENDS_IN_S = 30
+"""A gateway that ends within this time has not waited for its grace to pass."""
+
+
+class UnwatchedEngine(FakeEngine):
+    """An engine that never answers viewers, so that their streams stay silent."""
+
+    def _app(self) -> Starlette:
+        app = super()._app()
+        app.router.routes.insert(0, Route("/sojourn/v1/stream", self._stay_silent))
+        return app
+
+    async def _stay_silent(self, request: Request) -> Response:
+        await asyncio.sleep(3600)
+        return Response()
+
+
+class GatewayProcess:
+    """A running ``sojourn gateway`` and what it has said so far."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        port: int,
+        said: asyncio.StreamReader,
+        pipe: asyncio.ReadTransport,
+    ) -> None:
+        self.process, self.port, self._said, self.pipe = process, port, said, pipe
+        self.lines: list[str] = []
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def line_with(self, text: str) -> str:
+        """Return the next line that contains ``text``."""
+
+        async def read() -> str:
+            async for line in self._said:
+                self.lines.append(line.decode())
+                if text in self.lines[-1]:
+                    return self.lines[-1]
+            raise AssertionError(self.lines)
+
+        return await asyncio.wait_for(read(), 60)
+
+    async def ended(self) -> str:
+        """Wait for the end of the process. Return all it has said."""
+        self.lines.append((await asyncio.wait_for(self._said.read(), ENDS_IN_S)).decode())
+        await asyncio.wait_for(self.process.wait(), ENDS_IN_S)
+        return "".join(self.lines)
+
+    async def is_stopping(self) -> bool:
+        """Return whether it has closed its port."""
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except ConnectionRefusedError:
+            return True
+        writer.close()
+        return False
+
+    def ask(self, http: aiohttp.ClientSession) -> asyncio.Future[aiohttp.ClientResponse]:
+        """Send a request of a model."""
+        body = {"model": "tiny", "messages": []}
+        return asyncio.ensure_future(http.post(f"{self.url}/v1/chat/completions", json=body))
+
+
+@asynccontextmanager
+async def started(engine: FakeEngine, *, grace_s: int = GRACE_S) -> AsyncIterator[GatewayProcess]:
+    """Run a gateway in front of ``engine`` in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = (
+        "from sojourn_server import cli; import sojourn_server.cli.gateway as gateway; "
+        f"gateway._STOP_GRACE_S = {grace_s}; cli.main()"
+    )
+    read, write = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, "gateway", "--engines", engine.url, "--port", str(port),
+            stdout=write, stderr=write,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    said = asyncio.StreamReader()
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(said), os.fdopen(read, "rb")
+    )
+    made = GatewayProcess(process, port, said, pipe)
+    try:
+        await made.line_with("Uvicorn running")
+        yield made
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        pipe.close()
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
+async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: bool) -> None:
+    grace_s = GRACE_S if again else 1
+    async with (
+        engines(1) as [engine],
+        aiohttp.ClientSession() as http,
+        started(engine, grace_s=grace_s) as gateway,
+    ):
+        engine.hold = asyncio.Event()
+        asked = gateway.ask(http)
+        await until(lambda: engine.requests)
+        gateway.process.send_signal(signal.SIGINT)
+        said = await gateway.line_with("finishing")
+        assert f"finishing 1 requests, at most {grace_s} s; Ctrl-C now ends at once" in said
+        if again:
+            gateway.process.send_signal(signal.SIGINT)
+        said = await gateway.ended()
+        await assert_told(asked)
+        assert "ERROR" not in said, said
+        assert "Waiting for connections" not in said
+
+
+async def test_a_stop_whose_message_has_no_reader_finishes_the_requests() -> None:
+    async with engines(1) as [engine], aiohttp.ClientSession() as http, started(engine) as gateway:
+        engine.hold = asyncio.Event()
+        asked = gateway.ask(http)
+        await until(lambda: engine.requests)
+        gateway.pipe.close()  # as ``sojourn gateway 2>&1 | head`` does
+        gateway.process.send_signal(signal.SIGTERM)
+        await until(gateway.is_stopping)
+        engine.hold.set()
+        answer = await asked
+        assert answer.status == 200
+        assert (await answer.json())["text"] == engine.name
+        await asyncio.wait_for(gateway.process.wait(), ENDS_IN_S)
+
+
+async def test_a_viewer_holds_up_no_stop() -> None:
+    async with (
+        running(UnwatchedEngine()) as [engine],
+        aiohttp.ClientSession() as http,
+        started(engine) as gateway,
+    ):
+        page = await http.get(f"{gateway.url}/sojourn/v1/stream")
+        top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1"))
+        await until(lambda: [path for path, *_ in engine.asked].count("/sojourn/v1/stream") >= 2)
+        gateway.process.send_signal(signal.SIGTERM)
+        said = await gateway.ended()
+        assert "finishing" not in said, said
+        assert "ERROR" not in said, said
+        assert await page.content.read() == b""
+        with contextlib.suppress(aiohttp.ClientError):
+            assert (await top).status >= 500

@@ -3,45 +3,19 @@ not."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, engines, running
-from gateway_harness import World, world
+from fake_engine import FakeEngine, engines
+from gateway_harness import World, until, world
+from hypothesis import given
+from hypothesis import strategies as st
+from sojourn.ids import MAX_ID_BYTES
 from sojourn_server.gateway.http.client_apis import ClientApi
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 
 TENANTS = {"ka": "alice", "kb": "bob"}
-
-
-class Told(FakeEngine):
-    """Keeps what keys it is shown, and says of a program what ``about`` is."""
-
-    def __init__(self, about: dict[str, Any] | None = None) -> None:
-        super().__init__()
-        self.about = about or {}
-        self.keys: list[str | None] = []
-
-    async def _stats(self, request: Request) -> Response:
-        self.keys.append(request.headers.get("authorization"))
-        return await super()._stats(request)
-
-    async def _models(self, request: Request) -> Response:
-        self.keys.append(request.headers.get("authorization"))
-        return await super()._models(request)
-
-    async def _tokenize(self, request: Request) -> Response:
-        self.keys += [request.headers.get("authorization"), request.headers.get("x-api-key")]
-        return await super()._tokenize(request)
-
-    async def _take_events(self, request: Request) -> Response:
-        self.keys.append(request.headers.get("authorization"))
-        return await super()._take_events(request)
-
-    async def _program(self, request: Request) -> Response:
-        self.keys.append(request.headers.get("authorization"))
-        return JSONResponse(self.about)
 
 
 # -- whose request it is ----------------------------------------------------------
@@ -76,7 +50,8 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
         {"program_id": "bob/p", "evictor": "strangers"},
     ]
     about = {"program_id": "bob/p", "parent_program_id": "bob/q", "ledger": turns, "status": "acting"}
-    async with running(Told(about)) as [fake], world([fake], tenants=TENANTS, admin_key="root") as it:
+    async with engines(1) as [fake], world([fake], tenants=TENANTS, admin_key="root") as it:
+        fake.about = about
         await it.chat("p", key="kb")
         engine = (await it.get("/sojourn/v1/programs/p", "kb"))["engine"]
         assert (engine["program_id"], engine["parent_program_id"], engine["status"]) == ("p", "q", "acting")
@@ -91,18 +66,18 @@ async def test_evictions_do_not_name_another_tenants_program() -> None:
 
 
 async def test_the_operators_key_reaches_no_engine() -> None:
-    async with running(Told()) as [fake], world([fake], tenants=TENANTS, admin_key="root") as it:
+    async with engines(1) as [fake], world([fake], tenants=TENANTS, admin_key="root", poll_s=3600) as it:
         await it.chat("p", key="kb")
-        fake.keys.clear()
+        fake.asked.clear()
         for path in ("/sojourn/v1/stats", "/v1/models", "/sojourn/v1/programs/p"):
             await it.get(path, "root")
         shown = {"Authorization": "Bearer root", "X-API-Key": "root"}
         async with it.http.post(f"{it.url}/tokenize", json={"prompt": "x"}, headers=shown) as answer:
             assert answer.status == 200
-        assert len(fake.keys) >= 4
-        assert set(fake.keys) == {None}
+        assert len(fake.asked) >= 4
+        assert {(key, other) for _, key, other in fake.asked} == {(None, None)}
         await it.get("/v1/models", "kb")
-        assert fake.keys[-1] == "Bearer kb"
+        assert fake.asked[-1] == ("/v1/models", "Bearer kb", None)
 
 
 async def test_a_conversation_is_its_tenants() -> None:
@@ -130,3 +105,147 @@ async def responded(it: World, key: str, **body: Any) -> dict[str, Any]:
     async with it.http.post(f"{it.url}{ClientApi.RESPONSES.value}", json=sent, headers=headers) as answer:
         found: dict[str, Any] = await answer.json()
         return found
+
+
+# -- two tenants may call their programs the same: engines hear of two, and each tenant of its own
+
+
+IN_TURN = 'routing = "round-robin"'
+KEYS = {"alice": "ka", "bob": "kb"}
+TOOL = {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"}
+
+
+def hint(program: str, *events: dict[str, Any], **more: Any) -> dict[str, Any]:
+    own = {"v": 1, "emitter": "em", "events": list(events)}
+    context = {"program_id": program, "sojourn": own, **more}
+    return {"vllm_xargs": {"agentic_context": json.dumps(context, separators=(",", ":")), "other": 1}}
+
+
+def told(fake: FakeEngine) -> dict[str, Any]:
+    """The hint of an engine's last request."""
+    read: dict[str, Any] = json.loads(fake.requests[-1]["vllm_xargs"]["agentic_context"])
+    return read
+
+
+async def homes(it: World, fakes: list[FakeEngine]) -> dict[str, FakeEngine]:
+    """Both tenants' programs of the same id, at different engines."""
+    found = {}
+    for tenant, key in KEYS.items():
+        name = (await it.chat("p", key=key)).headers["X-Sojourn-Replica"]
+        found[tenant] = next(fake for fake in fakes if fake.name == name)
+    assert found["alice"] is not found["bob"]
+    return found
+
+
+# -- names ------------------------------------------------------------------------
+
+TEXTS = st.text(min_size=1, max_size=120)
+
+
+@given(tenants=st.sets(TEXTS, min_size=2, max_size=4), ids=st.sets(TEXTS, min_size=1, max_size=4))
+def test_no_two_programs_have_the_same_name_and_each_is_an_id(tenants: set[str], ids: set[str]) -> None:
+    names = ProgramIdMapper(sorted(tenants))
+    keys = [(tenant, one) for tenant in tenants for one in ids]
+    found = [names.engine_name(*key) for key in keys]
+    assert len({*found}) == len(keys)
+    for key, name in zip(keys, found, strict=True):
+        assert 0 < len(name.encode()) <= MAX_ID_BYTES
+        name.split("/")[0].encode("ascii")
+        read = names.key(name)
+        assert read == key or (read is not None and read[0] == key[0] and read[1].startswith("#"))
+
+
+def test_names_can_be_read() -> None:
+    names = ProgramIdMapper(["research", "a/b", "a"])
+    assert names.engine_name("research", "agent-1") == "research/agent-1"
+    assert names.engine_name("a", "b/c") == "a/b/c"
+    assert names.engine_name("a/b", "c") == "a%2Fb/c"
+    assert names.key("research/agent/1") == ("research", "agent/1")
+    for nobodys in ("agent-1", "stranger/agent-1", "research/", ""):
+        assert names.key(nobodys) is None
+
+
+# -- requests ---------------------------------------------------------------------
+
+
+async def test_two_programs_of_one_id_have_homes_events_and_ends_of_their_own() -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
+        of = await homes(it, fakes)
+        for tenant, key in KEYS.items():
+            assert of[tenant].headers[-1]["x-session-id"] == f"{tenant}/p"
+            assert it.gateway.routing_backend.core.home(tenant, "p") == of[tenant].name
+            shown = (await it.get("/sojourn/v1/programs", key))["programs"]
+            assert [(one["program_id"], one["tenant"]) for one in shown] == [("p", tenant)]
+            about = await it.get("/sojourn/v1/programs/p", key)
+            assert (about["replica"], about["engine"]["program_id"]) == (of[tenant].name, "p")
+            outcomes = await it.events(TOOL, key=key, emitter="the same")
+            assert outcomes == [{"outcome": "applied", "program_id": "p", "seq": 1}]
+            assert of[tenant].of(f"{tenant}/p") == ["tool_start"]
+        assert sum(len(fake.events) for fake in fakes) == 2
+        await it.events({"type": "program_end", "program_id": "p", "seq": 2}, key="kb")
+        assert of["bob"].of("bob/p") == ["tool_start", "program_end"]
+        assert it.gateway.routing_backend.core.home("bob", "p") is None
+        assert it.gateway.routing_backend.core.home("alice", "p") == of["alice"].name
+
+
+async def test_every_id_of_a_hint_is_named_and_nothing_else_changed() -> None:
+    more = {"parent_program_id": "q", "root_program_id": "r", "step_id": "p", "request_id": "p"}
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        child = {"type": "program_start", "program_id": "p", "seq": 0, "parent_program_id": "q"}
+        sent = hint("p", child, {**TOOL, "call_id": "p"}, **more)  # its tenant is that of the key
+        await it.chat("s", key="kb", temperature=0.5, **sent)
+        assert fakes[0].requests[-1]["temperature"] == 0.5
+        assert fakes[0].requests[-1]["vllm_xargs"]["other"] == 1
+        named = {"program_id": "bob/p", "parent_program_id": "bob/q"}
+        assert told(fakes[0]) == {
+            **json.loads(sent["vllm_xargs"]["agentic_context"]),
+            **named,
+            "root_program_id": "bob/r",
+            "sojourn": {
+                "v": 1,
+                "tenant": "bob",
+                "emitter": "em",
+                "events": [
+                    {**child, **named, "tenant": "bob"},
+                    {**TOOL, "program_id": "bob/p", "call_id": "p"},
+                ],
+            },
+        }
+        assert fakes[0].headers[-1]["x-session-id"] == "bob/p"
+
+
+@pytest.mark.parametrize("bad", ["{", json.dumps({"program_id": ""}), 7])
+async def test_an_unreadable_hint_names_no_program(bad: Any) -> None:
+    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
+        more = {"vllm_xargs": {"agentic_context": bad, "other": 1}}
+        assert (await it.chat("p", key="ka", **more)).status == 200
+        assert fakes[0].requests[-1]["vllm_xargs"] == {"other": 1}
+        assert fakes[0].headers[-1]["x-session-id"] == "alice/p"
+
+
+# -- events and moves -------------------------------------------------------------
+
+
+async def test_each_program_moves_with_its_kv_and_events() -> None:
+    options = {"preset": IN_TURN, "tenants": TENANTS, "admin_key": "root"}
+    async with engines(2, shared_disk=True) as fakes, world(fakes, **options) as it:
+        of = await homes(it, fakes)
+        await it.events(TOOL, key="ka")
+        await it.events({**TOOL, "call_id": "d"}, key="kb")
+        await it.drain(of["alice"].name)
+        assert (await it.chat("p", key="ka")).headers["X-Sojourn-Replica"] == of["bob"].name
+        assert of["alice"].persisted == ["alice/p"]
+        await until(lambda: of["alice"].of("alice/p") == ["tool_start", "program_end"])
+        await until(lambda: of["bob"].of("alice/p") == ["tool_start"])
+        assert of["bob"].of("bob/p") == ["tool_start"], "the other's goes on as it was"
+        assert it.gateway.routing_backend.core.home("bob", "p") == of["bob"].name
+        assert [move["program_id"] for move in (await it.get("/sojourn/v1/moves", "ka"))["moves"]] == ["p"]
+        assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
+
+
+async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
+        of = await homes(it, fakes)
+        of["alice"].lost = of["bob"].lost = ["p", "bob/p", "stranger/p"]
+        await until(lambda: it.gateway.routing_backend.core.home("bob", "p") is None)
+        assert it.gateway.routing_backend.core.home("alice", "p") == of["alice"].name
