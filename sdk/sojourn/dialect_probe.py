@@ -166,11 +166,12 @@ def probe_dialect(
     messages call the server ``address`` and have the level ``log_level``. The message that there is no answer
     has the level ``no_answer_level``, if given.
     """
+    no_server_level = log_level if no_answer_level is None else no_answer_level
     try:
         answer = transport.get(CAPABILITIES_PATH, timeout_s)
     except Exception as error:
         logger.log(
-            log_level if no_answer_level is None else no_answer_level,
+            no_server_level,
             "no answer from %s (%s); the agent continues without it; "
             "the SDK tries again when it sends events",
             address,
@@ -178,7 +179,7 @@ def probe_dialect(
         )
         return None
     if answer.status in _STOCK:
-        return _identify_other_server(transport, timeout_s) or "vllm"
+        return _identify_other_server(transport, timeout_s) or _stock(answer.status, address, no_server_level)
     if answer.status in (401, 403):
         logger.log(
             log_level,
@@ -196,15 +197,21 @@ def probe_dialect(
     try:
         page = _decoder.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return "vllm"  # a server that answers 200 to anything
+        return _stock(200, address, no_server_level)  # a server that answers 200 to anything
     if page.name != "sojourn":
-        return "vllm"
+        return _stock(200, address, no_server_level)
     if WIRE_VERSION not in page.wire:
         logger.log(
             log_level, "the server has wire version %s, this SDK %d; headers only", page.wire, WIRE_VERSION
         )
         return "vllm"
     return "sojourn"
+
+
+def _stock(status: int, address: str, level: int) -> str:
+    """Say that a server is not sojourn's, and return its dialect."""
+    logger.log(level, "no sojourn server answers at %s (HTTP %d); sending headers only", address, status)
+    return "vllm"
 
 
 def _identify_other_server(transport: ServerTransport, timeout_s: float) -> str | None:

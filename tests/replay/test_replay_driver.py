@@ -13,6 +13,7 @@ import pytest
 from fake_completions_server import FakeServer
 from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
+from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.replay.program_announcer import NullAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
@@ -79,6 +80,7 @@ async def test_the_server_s_own_outputs_become_the_next_prefix() -> None:
         expected = [(sum(first["prompt"]) + i) % 90 + 5 for i in range(8)]
     assert second["prompt"][:108] == first["prompt"] + expected
     assert first["ignore_eos"] is True
+    assert all(PROBE_ID in headers["X-Request-Id"] for headers in server.headers), "not counted as an agent's"
     assert first["max_tokens"] == 8
 
 

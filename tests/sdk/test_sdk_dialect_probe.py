@@ -52,6 +52,16 @@ def test_answers_are_read_cautiously(answer, dialect):
     assert probe_dialect(Says(answer), timeout_s=1) == dialect
 
 
+@pytest.mark.parametrize(("reported", "level"), [(False, "WARNING"), (True, "DEBUG")])
+@pytest.mark.parametrize("answer", [HttpResponse(404, b""), HttpResponse(200, b'{"ok": true}')], ids=str)
+def test_a_server_without_sojourn_is_told_once(caplog, answer, reported, level):
+    caplog.set_level("DEBUG")
+    found = ServerDialect(Says(answer), Counters(), address="http://h:1", reported=reported)
+    found.ask()
+    told = [one for one in caplog.records if "no sojourn server answers at http://h:1" in one.getMessage()]
+    assert [one.levelname for one in told] == [level]
+
+
 NO_SUCH_PATH = HttpResponse(404, b"")
 # Heads of what the real servers said: vLLM 0.32, SGLang 0.5.23 (its source), Dynamo 1.6.1, ThunderAgent
 # a7eef77, vLLM Router 0.1.17.
@@ -124,13 +134,6 @@ def test_what_is_not_certain_gets_headers_only(server):
     assert probe_dialect(Says(NO_SUCH_PATH, **server), timeout_s=1) == "vllm"
 
 
-def test_a_given_dialect_stays():
-    server = ServerDialect(Says(OSError("not asked")), Counters(), "sojourn")
-    server.learn("vllm")
-    assert server.dialect.name == "sojourn"
-    assert server.known
-
-
 def test_a_stock_server_gets_headers_only_and_no_events(monkeypatch):
     monkeypatch.setattr(event_sender, "FIRST_STOCK_PAUSE_S", 3600.0)
     with FakeServer(sojourn=False) as server:
@@ -174,15 +177,6 @@ def test_init_waits_no_longer_than_it_may(probe_timeout_s, monkeypatch):
         sojourn.init(server.url, probe_timeout_s=probe_timeout_s)
         assert waits == [probe_timeout_s]
         server._released.set()
-
-
-def test_an_absent_server_costs_init_nothing_and_breaks_nothing():
-    sojourn.init(refusing_url())
-    with sojourn.program("p") as p, sojourn.tool_call("t"):
-        assert sojourn.request_parts() == ({}, {"X-Session-ID": p.id})
-    sojourn.flush(1)
-    assert sojourn.stats().dialect_known is False
-    assert sojourn.stats()["net_ConnectionRefusedError"] >= 1
 
 
 def test_a_server_with_a_key_gets_headers_until_it_is_shown(monkeypatch, caplog):

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
     from sojourn_server.simulator.simulation_suite import SuiteResult
 
-DEFAULT_POLICIES = "stock,admit,continuum,sojourn"
+DEFAULT_POLICIES = "stock, admit, continuum, sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
 """Default policies for runs with several replicas: they choose a replica for each request."""
 SWEEP_POLICIES = {
@@ -60,7 +60,7 @@ def simulate(
     policy: str = typer.Option(
         DEFAULT_POLICIES,
         help="Policies separated by commas: names or TOML files of presets. With --replicas ROUTING/ENGINE, "
-        "for example round-robin/stock; a routing alone has its own engines, an engine alone prefix-affinity",
+        "such as round-robin/stock (a routing alone has its own engines, an engine alone prefix-affinity)",
     ),
     replicas: int | None = typer.Option(
         None, min=1, help="Engines behind a gateway, each on its own --hardware. Default: one engine alone"
@@ -189,7 +189,7 @@ def _specs(workload: str, policies: str, programs: str, rate: str | None) -> lis
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if not names:
-        raise CliError("--policy names no policy", f"for example --policy {DEFAULT_POLICIES}")
+        raise CliError("--policy names no policy", "for example --policy stock,sojourn")
     counts = _numbers("--programs", programs, int)
     rates: Sequence[float | None] = _numbers("--rate", rate, float) if rate is not None else [None]
     return [

@@ -194,7 +194,8 @@ def column_meanings() -> Table:
 def shows_leases(frame: LiveFrame) -> bool:
     """Return whether the view shows leases: an engine's policy grants them, or a lease exists."""
     return any(
-        (engine.grants_leases and not engine.error) or engine.leases or engine.blocks.get("leased") for engine in frame.engines
+        (engine.grants_leases and not engine.error) or engine.leases or engine.blocks.get("leased")
+        for engine in frame.engines
     ) or any(row.lease_blocks for row in frame.programs)
 
 

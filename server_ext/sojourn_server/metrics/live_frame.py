@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import msgspec
 
 FRAME_VERSION = 2
-PROBE_ID = "sojourn-doctor"
-"""Part of the id of each request that ``sojourn doctor`` sends."""
+PROBE_ID = "sojourn-probe"
+"""Part of the id of each request that ``sojourn doctor``, ``profile`` and ``replay`` send."""
 
 
 class ProgramSummary(msgspec.Struct, frozen=True):
@@ -123,8 +123,8 @@ class EngineRow(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the engine's policy grants leases. The default policy does not: it places whole programs. If
     false, viewers show no column of leases."""
     untracked_requests: int = 0
-    """Requests without a program that have arrived since the engine's start, except those of ``sojourn
-    doctor``. Each engine of a prefill/decode pair counts the same request."""
+    """Requests without a program that have arrived since the engine's start, except those of ``sojourn``
+    commands. Each engine of a prefill/decode pair counts the same request."""
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import msgspec
+
+from ..metrics.live_frame import PROBE_ID
 
 
 class ServerError(Exception):
@@ -167,7 +170,11 @@ class CompletionsClient:
                 "POST",
                 f"{self.url}/v1/completions",
                 content=content,
-                headers={"Content-Type": "application/json", **(headers or {})},
+                headers={
+                    "Content-Type": "application/json",
+                    "X-Request-Id": f"{PROBE_ID}-{uuid4().hex}",  # no request of an agent
+                    **(headers or {}),
+                },
             ) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, (await answer.aread()).decode("utf-8", "replace"))
