@@ -19,11 +19,10 @@ from kv_blocks import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
-from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.file_system import FileSystem
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, PersistStatus, TierLimits
 from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import SharedStore
 
@@ -101,7 +100,7 @@ class Engine:
             model = identity(block_bytes=size, layers=LAYERS, kv_dtype=str(dtype))
             self.disk = SharedStore.open(folder, model, budget_bytes=budget, files=files)
         limits = {"min_probe_blocks": 1, **limits}
-        self.planner = OffloadPlanner(
+        self.planner = OffloadScheduler(
             TierLimits(host_slots=slots, disk_blocks=disk_blocks if folder is not None else 0, **limits)
         )
         self.mover = OffloadWorker(self.device, self.disk)
@@ -198,7 +197,7 @@ class Engine:
         answers: list[PersistStatus] = []
 
         def done() -> bool:
-            answers.append(self.planner.persist(chain, on_device))
+            answers.append(self.planner.persist(chain, on_device, self.now))
             return not answers[-1].pending
 
         self.steps_until(done)
@@ -248,11 +247,11 @@ def merged(results: Iterable[OffloadResults], what: str) -> dict[str, float]:
     return sums
 
 
-def nothing_is_pinned(planner: OffloadPlanner) -> bool:
+def nothing_is_pinned(planner: OffloadScheduler) -> bool:
     return not any(entry.pins for entry in planner.host._by_slot.values())
 
 
-def slots_add_up(planner: OffloadPlanner) -> bool:
+def slots_add_up(planner: OffloadScheduler) -> bool:
     host = planner.host
     return sorted([*host._by_slot, *host._free]) == list(range(host.slots))
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from block_contexts import as_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_planner import OffloadPlanner, PersistStatus
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, PersistStatus, TierLimits
 
 
 def key(number: int) -> bytes:
@@ -25,18 +24,18 @@ def placed(chain: Sequence[bytes]) -> dict[bytes, int]:
     return {each: index for index, each in enumerate(chain)}
 
 
-def planner(host_slots: int = 20, disk_blocks: int = 40, **limits: int) -> OffloadPlanner:
-    return OffloadPlanner(TierLimits(host_slots=host_slots, disk_blocks=disk_blocks, **limits))
+def planner(host_slots: int = 20, disk_blocks: int = 40, **limits: int) -> OffloadScheduler:
+    return OffloadScheduler(TierLimits(host_slots=host_slots, disk_blocks=disk_blocks, **limits))
 
 
 def answered(jobs: OffloadJobs, copy_result: CopyResult = CopyResult.MOVED) -> OffloadResults:
     return OffloadResults(
         stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
-        spilled={job: {file.key: copy_result for file in files} for job, files in jobs.spills.items()},
+        spilled={file.key: copy_result for file in jobs.spills},
     )
 
 
-def step(planner: OffloadPlanner) -> OffloadJobs:
+def step(planner: OffloadScheduler) -> OffloadJobs:
     jobs = planner.take_jobs()
     planner.take_results(answered(jobs))
     return jobs
@@ -60,18 +59,18 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
         assert kept.lookup("late", as_context([key(9)]), 0.1) == 0
         jobs = step(kept)
         assert [*jobs.spills, *jobs.stages, *jobs.probes, *jobs.touches] == []
-    assert kept.persist(keys(5), placed(keys(5))) == PersistStatus(0, 0)
+    assert kept.persist(keys(5), placed(keys(5)), 0.0) == PersistStatus(0, 0)
     assert not kept.has_jobs
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
 
 
 def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
     kept, chain = planner(), keys(5)
-    assert kept.persist(chain, placed(chain)) == PersistStatus(0, 5)
+    assert kept.persist(chain, placed(chain), 0.0) == PersistStatus(0, 5)
     assert kept.has_jobs
     assert sum(map(len, step(kept).stores.values())) == 5
-    assert sum(map(len, step(kept).spills.values())) == 5
-    assert kept.persist(chain, placed(chain)) == PersistStatus(5, 0)
+    assert len(step(kept).spills) == 5
+    assert kept.persist(chain, placed(chain), 0.0) == PersistStatus(5, 0)
     assert not kept.has_jobs
     jobs = step(kept)
     assert not jobs.stores, "asked again, nothing is done again"
@@ -84,13 +83,13 @@ def test_what_host_memory_has_is_written_from_there() -> None:
     for number, each in enumerate(chain[:4]):
         kept.plan_save(each, number)
     step(kept)
-    assert kept.persist(chain, {chain[5]: 15}) == PersistStatus(0, 4), (
+    assert kept.persist(chain, {chain[5]: 15}, 0.0) == PersistStatus(0, 4), (
         "without what comes before it it is no use"
     )
-    assert kept.persist(chain, {chain[4]: 14, chain[5]: 15}) == PersistStatus(0, 6)
+    assert kept.persist(chain, {chain[4]: 14, chain[5]: 15}, 0.0) == PersistStatus(0, 6)
     step(kept)
     step(kept)
-    assert kept.persist(chain, {}) == PersistStatus(6, 0)
+    assert kept.persist(chain, {}, 0.0) == PersistStatus(6, 0)
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,7 +108,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
     late = OffloadResults()
     for act, number in acts:
         if act == "persist":
-            told = kept.persist(chain[: number + 1], placed(chain[: number + 1]))
+            told = kept.persist(chain[: number + 1], placed(chain[: number + 1]), 0.0)
             assert all(each in kept.disk for each in chain[: told.stored])
             assert told.stored + told.pending <= min(number + 1, disk_blocks)
         elif act == "evict":
@@ -125,7 +124,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
         assert len(kept.disk) <= disk_blocks
     kept.take_results(late)
     for _ in range(400):
-        told = kept.persist(chain, placed(chain))
+        told = kept.persist(chain, placed(chain), 0.0)
         step(kept)
     assert told.pending == 0
     assert told.stored == min(10, disk_blocks)

@@ -37,7 +37,7 @@ def step(engine: Any) -> OffloadJobs:
     results = OffloadResults(
         probed=dict.fromkeys(jobs.probes, 0),
         stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
-        spilled={job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()},
+        spilled={file.key: CopyResult.MOVED for file in jobs.spills},
     )
     engine.update_from_output(planned, KVConnectorOutput(kv_connector_worker_meta=StepReport(results)))
     return jobs

@@ -16,14 +16,8 @@ def test_the_worst_result_of_a_copy_counts(bad: CopyResult, order: int) -> None:
     pair = [MOVED, bad][:: 1 - 2 * order]
     stored = RankResults(2).add([OffloadResults(stored={1: each}) for each in pair]).stored
     assert stored == {1: bad}
-    staged = RankResults(2).add([OffloadResults(staged={1: {b"k": each}}) for each in pair]).staged
-    assert staged == {1: {b"k": bad}}
-
-
-def test_a_block_that_one_rank_could_not_write_is_not_written() -> None:
-    first = OffloadResults(spilled={1: {b"a": MOVED, b"b": MOVED, b"c": MOVED}})
-    second = OffloadResults(spilled={1: {b"a": MOVED, b"b": FAILED}})  # it did not get to c
-    assert RankResults(2).add([first, second]).spilled == {1: {b"a": MOVED, b"b": FAILED}}
+    staged = RankResults(2).add([OffloadResults(staged={b"k": each}) for each in pair]).staged
+    assert staged == {b"k": bad}
 
 
 def test_a_search_finds_what_all_ranks_find() -> None:

@@ -15,7 +15,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire_codec import Outcome
 from sojourn.wire_events import AnyEvent
 from sojourn_server.core.events_and_actions import TurnFinishReason
-from sojourn_server.kv_offload import disk_planner, host_block_pool, offload_planner
+from sojourn_server.kv_offload import host_block_pool, offload_scheduler
 from sojourn_server.kv_offload.offload_jobs import CopyResult
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
@@ -60,7 +60,7 @@ def test_label_sets_are_the_enums_of_other_packages() -> None:
 
 def test_each_name_that_the_planners_count_is_a_tier_move() -> None:
     counted = set()
-    for module in (offload_planner, disk_planner, host_block_pool):
+    for module in (offload_scheduler, host_block_pool):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
             if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Subscript):
                 counter = node.target.value

@@ -40,7 +40,7 @@ class Worker:
         self.slots: dict[int, Any] = {}
         self.disk: dict[Any, Any] = {}
         self.stores: dict[int, tuple[int, list[Any]]] = {}
-        self.files: list[tuple[str, int, Any]] = []
+        self.files: list[tuple[str, Any]] = []
         self.counts: Counter[str] = Counter()
         self.steps = 0
         self.outputs: list[Any] = []
@@ -117,10 +117,8 @@ class Worker:
             self.stores[job] = (self.steps + self.lag_steps, copies)
             self.slots.update((copy.slot, "half written") for copy in copies)
             self.counts["stored"] += len(copies)
-        self.files += [("spill", job, files) for job, files in jobs.spills.items()]
-        for job, files in jobs.stages.items():
-            self.files.append(("stage", job, files))
-            self.slots.update((file.slot, "half read") for file in files)
+        self.files += [("spill", file) for file in jobs.spills] + [("stage", file) for file in jobs.stages]
+        self.slots.update((file.slot, "half read") for file in jobs.stages)
 
     def _copy_to_host(self, copies: Any) -> None:
         for copy in copies:
@@ -143,15 +141,14 @@ class Worker:
         for job in [job for job, (done, _) in self.stores.items() if done <= self.steps]:
             self._copy_to_host(self.stores.pop(job)[1])
             self.results.stored[job] = CopyResult.MOVED
-        for kind, job, files in self.files:
+        for kind, file in self.files:
             if kind == "spill":
-                for file in files:
-                    assert self.slots[file.slot] == file.key
-                    self.disk[file.key] = self.slots[file.slot]
-                self.results.spilled[job] = {file.key: CopyResult.MOVED for file in files}
+                assert self.slots[file.slot] == file.key
+                self.disk[file.key] = self.slots[file.slot]
+                self.results.spilled[file.key] = CopyResult.MOVED
             else:
-                self.slots.update((file.slot, self.disk[file.key]) for file in files)
-                self.results.staged[job] = {file.key: CopyResult.MOVED for file in files}
+                self.slots[file.slot] = self.disk[file.key]
+                self.results.staged[file.key] = CopyResult.MOVED
         self.files.clear()
 
     def _compute(self, planned: Any) -> None:

@@ -56,6 +56,8 @@ class HostEntry:
     """Number of the job that is filling the slot; ``None`` if the slot is filled."""
     on_disk: bool
     """Whether the disk has a copy."""
+    dirty: bool
+    """Whether the disk has no copy, and no write of this entry has failed."""
     pins: int = 0
     """Number of current or expected readers. A pinned entry is not evicted."""
     removal_pending: bool = False
@@ -76,7 +78,7 @@ class HostBlockPool:
         self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
         self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
-        """Idle entries without a copy on disk, by rank."""
+        """Idle ``dirty`` entries, by rank."""
         self.idle_on_disk = 0
         """Number of idle entries with a copy on disk. Evicting them loses nothing."""
 
@@ -122,7 +124,9 @@ class HostBlockPool:
             if reused is None:
                 return None
             self._counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
-        entry = HostEntry(key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk)
+        entry = HostEntry(
+            key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk, dirty=not on_disk
+        )
         self._entries[key] = entry
         self._by_slot[entry.slot] = entry
         self._mark_idle_or_free(entry)
@@ -156,7 +160,7 @@ class HostBlockPool:
         self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):
             self._idle[entry.rank].move_to_end(entry.key, last=False)
-            if not entry.on_disk:
+            if entry.dirty:
                 self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
@@ -168,7 +172,7 @@ class HostBlockPool:
         """Make the entry the most recently used of its rank."""
         if self._is_idle(entry):
             self._idle[entry.rank].move_to_end(entry.key)
-            if not entry.on_disk:
+            if entry.dirty:
                 self._dirty[entry.rank].move_to_end(entry.key)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
@@ -183,26 +187,22 @@ class HostBlockPool:
         if idle:
             self._mark_idle_or_free(entry)
 
-    def set_on_disk(self, entry: HostEntry, on_disk: bool) -> None:
-        """Record whether the disk has a copy."""
-        if entry.on_disk == on_disk:
-            return
-        idle = self._is_idle(entry)
-        entry.on_disk = on_disk
-        if idle and on_disk:
-            del self._dirty[entry.rank][entry.key]
-            self.idle_on_disk += 1
-        elif idle:
-            self._dirty[entry.rank][entry.key] = entry
-            self.idle_on_disk -= 1
+    def set_on_disk(self, entry: HostEntry, on_disk: bool, *, dirty: bool = False) -> None:
+        """Record whether the disk has a copy, and whether the entry is ``dirty``."""
+        if self._is_idle(entry):
+            self.idle_on_disk += on_disk - entry.on_disk
+            self._dirty[entry.rank].pop(entry.key, None)
+            if dirty:
+                self._dirty[entry.rank][entry.key] = entry
+        entry.on_disk, entry.dirty = on_disk, dirty
 
     def idle_unspilled(self, rank: RetentionRank) -> int:
-        """Return the number of idle entries of this rank without a copy on disk."""
+        """Return the number of idle ``dirty`` entries of this rank."""
         return len(self._dirty[rank])
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
-        """Return up to ``most`` idle entries that have a rank above ``above`` and no copy on disk, in the
-        order of their eviction."""
+        """Return up to ``most`` idle ``dirty`` entries of a rank above ``above``, in the order of their
+        eviction."""
         members = (self._dirty[rank].values() for rank in _RANKS[above + 1 :])
         return list(islice(chain.from_iterable(members), most))
 
@@ -227,14 +227,12 @@ class HostBlockPool:
         if not self._is_idle(entry):
             return
         self._idle[entry.rank][entry.key] = entry
-        if entry.on_disk:
-            self.idle_on_disk += 1
-        else:
+        self.idle_on_disk += entry.on_disk
+        if entry.dirty:
             self._dirty[entry.rank][entry.key] = entry
 
     def _unmark_idle(self, entry: HostEntry) -> None:
         del self._idle[entry.rank][entry.key]
-        if entry.on_disk:
-            self.idle_on_disk -= 1
-        else:
+        self.idle_on_disk -= entry.on_disk
+        if entry.dirty:
             del self._dirty[entry.rank][entry.key]

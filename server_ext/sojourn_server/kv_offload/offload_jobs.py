@@ -1,15 +1,15 @@
 """The copy jobs of one engine step, and the results of earlier jobs.
 
-The planner, in the scheduler's process, writes ``OffloadJobs``. The worker, in the model's process, carries
-them out in the order of the fields below and answers with ``OffloadResults``. Block ids are the engine's.
-Slots of host memory are numbered from 0. A key is a block's chain hash, with a suffix for its KV cache group
-if there are several.
+The ``OffloadScheduler``, in the engine scheduler's process, writes ``OffloadJobs``. The worker, in the
+model's process, carries them out in the order of the fields below and answers with ``OffloadResults``. Block
+ids are the engine's. Slots of host memory are numbered from 0. A key is a block's chain hash, with a suffix
+for its KV cache group if there are several.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NamedTuple
@@ -47,8 +47,8 @@ class CopyResult(Enum):
 
 @dataclass(slots=True)
 class OffloadJobs:
-    """The jobs of one step. The worker reports one result for each job number, and one for each request in
-    ``loads``. "Host" is host memory."""
+    """The jobs of one step. The worker reports one result for each job number, one for each request in
+    ``loads``, and one for each key in ``spills`` and ``stages``. "Host" is host memory."""
 
     settles: bool = False
     """Whether the worker must first wait for all loads of earlier steps, because one of them was
@@ -66,10 +66,10 @@ class OffloadJobs:
     filled."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Job number → copies from device to host while the model computes."""
-    spills: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Job number → copies from host to disk."""
-    stages: dict[int, list[FileCopy]] = field(default_factory=dict)
-    """Job number → copies from disk to host. Job numbers are in increasing order."""
+    spills: list[FileCopy] = field(default_factory=list)
+    """Copies from host to disk. A key that has no result yet is not ordered again; as in ``stages``."""
+    stages: list[FileCopy] = field(default_factory=list)
+    """Copies from disk to host."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
     """Job number → keys, in context order, to look for on disk."""
     touches: list[BlockKey] = field(default_factory=list)
@@ -85,10 +85,10 @@ class OffloadResults:
 
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Number of a store job that has ended → its result."""
-    spilled: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
-    """Job number → results of its copies from host to disk. The copy of an absent key has failed."""
-    staged: dict[int, Mapping[BlockKey, CopyResult]] = field(default_factory=dict)
-    """Job number → results of its copies from disk to host. The copy of an absent key has failed."""
+    spilled: dict[BlockKey, CopyResult] = field(default_factory=dict)
+    """Key → result of its copy from host to disk."""
+    staged: dict[BlockKey, CopyResult] = field(default_factory=dict)
+    """Key → result of its copy from disk to host."""
     probed: dict[int, int] = field(default_factory=dict)
     """Job number → number of leading keys that the disk has."""
     lost_slots: list[int] = field(default_factory=list)
@@ -102,29 +102,21 @@ class OffloadResults:
     last report. Waits of the device itself are not counted."""
 
     def __bool__(self) -> bool:
-        return bool(
-            self.stored
-            or self.spilled
-            or self.staged
-            or self.probed
-            or self.lost_slots
-            or self.moved_bytes
-            or self.waited_s
-        )
+        return any(getattr(self, each.name) for each in fields(self))
 
 
 class RankResults:
     """Combines the reports of an engine's workers, which may arrive in different steps.
 
-    Each worker copies its own part of every block. A job has ended when all workers have reported it. A
-    block counts as copied only if all workers have copied their parts.
+    Each worker copies its own part of every block. A job has ended when all workers have reported it. Its
+    result is the worst: a block counts as copied only if all workers have copied their parts.
     """
 
     def __init__(self, ranks: int) -> None:
         """``ranks``: number of workers that report."""
         self._ranks = ranks
-        self._answers: defaultdict[tuple[str, int], list[Any]] = defaultdict(list)
-        """(field of ``OffloadResults``, job number) → answers so far."""
+        self._answers: defaultdict[tuple[str, int | BlockKey], list[Any]] = defaultdict(list)
+        """(field of ``OffloadResults``, job number or key) → answers so far."""
 
     def add(self, reports: Iterable[OffloadResults]) -> OffloadResults:
         """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
@@ -152,23 +144,13 @@ def _worst(results: Iterable[CopyResult]) -> CopyResult:
     return max(results, key=list(CopyResult).index)
 
 
-def _worst_by_key(answers: Sequence[Mapping[BlockKey, CopyResult]]) -> dict[BlockKey, CopyResult]:
-    """Return key → its worst result in all answers. A key that is absent from an answer is left out, which
-    means that its copy has failed."""
-    return {
-        key: _worst(each[key] for each in answers)
-        for key in answers[0]
-        if all(key in each for each in answers)
-    }
-
-
 _COMBINED: dict[str, Callable[[list[Any]], Any]] = {
     "stored": _worst,
-    "spilled": _worst_by_key,
-    "staged": _worst_by_key,
+    "spilled": _worst,
+    "staged": _worst,
     "probed": min,
 }
-"""Field of ``OffloadResults`` with answers by job number → how the workers' answers are combined."""
+"""Field of ``OffloadResults`` with answers by job or key → how the workers' answers are combined."""
 
 
 TRANSFER_DIRECTIONS = ("to_host", "to_device", "to_disk", "from_disk")

@@ -1,4 +1,4 @@
-"""Carries out the jobs of ``offload_planner`` in each step, in the process that runs the model.
+"""Carries out the jobs of ``offload_scheduler`` in each step, in the process that runs the model.
 
 A ``DeviceBackend`` copies the KV blocks of one kind of device. Each direction has a thread of its own: host
 memory to device, device to host, host to disk, disk to host. vLLM schedules a request only after its load has
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,14 +17,12 @@ from typing import Any, Protocol
 
 from .block_file import BlockCorrupt
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
-from .shared_store import BlockNotFound, PutOutcome, SharedStore, StoreError
+from .shared_store import BlockNotFound, PutOutcome, SharedStore
 from .transfer_thread import Moved, TransferThread
 
 SEARCH_S = 0.5
 """Seconds after which a search of the disk ends with what it has found. Requests wait longer by default
-(``TierLimits.max_probe_wait_s``), so they can use the result."""
-SEARCH_BATCH_KEYS = 32
-"""A search looks at the clock each time it has found this many keys."""
+(``TierLimits.max_stage_wait_s``), so they can use the result."""
 
 
 class Copy(Protocol):
@@ -116,10 +114,23 @@ class OffloadWorker:
         begun: set[int] = set()
         try:
             self._save_before_step(jobs)
-            self._begin_jobs(jobs, begun)
+            # After the saves, because a load may fill a block that this step saves.
+            fence = self._device.fence() if jobs.loads or jobs.stores else None
+            for request_id, load in jobs.loads.items():
+                self._load(request_id, load, fence)
+            for job, copies in jobs.stores.items():
+                self._store(job, copies, fence)
+                begun.add(job)
         except Exception:
-            self._fail_jobs(jobs, begun)
+            # Otherwise the jobs' slots would stay in use, and requests would wait for ever.
+            failed = dict.fromkeys(jobs.stores.keys() - begun, CopyResult.FAILED)
+            with self._lock:
+                for request_id in jobs.loads.keys() - self._loading:
+                    self._loaded[request_id] = {copy.block_id for copy in jobs.loads[request_id]}
+                self._results.stored.update(failed)
             raise
+        finally:
+            self._begin_disk_jobs(jobs)
 
     def _save_before_step(self, jobs: OffloadJobs) -> None:
         began = time.perf_counter()
@@ -139,40 +150,15 @@ class OffloadWorker:
         if jobs.settles or jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
 
-    def _begin_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
-        """Begin the jobs that run in parallel with the step, and add their numbers to ``begun``."""
-        # After the saves, because a load may fill a block that this step saves.
-        fence = self._device.fence() if jobs.loads or jobs.stores else None
-        for request_id, load in jobs.loads.items():
-            self._load(request_id, load, fence)
-        for job, copies in jobs.stores.items():
-            self._store(job, copies, fence)
-            begun.add(job)
-        for job, files in jobs.spills.items():
-            lost = frozenset(file.slot for file in files if file.slot in self._lost)
-            self._to_disk.submit(partial(self._spill, job, files, lost))
-            begun.add(job)
-        for job, files in jobs.stages.items():
-            self._lost.difference_update(file.slot for file in files)
-            self._from_disk.submit(partial(self._stage, job, files))
-            begun.add(job)
+    def _begin_disk_jobs(self, jobs: OffloadJobs) -> None:
+        lost = frozenset(file.slot for file in jobs.spills if file.slot in self._lost)
+        self._lost.difference_update(file.slot for file in jobs.stages)
+        if jobs.spills:
+            self._to_disk.submit(partial(self._spill, jobs.spills, lost))
+        if jobs.stages or jobs.touches:
+            self._from_disk.submit(partial(self._stage, jobs.stages, jobs.touches))
         for job, keys in jobs.probes.items():
             self._probe.submit(partial(self._look_for, job, keys))
-            begun.add(job)
-        if jobs.touches and self._disk is not None:
-            self._from_disk.submit(partial(self._disk.touch, jobs.touches))
-
-    def _fail_jobs(self, jobs: OffloadJobs, begun: set[int]) -> None:
-        """Report the jobs that are not in ``begun``, and the loads that have not begun, as failed. Otherwise
-        their slots would stay in use, and requests would wait for ever."""
-        failed = {*jobs.stores, *jobs.spills, *jobs.stages, *jobs.probes} - begun
-        with self._lock:
-            for request_id in jobs.loads.keys() - self._loading:
-                self._loaded[request_id] = {copy.block_id for copy in jobs.loads[request_id]}
-            self._results.stored.update(dict.fromkeys(failed & jobs.stores.keys(), CopyResult.FAILED))
-            self._results.spilled.update({job: {} for job in failed & jobs.spills.keys()})
-            self._results.staged.update({job: {} for job in failed & jobs.stages.keys()})
-            self._results.probed.update(dict.fromkeys(failed & jobs.probes.keys(), 0))
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
         """Return the ids of the requests whose loads have ended since the last call, and the ids of their
@@ -287,47 +273,42 @@ class OffloadWorker:
         self._to_host.submit(copy)
         self._stores[job] = store
 
-    def _spill(self, job: int, files: Sequence[FileCopy], lost: frozenset[int]) -> int:
-        copy_results: dict[BlockKey, CopyResult] = {}
-        try:
-            for file in files:
-                copy_results[file.key] = CopyResult.MISSING if file.slot in lost else self._put(file)
-        finally:  # the job is always answered; blocks missing from the answer have failed
+    def _spill(self, files: Sequence[FileCopy], lost: Set[int]) -> int:
+        moved_bytes = 0
+        for file in files:
+            copy_result = CopyResult.MISSING if file.slot in lost else self._put(file)
+            moved_bytes += self._device.block_bytes * (copy_result is CopyResult.MOVED)
             with self._lock:
-                self._results.spilled[job] = copy_results
-        return self._moved_bytes(copy_results)
-
-    def _moved_bytes(self, copy_results: Mapping[BlockKey, CopyResult]) -> int:
-        return [*copy_results.values()].count(CopyResult.MOVED) * self._device.block_bytes
+                self._results.spilled[file.key] = copy_result
+        return moved_bytes
 
     def _put(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None
         try:
             outcome = self._disk.put(file.key, [self._device.slot(file.slot)])
-        except StoreError:
+        except Exception:  # each copy is answered, whatever the device or the store raises
             return CopyResult.FAILED
         return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
 
-    def _stage(self, job: int, files: Sequence[FileCopy]) -> int:
-        copy_results: dict[BlockKey, CopyResult] = {}
-        try:
-            for file in files:
-                copy_results[file.key] = self._get(file)
-        finally:
+    def _stage(self, files: Sequence[FileCopy], touches: Sequence[BlockKey]) -> int:
+        assert self._disk is not None
+        moved_bytes = 0
+        for file in files:
+            copy_result = self._get(file)
+            moved_bytes += self._device.block_bytes * (copy_result is CopyResult.MOVED)
             with self._lock:
-                self._results.staged[job] = copy_results
-        return self._moved_bytes(copy_results)
+                self._results.staged[file.key] = copy_result
+        self._disk.touch(touches)
+        return moved_bytes
 
     def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
         assert self._disk is not None
         found, ends_s = 0, self._clock() + SEARCH_S
         try:
-            while found < len(keys) and (not found or self._clock() < ends_s):
-                batch = keys[found : found + SEARCH_BATCH_KEYS]
-                here = self._disk.leading(batch)
-                found += here
-                if here < len(batch):
+            for key in keys:
+                if not self._disk.has(key) or self._clock() > ends_s:
                     break
+                found += 1
         finally:
             with self._lock:
                 self._results.probed[job] = found
@@ -340,6 +321,6 @@ class OffloadWorker:
             return CopyResult.MISSING
         except BlockCorrupt:
             return CopyResult.CORRUPT
-        except StoreError:
+        except Exception:
             return CopyResult.FAILED
         return CopyResult.MOVED

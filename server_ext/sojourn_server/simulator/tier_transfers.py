@@ -1,8 +1,8 @@
-"""Sojourn's host and disk tiers in virtual time: the planner of a live engine, with simulated transfers.
+"""Sojourn's host and disk tiers in virtual time: a live engine's offload scheduler with simulated transfers.
 
 Before a step begins, the blocks that it overwrites are saved to host memory. A request takes part in no step
 until its blocks are loaded. Each direction (host to device, device to host, host to disk, disk to host) is
-one FIFO. The disk has the blocks that the planner knows to be there, because no other engine uses it.
+one FIFO. The disk has the blocks that the scheduler knows to be there, because no other engine uses it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
-from ..kv_offload.offload_planner import OffloadPlanner
+from ..kv_offload.offload_scheduler import OffloadScheduler
 from ..vllm.compat import KVConnectorOutput, KVTransferConfig
 from ..vllm.kv_connector import StepOrders, StepReport
 from ..vllm.kv_offload_connector import SojournConnector
@@ -58,19 +58,17 @@ class TierTransfers(HostTransfers):
         for job, copies in jobs.stores.items():
             self.to_host.begin(job, len(copies) * self.block_bytes, begins_s)
         # Blocks that this step saves are in host memory when it begins, and may be spilled.
-        for lane, files_of in ((self.to_disk, jobs.spills), (self.from_disk, jobs.stages)):
-            for job, files in files_of.items():
-                lane.begin((job, files), len(files) * self.block_bytes, begins_s)
+        for lane, files in ((self.to_disk, jobs.spills), (self.from_disk, jobs.stages)):
+            for file in files:
+                lane.begin(file.key, self.block_bytes, begins_s)
         return begins_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """Return, as a worker would, the transfers that have ended by ``now`` and were not returned before.
         ``None`` if there are none."""
         self._results.stored.update(dict.fromkeys(self.to_host.take_done(now), CopyResult.MOVED))
-        for job, files in self.to_disk.take_done(now):
-            self._results.spilled[job] = {file.key: CopyResult.MOVED for file in files}
-        for job, files in self.from_disk.take_done(now):
-            self._results.staged[job] = {file.key: CopyResult.MOVED for file in files}
+        self._results.spilled.update(dict.fromkeys(self.to_disk.take_done(now), CopyResult.MOVED))
+        self._results.staged.update(dict.fromkeys(self.from_disk.take_done(now), CopyResult.MOVED))
         loaded = set(self.to_device.take_done(now))
         if not self._results and not loaded:
             return None
@@ -93,9 +91,9 @@ class SimulatedTierConnector(SojournConnector):
         # Removed before the settings are read, since it is not a user setting.
         disk_blocks = vllm_config.kv_transfer_config.kv_connector_extra_config.pop(_DISK_BLOCKS)
         super().__init__(vllm_config, role, kv_cache_config)
-        # Without questions: no other engine writes to this disk, so the planner knows what it has.
+        # Without questions: no other engine writes to this disk, so what it has is known.
         limits = replace(self.settings.limits(), disk_blocks=disk_blocks, min_probe_blocks=sys.maxsize)
-        self.planner = OffloadPlanner(limits)
+        self.planner = OffloadScheduler(limits)
 
 
 def tier_transfer_config(host_blocks: int, page_bytes: int, disk_blocks: int) -> KVTransferConfig:

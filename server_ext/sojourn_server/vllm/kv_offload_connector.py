@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.context_keys import NeededBlock
 from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats, RankResults
-from ..kv_offload.offload_planner import AHEAD, OffloadPlanner
+from ..kv_offload.offload_scheduler import AHEAD, OffloadScheduler
 from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
 from .kv_connector_settings import NO_CONTEXTS, KVOffloadOptions, KVOffloadSettings, keeps_contexts
@@ -55,7 +55,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self._not_filled: set[int] = set()
         """Worker side: ids of device blocks that an ended load did not fill, until vLLM asks for them."""
         if role is KVConnectorRole.SCHEDULER:
-            self.planner = OffloadPlanner(self.settings.limits())
+            self.planner = OffloadScheduler(self.settings.limits())
             self._rank_results = RankResults(self.settings.ranks)
             self.traffic = OffloadStats()
             self.off = False
@@ -195,7 +195,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def reset_cache(self) -> bool:
         """Forget all KV so far, and stop using the disk until a restart."""
-        if self.settings.options.disk is not None and not self.planner.disk.closed:
+        if self.settings.options.disk is not None and not self.planner.disk_closed:
             logger.warning(
                 "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
                 "this engine reads and writes no KV in %s",

@@ -19,7 +19,7 @@ from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
-from ..kv_offload.offload_planner import PersistStatus
+from ..kv_offload.offload_scheduler import PersistStatus
 from ..policies.costs.reload_estimate import LinkCosts
 from ..policies.eviction_policies import HOST_EVICTION_ORDER
 from ..policies.placement.placement_views import Tier
@@ -310,7 +310,7 @@ class OffloadManager:
         if not connector.off:
             if not self._planner.limits.disk_blocks:
                 return {"reason": "this engine has no disk below its host memory"}
-            if self._planner.disk.closed:
+            if self._planner.disk_closed:
                 return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
         status = self._persist(keys)
         if status is None:
@@ -330,7 +330,7 @@ class OffloadManager:
             at += len(found)
             below = planner.leading(keys[at:])
             if not below:
-                return planner.persist(keys[:at], on_device)
+                return planner.persist(keys[:at], on_device, self._connector.clock())
             at += below
 
     def state(self) -> dict[str, Any]:

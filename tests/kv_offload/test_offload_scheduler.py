@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from block_contexts import as_context
-from sojourn_server.kv_offload.disk_planner import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-from sojourn_server.kv_offload.offload_planner import OffloadPlanner
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, TierLimits
 
 
 def key(number: int) -> bytes:
     return b"%032d" % number
 
 
-def find(planner: OffloadPlanner, *contexts: list[bytes]) -> None:
+def find(planner: OffloadScheduler, *contexts: list[bytes]) -> None:
     """The store is asked for these and has them."""
     for context in contexts:
         assert planner.lookup("finder", as_context(context), -100.0) is None
@@ -22,13 +21,13 @@ def find(planner: OffloadPlanner, *contexts: list[bytes]) -> None:
         planner.abandon("finder")
 
 
-def stored(planner: OffloadPlanner, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
+def stored(planner: OffloadScheduler, keys: list[bytes], rank: int = RetentionRank.PLAIN) -> None:
     """Copied ahead of need, in a step."""
     planner.store([(each, 1) for each in keys], rank)
     planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
 
 
-def in_host(planner: OffloadPlanner, keys: list[bytes]) -> list[bool]:
+def in_host(planner: OffloadScheduler, keys: list[bytes]) -> list[bool]:
     return [planner.host.get(each) is not None for each in keys]
 
 
@@ -37,7 +36,7 @@ def keys(start: int, count: int) -> list[bytes]:
 
 
 def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100))
+    planner = OffloadScheduler(TierLimits(host_slots=100))
     context = keys(0, 80)
     stored(planner, context)
     for number in range(1000, 1050):
@@ -46,7 +45,7 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
 
 
 def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+    planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=1000))
     cold = keys(0, 30)
     planner.store([(each, 1) for each in cold], 3)
     planner.write_to_disk(cold, 1)
@@ -54,34 +53,33 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert not jobs.spills, "it is being stored"
     planner.take_results(OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED)))
     jobs = planner.take_jobs()
-    assert [[file.key for file in files] for files in jobs.spills.values()] == [cold[::-1]]
+    assert [file.key for file in jobs.spills] == cold[::-1]
     assert {planner.host.get(each).rank for each in cold} == {3}  # type: ignore[union-attr]
-    copy_results = {job: {file.key: CopyResult.MOVED for file in files} for job, files in jobs.spills.items()}
-    planner.take_results(OffloadResults(spilled=copy_results))
+    planner.take_results(OffloadResults(spilled=dict.fromkeys(cold, CopyResult.MOVED)))
     assert {planner.host.get(each).rank for each in cold} == {1}  # type: ignore[union-attr]
     assert not planner.take_jobs().spills
     planner.write_to_disk(cold, 0)
     assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
 
 
-def test_a_disk_that_has_no_room_for_what_was_ordered_there_is_given_up() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=1000))
+def test_a_write_that_fails_is_not_repeated_until_it_is_ordered_again() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=40, disk_blocks=1000))
     stored(planner, keys(0, 30), 3)
     planner.write_to_disk(keys(0, 30), 1)
     tries = 0
     for _ in range(200):
-        jobs = planner.take_jobs()
-        full = {job: {file.key: CopyResult.FULL for file in files} for job, files in jobs.spills.items()}
-        planner.take_results(OffloadResults(spilled=full))
-        tries += len(full)
-    assert tries == 2
+        spills = planner.take_jobs().spills
+        planner.take_results(OffloadResults(spilled={file.key: CopyResult.FULL for file in spills}))
+        tries += len(spills)
+    assert tries == 30
     assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
+    assert not planner.host.get(key(0)).on_disk  # type: ignore[union-attr]
     planner.write_to_disk(keys(0, 30), 1)
-    assert planner.take_jobs().spills, "after the pause it is tried again"
+    assert len(planner.take_jobs().spills) == 30
 
 
 def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=40))
+    planner = OffloadScheduler(TierLimits(host_slots=40))
     stored(planner, keys(0, 30))
     context = [(each, 1) for each in keys(100, 30)]
     assert planner.store_if_room(context[::-1]) == 10, "as much as is free"
@@ -95,19 +93,18 @@ def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
 
 
 def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=40, disk_blocks=100))
+    planner = OffloadScheduler(TierLimits(host_slots=40, disk_blocks=100))
     stored(planner, keys(0, 30))
     assert not planner.has_jobs
     planner.write_to_disk(keys(0, 30), 2)
     assert planner.has_jobs
     jobs = planner.take_jobs()
     assert not planner.has_jobs, "it is being written: to turn in circles meanwhile helps nobody"
-    failed = {job: {file.key: CopyResult.FAILED for file in files} for job, files in jobs.spills.items()}
-    planner.take_results(OffloadResults(spilled=failed))
-    assert not planner.has_jobs, "and a disk that fails is left alone for a while"
+    planner.take_results(OffloadResults(spilled={file.key: CopyResult.FAILED for file in jobs.spills}))
+    assert not planner.has_jobs, "and a write that failed is not repeated"
 
 
-def waited_s(planner: OffloadPlanner, request: str, context: list[bytes], now: float) -> float:
+def waited_s(planner: OffloadScheduler, request: str, context: list[bytes], now: float) -> float:
     """The seconds until a request is not held for the disk any more; its worker answers nothing."""
     began = now
     while planner.lookup(request, as_context(context), now) is None:
@@ -118,51 +115,46 @@ def waited_s(planner: OffloadPlanner, request: str, context: list[bytes], now: f
 
 
 def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> None:
-    planner = OffloadPlanner(TierLimits(host_slots=100, disk_blocks=100))
+    planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=100))
     contexts = [keys(20 * number, 20) for number in range(4)]
     find(planner, *contexts)
     assert waited_s(planner, "first", contexts[0], 0.0) == 10.0
-    [read] = planner.disk._staged_by
+    reads = [*planner._staging]
     assert [waited_s(planner, f"r{at}", contexts[at % 4], 11.0 + at) for at in range(8)] == [0.0] * 8
     assert planner.fetch(contexts[1]) == 0
-    assert list(planner.disk._staged_by) == [read], "nothing is read behind a read that does not end"
-    planner.take_results(OffloadResults(staged={read: dict.fromkeys(contexts[0], CopyResult.MOVED)}))
+    assert [*planner._staging] == reads, "nothing is read behind a read that does not end"
+    planner.take_results(OffloadResults(staged=dict.fromkeys(contexts[0], CopyResult.MOVED)))
     assert planner.lookup("again", as_context(contexts[0]), 30.0) == 20
     assert planner.lookup("other", as_context(contexts[2]), 30.0) is None, "the disk answers, so it is read"
 
 
 def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:
     """Read in one job, it used to look like a hang, and all that had been read was computed too."""
-    planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
+    planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=1000))
     long, short = keys(0, 300), keys(300, 20)
     find(planner, long, short)
     assert planner.lookup("long", as_context(long), 0.0) is None
-    read = 0
-    for job, files in planner.take_jobs().stages.items():  # 25 blocks a second, for 10 s
-        read += len(files)
-        if read <= 250:
-            moved = {file.key: CopyResult.MOVED for file in files}
-            planner.take_results(OffloadResults(staged={job: moved}))
-    assert planner.lookup("long", as_context(long), 10.0) == 224, "what its last whole job has read"
+    for file in planner.take_jobs().stages[:250]:  # 25 blocks a second, for 10 s
+        planner.take_results(OffloadResults(staged={file.key: CopyResult.MOVED}))
+    assert planner.lookup("long", as_context(long), 10.0) == 250, "what was read"
     assert planner.lookup("short", as_context(short), 10.0) is None, "the disk answers, so it is read"
 
 
 def test_a_busy_disk_that_answers_is_no_hang() -> None:
     """Whoever has waited long enough goes on; later requests still get their turn."""
-    planner = OffloadPlanner(TierLimits(host_slots=1000, disk_blocks=1000))
+    planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=1000))
     contexts = [keys(20 * number, 20) for number in range(14)]
     find(planner, *contexts)
-    reads: list[int] = []
 
     def ask(number: int, now: float) -> int | None:
         found = planner.lookup(f"r{number}", as_context(contexts[number]), now)
-        reads.extend(planner.take_jobs().stages)
+        planner.take_jobs()
         return found
 
     assert [ask(number, 0.0) for number in range(12)] == [None] * 12
     for second in range(1, 10):  # the disk reads one context a second
         read = dict.fromkeys(contexts[second - 1], CopyResult.MOVED)
-        planner.take_results(OffloadResults(staged={reads.pop(0): read}))
+        planner.take_results(OffloadResults(staged=read))
         assert ask(second - 1, float(second)) == 20
     assert ask(12, 9.5) is None
     assert [ask(number, 10.0) for number in (9, 10, 11)] == [0] * 3
@@ -173,7 +165,7 @@ def test_a_busy_disk_that_answers_is_no_hang() -> None:
 
 
 def test_the_store_is_asked_once_for_a_request_and_never_for_little() -> None:
-    planner, chain = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20)), keys(0, 10)
+    planner, chain = OffloadScheduler(TierLimits(host_slots=20, disk_blocks=20)), keys(0, 10)
     assert planner.lookup("r", as_context(chain[:7]), 0.0) == 0
     assert not planner.take_jobs().probes
     assert planner.lookup("s", as_context(chain), 0.0) is None
@@ -192,7 +184,7 @@ def test_the_store_is_asked_once_for_a_request_and_never_for_little() -> None:
 
 def test_a_question_that_is_not_answered_holds_nobody() -> None:
     """As where a share hangs: who comes later does not wait for it at all."""
-    planner = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20, max_probe_wait_s=0.5))
+    planner = OffloadScheduler(TierLimits(host_slots=20, disk_blocks=20, max_stage_wait_s=0.5))
     chain = keys(0, 10)
     assert planner.lookup("r", as_context(chain), 0.0) is None
     jobs = planner.take_jobs().probes
@@ -209,13 +201,13 @@ def test_a_question_that_is_not_answered_holds_nobody() -> None:
     planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, 1)))
     assert planner.lookup("s", as_context(chain), 6.7) is None
     (stage,) = planner.take_jobs().stages
-    planner.take_results(OffloadResults(staged={stage: {chain[0]: CopyResult.MOVED}}))
+    planner.take_results(OffloadResults(staged={stage.key: CopyResult.MOVED}))
     assert planner.lookup("s", as_context(chain), 6.8) == 1
 
 
 def test_a_block_whose_load_fails_is_not_read_from_disk_for_ever() -> None:
-    planner, chain = OffloadPlanner(TierLimits(host_slots=20, disk_blocks=20, min_probe_blocks=1)), keys(0, 2)
-    reads = 0
+    planner = OffloadScheduler(TierLimits(host_slots=20, disk_blocks=20, min_probe_blocks=1))
+    chain, reads = keys(0, 2), 0
     for now in range(20):
         found = planner.lookup("r", as_context(chain), float(now))
         if found == 0:
@@ -224,8 +216,8 @@ def test_a_block_whose_load_fails_is_not_read_from_disk_for_ever() -> None:
             planner.load("r", chain, [1, 2])
         jobs = planner.take_jobs()
         reads += len(jobs.stages)
-        read = {job: dict.fromkeys(chain, CopyResult.MOVED) for job in jobs.stages}
+        read = {file.key: CopyResult.MOVED for file in jobs.stages}
         planner.take_results(OffloadResults(probed=dict.fromkeys(jobs.probes, 2), staged=read))
         planner.end_loads(["r"], {1, 2})
     assert found == 0
-    assert reads == 1
+    assert reads == 2

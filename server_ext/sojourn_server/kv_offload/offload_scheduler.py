@@ -1,9 +1,13 @@
-"""Plans which KV blocks are copied between the device and the tiers below it: no vLLM, no tensors, no clock.
+"""Decides which KV blocks are copied between the device, host memory and disk: no vLLM, no tensors, no clock.
 
-One planner serves one engine's scheduler. The scheduler calls ``plan_save`` for a block that this step
-overwrites, ``store`` for blocks that may be overwritten later, and ``lookup`` and ``load`` for a request.
-``take_jobs`` returns a step's jobs; ``end_loads`` and ``take_results`` handle their results. The planner
-itself manages host memory and look-ups. Its ``DiskPlanner`` manages the disk.
+One ``OffloadScheduler`` serves one engine. The engine's scheduler calls ``plan_save`` for a block that this
+step overwrites, ``store`` for blocks that may be overwritten later, and ``lookup`` and ``load`` for a
+request. ``take_jobs`` returns a step's jobs; ``end_loads`` and ``take_results`` handle their results.
+
+To spill is to write a block from host memory to disk. To stage is to read it back into host memory. To probe
+is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
+known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
+counted, and not repeated for this copy. A block that cannot be read in time is computed again.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker follows the order of ``OffloadJobs``. (2) While a job reads or writes a slot, no other job writes
@@ -12,16 +16,15 @@ the slot. (3) Blocks whose copy failed are forgotten. In the worst case, their K
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count, islice, takewhile
 from typing import NamedTuple
 
 from .context_keys import ContextEnds, ContextKeys
-from .disk_planner import DiskPlanner, TierLimits
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
-from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
+from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
 
 STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of these blocks before the job ends, the step
@@ -30,8 +33,37 @@ waits for the whole job."""
 AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins with it."""
 
+CONFIRMED_S = 300.0
+"""``persist`` asks the store again for blocks that it was last known to have this long ago."""
+
+MAX_STAGE_WAIT_S = 10.0
+"""Default of ``TierLimits.max_stage_wait_s``."""
+
+_STAGING = 0
+"""``HostEntry.job`` of an entry that is read from disk. Store jobs have numbers from 1."""
+
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
 _WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLimits:
+    """Limits of host memory and disk of one engine."""
+
+    host_slots: int
+    """Number of blocks that fit in host memory."""
+    disk_blocks: int = 0
+    """Number of blocks that fit on the disk; 0 if there is no disk."""
+    spill_below: float = 0.25
+    """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
+    slot is empty, or its block is on disk or has the rank ``WORTHLESS`` or ``SPARE``."""
+    max_spilling: int = 256
+    """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
+    max_stage_wait_s: float = MAX_STAGE_WAIT_S
+    """Maximum seconds that a request waits for the store's answer, and again for a disk read. After that it
+    computes the missing blocks."""
+    min_probe_blocks: int = 8
+    """The store is asked if a request misses at least this many blocks."""
 
 
 class PersistStatus(NamedTuple):
@@ -83,8 +115,27 @@ class _Lookup(NamedTuple):
     tokens: int
 
 
-class OffloadPlanner:
-    """Plans one engine's use of host memory and disk. Times are seconds on the engine's monotonic clock."""
+@dataclass(slots=True, eq=False)
+class _DiskWait:
+    """What one request wants of the disk."""
+
+    was_asked: bool = False
+    """Whether the store was asked for this request. It is asked once."""
+    was_read: bool = False
+    """Whether blocks were read for the request since its last load began."""
+    since_s: float | None = None
+    """Time since which the request waits for the store's answer or a read; ``None`` if it does not."""
+    is_asking: bool = False
+    missing: int = 0
+    """Number of blocks being read for the request."""
+    entries: list[HostEntry] = field(default_factory=list)
+    """Host memory entries that stay pinned until vLLM looks up the request's blocks again."""
+    disk_answers: bool = False
+    """Whether the disk has answered anyone since ``since_s``."""
+
+
+class OffloadScheduler:
+    """Schedules one engine's use of host memory and disk. Times are seconds on the engine's clock."""
 
     def __init__(self, limits: TierLimits) -> None:
         self.limits = limits
@@ -92,8 +143,7 @@ class OffloadPlanner:
         """Number of blocks by outcome; ``docs/kv-offload.md`` explains the names."""
         self.host = HostBlockPool(limits.host_slots, self.counts)
         self._numbers = count(1)
-        """Source of job numbers. The ``DiskPlanner`` uses it too, so that no number is used twice."""
-        self.disk = DiskPlanner(limits, self.host, self.counts, self._numbers)
+        """Source of job numbers."""
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
         """Number of an unfinished store job → the entries that it fills, and its copies."""
         self._looked_up: dict[str, _Lookup] = {}
@@ -116,10 +166,33 @@ class OffloadPlanner:
         """Keys of the window blocks from which later requests may continue."""
         self.is_on_device: Callable[[BlockKey], bool] = lambda key: False
         """Whether the device has a block with this key. Used only with several KV cache groups."""
+        self.disk: OrderedDict[BlockKey, float] = OrderedDict()
+        """Block that this engine has written to disk, or that the store has named → time when it was last
+        known to be there. Least recently used first, at most ``limits.disk_blocks``."""
+        self.disk_closed = not limits.disk_blocks
+        """Whether the disk is neither written nor read: there is none, or the cache was reset. Then the
+        weights may have changed, but the store's identity names those with which the engine started."""
+        self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
+        """Blocks in host memory whose write to disk was requested → the rank that the block gets after the
+        write."""
+        self._spilling: dict[BlockKey, HostEntry] = {}
+        """Blocks being written to disk."""
+        self._staging: dict[BlockKey, tuple[HostEntry, list[_DiskWait]]] = {}
+        """Block being read from disk → its entry, and the waits of requests for it."""
+        self._probing: dict[int, tuple[_DiskWait | None, Sequence[BlockKey]]] = {}
+        """Number of a job that asks the store → the wait of its request, and the keys."""
+        self._waits: dict[str, _DiskWait] = {}
+        self._disk_hangs = False
+        """Whether a request has waited ``limits.max_stage_wait_s`` seconds and the disk has answered no one
+        meanwhile. Until it answers, nothing is read, and no request waits."""
+        self._now = 0.0
+        """The latest time that a caller has named."""
         self._jobs = OffloadJobs()
-        """Jobs of the step being planned, without disk jobs."""
+        """Jobs of the step being planned."""
+        self._touches: list[BlockKey] = []
+        """``OffloadJobs.touches`` of this step. No reason for a step."""
         self._wants_step = False
-        """Whether a ``persist`` waits for disk writes. The engine must then run a step even when idle."""
+        """Whether a ``persist`` waits for the disk. The engine must then run a step even when idle."""
 
     # -- copies from the device ---------------------------------------------
 
@@ -175,32 +248,31 @@ class OffloadPlanner:
         must first call ``plan_save`` for this block.
         """
         used: list[HostEntry] = []
-        begun: dict[int, list[tuple[HostEntry, BlockCopy]]] = {}
-        job = stored = 0
+        fresh: list[tuple[HostEntry, BlockCopy]] = []
         for key, block_id in blocks:
             entry = self.host.get(key)
             if entry is not None:
                 self.host.touch(entry)  # later blocks must not replace it
                 used.append(entry)
                 continue
-            if stored % STORE_BATCH_BLOCKS == 0:
-                job = next(self._numbers)
-            entry = self.host.take(key, rank, job, on_disk=key in self.disk, at_most=at_most)
+            entry = self.host.take(key, rank, -1, on_disk=key in self.disk, at_most=at_most)
             if entry is None:
                 break  # later blocks are useless without it
-            begun.setdefault(job, []).append((entry, BlockCopy(block_id, entry.slot)))
-            stored += 1
+            fresh.append((entry, BlockCopy(block_id, entry.slot)))
         for entry in reversed(used):
             self.host.touch(entry)
             self._rerank(entry, rank)
         # Jobs end in order, and the blocks of the job that ends first are evicted first. So the first job
         # copies the end of the context.
-        for job, together in reversed(begun.items()):
-            copies = [copy for _, copy in together]
-            self._storing[job] = [entry for entry, _ in reversed(together)], copies
+        for start in reversed(range(0, len(fresh), STORE_BATCH_BLOCKS)):
+            batch, job = fresh[start : start + STORE_BATCH_BLOCKS], next(self._numbers)
+            for entry, _ in batch:
+                entry.job = job
+            copies = [copy for _, copy in batch]
+            self._storing[job] = [entry for entry, _ in reversed(batch)], copies
             self._jobs.stores[job] = copies
-        self.counts["stored"] += stored
-        return stored
+        self.counts["stored"] += len(fresh)
+        return len(fresh)
 
     def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
         """Plan to copy a turn's new blocks to host memory with the rank ``SPARE``, but only into empty slots
@@ -221,7 +293,7 @@ class OffloadPlanner:
             if (entry := self.host.get(key)) is not None:
                 self._lost = True
                 self.host.remove(entry)
-            self.disk.discard(key)
+            self.disk.pop(key, None)
             self.counts["discarded"] += entry is not None
 
     def set_rank(
@@ -230,12 +302,12 @@ class OffloadPlanner:
         """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
         disk. ``keys`` must be in context order; the end of the context will be evicted first. ``only``:
         change only blocks that have this rank now."""
-        get, cancel_spill = self.host.get, self.disk.cancel_spill
+        get, requested = self.host.get, self._requested_writes
         for key in reversed(keys):
             entry = get(key)
             if only is not None and (entry is None or entry.rank != only):
                 continue
-            cancel_spill(key)
+            requested.pop(key, None)
             if entry is not None:
                 self.host.set_rank(entry, rank)
 
@@ -263,32 +335,42 @@ class OffloadPlanner:
 
     def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
         """Request that blocks in host memory are written to disk, in this order, as soon as the disk allows.
-        Each gets the retention rank ``rank`` after its write; a block that is already on disk gets the rank
-        now."""
+        Each gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
+        already on disk gets the rank now. Without a disk, nothing changes."""
         for key in keys:
             entry = self.host.get(key)
             if entry is not None and entry.on_disk:
                 self._rerank(entry, rank)
-            elif entry is not None:
-                self.disk.request_spill(key, rank)
+            elif entry is not None and not self.disk_closed:
+                self._requested_writes[key] = rank
 
-    def persist(self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int]) -> PersistStatus:
+    def persist(
+        self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
+    ) -> PersistStatus:
         """Plan to write a context to disk, so that a program can move to another engine that reads the same
         disk, and return the progress so far. The writes take several steps: call it in later steps too, until
-        all blocks are stored. Without a disk, or after a cache reset, nothing is written.
+        no blocks are pending. Without a disk, or after a cache reset, nothing is written.
 
         ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
         device has. To make room for those that only the device has, host memory evicts only blocks of
-        retention rank ``PLAIN`` or below.
+        retention rank ``PLAIN`` or below. The store is asked first for blocks that were last known to be
+        there ``CONFIRMED_S`` ago, because another engine may have deleted them; they count as pending.
         """
         host, disk = self.host, self.disk
-        if disk.closed:
+        self._now = now
+        if self.disk_closed:
             return PersistStatus(0, 0)
         idle = RetentionRank.IDLE
         # Writes delete the least recently used files. So write no more than fits, and mark the blocks that
         # are on disk already as just used. Otherwise the end of the context would displace its beginning.
         chain = chain[: self.limits.disk_blocks]
-        disk.touch(chain)
+        self._touch(chain)
+        old = [key for key in chain if now - disk.get(key, now) > CONFIRMED_S]
+        if old:
+            self._wants_step = True
+            if not any(wait is None for wait, _ in self._probing.values()):
+                self._probe(None, old)
+            return PersistStatus(0, len(old))
         unsaved: list[tuple[BlockKey, int]] = []
         for key in chain:
             entry = host.get(key)
@@ -305,8 +387,8 @@ class OffloadPlanner:
             entry = host.get(key)
             if entry is None:
                 break
-            if key not in disk.being_spilled:
-                disk.request_spill(key, RetentionRank.COLD if entry.rank == idle else entry.rank)
+            if key not in self._spilling:
+                self._requested_writes[key] = RetentionRank.COLD if entry.rank == idle else entry.rank
             pending += 1
         self._wants_step = self._wants_step or pending > 0
         return PersistStatus(stored, pending)
@@ -334,10 +416,11 @@ class OffloadPlanner:
         if context.end_tokens == context.start_tokens:
             self._drop_lookup(request_id)
             return 0
-        disk = self.disk
-        if disk.must_wait(request_id, now):
+        self._now = now
+        wait = self._waits.get(request_id)
+        if wait is not None and self._must_wait(wait):
             return None
-        was_read = disk.was_read(request_id)
+        was_read = wait is not None and wait.was_read
         before = self._looked_up.get(request_id)
         # After a disk read the answer may have changed.
         if before is not None and before.identity == context.identity and not was_read and not self._lost:
@@ -346,9 +429,10 @@ class OffloadPlanner:
         end = context.covered(self._in_host)
         found = [self._readable(block.key) for block in context.needed(end)]
         # Models with several groups, whose contexts have window blocks, have no disk.
-        if self.limits.disk_blocks and not was_read:
+        if not (self.disk_closed or was_read or self._disk_hangs):
             missing = [block.key for block in context.needed(context.end_tokens)][len(found) :]
-            if missing and disk.search(request_id, found, missing, now):
+            # The store is asked first, so that everything missing is read together.
+            if missing and (self._ask(request_id, missing) or self._stage(request_id, found, missing)):
                 return None
         for entry in found:
             self.host.pin(entry)
@@ -363,7 +447,7 @@ class OffloadPlanner:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys``, in order, to the request's device blocks ``block_ids``. ``keys``
         are those of the request's last look-up, or the first of them. This ends the look-up."""
-        self.disk.end_read(request_id)
+        self._end_read(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
         self.host.release(found[len(keys) :])
@@ -440,7 +524,8 @@ class OffloadPlanner:
 
     def abandon(self, request_id: str) -> None:
         """End the look-up and disk waits of a request that has finished."""
-        self.disk.abandon(request_id)
+        self._end_read(request_id)
+        self._waits.pop(request_id, None)
         self._drop_lookup(request_id)
         if (load := self.loads.get(request_id)) is not None:
             load.is_aborted = True
@@ -459,11 +544,11 @@ class OffloadPlanner:
         request needs them. Returns how many of them are being read now."""
         if not self.disk:
             return 0
-        self.disk.touch(keys)
+        self._touch(keys)
         found = [self._readable(key) for key in takewhile(self._in_host, keys)]
         for entry in found:  # the rest must not replace these
             self.host.pin(entry)
-        coming = self.disk.fetch(keys[len(found) :], rank)
+        coming = self._read(keys[len(found) :], None, rank, at_most=min(rank, RetentionRank.IDLE))
         self.host.release(found)
         return coming
 
@@ -475,16 +560,16 @@ class OffloadPlanner:
         for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
             self._drop_lookup(request_id)
         self._lost = self._wants_step = False
-        if spill:
-            self.disk.plan_spills()
+        if spill and not self.disk_closed:
+            self._plan_spills()
         jobs, self._jobs = self._jobs, OffloadJobs()
+        jobs.touches, self._touches = self._touches, []
         for request_id, load in self._unsent():
             copies = zip(load.block_ids, (entry.slot for entry in load.entries), strict=False)
             if load.entries:
                 jobs.loads[request_id] = [BlockCopy(*copy) for copy in copies]
             else:
                 jobs.rejected[request_id] = list(load.block_ids)
-        self.disk.add_jobs(jobs)
         return jobs
 
     def reject_loads(self) -> OffloadJobs:
@@ -508,19 +593,25 @@ class OffloadPlanner:
                     self.counts["failed"] += 1
                     self.host.remove(entry)
                 self.host.end_fill(entry)
-        for job, copy_results in results.spilled.items():
-            self.disk.spilled(job, copy_results)
-        for job, copy_results in results.staged.items():
-            self.disk.staged(job, copy_results)
+        for key, copy_result in results.spilled.items():
+            self._spilled(key, copy_result)
+        for key, copy_result in results.staged.items():
+            self._staged(key, copy_result)
         for job, on_disk in results.probed.items():
-            self.disk.probed(job, on_disk)
+            self._probed(job, on_disk)
+        if results.staged or results.probed:
+            self._disk_hangs = False
+            for wait in self._waits.values():
+                wait.disk_answers = True
 
     @property
     def has_jobs(self) -> bool:
         """Whether the engine must run a step even without requests, because jobs or writes to disk wait for
         it."""
         unsent = any(not load.is_sent for load in self.loads.values())
-        return bool(self._jobs) or unsent or self._wants_step or self.disk.has_jobs
+        # No step while blocks are being written, otherwise an idle engine would spin.
+        writes = bool(self._requested_writes) and not self._spilling
+        return bool(self._jobs) or unsent or self._wants_step or writes
 
     def state(self) -> dict[str, dict[str, int]]:
         """Return ``{"host": {"used": …, "free": …}, "disk": …, "moves": counts}``, in blocks. Without a disk,
@@ -553,20 +644,215 @@ class OffloadPlanner:
 
     @property
     def under_way(self) -> int:
-        """Number of jobs without results yet."""
-        return len(self._storing) + len(self.loads) + self.disk.under_way
+        """Number of jobs without results yet. Each block that is written to disk or read is a job."""
+        on_disk = len(self._spilling) + len(self._staging) + len(self._probing)
+        return len(self._storing) + len(self.loads) + on_disk
 
     def forget(self) -> None:
         """Forget all blocks, because the engine's cache was reset, for example after a change of weights.
-        Running jobs end as usual, but the blocks that they copied are not kept."""
+        Running jobs end as usual, but the blocks that they copied are not kept. Files stay: their identity
+        names the weights with which this engine started, and other engines may use them."""
         for request_id in list(self._looked_up):
             self._drop_lookup(request_id)
         self._wanted_by.clear()
         self.wanted.clear()
         self.ends = ContextEnds(self.limits.host_slots)
-        self.disk.forget()
+        for request_id in list(self._waits):
+            self._end_read(request_id)
+        self._waits.clear()
+        self._requested_writes.clear()
+        self.disk.clear()
+        self.disk_closed = True
         for entry in list(self.host):
             self.host.remove(entry)
+
+    # -- to disk -----------------------------------------------------------------------
+
+    def _plan_spills(self) -> None:
+        """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
+        few slots that can be reused without loss (``TierLimits.spill_below``)."""
+        limits, host = self.limits, self.host
+        # No more than fits on the disk. A larger batch would delete files that it has just written.
+        room = min(limits.max_spilling, limits.disk_blocks) - len(self._spilling)
+        requested: list[HostEntry] = []
+        for key in list(islice(self._requested_writes, max(0, room))):
+            entry = host.get(key)
+            if entry is None or entry.on_disk:
+                del self._requested_writes[key]
+            elif entry.job is not None:
+                break  # its slot is still being filled
+            else:
+                requested.append(entry)
+        room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
+        lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
+        spare = host.free + host.idle_on_disk + lost + len(self._spilling)
+        wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
+        if wanted > 0:
+            self._spill(host.next_unspilled(wanted, above=RetentionRank.SPARE))
+
+    def _spill(self, entries: Iterable[HostEntry]) -> int:
+        """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""
+        new = [entry for entry in entries if entry.key not in self._spilling]
+        for entry in new:
+            self.host.pin(entry)
+            self._spilling[entry.key] = entry
+            self._jobs.spills.append(FileCopy(entry.slot, entry.key))
+        return len(new)
+
+    def _spilled(self, key: BlockKey, copy_result: CopyResult) -> None:
+        entry = self._spilling.pop(key)
+        written = copy_result is CopyResult.MOVED
+        self.counts["spilled" if written else f"spill_{copy_result.value}"] += 1
+        if not self.disk_closed:
+            if written:
+                self._know([key])
+            self.host.set_on_disk(entry, written)
+            self._rerank(entry, self._requested_writes.pop(key, entry.rank))
+        self.host.unpin(entry, used=False)
+
+    def _know(self, keys: Sequence[BlockKey]) -> None:
+        """Note that the disk has the blocks ``keys``, given in context order."""
+        for key in reversed(keys):
+            self.disk[key] = self._now
+            self.disk.move_to_end(key)
+        while len(self.disk) > self.limits.disk_blocks:
+            self._forget_file(next(iter(self.disk)))
+
+    def _forget_file(self, key: BlockKey) -> None:
+        del self.disk[key]
+        if (entry := self.host.get(key)) is not None and entry.on_disk:
+            self.host.set_on_disk(entry, False, dirty=True)
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        """Mark the files of ``keys``, in context order, as just used. The end of the context is deleted
+        first."""
+        known = [key for key in keys if key in self.disk]
+        for key in reversed(known):
+            self.disk.move_to_end(key)
+        self._touches += known
+
+    # -- from disk ---------------------------------------------------------------------
+
+    def _must_wait(self, wait: _DiskWait) -> bool:
+        """Return whether a request must still wait for the store's answer or for its disk read. It gives up
+        after ``limits.max_stage_wait_s``, or if the disk hangs."""
+        if wait.since_s is None or not (wait.is_asking or wait.missing):
+            return False
+        if self._now - wait.since_s < self.limits.max_stage_wait_s and not self._disk_hangs:
+            return True
+        # Otherwise the disk is just busy.
+        self._disk_hangs = self._disk_hangs or (self.limits.max_stage_wait_s > 0 and not wait.disk_answers)
+        self.counts["gave_up"] += wait.missing
+        wait.since_s, wait.is_asking = None, False
+        return False
+
+    def _ask(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
+        """Plan to ask the store for ``keys``, beginning with the first that has no known copy. Returns
+        whether it is asked."""
+        wait = self._waits.get(request_id) or _DiskWait()
+        unknown = sum(
+            1 for _ in takewhile(lambda key: self.host.get(key) is not None or key in self.disk, keys)
+        )
+        if wait.was_asked or len(keys) - unknown < self.limits.min_probe_blocks:
+            return False
+        self._waits[request_id] = wait
+        wait.was_asked = wait.is_asking = True
+        wait.since_s, wait.disk_answers = self._now, False
+        self._probe(wait, keys[unknown:])
+        return True
+
+    def _probe(self, wait: _DiskWait | None, keys: Sequence[BlockKey]) -> None:
+        job = next(self._numbers)
+        self._probing[job] = wait, keys
+        self._jobs.probes[job] = keys
+
+    def _probed(self, job: int, found: int) -> None:
+        """Handle the store's answer: the number of leading keys that it has. The others are forgotten."""
+        wait, keys = self._probing.pop(job)
+        if wait is not None:
+            wait.is_asking = False
+        if not self.disk_closed:
+            self._know(keys[:found])
+            for key in keys[found:]:
+                if key in self.disk:
+                    self._forget_file(key)
+
+    def _stage(self, request_id: str, found: Sequence[HostEntry], keys: Sequence[BlockKey]) -> bool:
+        """Plan to read the leading ``keys`` of a request from disk. Returns false if none can be read.
+
+        ``found``: entries of the request's blocks before ``keys``, which are in host memory. These entries,
+        and the entries of the blocks to read, stay pinned until ``_end_read``."""
+        wait = self._waits.get(request_id) or _DiskWait()
+        for entry in found:  # reads must not evict them
+            self.host.pin(entry)
+        wait.entries = list(found)
+        # The request runs next, so it has priority over idle programs.
+        if not self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
+            self.host.release(wait.entries)
+            wait.entries = []
+            return False
+        self._touch([*(entry.key for entry in found), *keys])
+        self._waits[request_id] = wait
+        wait.was_read, wait.since_s, wait.disk_answers = True, self._now, False
+        return True
+
+    def _read(
+        self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
+    ) -> int:
+        """Plan to read the leading ``keys`` from disk. Returns how many of ``keys`` are being read now, also
+        because of earlier calls. While the disk hangs, plans nothing and returns 0.
+
+        Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
+        memory nor known to be on disk.
+
+        ``wait``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
+        highest rank of entries that host memory may evict for the new entries."""
+        if self._disk_hangs:
+            return 0
+        host, missing, here = self.host, 0, list[HostEntry]()
+        for key in keys:
+            entry = host.get(key)
+            if entry is None:
+                if key not in self.disk or key in self._staging:  # the read of a lost entry has not ended
+                    break
+                entry = host.take(key, rank, _STAGING, on_disk=True, at_most=at_most)
+                if entry is None:
+                    break
+                self._staging[key] = entry, []
+                self._jobs.stages.append(FileCopy(entry.slot, key))
+            if key in self._staging:
+                missing += 1
+                if wait is not None:
+                    self._staging[key][1].append(wait)
+            host.pin(entry)  # the next read must not reuse its slot
+            here.append(entry)
+        if wait is None or not missing:
+            host.release(here)
+        else:
+            wait.missing = missing
+            wait.entries += here
+        return missing
+
+    def _staged(self, key: BlockKey, copy_result: CopyResult) -> None:
+        entry, waits = self._staging.pop(key)
+        for wait in waits:
+            wait.missing -= 1
+        if copy_result is CopyResult.MOVED:
+            self.counts["staged"] += 1
+        else:
+            self.counts[f"stage_{copy_result.value}"] += 1
+            self.host.remove(entry)
+            self.disk.pop(key, None)
+        self.host.end_fill(entry)
+
+    def _end_read(self, request_id: str) -> None:
+        """Unpin the blocks that were read for a request, because its load begins. The store is not asked
+        again for this request."""
+        wait = self._waits.get(request_id)
+        if wait is not None:
+            self.host.release(wait.entries)
+            # A new object, because reads that have not ended count down the old one.
+            self._waits[request_id] = _DiskWait(was_asked=wait.was_asked)
 
     # -- inside ------------------------------------------------------------------------
 
