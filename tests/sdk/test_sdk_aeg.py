@@ -6,7 +6,7 @@ import math
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn import Aeg, ArgumentError
 from sojourn.aeg import END, START
@@ -81,6 +81,7 @@ graphs = st.lists(node_names, min_size=1, max_size=12, unique_by=lambda name: na
 )
 
 
+@settings(max_examples=30)
 @given(graphs, st.randoms(use_true_random=False), st.booleans())
 def test_equal_content_is_equal_whatever_the_order(parts, random: Random, complete: bool):
     nodes, edges, tools = parts
@@ -95,6 +96,7 @@ def test_equal_content_is_equal_whatever_the_order(parts, random: Random, comple
     assert Aeg([*nodes, "one more"], edges).hash != graph.hash or "one more" in nodes
 
 
+@settings(max_examples=30)
 @given(graphs)
 def test_a_graph_arrives_as_it_was_sent(parts):
     nodes, edges, tools = parts

@@ -306,10 +306,8 @@ def test_an_unreadable_answer_is_counted_and_nothing_else(senders):
 class Beats:
     """Heartbeats whose answers a function gives."""
 
-    promised = False
-
-    def __init__(self, take_due):
-        self.take_due = take_due
+    def __init__(self, take_due, promised=False):
+        self.take_due, self.promised = take_due, promised
 
 
 def test_no_beat_follows_the_end(senders):
@@ -331,33 +329,41 @@ def test_no_beat_follows_the_end(senders):
     assert isinstance(script.events()[0], Heartbeat)
 
 
-def wait_for_events(script, count):
-    wait_until(lambda: len(script.events()) >= count)
-    assert len(script.events()) == count
+def test_one_failed_start_of_the_thread_is_not_the_end(senders, monkeypatch):
+    now = [0.0]
+    sender = senders(Script(), clock=lambda: now[0])
+    start = threading.Thread.start
+    tries = []
 
+    def refuse(self):
+        tries.append(self)
+        raise RuntimeError("can't start new thread")
 
-def test_put_does_not_wake_a_polling_thread(senders, monkeypatch):
-    script = Script()
-    sender = senders(script)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(100):
+        assert sender.put(Source(), Heartbeat)
+    assert sender.counters["thread_start_failed"] == len(tries) == 1  # not tried again with every event
+    now[0] += 2
     sender.put(Source(), Heartbeat)
-    wait_for_events(script, 1)
-    rung = []
-    monkeypatch.setattr(sender, "_ring", lambda: rung.append(1))
-    for count in range(2, 12):
+    assert sender.counters["thread_start_failed"] == 2
+    monkeypatch.setattr(threading.Thread, "start", start)
+    now[0] += 2
+    sender.put(Source(), Heartbeat)
+    assert sender.flush(60)
+    assert sender.counters["events_sent"] == 102
+
+
+def test_a_promised_heartbeat_bounds_the_backoff(senders, monkeypatch):
+    assert event_sender_module.MAX_BEATING_BACKOFF_S <= 5.0
+    monkeypatch.setattr(event_sender_module, "FIRST_BACKOFF_S", 30.0)
+    monkeypatch.setattr(event_sender_module, "MAX_BEATING_BACKOFF_S", 0.2)
+    scripts = {}
+    for promised in (False, True):
+        scripts[promised] = Script(OSError())
+        beats = Beats(lambda now: ((), None), promised)
+        sender = senders(scripts[promised], linger_s=0.0, heartbeats=beats)
         sender.put(Source(), Heartbeat)
-        wait_for_events(script, count)
-    assert rung == []
-
-
-def test_events_that_did_not_fit_are_as_if_never_taken(senders):
-    script = Script()
-    sender = senders(script, linger_s=30)
-    source = Source()
-    fill(sender, source, 3)
-    taken = sender.take("p", max_events=64)
-    assert [p.seq for p in taken] == [0, 1, 2]
-    assert sender.pending == 0
-    sender.undo_take(taken)
-    assert sender.counters["events_piggybacked"] == sender.counters["events_returned"] == 0
-    assert sender.flush(30)
-    assert [e.seq for e in script.events()] == [0, 1, 2]
+        wait_until(lambda sender=sender: sender.counters["dropped_send"])
+        sender.put(Source(), Heartbeat)
+    wait_until(lambda: len(scripts[True].bodies) == 2)
+    assert len(scripts[False].bodies) == 1

@@ -142,17 +142,6 @@ def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
         answered.set()
 
 
-@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "sojourn" and name not in ENDS])
-def test_servers_without_events_get_none(name):
-    with JsonServer() as peer:
-        sojourn.init(peer.url, dialect=name)
-        with sojourn.program(), sojourn.tool_call("bash"):
-            pass
-        assert sojourn.flush(60)
-        assert peer.posts == []
-        assert sojourn.stats()["dropped_unsupported"] == 4
-
-
 def test_a_peer_that_came_up_late_is_recognised_by_its_refusal(monkeypatch):
     """The probe met nobody; the first events then meet ThunderAgent, which has no place for them."""
     with JsonServer() as peer:

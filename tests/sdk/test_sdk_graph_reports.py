@@ -49,13 +49,6 @@ def reports(server: FakeServer, count: int) -> list[tuple[str, bool]]:
     return [(e.program_id, e.graph is not None) for e in found()]
 
 
-def test_it_is_spelt_out_once(online: FakeServer, graphs: Graphs) -> None:
-    for name in "ab":
-        with sojourn.program(id=name, aeg=GRAPH):
-            pass
-    assert reports(online, 2) == [("a", True), ("b", False)]
-
-
 def test_a_restarted_server_learns_it_from_the_running_program(online: FakeServer, graphs: Graphs) -> None:
     with sojourn.program(id="a", aeg=GRAPH):
         reports(online, 1)
@@ -107,23 +100,3 @@ def test_reports_to_a_server_that_keeps_missing_the_graph_are_bounded(online: Fa
         assert reports(online, 2) == [("a", True), ("b", True)]
     assert sojourn.stats()["outcome_missing"] == 2
     assert sojourn.stats()["internal_error"] == 0
-
-
-def test_the_real_desk_and_this_agree(online: FakeServer) -> None:
-    """The server's own verdicts: it takes the hash that ``Aeg`` computes, and misses what it was not told."""
-    store = pytest.importorskip("sojourn_server.programs.declared_graphs").GraphStore()
-
-    def verdict(event: object) -> Outcome:
-        if isinstance(event, AegReport):
-            known = store.follow(event.graph_hash, event.graph)
-            return Outcome.APPLIED if known else Outcome.MISSING
-        return Outcome.APPLIED
-
-    online.verdict = verdict
-    with sojourn.program(id="a", agent_type="fixer", aeg=GRAPH):
-        reports(online, 1)
-    assert store.get(GRAPH.hash) is not None
-    store.__init__()
-    with sojourn.program(id="b", agent_type="fixer", aeg=GRAPH):
-        assert reports(online, 3)[1:] == [("b", False), ("b", True)]
-    assert store.get(GRAPH.hash) is not None
