@@ -322,7 +322,7 @@ def test_the_key_is_the_engines_else_that_of_sdk_and_gateway(monkeypatch, flags,
     server = Server(key=f"Bearer {shown}")
     client = httpx.Client
     monkeypatch.setattr(
-        doctor.httpx, "Client", lambda **more: client(transport=httpx.MockTransport(server), **more)
+        httpx, "Client", lambda **more: client(**{**more, "transport": httpx.MockTransport(server)})
     )
     for name in ("VLLM_API_KEY", "SOJOURN_API_KEY"):
         monkeypatch.setenv(name, environment.get(name, ""))
@@ -336,7 +336,7 @@ def test_the_key_is_the_engines_else_that_of_sdk_and_gateway(monkeypatch, flags,
 def test_the_url_is_checked_first_and_needs_neither_a_scheme_nor_the_engine(monkeypatch):
     server, client = Server(), httpx.Client
     monkeypatch.setattr(
-        doctor.httpx, "Client", lambda **more: client(transport=httpx.MockTransport(server), **more)
+        httpx, "Client", lambda **more: client(**{**more, "transport": httpx.MockTransport(server)})
     )
     monkeypatch.setattr(doctor, "_import_checks", lambda **_: pytest.fail("the engine is imported"))
     result = CliRunner().invoke(build_app(), ["doctor", "--url", "127.0.0.1:9/v1", "--json", "-"])

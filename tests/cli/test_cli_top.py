@@ -16,7 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from sojourn_server.cli import top as command
 from sojourn_server.cli.cli_error import CliError
-from sojourn_server.cli.explain import explanation_view, find_explanation
+from sojourn_server.cli.explain import explanation_view, find_explanation, turn_table
 from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.cli.top_view import (
     COLUMNS,
@@ -28,7 +28,6 @@ from sojourn_server.cli.top_view import (
     shows_leases,
     sorted_programs,
 )
-from sojourn_server.cli.turn_table import turn_table
 from sojourn_server.metrics.live_frame import LiveFrame
 from sojourn_server.metrics.turn_explanation import Explanation
 from test_cli_explain import FOUND

@@ -71,7 +71,7 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
         (
             "{}",
             "sojourn",
-            "no/o.jsonl",
+            "o.jsonl",
             "line 1: Object missing required field `program_id`",
             "docs/traces.md",
         ),

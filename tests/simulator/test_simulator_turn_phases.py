@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log, turn_log
-from sojourn_server.cli.turn_table import turn_table
+from sojourn_server.cli.explain import turn_table
 from sojourn_server.simulator.report.turn_phases import add_run, ledger, totals, turn_pairs, turn_phases
 from sojourn_server.simulator.run_log import ProgramLog, RunLog
 from sojourn_server.traces.perfetto_trace import PerfettoTrace

@@ -11,14 +11,14 @@ from dataclasses import asdict
 from importlib import metadata, util
 from pathlib import Path
 
-import httpx
 import typer
 from rich.console import Console
 from sojourn.errors import install_command
 
 from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
-from .console import api_key_option, console, json_option, key_source, url_option, write_json
+from .console import DEFAULT_URL, api_key_option, console, json_option, key_source, url_option, write_json
 from .doctor_server import Check, server_checks
+from .live_client import http_client
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
@@ -58,21 +58,13 @@ def _announce(what: str) -> None:
 
 
 def _url_checks(url: str, api_key: str | None, key_source: str) -> Iterator[Check]:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = url.rstrip("/").removesuffix("/v1")
     try:
-        client = httpx.Client(
-            base_url=base,
-            headers=headers,
-            timeout=_TIMEOUT_S,
-            trust_env=False,  # no proxy, as in LiveClient
-            verify=httpx.create_ssl_context(),
-        )
-    except (httpx.InvalidURL, ValueError) as error:
-        yield Check("server", False, f"{url}: {error}", "give a URL like http://127.0.0.1:8000")
+        client = http_client(url, api_key, _TIMEOUT_S)
+    except ValueError as error:
+        yield Check("server", False, f"{url}: {error}", f"give a URL like {DEFAULT_URL}")
         return
     with client:
-        _announce(f"asking {base}, up to {_TIMEOUT_S:g} s for each answer")
+        _announce(f"asking {url}, up to {_TIMEOUT_S:g} s for each answer")
         yield from server_checks(client, key_source)
 
 

@@ -10,8 +10,8 @@ from uuid import uuid4
 import httpx
 import msgspec
 
-from .connection_advice import connection_advice
 from .console import PASS_KEY
+from .live_client import connection_advice
 
 STREAM_PATH = "/sojourn/v1/stream?once=1"
 

@@ -1,23 +1,26 @@
-"""HTTP client of the commands that look at a running engine or gateway: top, explain, trace export."""
+"""HTTP client of the commands that look at a running engine or gateway, and why one cannot be reached."""
 
 from __future__ import annotations
 
+import socket
+import ssl
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 import msgspec
+from sojourn.config import with_scheme
 
 from ..launch.redaction import without_userinfo
 from ..metrics.live_frame import LiveFrame
 from ..metrics.turn_explanation import Explanation
-from .connection_advice import connection_advice
 from .console import DEFAULT_URL, PASS_KEY, CliError
 
 API = "/sojourn/v1"
 TIMEOUT_S = 35.0
 """Timeout of a request. It is longer than the server's own wait for its engine."""
 
+_START = 'start one: sojourn serve tiny; if it is starting, wait for its line "sojourn: ready at"'
 _frames = msgspec.json.Decoder(LiveFrame)
 _explanations = msgspec.json.Decoder(Explanation)
 
@@ -30,26 +33,65 @@ class AnswerError(CliError):
         self.status = status
 
 
+def http_client(
+    url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None = None
+) -> httpx.Client:
+    """Return a client for the server at ``url``, with or without ``http://`` and ``/v1``. Raises
+    ``ValueError`` for an invalid URL."""
+    try:
+        return httpx.Client(
+            base_url=with_scheme(url).rstrip("/").removesuffix("/v1"),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=False,  # a proxy would see the key, and answer for a server on this machine
+            verify=httpx.create_ssl_context(),  # still reads SSL_CERT_FILE of the environment
+        )
+    except httpx.InvalidURL as error:
+        raise ValueError(str(error)) from None
+
+
+def connection_advice(error: httpx.HTTPError, url: str) -> tuple[str, str]:
+    """Return why a request to the server at ``url`` got no answer, and the next step for the user."""
+    if isinstance(error, httpx.UnsupportedProtocol):
+        return f"{url} is no URL of a server", "give http://HOST:PORT, e.g. http://127.0.0.1:8000"
+    text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    at = url.partition("://")[2]
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    certificate = "set SSL_CERT_FILE to the certificate of its authority, or use the name in its certificate"
+    faults = {
+        socket.gaierror: (
+            f"the name {at.partition(':')[0]} is unknown ({text})", "check the name of the host in the URL",
+        ),
+        ssl.SSLCertVerificationError: (f"its certificate is not accepted ({text})", certificate),
+        ssl.SSLError: (f"it does not answer in TLS ({text})", f"use http://{at}"),
+        ConnectionRefusedError: (f"no server listens there ({text})", _START),
+        httpx.RemoteProtocolError: (text, f"check the port; if the server there uses TLS, give https://{at}"),
+        httpx.ReadTimeout: (text, "wait if it is loading; otherwise see its log"),
+    }  # fmt: skip
+    found = (advice for kind, advice in faults.items() if any(isinstance(one, kind) for one in causes))
+    fallback = (
+        _START
+        if isinstance(error, httpx.ConnectError) and len(causes) == 1
+        else ("check the host and the port, and whether this machine may reach them")
+    )
+    reason, next_step = next(found, (text, fallback))
+    return f"{url} does not answer: {reason}", next_step
+
+
 class LiveClient:
     """Asks one server. Every method raises ``CliError`` with the next step if the server does not answer."""
 
     def __init__(self, url: str, api_key: str | None = None, *, transport: Any = None) -> None:
         """``url``: the server's address, with or without ``http://`` and ``/v1``. ``transport``: an httpx
         transport, for tests."""
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         try:
-            self._client = httpx.Client(
-                base_url=self.url,
-                headers=headers,
-                timeout=TIMEOUT_S,
-                transport=transport,
-                # A proxy would see the key, and answer for a server on this machine.
-                trust_env=False,
-                verify=httpx.create_ssl_context(),  # still reads SSL_CERT_FILE of the environment
-            )
-        except (httpx.InvalidURL, ValueError) as error:
+            self._client = http_client(url, api_key, TIMEOUT_S, transport)
+        except ValueError as error:
             raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None
+        self.url = str(self._client.base_url).rstrip("/")
 
     @property
     def shown_url(self) -> str:

@@ -433,7 +433,7 @@ def _explain(result: SuiteResult, name: str) -> None:
     it."""
     from sojourn_server.simulator.report.turn_phases import ledger
 
-    from .turn_table import turn_table
+    from .explain import turn_table
 
     shown = False
     for log in result.logs:

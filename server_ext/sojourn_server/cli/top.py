@@ -84,8 +84,7 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from .explain import explanation_view
-    from .turn_table import turn_table
+    from .explain import explanation_view, turn_table
 
     parts: list[RenderableType] = []
     program = client.program(program_id)
