@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from api_test_engines import HungEngine, ScriptedEngine, engine_answers, outcomes
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.wire_codec import EventBatch, OutcomeBatch, decode_batch
 from sojourn_server.api import event_intake
@@ -148,6 +148,7 @@ async def test_a_batch_that_waits_too_long_leaves_the_queue() -> None:
     assert seqs(await intake.submit(batch_of("e", 2), 5)) == [0, 1]
 
 
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 200), st.sampled_from([0, 0, 1000])),

@@ -185,9 +185,9 @@ def test_bodies_of_every_form_arrive_as_they_are(
     assert sojourn.stats()["inject_error"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_oldest_supported_litellm(tmp_path: Path) -> None:
     """All of the above, and the table's rows, in a process of its own with litellm 1.83.0 before this one."""
     files = [__file__, str(Path(__file__).with_name("test_frameworks_scenarios.py"))]
-    chosen = ["-k", "litellm and not mini", "-m", "not slow and not engine"]
+    chosen = ["-k", "litellm and not mini", "-m", "not nightly and not engine"]
     run_with_release("litellm==1.83.0", "litellm", tmp_path, *chosen, *files)

@@ -33,18 +33,28 @@ SCRIPT = [
 pytestmark = pytest.mark.skipif(MINI is None, reason="the mini command is not installed")
 
 
+def run_mini(folder: Path, server: FakeServer, *command: str, settings: tuple[str, ...], **more: str) -> None:
+    """Run a command of mini's below ``sojourn run``, with settings given as ``-c``."""
+    model = (f"model.model_kwargs.api_base={server.base_url}", "model.model_kwargs.api_key=x")
+    given = [part for text in (*settings, *model) for part in ("-c", text)]
+    environment = {**os.environ, **OFFLINE, "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "config"), **more}
+    line = [*SOJOURN, "run", "--url", server.url, "--", *command, *given]
+    result = subprocess.run(
+        line,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_sojourn_run_needs_no_change_to_the_command(tmp_path: Path) -> None:
     with FakeServer(SCRIPT) as server:
-        settings = [f"model.model_kwargs.api_base={server.base_url}", "model.model_kwargs.api_key=x"]
-        line = [*SOJOURN, "run", "--url", server.url, "--", str(MINI), "-c", "mini.yaml"]
-        line += [part for text in settings for part in ("-c", text)]
-        line += ["-m", "openai/m", "-y", "--exit-immediately", "-t", "it", "-o", str(tmp_path / "run.json")]
-        environment = {**os.environ, **OFFLINE, "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config")}
-        result = subprocess.run(
-            line, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=120,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout + result.stderr
+        command = [str(MINI), "-m", "openai/m", "-y", "--exit-immediately", "-t", "it"]
+        run_mini(tmp_path, server, *command, "-o", str(tmp_path / "run.json"), settings=("mini.yaml",))
         events = [event for event in server.program_events() if not isinstance(event, Heartbeat)]
     kinds = [type(event) for event in events]
     assert kinds == [ProgramStart, *[ToolStart, ToolStop] * 2, ProgramEnd]
@@ -64,50 +74,17 @@ def look_then_submit(request: LlmRequest) -> ToolUse:
     )
 
 
+@pytest.mark.nightly  # half a minute of imports; scenarios_mini.py and an example run instances too
 @pytest.mark.skipif(MINI_EXTRA is None, reason="the mini-extra command is not installed")
-@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
-def test_every_instance_of_a_swebench_run_is_a_program(tmp_path: Path, model: str) -> None:
+def test_every_instance_of_a_swebench_run_is_a_program(tmp_path: Path) -> None:
     """Its own loop, threads and files; the data set is a toy, and commands run here and not in Docker."""
     rows = [{"instance_id": id, "problem_statement": f"Mend {id}."} for id in INSTANCES]
     (tmp_path / "datasets.py").write_text(f"def load_dataset(path, split):\n    return {rows!r}\n")
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     with FakeServer(look_then_submit) as server:
-        settings = [
-            "swebench.yaml",
-            f"model.model_kwargs.api_base={server.base_url}",
-            "model.model_kwargs.api_key=x",
-            f"environment.cwd={tmp_path}",
-        ]
-        line = [
-            *SOJOURN,
-            "run",
-            "--url",
-            server.url,
-            "--",
-            str(MINI_EXTRA),
-            "swebench",
-            "-m",
-            model,
-            "-w",
-            "2",
-        ]
-        line += ["--environment-class", "local", "-o", str(tmp_path / "out")]
-        line += [part for text in settings for part in ("-c", text)]
-        environment = {
-            **os.environ,
-            **OFFLINE,
-            "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config"),
-            "PYTHONPATH": str(tmp_path),
-        }
-        result = subprocess.run(
-            line,
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert result.returncode == 0, result.stdout + result.stderr
+        command = [str(MINI_EXTRA), "swebench", "-m", "openai/m", "-w", "2", "--environment-class", "local"]
+        settings = ("swebench.yaml", f"environment.cwd={tmp_path}")
+        run_mini(tmp_path, server, *command, "-o", str(tmp_path / "out"), settings=settings, PYTHONPATH=path)
         events = server.program_events()
         requests = list(server.requests)
     patches = json.loads((tmp_path / "out" / "preds.json").read_text())

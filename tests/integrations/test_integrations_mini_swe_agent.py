@@ -214,7 +214,7 @@ def test_agent_classes_for_the_command_line() -> None:
         mini_swe_agent.NoSuchAgent  # noqa: B018
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_oldest_supported_mini(tmp_path: Path) -> None:
     """All of the above again, in a process of its own, with mini 2.0.0 before the installed one."""
-    run_with_release("mini-swe-agent==2.0.0", "minisweagent", tmp_path, "-m", "not slow", __file__)
+    run_with_release("mini-swe-agent==2.0.0", "minisweagent", tmp_path, "-m", "not nightly", __file__)

@@ -326,19 +326,6 @@ def test_requests_outside_any_program_are_spans_of_their_own(server, exporter, e
     assert server.program_lookups == []
 
 
-def test_ended_and_dropped_programs_leave_no_state(server, exporter, export):
-    for _ in range(20):
-        with sojourn.program("fixer"), sojourn.tool_call("bash"):
-            ask(server)
-    for _ in range(20):
-        sojourn.program("let go").make().start()
-    assert export.flush()
-    assert not export._programs
-    assert not export._by_id
-    assert not export._requests
-    assert not export._waiting
-
-
 def test_source_and_export_together_echo_nothing_and_write_no_span_twice(server, exporter, provider, export):
     install(provider)
     server.programs = Ledgers(server)
