@@ -47,6 +47,15 @@ class ProgramFact(NamedTuple):
         return self._replace(steps_left=tuple(max(0, steps - 1 - i) for i in range(len(self.nodes))))
 
 
+def fact(key: str, nodes: str, *tools: str | ToolFact, limit: int | None = None, **more: str) -> ProgramFact:
+    """A program with these nodes, separated by blanks (``-``: none), tools that ended well or as said, and a
+    limit of steps."""
+    used = tuple(tool if isinstance(tool, ToolFact) else ToolFact(tool) for tool in tools)
+    names = tuple(None if node == "-" else node for node in nodes.split())
+    found = ProgramFact(key, nodes=names, tools=used)._replace(**more)
+    return found if limit is None else found.limited(limit)
+
+
 class Scenario(NamedTuple):
     """A scenario. ``play`` is code that a user would write without sojourn. Only hand-written loops use
     sojourn's scopes, which do nothing before ``init()``."""

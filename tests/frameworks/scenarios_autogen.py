@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import ProgramFact, Scenario, ToolFact, fact
 from sojourn.testing import Reply, ToolUse
 from stream_pieces import StreamPiece
 
@@ -180,16 +180,6 @@ async def two_branches_at_once(llm: Any) -> Any:
     return sorted(said(await team.run(task="hi")))
 
 
-async def two_teams_at_once(llm: Any) -> Any:
-    from autogen_agentchat.teams import RoundRobinGroupChat
-
-    teams = [
-        RoundRobinGroupChat([agent("alice", llm), agent("bob", llm)], max_turns=2, name=name)
-        for name in ("one", "two")
-    ]
-    return [said(each) for each in await asyncio.gather(*(team.run(task="hi") for team in teams))]
-
-
 async def agent_tool(llm: Any) -> Any:
     from autogen_agentchat.tools import AgentTool
 
@@ -268,13 +258,6 @@ def graph_with_a_condition(llm: Any) -> tuple[list[Any], Any]:
     return agents, graph.build()
 
 
-async def selector(llm: Any) -> Any:
-    from autogen_agentchat.teams import SelectorGroupChat
-
-    agents = [agent(name, llm, description=name) for name in ("alice", "bob", "carol")]
-    return said(await SelectorGroupChat(agents, llm, max_turns=2).run(task="hi"))
-
-
 async def code_executor(llm: Any) -> Any:
     """Real Python and a real shell, in a folder of their own."""
     from autogen_agentchat.agents import CodeExecutorAgent
@@ -307,34 +290,26 @@ def scene(
 UPPER, COUNT = ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})
 CODE = "```{}\n{}\n```"
 
+LIMITED = fact("agent", "alice alice", "count", limit=2)
+
 SCENARIOS = [
     scene(
         "sync",
         round_robin,
         [UPPER, "bob speaks", "alice speaks"],
-        ProgramFact("team", nodes=("alice", "bob", "alice"), tools=(ToolFact("upper"),)).limited(3),
-    ),
-    scene(
-        "sync",
-        selector,
-        ["alice", "alice speaks", "I take carol.", "carol speaks"],
-        ProgramFact("team", nodes=(None, "alice", None, "carol")).limited(2),
+        fact("team", "alice bob alice", "upper", limit=3),
     ),
     scene(
         "sync",
         swarm,
         [[COUNT, ToolUse("transfer_to_bob")], "bob speaks", "bob speaks again"],
-        ProgramFact(
-            "team",
-            nodes=("alice", "bob", "bob"),
-            tools=(ToolFact("count"), ToolFact("transfer_to_bob")),
-        ).limited(3),
+        fact("team", "alice bob bob", "count", "transfer_to_bob", limit=3),
     ),
     scene(
         "sync",
         graph_flow,
         ["the plan", "first try", "once again", "second try", "good", "bye"],
-        ProgramFact("team", nodes=("plan", "work", "check", "work", "check", "done")).limited(9),
+        fact("team", "plan work check work check done", limit=9),
     ),
     scene(
         "sync",
@@ -344,121 +319,75 @@ SCENARIOS = [
             CODE.format("sh", "cd . && ls | head -1"),
             CODE.format("python", "raise SystemExit(3)"),
         ],
-        ProgramFact(
+        fact(
             "team",
-            nodes=("coder", "coder", "coder"),
-            tools=(
-                ToolFact("code", "ok", "ls"),
-                ToolFact("code", "ok", "python"),
-                ToolFact("code", "nonzero", "python"),
-            ),
-        ).limited(6),
+            "coder coder coder",
+            ToolFact("code", "ok", "ls"),
+            ToolFact("code", "ok", "python"),
+            ToolFact("code", "nonzero", "python"),
+            limit=6,
+        ),
     ),
+    scene("async", reflecting_agent, [COUNT, "two letters"], LIMITED),
+    scene("stream", streaming_agent, [COUNT, "two letters it is"], LIMITED),
     scene(
-        "async",
-        reflecting_agent,
-        [COUNT, "two letters"],
-        ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)).limited(2),
+        "stream", broken_off_stream, ["one two three"], fact("agent", "alice", status="cancelled", limit=1)
     ),
-    scene(
-        "stream",
-        streaming_agent,
-        [COUNT, "two letters it is"],
-        ProgramFact("agent", nodes=("alice", "alice"), tools=(ToolFact("count"),)).limited(2),
-    ),
-    scene(
-        "stream",
-        broken_off_stream,
-        ["one two three"],
-        ProgramFact("agent", status="cancelled", nodes=("alice",)).limited(1),
-    ),
-    scene(
-        "stream",
-        broken_off_team,
-        ["one", "two"],
-        ProgramFact("team", status="cancelled", nodes=("alice", "bob")).limited(2),
-    ),
+    scene("stream", broken_off_team, ["one", "two"], fact("team", "alice bob", status="cancelled", limit=2)),
     scene(
         "error",
         failing_tools,
         [[ToolUse("broken", {"text": "x"}), ToolUse("late", {"text": "x"}), ToolUse("nosuch"), UPPER], "oh"],
-        ProgramFact(
+        fact(
             "agent",
-            nodes=("alice", "alice"),
-            tools=(
-                ToolFact("broken", "error"),
-                ToolFact("late", "timeout"),
-                ToolFact("nosuch", "error"),
-                ToolFact("upper"),
-            ),
-        ).limited(2),
+            "alice alice",
+            ToolFact("broken", "error"),
+            ToolFact("late", "timeout"),
+            ToolFact("nosuch", "error"),
+            "upper",
+            limit=2,
+        ),
     ),
-    scene(
-        "error",
-        failing_agent,
-        [COUNT, COUNT],
-        ProgramFact("agent", status="error", nodes=("alice", "alice"), tools=(ToolFact("count"),)).limited(2),
-        raises="RuntimeError",
-    ),
+    scene("error", failing_agent, [COUNT, COUNT], LIMITED._replace(status="error"), raises="RuntimeError"),
     scene(
         "cancel",
         cancelled_in_a_tool,
         [ToolUse("wait", {"text": "x"})],
-        ProgramFact(
-            "agent", status="cancelled", nodes=("alice",), tools=(ToolFact("wait", "cancelled"),)
-        ).limited(1),
+        fact("agent", "alice", ToolFact("wait", "cancelled"), status="cancelled", limit=1),
         raises="CancelledError",
     ),
     scene(
         "parallel",
         two_tools_at_once,
         [[UPPER, COUNT, COUNT], "done"],
-        ProgramFact(
-            "agent",
-            nodes=("alice", "alice"),
-            tools=(ToolFact("count"), ToolFact("count"), ToolFact("upper")),
-        ).limited(2),
+        fact("agent", "alice alice", "count", "count", "upper", limit=2),
     ),
-    scene(
-        "parallel",
-        two_branches_at_once,
-        ["same"] * 4,
-        ProgramFact("team", nodes=("start", "left", "right", "join")),
-    ),
-    scene(
-        "parallel",
-        two_teams_at_once,
-        ["same"] * 4,
-        ProgramFact("one", nodes=("alice", "bob")).limited(2),
-        ProgramFact("two", nodes=("alice", "bob")).limited(2),
-    ),
+    scene("parallel", two_branches_at_once, ["same"] * 4, fact("team", "start left right join")),
     scene(
         "sub_agent",
         agent_tool,
         [ToolUse("helper", {"task": "help"}), COUNT, "helped", "done"],
-        ProgramFact("boss", nodes=("boss", "boss"), tools=(ToolFact("helper"),)).limited(2),
-        ProgramFact("helper", parent="boss", nodes=("helper", "helper"), tools=(ToolFact("count"),)).limited(
-            2
-        ),
+        fact("boss", "boss boss", "helper", limit=2),
+        fact("helper", "helper helper", "count", parent="boss", limit=2),
     ),
     scene(
         "sub_agent",
         team_tool,
         [ToolUse("office", {"task": "help"}), "alice speaks", "bob speaks", "done"],
-        ProgramFact("outer", nodes=("boss", "boss"), tools=(ToolFact("office"),)).limited(1),
-        ProgramFact("office", parent="outer", nodes=("alice", "bob")).limited(2),
+        fact("outer", "boss boss", "office", limit=1),
+        fact("office", "alice bob", parent="outer", limit=2),
     ),
     scene(
         "sub_agent",
         agent_in_a_plain_tool,
         [ToolUse("research", {"text": "what"}), "that", "done"],
-        ProgramFact("boss", nodes=("boss", "boss"), tools=(ToolFact("research"),)).limited(2),
-        ProgramFact("helper", parent="boss", nodes=("helper",)).limited(1),
+        fact("boss", "boss boss", "research", limit=2),
+        fact("helper", "helper", parent="boss", limit=1),
     ),
     scene(
         "sub_agent",
         society_of_mind,
         ["one", "two", "summed up", "three"],
-        ProgramFact("outer", nodes=("mind/alice", "mind/bob", "mind", "carol")).limited(2),
+        fact("outer", "mind/alice mind/bob mind carol", limit=2),
     ),
 ]

@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import Scenario, ToolFact, fact
 from sojourn.testing import ToolUse
 
 # mini and litellm read these when imported. Without them, they print, ask for a setup and download a price
@@ -111,61 +111,23 @@ def scenario(row: str, play: Any, script: list[Any], programs: Any, **more: Any)
 
 SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
 WORK = [bash("echo hi"), [bash("false"), bash("sleep 60")], SUBMIT]
-WORKED = (
-    ProgramFact(
-        "agent",
-        nodes=(None,) * 3,
-        tools=(
-            ToolFact("bash", "ok", "echo"),
-            ToolFact("bash", "ok", "echo"),
-            ToolFact("bash", "nonzero", "false"),
-            ToolFact("bash", "timeout", "sleep"),
-        ),
-    ),
-)
+ECHO = ToolFact("bash", "ok", "echo")
+NONZERO, LATE = ToolFact("bash", "nonzero", "false"), ToolFact("bash", "timeout", "sleep")
+WORKED = [fact("agent", "- - -", ECHO, ECHO, NONZERO, LATE)]
+LIMITED = [fact("first", "- -", ECHO, ECHO, limit=4), fact("second", "-", ECHO, limit=2)]
+BROKE = [fact("agent", "-", ECHO._replace(status="error"), status="error")]
+INTERRUPTED = [fact("agent", "-", ECHO._replace(status="cancelled"), status="cancelled")]
+TWO = [bash("echo one"), bash("echo two")]
+BOTH = [fact(key, "-", ECHO) for key in ("first", "second")]
+IN_TURN = [fact("agent", "- -", ECHO, ECHO, ECHO)]
+
 SCENARIOS = [
     scenario("sync", run, WORK, WORKED),
     scenario("sync", run_on_hosted_vllm, WORK, WORKED, name="hosted_vllm"),
     scenario("sync", run_with_responses, WORK, WORKED, name="responses"),
-    scenario(
-        "sync",
-        run_twice_within_a_limit,
-        [bash("echo hi"), SUBMIT, SUBMIT],
-        [
-            ProgramFact("first", nodes=(None, None), tools=(ToolFact("bash", "ok", "echo"),) * 2).limited(4),
-            ProgramFact("second", nodes=(None,), tools=(ToolFact("bash", "ok", "echo"),)).limited(2),
-        ],
-        name="limit",
-    ),
-    scenario(
-        "error",
-        broken_environment,
-        [bash("echo hi")],
-        [ProgramFact("agent", "error", nodes=(None,), tools=(ToolFact("bash", "error", "echo"),))],
-        raises="EnvironmentBroke",
-    ),
-    scenario(
-        "cancel",
-        interrupted,
-        [bash("echo hi")],
-        [ProgramFact("agent", "cancelled", nodes=(None,), tools=(ToolFact("bash", "cancelled", "echo"),))],
-        raises="KeyboardInterrupt",
-    ),
-    scenario(
-        "parallel",
-        run,
-        [[bash("echo one"), bash("echo two")], SUBMIT],
-        [ProgramFact("agent", nodes=(None, None), tools=(ToolFact("bash", "ok", "echo"),) * 3)],
-        name="calls, run one after the other",
-    ),
-    scenario(
-        "parallel",
-        two_at_once,
-        [SUBMIT, SUBMIT],
-        [
-            ProgramFact(key, nodes=(None,), tools=(ToolFact("bash", "ok", "echo"),))
-            for key in ("first", "second")
-        ],
-        name="instances in threads",
-    ),
+    scenario("sync", run_twice_within_a_limit, [bash("echo hi"), SUBMIT, SUBMIT], LIMITED, name="limit"),
+    scenario("error", broken_environment, [bash("echo hi")], BROKE, raises="EnvironmentBroke"),
+    scenario("cancel", interrupted, [bash("echo hi")], INTERRUPTED, raises="KeyboardInterrupt"),
+    scenario("parallel", run, [TWO, SUBMIT], IN_TURN, name="calls, run one after the other"),
+    scenario("parallel", two_at_once, [SUBMIT, SUBMIT], BOTH, name="instances in threads"),
 ]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from openai_agents_fixtures import SUM, OpenAIAgents, add, fails, waiting
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import ProgramFact, Scenario, ToolFact, fact
 from sojourn.testing import Reply, ToolUse
 from stream_pieces import StreamPiece
 
@@ -139,7 +139,7 @@ async def as_tool(factory: OpenAIAgents) -> Any:
     return outputs(await Runner.run(factory.agent("desk", ask), "How much is 2 and 3?"))
 
 
-CLERK = ProgramFact("clerk", nodes=("clerk", "clerk"), tools=(ToolFact("add"),))
+CLERK = fact("clerk", "clerk clerk", "add")
 
 
 def scenario(
@@ -155,6 +155,13 @@ def scenario(
     return Scenario("openai_agents", row, ("agents",), lambda: script, play, programs, raises, name)
 
 
+WAITED = fact("clerk", "clerk", ToolFact("wait", "cancelled"), status="cancelled")
+TURNS = fact("clerk", "clerk clerk", "add", "add", status="error", limit=2)
+PLACES = [ToolUse("look", {"place": place}) for place in ("attic", "barn", "cellar")]
+DELEGATED = [ToolUse("ask", {"input": "2 and 3"}), SUM, "5", "it is 5"]
+BROKEN = fact("clerk", "clerk", ToolFact("fails", "error"), status="error")
+TRIPPED = fact("clerk", "clerk", status="error")
+
 SCENARIOS = [
     scenario("sync", "", [SUM, "5"], play_sync(responses=False), CLERK),
     scenario("sync", "responses", [SUM, "5"], play_sync(responses=True), CLERK),
@@ -163,62 +170,33 @@ SCENARIOS = [
         "handoff",
         [ToolUse("transfer_to_expert"), SUM, "5"],
         in_loop(handed_over),
-        ProgramFact("desk", nodes=("desk", "expert", "expert"), tools=(ToolFact("add"),)),
+        fact("desk", "desk expert expert", "add"),
     ),
     scenario("stream", "", [SUM, "that is 5"], in_loop(streamed), CLERK),
     scenario("stream", "responses", [SUM, "that is 5"], in_loop(streamed, responses=True), CLERK),
-    scenario(
-        "error",
-        "tool",
-        [ToolUse("fails")],
-        in_loop(raising),
-        ProgramFact("clerk", "error", nodes=("clerk",), tools=(ToolFact("fails", "error"),)),
-        raises="UserError",
-    ),
-    scenario(
-        "error",
-        "turns",
-        [SUM, SUM, SUM],
-        in_loop(too_many_turns),
-        CLERK._replace(status="error", tools=(ToolFact("add"), ToolFact("add"))).limited(2),
-        raises="MaxTurnsExceeded",
-    ),
+    scenario("error", "tool", [ToolUse("fails")], in_loop(raising), BROKEN, raises="UserError"),
+    scenario("error", "turns", [SUM] * 3, in_loop(too_many_turns), TURNS, raises="MaxTurnsExceeded"),
     scenario(
         "error",
         "guardrail",
         ["a secret"],
         in_loop(guarded),
-        ProgramFact("clerk", "error", nodes=("clerk",)),
+        TRIPPED,
         raises="OutputGuardrailTripwireTriggered",
     ),
     scenario(
-        "cancel",
-        "tool",
-        [ToolUse("wait")],
-        in_loop(cancelled_in_tool),
-        ProgramFact("clerk", "cancelled", nodes=("clerk",), tools=(ToolFact("wait", "cancelled"),)),
-        raises="CancelledError",
+        "cancel", "tool", [ToolUse("wait")], in_loop(cancelled_in_tool), WAITED, raises="CancelledError"
     ),
+    scenario("cancel", "stream", [ToolUse("wait")], in_loop(stream_cancelled), WAITED),
     scenario(
-        "cancel",
-        "stream",
-        [ToolUse("wait")],
-        in_loop(stream_cancelled),
-        ProgramFact("clerk", "cancelled", nodes=("clerk",), tools=(ToolFact("wait", "cancelled"),)),
-    ),
-    scenario(
-        "parallel",
-        "",
-        [[ToolUse("look", {"place": place}) for place in ("attic", "barn", "cellar")], "nothing"],
-        in_loop(in_parallel),
-        ProgramFact("clerk", nodes=("clerk", "clerk"), tools=(ToolFact("look"),) * 3),
+        "parallel", "", [PLACES, "nothing"], in_loop(in_parallel), fact("clerk", "clerk clerk", *["look"] * 3)
     ),
     scenario(
         "sub_agent",
         "",
-        [ToolUse("ask", {"input": "2 and 3"}), SUM, "5", "it is 5"],
+        DELEGATED,
         in_loop(as_tool),
-        ProgramFact("desk", nodes=("desk", "desk"), tools=(ToolFact("ask"),)),
-        ProgramFact("expert", parent="desk", nodes=("expert", "expert"), tools=(ToolFact("add"),)),
+        fact("desk", "desk desk", "ask"),
+        fact("expert", "expert expert", "add", parent="desk"),
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Annotated, Any
@@ -101,25 +100,6 @@ async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
     assert not autogen_runs._teams
 
 
-async def test_a_tool_that_is_not_async_runs_in_its_program(server: FakeServer) -> None:
-    seen: list[Any] = []
-
-    def look(text: str) -> str:
-        """In a thread."""
-        seen.append((sojourn.current_program(), sojourn.request_fields()))
-        return text
-
-    server.script = [ToolUse("look", {"text": "x"}), "done"]
-    online(server)
-    tool = FunctionTool(look, description="looks")
-    await AssistantAgent("alice", llm(server), tools=[tool], reflect_on_tool_use=True).run(task="hi")
-    start = only_program(server)
-    ((program, fields),) = seen
-    assert program.id == start.program_id
-    assert json.loads(fields["vllm_xargs"]["agentic_context"])["sojourn"]["node"] == "alice"
-    assert tool._func is look
-
-
 @pytest.mark.parametrize("decorate", [sojourn.tool, sojourn.program])
 def test_a_decorated_function_keeps_its_annotations(decorate: Callable[..., Any]) -> None:
     """They are text here, since this module has ``from __future__ import annotations``."""
@@ -214,12 +194,6 @@ async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
     assert vars(Asking)["on_messages_stream"] is own
 
 
-# ---- failure and cancellation
-
-
-# ---- on and off
-
-
 TARGETS = [
     (BaseGroupChat, "run_stream"),
     (BaseChatAgent, "run"),
@@ -240,27 +214,20 @@ def functions() -> list[Any]:
     return [vars(kind)[name] for kind, name in TARGETS]
 
 
-def test_the_very_same_functions_come_back(server: FakeServer) -> None:
-    before = functions()
-    online(server)
-    for _ in range(2):
-        sojourn.instrument("autogen")
-        assert not any(a is b for a, b in zip(before, functions(), strict=True))
-        assert "autogen" in sojourn.stats().instrumented
-        sojourn.uninstrument("autogen")
-        assert all(a is b for a, b in zip(before, functions(), strict=True))
-        assert "autogen" not in sojourn.stats().instrumented
-
-
 # ---- one object
 
 
 @pytest.fixture
 def unpatched(server: FakeServer) -> Iterator[FakeServer]:
-    """Online, with no class patched."""
-    online(server)
-    sojourn.uninstrument()
+    """Online, with no class patched. Before, all were, and the very same functions came back."""
     before = functions()
+    online(server)
+    for _ in range(2):
+        sojourn.instrument("autogen")
+        assert not any(a is b for a, b in zip(before, functions(), strict=True))
+        sojourn.uninstrument()
+        assert all(a is b for a, b in zip(before, functions(), strict=True))
+    assert "autogen" not in sojourn.stats().instrumented
     yield server
     assert all(a is b for a, b in zip(before, functions(), strict=True))
 

@@ -17,7 +17,6 @@ from langchain_core.tracers import context as tracers
 from recorded_programs import checked_programs
 from scenarios_langchain import ASK, agent, model_at, said, use
 from sojourn.testing import FakeServer
-from sojourn.wire_events import ToolStart
 from sojourn_integrations import langchain
 
 
@@ -93,7 +92,6 @@ def test_a_chain_with_a_name_is_a_program(server: FakeServer) -> None:
 
 X = [{"x": "a"}, {"x": "b"}]
 BATCHES = {
-    "batch": lambda chain: chain.with_config(run_name="chain").batch(X),
     "batch of one": lambda chain: [chain.with_config(run_name="chain").batch([each]) for each in X],
     "abatch": lambda chain: asyncio.run(chain.with_config(run_name="chain").abatch(X)),
     "fallbacks": lambda chain: chain.with_fallbacks([chain]).with_config(run_name="chain").batch(X),
@@ -150,32 +148,6 @@ def test_how_tools_end(server: FakeServer) -> None:
         agent(server.base_url, "m", extra=(slow, sorry)).invoke(ASK)
     ((*_, status, _, calls),) = shape(server)
     assert (status, calls) == ("error", [("slow", "timeout"), ("sorry", "error")])
-
-
-def test_call_ids_are_the_models_in_parallel_with_equal_arguments(server: FakeServer) -> None:
-    ids = [f"call-{i}" for i in range(8)]
-    init(server, [use("upper", id) for id in ids], "done")
-    agent(server.base_url, "m").invoke(ASK)
-    checked_programs(server)
-    starts = [event.call_id for event in server.program_events() if isinstance(event, ToolStart)]
-    assert sorted(starts) == ids
-
-
-# ---- threads, tasks, cancellation
-
-
-def test_agents_in_one_event_loop(server: FakeServer) -> None:
-    init(server)
-    server.script = lambda request: "done" if len(request.body["messages"]) > 2 else use("count")
-
-    async def run() -> None:
-        one, two = (agent(server.base_url, "m", name=name) for name in ("one", "two"))
-        await asyncio.gather(*(made.ainvoke(ASK) for made in (one, two) * 4))
-
-    asyncio.run(run())
-    found = shape(server)
-    assert sorted(each[0] for each in found) == ["one"] * 4 + ["two"] * 4
-    assert {str(each[1:]) for each in found} == {str((None, "ok", ("model", "model"), [("count", "ok")]))}
 
 
 # ---- ours below theirs

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import operator
 import time
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 import sojourn
@@ -17,8 +19,7 @@ from langgraph.pregel import Pregel
 from langgraph.types import Command, interrupt
 from recorded_programs import checked_programs, recorded_programs
 from scenarios_langchain import ASK, model_at, said, tools, use
-from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker, tool_graph
-from sojourn.listeners import ProgramListener, add_listener, remove_listener
+from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker
 from sojourn.testing import FakeServer
 from sojourn.wire_events import AegReport, ProgramEnd
 from sojourn_integrations import langgraph
@@ -79,25 +80,18 @@ def aeg(graph: Any) -> tuple[dict[str, tuple[str, ...]], set[tuple[str, str]], b
     return dict(found.nodes), set(found.edges), found.complete
 
 
-def test_a_typed_router_is_exact() -> None:
+@pytest.mark.parametrize(
+    ("router", "edges", "complete"), [(typed, {("a", "b"), ("a", "c")}, True), (untyped, set(), False)]
+)
+def test_a_typed_router_is_exact_and_an_untyped_ones_guessed_edges_are_gone(
+    router: Any, edges: set[tuple[str, str]], complete: bool
+) -> None:
     graph = builder("a", "b", "c")
-    graph.add_conditional_edges("a", typed)
-    graph.add_edge("b", "a")
-    graph.add_edge("c", END)
-    edges = {(START, "a"), ("a", "b"), ("a", "c"), ("b", "a"), ("c", END)}
-    assert aeg(graph.compile()) == ({"a": (), "b": (), "c": ()}, edges, True)
-
-
-def test_an_untyped_router_is_incomplete_and_its_guessed_edge_is_gone() -> None:
-    graph = builder("a", "b", "c")
-    graph.add_conditional_edges("a", untyped)
+    graph.add_conditional_edges("a", router)
     graph.add_edge("b", END)
     graph.add_edge("c", END)
-    assert aeg(graph.compile()) == (
-        {"a": (), "b": (), "c": ()},
-        {(START, "a"), ("b", END), ("c", END)},
-        False,
-    )
+    ends = {(START, "a"), ("b", END), ("c", END)}
+    assert aeg(graph.compile()) == ({"a": (), "b": (), "c": ()}, ends | edges, complete)
 
 
 def test_commands_typed_and_not() -> None:
@@ -160,44 +154,6 @@ def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
     assert reports[0].agent_type == "planner"
 
 
-# ---- nodes
-
-
-class Nodes(ProgramListener):
-    """Remembers what a listener is told."""
-
-    def __init__(self) -> None:
-        self.facts: list[str] = []
-
-    def node_entered(self, program: Any, node: str) -> None:
-        self.facts.append(f"enter {node}")
-
-    def request_started(self, request: Any) -> None:
-        self.facts.append(f"ask at {request.node}")
-
-    def tool_started(self, call: Any) -> None:
-        self.facts.append(f"tool {call.tool}")
-
-
-def listened(play: Any) -> list[str]:
-    listener = Nodes()
-    add_listener(listener)
-    try:
-        play()
-    finally:
-        remove_listener(listener)
-    return listener.facts
-
-
-def test_nodes_are_reported_in_order_with_requests_and_tools(server: FakeServer) -> None:
-    init(server, use("upper"), "done")
-    graph = tool_graph(server.base_url, "m")
-    assert listened(lambda: graph.invoke(ASK)) == [
-        "enter think", "ask at think", "enter tools", "tool upper", "enter think", "ask at think",
-    ]  # fmt: skip
-    checked_programs(server)
-
-
 def test_node_paths() -> None:
     assert node_path("sub:u1|model:u2") == "sub:model"
     assert node_path("tools:u1|model:u2", "tools:u1") == "model"
@@ -241,8 +197,7 @@ def test_a_run_that_waits_goes_on_as_the_same_program(server: FakeServer) -> Non
     assert len(callback_handler.tree.waiting) == 0
 
 
-@pytest.mark.parametrize("when", ["interrupt_before", "interrupt_after"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("when", "compiled"), [("interrupt_before", True), ("interrupt_after", False)])
 def test_breakpoints(server: FakeServer, when: str, compiled: bool) -> None:
     init(server, *SCRIPT)
     where = {when: ["work"]}
@@ -375,3 +330,60 @@ def test_uninstrument_puts_langgraphs_own_functions_back(server: FakeServer) -> 
     sojourn.uninstrument("langgraph")
     assert [vars(Pregel).get(name) for name in names] == before
     assert "langgraph" not in sojourn.stats().instrumented
+
+
+# -- streams that are left at the end of their loop
+
+
+# ---- streams whose event loop is gone
+
+
+class Steps(TypedDict):
+    """A state."""
+
+    said: Annotated[list[str], operator.add]
+
+
+def two_steps(wrapped: bool) -> Pregel:
+    async def say(state: Steps) -> dict[str, list[str]]:
+        return {"said": ["hi"]}
+
+    builder = StateGraph(Steps)
+    builder.add_node("one", say)
+    builder.add_node("two", say)
+    builder.set_entry_point("one")
+    builder.add_edge("one", "two")
+    builder.set_finish_point("two")
+    return sojourn.wrap(builder.compile()) if wrapped else builder.compile()
+
+
+@pytest.mark.parametrize(
+    ("held", "wrapped", "patched"), [(True, True, True), (False, True, False), (True, False, True)]
+)
+def test_a_stream_left_at_the_end_of_its_loop_says_nothing(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, held: bool, wrapped: bool, patched: bool
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr("sys.unraisablehook", said.append)
+    sojourn.init(server.url, probe_timeout_s=5)
+    if not patched:
+        sojourn.uninstrument("langgraph", "langchain")
+    graph, streams = two_steps(wrapped), []
+
+    async def leave_early() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+        if held:
+            streams.append(graph.astream({"said": []}))
+            await anext(streams[0])
+            return
+        async for _ in graph.astream({"said": []}):
+            break
+
+    asyncio.run(leave_early())
+    streams.clear()
+    gc.collect()
+    assert said == []
+    assert sojourn.flush(60)
+    assert [each.status for each in recorded_programs(server).values()] == ["cancelled"] * (
+        wrapped or patched
+    )

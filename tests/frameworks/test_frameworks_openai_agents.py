@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sojourn
 from openai_agents_fixtures import (
     SUM,
+    OpenAIAgents,
     add,
     agents_for,
     fails,
@@ -19,6 +23,7 @@ from openai_agents_fixtures import (
     recorded,
     run,
 )
+from recorded_programs import recorded_programs
 from sojourn.testing import Answer, FakeServer, LlmRequest, ToolUse
 from sojourn.wire_events import AegReport
 
@@ -30,19 +35,6 @@ Runner = agents.Runner
 
 
 # ---- how runs end
-
-
-async def test_cancelling_in_the_middle_of_an_answer(server: FakeServer) -> None:
-    server.reply_delay_s = 30
-    async with agents_for(server) as factory:
-        task = asyncio.create_task(Runner.run(factory.agent("clerk"), "Go."))
-        while not server.requests:
-            await asyncio.sleep(0.002)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-    assert only(recorded(server)).status == "cancelled"
-    assert sojourn.stats()["requests_cancelled"] == 1
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -183,3 +175,163 @@ async def test_the_graph_is_reported_once_for_all_runs(server: FakeServer) -> No
     assert len(recorded(server)) == 3
     graphs = [event for event in server.program_events() if isinstance(event, AegReport)]
     assert [event.graph is not None for event in graphs] == [True, False, False]
+
+
+# -- the user's own hooks and runners come first, faults of ours stay ours
+
+
+# ---- the user's own hooks and runners
+
+
+def recording(log: list[Any]) -> Any:
+    class Mine(agents.RunHooks):  # type: ignore[misc, name-defined]
+        flavour = "own"
+
+        async def on_agent_start(self, context: Any, agent: Any) -> None:
+            log.append(("agent_start", agent.name))
+
+        async def on_agent_end(self, context: Any, agent: Any, output: Any) -> None:
+            log.append(("agent_end", agent.name, output))
+
+        async def on_handoff(self, context: Any, from_agent: Any, to_agent: Any) -> None:
+            log.append(("handoff", from_agent.name, to_agent.name))
+
+        async def on_tool_start(self, context: Any, agent: Any, tool: Any) -> None:
+            log.append(("tool_start", context.tool_call_id, tool.name))
+
+        async def on_tool_end(self, context: Any, agent: Any, tool: Any, result: Any) -> None:
+            log.append(("tool_end", context.tool_call_id, tool.name, result))
+
+        async def on_llm_start(self, context: Any, agent: Any, prompt: Any, items: Any) -> None:
+            log.append(("llm_start", agent.name, prompt, len(items)))
+
+        async def on_llm_end(self, context: Any, agent: Any, response: Any) -> None:
+            log.append(("llm_end", agent.name))
+
+    return Mine()
+
+
+async def test_the_users_hooks_see_the_same_calls() -> None:
+    async def play(instrumented: bool) -> list[Any]:
+        log: list[Any] = []
+        use = [ToolUse("transfer_to_expert", {}, "h1"), SUM._replace(id="s1"), "5"]
+        with FakeServer(use) as server:
+            if instrumented:
+                sojourn.init(server.url, probe_timeout_s=5)
+            factory = OpenAIAgents(server.base_url, "tiny")
+            async with factory.client:
+                desk = factory.agent("desk", handoffs=[factory.agent("expert", add())])
+                await Runner.run(desk, "Go.", hooks=recording(log))
+            if instrumented:
+                assert only(recorded(server)).nodes == ("desk", "expert", "expert")
+        return log
+
+    plain = await play(instrumented=False)
+    assert await play(instrumented=True) == plain
+    assert ("handoff", "desk", "expert") in plain
+
+
+@pytest.mark.parametrize("method", ["on_agent_start", "on_tool_end"])
+async def test_what_the_users_hooks_raise_passes_unchanged(server: FakeServer, method: str) -> None:
+    class OurError(BaseException):
+        pass
+
+    async def raising(*args: Any, **kwargs: Any) -> None:
+        raise OurError(method)
+
+    server.script = [SUM, "5"]
+    hooks = recording([])
+    setattr(hooks, method, raising)
+    async with agents_for(server) as factory:
+        with pytest.raises(OurError, match=method):
+            await Runner.run(factory.agent("clerk", add()), "Go.", hooks=hooks)
+        await asyncio.sleep(0)
+        program = only(recorded(server))
+    assert program.status == "error"
+    assert len(program.tool_starts) == len(program.tool_stops)
+
+
+async def test_the_users_runner_does_the_work_and_comes_back(server: FakeServer) -> None:
+    run = import_module("agents.run")
+    before = run.get_default_agent_runner()
+    calls = []
+
+    class Mine(run.AgentRunner):  # type: ignore[misc, name-defined]
+        colour = "blue"
+
+        async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
+            calls.append(starting_agent.name)
+            return await super().run(starting_agent, input, **kwargs)
+
+    mine = Mine()
+    run.set_default_agent_runner(mine)
+    try:
+        async with agents_for(server) as factory:
+            assert run.get_default_agent_runner().colour == "blue"
+            await Runner.run(factory.agent("clerk"), "Go.")
+            assert calls == ["clerk"]
+            assert only(recorded(server)).nodes == ("clerk",)
+            sojourn.uninstrument("openai_agents")
+            assert run.get_default_agent_runner() is mine
+    finally:
+        run.set_default_agent_runner(before)
+
+
+def test_uninstrumenting_puts_the_very_same_things_back(server: FakeServer) -> None:
+    run, tracing = import_module("agents.run"), import_module("agents.util._error_tracing")
+    runner, attach = run.get_default_agent_runner(), tracing.attach_error_to_current_span
+    sojourn.init(server.url, probe_timeout_s=5)
+    assert "openai_agents" in sojourn.stats().instrumented
+    assert run.get_default_agent_runner() is not runner
+    assert isinstance(run.get_default_agent_runner(), run.AgentRunner)
+    sojourn.uninstrument()
+    assert run.get_default_agent_runner() is runner
+    assert tracing.attach_error_to_current_span is attach
+
+
+# ---- without the patch
+
+
+async def test_only_the_wrapped_agent_is_reported(server: FakeServer) -> None:
+    server.script = [ToolUse("ask", {"input": "go"}), "so", "done", "alone"]
+    async with agents_for(server) as factory:
+        sojourn.uninstrument("openai_agents")
+        ask = factory.agent("expert").as_tool(tool_name="ask", tool_description="Asks.")
+        desk = sojourn.wrap(factory.agent("desk", ask))
+        await Runner.run(desk, "Go.")
+        await Runner.run(factory.agent("stranger"), "Go.")
+    programs = recorded_programs(server)
+    assert sojourn.flush(60)
+    starts = {each.start.name for each in recorded_programs(server).values()}
+    assert {"desk", "expert"} <= starts
+    assert "stranger" not in starts
+    assert len(programs) >= 2
+
+
+# ---- faults
+
+
+FOREIGN = """
+import logging, sys
+records = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        records.append(record.getMessage())
+logging.getLogger("sojourn").addHandler(Handler())
+import sojourn
+sojourn.init("http://127.0.0.1:9", dialect="sojourn")
+import agents
+assert agents.MINE
+stats = sojourn.stats()
+print(stats.instrumented, stats["attach_error"], records)
+"""
+
+
+def test_a_user_package_named_agents_is_not_patched(tmp_path: Path) -> None:
+    (tmp_path / "agents").mkdir()
+    (tmp_path / "agents" / "__init__.py").write_text("MINE = True\n")
+    done = subprocess.run(
+        [sys.executable, "-c", FOREIGN], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert "openai_agents" not in done.stdout
+    assert done.stdout.strip().endswith("0 []"), done.stdout
