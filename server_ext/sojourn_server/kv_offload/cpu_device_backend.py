@@ -7,7 +7,7 @@ transfers between engines. Torch is used only to view tensors as arrays of bytes
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,45 +96,43 @@ class CpuDeviceBackend:
 class KvBlockArrays:
     """Copies a CPU engine's KV blocks layer by layer. A Full Block consists of ``per_full`` engine blocks.
 
-    ``cuda_block_arrays.CudaBlockArrays`` has the same methods. A *fence* marks a point in the device's queue
-    of model work. It completes when the device has done all work queued before that point. A copy begins once
-    its fence ``after`` has completed, and a call returns when its copy is complete.
+    ``cuda_block_arrays.CudaBlockArrays`` does so on a CUDA device. A *fence* marks a point in the device's
+    queue of model work. It completes when the device has done all work queued before that point. A copy
+    begins once its fence ``after`` has completed, and a call returns when its copy is complete.
     """
 
     def __init__(self, layers: Mapping[str, ByteArray], per_full: int) -> None:
         """``layers``: the ``block_rows`` of each layer, in the order of the forward pass. Raises
         ``ValueError`` for layers of different sizes."""
+        self._rows = list(layers.values())
+        self._set_sizes(layers, {int(rows.shape[1]) for rows in self._rows}, per_full)
+
+    def _set_sizes(self, layers: Iterable[str], sizes: set[int], per_full: int) -> None:
         self.index = {name: at for at, name in enumerate(layers)}
-        self._layers = list(layers.values())
         self.per_full = per_full
-        sizes = {int(layer.shape[1]) for layer in self._layers}
         if len(sizes) != 1:
             raise ValueError(f"layers have blocks of {sorted(sizes)} bytes; expected one size")
-        self.engine_bytes = sizes.pop()
+        (self.engine_bytes,) = sizes
         self.layer_bytes = self.engine_bytes * per_full
-        self.block_bytes = self.layer_bytes * len(self._layers)
+        self.block_bytes = self.layer_bytes * len(self)
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self.index)
 
     def fence(self) -> Any:
-        """Return ``None``, because on a CPU all earlier work is already complete."""
+        """Return a fence after all work that the calling thread has queued so far. On a CPU that is ``None``,
+        because all earlier work is already complete."""
         return None
 
     def gather(self, layer: int, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
         """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
         Full Block each), and return them. An incomplete last Layer Block is padded with zeros."""
-        full = -(-len(block_ids) // self.per_full)
-        made = np.zeros((full * self.per_full, self.engine_bytes), np.uint8)
-        ids = np.asarray(block_ids, np.intp)
-        np.take(self._layers[layer], ids, axis=0, out=made[: len(ids)], mode="clip")  # releases the GIL
-        rows: Any = made.reshape(full, self.layer_bytes)
-        return [memoryview(row) for row in rows]
+        return self._read([layer], block_ids, after)
 
     def gather_full(self, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
         """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
         layer."""
-        return [self.gather(layer, block_ids)[0] for layer in range(len(self))]
+        return self._read(range(len(self)), block_ids, after)
 
     def scatter(
         self,
@@ -148,22 +146,40 @@ class KvBlockArrays:
         hold: bool = False,
     ) -> list[int]:
         """Copy layer number ``layer`` of the Full Blocks ``blocks`` into the engine blocks ``block_ids``.
-        Returns the ids that were filled.
+        Returns the ids that are filled.
 
         ``skip``: number of engine blocks at the beginning of ``blocks`` that are not copied. ``part``:
-        position of the layer in each of ``blocks``; 0 if they hold only this layer. ``after`` and ``hold``
-        have no effect, because the copy is complete when the call returns.
+        position of the layer in each of ``blocks``; 0 if they hold only this layer. ``hold``: return without
+        waiting for the copy; the device finishes it before any work that the calling thread queues later.
+        Only the thread that runs the model may set ``hold``.
         """
-        into = self._layers[layer]
-        filled: list[int] = []
-        start, size = part * self.layer_bytes, self.layer_bytes
-        for at, block in enumerate(blocks):
-            rows = np.frombuffer(block, np.uint8, size, start).reshape(self.per_full, self.engine_bytes)
-            # Position in ``block_ids`` of the first engine block of this Full Block.
-            low = at * self.per_full - skip
-            ids = block_ids[max(0, low) : max(0, low + self.per_full)]
-            if ids:
-                begin = max(0, -low)
-                into[ids] = rows[begin : begin + len(ids)]
-                filled += ids
+        count = min(len(block_ids), max(0, len(blocks) * self.per_full - skip))
+        start, size = part * self.layer_bytes, self.engine_bytes
+        rows = [
+            np.frombuffer(blocks[at // self.per_full], np.uint8, size, start + at % self.per_full * size)
+            for at in range(skip, skip + count)
+        ]
+        filled = list(block_ids[:count])
+        if filled:
+            self._write(layer, filled, rows, after, hold)
         return filled
+
+    def _read(self, layers: Sequence[int], block_ids: Sequence[int], after: Any) -> list[memoryview]:
+        """Return the Layer Blocks of ``layers``, one layer after the other."""
+        full = -(-len(block_ids) // self.per_full)
+        made = np.zeros((len(layers), full * self.per_full, self.engine_bytes), np.uint8)
+        self._read_into(made[:, : len(block_ids)], layers, block_ids, after)
+        rows: Any = made.reshape(len(layers) * full, self.layer_bytes)
+        return [memoryview(row) for row in rows]
+
+    def _read_into(
+        self, made: ByteArray, layers: Sequence[int], block_ids: Sequence[int], after: Any
+    ) -> None:
+        ids = np.asarray(block_ids, np.intp)
+        for rows, layer in zip(made, layers, strict=True):
+            np.take(self._rows[layer], ids, axis=0, out=rows, mode="clip")  # releases the GIL
+
+    def _write(
+        self, layer: int, block_ids: list[int], rows: Sequence[ByteArray], after: Any, hold: bool
+    ) -> None:
+        self._rows[layer][block_ids] = rows
