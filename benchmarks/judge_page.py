@@ -318,7 +318,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def kinds_table(cells: Sequence[Cell]) -> str:
-    """The table of the README: ratios of ``OURS`` by kind of load, geometric mean and range."""
+    """The table of docs/concepts.md: ratios of ``OURS`` by kind of load, geometric mean and range."""
     rows = []
     for label, loads in KINDS:
         some = [cell for cell in cells if cell.load in loads]

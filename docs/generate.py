@@ -153,6 +153,7 @@ def _script(path: Path) -> ModuleType:
 
 RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "demo.json"
 README = Path(__file__).parents[1] / "README.md"
+CONCEPTS = Path(__file__).parent / "concepts.md"
 
 DEMO_ROWS: tuple[tuple[str, str, str | None, str], ...] = (
     ("task completion, mean", "completion_mean_s", "completion_mean", "{:.0f} s"),
@@ -193,7 +194,7 @@ JUDGE = RESULT.with_name("judge.json")
 
 
 def judge_table(result: dict[str, Any]) -> str:
-    """The README's table of the loads of ``benchmarks/judge.py``."""
+    """The table of the loads of ``benchmarks/judge.py`` in docs/concepts.md."""
     folder = str(Path(__file__).parents[1] / "benchmarks")
     sys.path.insert(0, folder)
     try:
@@ -399,7 +400,7 @@ if __name__ == "__main__":
         README.write_text(placed(README.read_text(encoding="utf-8"), "demo-table", table), encoding="utf-8")
     if JUDGE.exists():
         judged = judge_table(json.loads(JUDGE.read_text(encoding="utf-8")))
-        README.write_text(placed(README.read_text(encoding="utf-8"), "judge-table", judged), encoding="utf-8")
+        CONCEPTS.write_text(placed(CONCEPTS.read_text("utf-8"), "judge-table", judged), encoding="utf-8")
     for path, text in framework_pages().items():
         path.write_text(text, encoding="utf-8")
     counted = instructions_table(instructions_reports())

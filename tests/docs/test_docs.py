@@ -50,7 +50,7 @@ def words_of(document: str, name: str, column: int = 0) -> list[set[str]]:
 
 
 def test_the_readme_is_short_and_has_both_commands() -> None:
-    assert len(README.splitlines()) < 150
+    assert len(README.splitlines()) <= 100, "two screens"
     assert re.search(r"^make demo\b", README, re.MULTILINE)
     assert re.search(r"^sojourn serve MODEL\b", README, re.MULTILINE)
     assert block(README, "demo-table").strip()
@@ -370,7 +370,8 @@ def test_the_readmes_numbers_are_the_committed_results() -> None:
     table = generate.demo_table(result)
     assert generate.placed(README, "demo-table", table) == README, "run: python docs/generate.py"
     judged = generate.judge_table(json.loads(generate.JUDGE.read_text(encoding="utf-8")))
-    assert generate.placed(README, "judge-table", judged) == README, "run: python docs/generate.py"
+    concepts = (DOCS / "concepts.md").read_text(encoding="utf-8")
+    assert generate.placed(concepts, "judge-table", judged) == concepts, "run: python docs/generate.py"
     assert generate.PICTURE.read_text(encoding="utf-8") == generate.demo_picture(result)
     ratio = f"{result['median']['ratio']['completion_mean']:.1f} times"
     assert ratio in README.split("## ")[0], f"the first screen says another number than {ratio}"
