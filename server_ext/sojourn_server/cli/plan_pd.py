@@ -15,47 +15,48 @@ from .console import CliError, console, json_option, write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import NodeLinks, PdRatioRange
+    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
+        LinkRatioBound,
+        NodeLinks,
+        PdRatioRange,
+    )
 
 _GBIT = 1e9 / 8
-_EXAMPLES = {
-    "--compute-nic-gbit": "400", "--storage-nic-gbit": "400", "--dram-gbyte": "500", "--hit-tokens": "33147",
-    "--new-tokens": "292", "--kv-bytes": "48068", "--new-tokens-per-s": "2160",
-}  # fmt: skip
-"""Option → its default value, as an example for error messages."""
+
+
+def _positive(option: typer.CallbackParam, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise CliError(
+            f"{option.opts[0]} is {value:g}; expected a finite number above 0",
+            f"for example {option.opts[0]} {option.default:g}",
+        )
+    return value
+
+
+def _number(default: float, help: str) -> Any:
+    return typer.Option(default, callback=_positive, help=help)
 
 
 def plan_pd(
     nodes: int = typer.Option(6, min=2, help="Number of nodes; the plan shows every division of them"),
     devices: int = typer.Option(8, min=1, help="Devices per node, each with its own compute NIC"),
-    compute_nic_gbit: float = typer.Option(400.0, help="Compute NIC of a device, Gbit/s each way"),
-    storage_nic_gbit: float = typer.Option(400.0, help="Storage NIC of a node, Gbit/s"),
-    dram_gbyte: float = typer.Option(500.0, help="Memory bandwidth of a node, GB/s, reads plus writes"),
-    hit_tokens: float = typer.Option(33_147.0, help="Tokens per turn with KV from storage"),
-    new_tokens: float = typer.Option(292.0, help="Computed tokens per turn"),
-    kv_bytes: float = typer.Option(
+    compute_nic_gbit: float = _number(400.0, "Compute NIC of a device, Gbit/s each way"),
+    storage_nic_gbit: float = _number(400.0, "Storage NIC of a node, Gbit/s"),
+    dram_gbyte: float = _number(500.0, "Memory bandwidth of a node, GB/s, reads plus writes"),
+    hit_tokens: float = _number(33_147.0, "Tokens per turn with KV from storage"),
+    new_tokens: float = _number(292.0, "Computed tokens per turn"),
+    kv_bytes: float = _number(
         48_068.0,
-        help="KV bytes per token, as in an engine's capabilities; the default is DeepSeek-V3.2 in FP8",
+        "KV bytes per token, as in an engine's capabilities; the default is DeepSeek-V3.2 in FP8",
     ),
-    new_tokens_per_s: float = typer.Option(
-        2_160.0, help="Prefill speed of a device with contexts of this length, tokens per second"
+    new_tokens_per_s: float = _number(
+        2_160.0, "Prefill speed of a device with contexts of this length, tokens per second"
     ),
     json: str | None = json_option("the plan"),
 ) -> None:
     """Ratios of prefill to decode nodes for which no link but storage is the bottleneck."""
     from sojourn_server.policies.prefill_decode.prefill_decode_ratio import NodeLinks, pd_ratio_range
 
-    given = {
-        "--compute-nic-gbit": compute_nic_gbit, "--storage-nic-gbit": storage_nic_gbit,
-        "--dram-gbyte": dram_gbyte, "--hit-tokens": hit_tokens, "--new-tokens": new_tokens,
-        "--kv-bytes": kv_bytes, "--new-tokens-per-s": new_tokens_per_s,
-    }  # fmt: skip
-    for option, value in given.items():
-        if not 0 < value < math.inf:
-            raise CliError(
-                f"{option} is {value:g}; expected a finite number above 0",
-                f"for example {option} {_EXAMPLES[option]}",
-            )
     links = NodeLinks(
         devices=devices,
         compute_nic_bytes_per_s=compute_nic_gbit * _GBIT,
@@ -75,16 +76,8 @@ def plan_pd(
         if not all(each["in_range"] for each in divisions):
             console.print("–: another link is full before all storage NICs are", highlight=False)
     if json is not None:
-        bounds = {
-            bound.link: {"least": _finite(bound.least), "most": _finite(bound.most)} for bound in found.bounds
-        }
-        document = {
-            "least": _finite(found.least),
-            "most": _finite(found.most),
-            "possible": found.possible,
-            "bounds": bounds,
-            "divisions": divisions,
-        }
+        bounds = {bound.link: _ends(bound) for bound in found.bounds}
+        document = {**_ends(found), "possible": found.possible, "bounds": bounds, "divisions": divisions}
         write_json(document, json)
 
 
@@ -173,6 +166,6 @@ def _number_text(value: float | None, form: str, unit: str = "") -> str:
     return "–" if value is None else f"{value:{form}}{unit}"
 
 
-def _finite(value: float) -> float | None:
-    """Return ``value`` if it is finite, else ``None``, because JSON has no infinity."""
-    return value if math.isfinite(value) else None
+def _ends(found: LinkRatioBound | PdRatioRange) -> dict[str, float | None]:
+    """Return the bounds of a ratio. ``None``: infinity, which JSON has not."""
+    return {name: end if math.isfinite(end := getattr(found, name)) else None for name in ("least", "most")}
