@@ -332,9 +332,10 @@ def transfer_config(parts):
     return json.loads(parts[parts.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
 
 
-def test_a_role_installs_the_paths_and_takes_a_policy_that_holds_nothing(tmp_path, nothing_starts):
-    parts = dry_run("tiny", *member(tmp_path), "--port", "8123")
-    assert json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]["policy"] == "observe"
+def test_a_role_installs_the_paths_and_only_prefill_engines_keep_contexts(tmp_path, nothing_starts):
+    for role, policy in (("decode", "observe"), ("prefill", "sojourn")):
+        parts = dry_run("tiny", *member(tmp_path, role=role), "--port", "8123")
+        assert json.loads(parts[parts.index("--additional-config") + 1])["sojourn"]["policy"] == policy
     extra = transfer_config(parts)
     assert extra["role"] == "prefill"
     assert extra["node"] == socket.gethostname()

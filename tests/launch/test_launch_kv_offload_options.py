@@ -152,7 +152,7 @@ def test_auto_takes_vllms_connector_where_ours_does_not_serve_the_model_and_says
         ({"host_gib": "-1"}, "--kv-host-gib is -1"),
         ({"host_gib": "much"}, "--kv-host-gib is 'much'; expected GiB, auto or 0"),
         ({"host_gib": "auto", "policy": "stock", "backend": "sojourn"}, "choose a policy"),
-        ({"host_gib": "auto", "role": "decode"}, "both set the place of KV"),
+        ({"host_gib": "auto", "role": "decode"}, "prefill engines keep"),
         ({"host_gib": "1", "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
         ({"host_gib": "1", "backend": "lmcache"}, "expected sojourn, vllm or auto"),
         ({"host_gib": "1", "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),

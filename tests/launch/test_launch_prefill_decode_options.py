@@ -53,6 +53,21 @@ def test_a_role_and_a_store_are_enough(role, policy):
     assert ("--scheduler-cls" in command.argv) == (policy != "stock")
 
 
+@pytest.mark.parametrize(
+    ("host_gib", "expected"),
+    [("2", {"host_bytes": 2 * GIB}), ("auto", {"host_bytes": "auto", "host_bytes_max": 0})],
+)
+def test_a_prefill_engine_has_host_memory(host_gib, expected):
+    command = build(tiers=KvOffloadOptions(host_gib=host_gib), policy="sojourn", cpu=False)
+    told = config(command)
+    assert command.argv.count("--kv-transfer-config") == 1
+    assert "--disable-hybrid-kv-cache-manager" in command.argv, "transfers support one group"
+    assert (told["kv_connector"], told["kv_load_failure_policy"]) == ("PairConnector", "recompute")
+    extra = told["kv_connector_extra_config"]
+    assert extra.pop("host") == expected, "in vLLM's layout, which the decode engine has too"
+    assert extra == config(build())["kv_connector_extra_config"]
+
+
 def test_options_are_passed_on():
     command = build(
         store_gib=2.5,
@@ -95,15 +110,15 @@ def test_each_engine_of_a_node_has_a_name(node, args, expected):
             {"listen": "10.0.0.7"},
             "--kv-listen: '10.0.0.7' is not an address; expected unix:PATH or tcp:HOST:PORT",
         ),
-        ({"listen": "tcp:10.0.0.7"}, "--kv-listen: '10.0.0.7' is not a host and port"),
-        ({"listen": "tcp:h:70000"}, "--kv-listen: 'h:70000' is not a host and port"),
+        ({"listen": "tcp:10.0.0.7"}, "--kv-listen: 'tcp:10.0.0.7' is not an address"),
+        ({"listen": "tcp:h:70000"}, "--kv-listen: 'tcp:h:70000' is not an address"),
         ({"listen": "unix:" + "x" * 120}, "--kv-listen: the path of a Unix socket has at most"),
-        ({"listen": "nixl:h:1"}, "--kv-listen: .*NIXL is not built in"),
+        ({"listen": "nixl:h:1"}, "--kv-listen: 'nixl:h:1' is not an address"),
         ({"node": " "}, "--kv-node is ' '"),
-        (
-            {"tiers": KvOffloadOptions(host_gib="1")},
-            "--role prefill and --kv-host-gib both set the place of KV",
-        ),
+        ({"tiers": KvOffloadOptions(host_gib="1"), "role": "decode"}, "prefill engines keep the contexts"),
+        ({"tiers": KvOffloadOptions(host_gib="1", disk="/d")}, "--kv-disk: the disk of a pair is --kv-store"),
+        ({"tiers": KvOffloadOptions(host_gib="1", backend="vllm")}, "host memory of a pair is sojourn's"),
+        ({"tiers": KvOffloadOptions(host_gib="1"), "policy": "stock"}, "needs our scheduler"),
     ],
     ids=str,
 )

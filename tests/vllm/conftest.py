@@ -55,14 +55,17 @@ def make_paths_engine(
 ) -> Callable[..., Any]:
     """``make_paths_engine(policy | None, extra, **options)`` is like ``make_engine``, with the scheduler side
     of the paths connector. ``extra`` has the connector's settings; a value of ``None`` leaves a setting
-    out."""
+    out. With ``pair_host_blocks``, it has as much host memory."""
     from sojourn_server.simulator import simulated_engine
     from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+    from sojourn_server.vllm.pair_connector import PairConnector
     from vllm.config import KVTransferConfig
 
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
-    def make(policy: str | None, extra: dict[str, Any] | None = None, **options: Any) -> Any:
+    def make(
+        policy: str | None, extra: dict[str, Any] | None = None, pair_host_blocks: int = 0, **options: Any
+    ) -> Any:
         said = {
             "listen": f"unix:{tmp_path / 'p.sock'}",
             "store": str(tmp_path / "store"),
@@ -71,14 +74,20 @@ def make_paths_engine(
             "buffer_bytes": 1 << 24,
             **(extra or {}),
         }
-        transfer = KVTransferConfig(
-            kv_connector="PathsConnector",
-            kv_connector_module_path="sojourn_server.vllm.kv_transfer_connector",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={name: value for name, value in said.items() if value is not None},
-        )
-        monkeypatch.setattr(simulated_engine, "_transfer_config", lambda options, page_bytes: transfer)
+
+        def transfer(options: Any, page_bytes: int) -> KVTransferConfig:
+            host = {"host": {"host_bytes": pair_host_blocks * page_bytes}} if pair_host_blocks else {}
+            connector = PairConnector if host else PathsConnector
+            settings = {name: value for name, value in said.items() if value is not None}
+            return KVTransferConfig(
+                kv_connector=connector.__name__,
+                kv_connector_module_path=connector.__module__,
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=settings | host,
+            )
+
+        monkeypatch.setattr(simulated_engine, "_transfer_config", transfer)
         made = make_engine(policy, **options)
         assert isinstance(made.scheduler.connector, PathsConnector)
         return made

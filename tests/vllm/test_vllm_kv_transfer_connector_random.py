@@ -68,6 +68,9 @@ class Worker:
     answers: list[Later] = field(default_factory=list)
     fills: list[Later] = field(default_factory=list)
     held: list[Later] = field(default_factory=list)
+    host: dict[int, Content] = field(default_factory=dict)
+    """Slot of host memory → content."""
+    host_loads: list[Later] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def step(self) -> None:
@@ -89,9 +92,12 @@ class Worker:
     def _carry_out(self, step: Step) -> None:
         from sojourn_server.kv_transfer.transfer_jobs import TransferResults
         from sojourn_server.vllm.kv_connector import StepReport
+        from sojourn_server.vllm.pair_connector import PairReport
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         jobs, results = step.jobs, TransferResults()
+        host = getattr(step.planned.kv_connector_metadata, "host", None)
+        received, not_loaded = self._move_host(host.jobs) if host is not None else (set(), set())
         assert not (jobs.streams and self.engine.options.asynchronous)
         for ask in jobs.ends:
             self.asks.pop(ask, None)
@@ -115,7 +121,7 @@ class Worker:
                 self.blocks[block] = ()  # half written from now on
             self.fills.append(Later(self._soon(), take, self.asks.pop(take.ask, [])))
         self.held += [Later(self._soon(), request) for request in jobs.holds]
-        received = set()
+        stored = self._store_host(host.jobs) if host is not None else None
         for fill in self._ended(self.fills):
             not_filled |= self._fill(fill.name.skip, fill.name.block_ids, fill.content)
             received.add(fill.name.request)
@@ -128,10 +134,44 @@ class Worker:
             KVConnectorOutput(
                 finished_sending={each.name for each in self._ended(self.held)},
                 finished_recving=received,
-                invalid_block_ids=not_filled,
-                kv_connector_worker_meta=StepReport(results),
+                invalid_block_ids=not_filled | not_loaded,
+                kv_connector_worker_meta=(
+                    StepReport(results) if stored is None else PairReport(results, host=StepReport(stored))
+                ),
             ),
         )
+
+    def _move_host(self, jobs: Any) -> tuple[set[str], set[int]]:
+        """Carry out the copies before a step's forward pass. Returns (loads that end, blocks not filled)."""
+        for copies in (*jobs.awaited.values(), jobs.saves):
+            for copy in copies:
+                self.host[copy.slot] = self.blocks.get(copy.block_id, ())
+        for name, copies in jobs.loads.items():
+            content = [(copy.block_id, self.host[copy.slot]) for copy in copies]
+            for block, _ in content:
+                self.blocks[block] = ()  # half written from now on
+            self.host_loads.append(Later(self._soon(), name, content))
+        received, not_filled = set(jobs.rejected), {each for ids in jobs.rejected.values() for each in ids}
+        if jobs.settles:
+            for load in self.host_loads:
+                load.steps = 0
+        for load in self._ended(self.host_loads):
+            received.add(load.name)
+            for block, content in load.content:
+                if self.draw.random() < self.failing:
+                    not_filled.add(block)
+                    continue
+                self.blocks[block] = content
+                self.counts["loaded from host"] += 1
+        return received, not_filled
+
+    def _store_host(self, jobs: Any) -> Any:
+        from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
+
+        for copies in jobs.stores.values():
+            for copy in copies:
+                self.host[copy.slot] = self.blocks.get(copy.block_id, ())
+        return OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED))
 
     def _take_in(self, step: Step, model_output: Any, output: Any) -> None:
         from sojourn_server.simulator.simulated_engine import STOP_TOKEN
@@ -252,9 +292,15 @@ class Worker:
 
 @pytest.mark.parametrize("failing", [0.0, 0.05])
 @pytest.mark.parametrize(
-    ("policy", "asynchronous"),
-    [(None, True), ("observe", False), ("observe", True)],
-    ids=["stock, one ahead", "as they come", "one ahead"],
+    ("policy", "asynchronous", "host_blocks"),
+    [
+        (None, True, 0),
+        ("observe", False, 0),
+        ("observe", True, 0),
+        ("sojourn", False, 60),
+        ("sojourn", True, 60),
+    ],
+    ids=["stock, one ahead", "as they come", "one ahead", "with host memory", "with host memory, one ahead"],
 )
 def test_what_moves_was_computed(
     make_paths_engine: Any,
@@ -262,12 +308,13 @@ def test_what_moves_was_computed(
     monkeypatch: pytest.MonkeyPatch,
     policy: str | None,
     asynchronous: bool,
+    host_blocks: int,
     failing: float,
 ) -> None:
     with asynchronous_scheduling() if asynchronous else nullcontext():
         engine = make_paths_engine(
-            policy, {"block_tokens": FULL_TOKENS}, blocks=60, block_size=BLOCK, max_model_len=220,
-            max_num_batched_tokens=48, max_num_seqs=8, asynchronous=asynchronous,
+            policy, {"block_tokens": FULL_TOKENS}, host_blocks, blocks=60, block_size=BLOCK,
+            max_model_len=220, max_num_batched_tokens=48, max_num_seqs=8, asynchronous=asynchronous,
         )  # fmt: skip
     assert engine.scheduler.connector.settings.concurrent_steps == 1 + asynchronous
     engine.scheduler.connector.strict = True
@@ -290,7 +337,8 @@ def test_what_moves_was_computed(
             params = {"do_remote_decode": True, "transfer": f"t{number}", "peer": "unix:/d"}
         elif part == "decode" and answers:
             prompt, params = answers.pop(draw.randrange(len(answers)))
-        add(engine, f"r{number}", prompt, draw.choice([1, 1, 60]) if part == "prefill" else 60, params)
+        length = draw.choice([1, 1, 60]) if part == "prefill" else 60
+        add(engine, f"r{number}", prompt, length, params, draw.choice("abc") if host_blocks else None)
         for _ in range(draw.randint(0, 8)):
             clock.now += 0.05
             worker.step()
@@ -314,9 +362,17 @@ def test_what_moves_was_computed(
     assert min(counts["stored"], counts["fetch found"]) > 30
     assert counts["stored at last"] > 5
     assert counts["not filled"] > 3 or not failing
+    assert counts["loaded from host"] > 30 or not host_blocks
 
 
-def add(engine: Any, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> None:
+def add(
+    engine: Any,
+    name: str,
+    prompt: list[int],
+    max_tokens: int,
+    params: dict[str, Any] | None,
+    program_id: str | None,
+) -> None:
     from sojourn_server.simulator.simulated_engine import STOP_TOKEN
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -330,6 +386,7 @@ def add(engine: Any, name: str, prompt: list[int], max_tokens: int, params: dict
             stop_token_ids=[STOP_TOKEN],
             extra_args={"kv_transfer_params": params} if params else None,
         ),
+        session_id=program_id,
         pooling_params=None,
         block_hasher=engine.hash_blocks,
     )

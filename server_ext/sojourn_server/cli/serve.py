@@ -27,9 +27,9 @@ from ..launch.kv_options import (
 from ..launch.launch_environment import detect_launch_environment
 from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
 from ..launch.serve_command import (
+    DECODE_POLICY,
     ONE_GROUP,
     OWN_CONNECTORS,
-    PREFILL_DECODE_POLICY,
     STOCK_POLICY,
     ServeOptions,
     absolute_path,
@@ -86,7 +86,7 @@ def serve(
         if options[name] is not None and not Path(options[name]).is_file():
             raise CliError(f"{options[name]} is not a file", "give the path of a file that exists")
     role = options["role"]
-    policy = options["policy"] or (DEFAULT_PRESET if role is None else PREFILL_DECODE_POLICY)
+    policy = options["policy"] or (DECODE_POLICY if role == "decode" else DEFAULT_PRESET)
     options["policy"] = policy
     _check_policy(policy, options["policy_file"])
     _check_engine(policy, role, dry_run=dry_run)
@@ -273,11 +273,10 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     except (SettingsError, PresetError) as error:
         raise CliError(str(error), "see sojourn serve --help") from None
     notes = []
-    if role is not None and (preset.placement.is_used or type(preset.retention) is not RetentionPolicy):
+    if role == "decode" and (preset.placement.is_used or type(preset.retention) is not RetentionPolicy):
         notes.append(
-            f"policy {preset.name} keeps KV of finished turns in the memory of this {role} engine. The "
-            "pair's store has that KV already, and the next turn may go to another engine; "
-            f"{PREFILL_DECODE_POLICY}, the default with --role, keeps none"
+            f"policy {preset.name} keeps KV of finished turns in the memory of this decode engine, but the "
+            f"next turn's prompt is computed by a prefill engine; {DECODE_POLICY}, the default, keeps none"
         )
     if missing is not None:
         notes.append(f"policy {preset.name}: {missing}")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, IncompatibleStore, blocks_per_full, check_root
-from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from ..kv_transfer.peer_transport import parse_address
 from .engine_flags import EngineFlags, InvalidOption, own_flag, parallel_size, refuse
 from .launch_environment import MachineMemory, read_memory
 
@@ -25,12 +25,15 @@ AUTO = "auto"
 """Value of ``--kv-host-gib``: four times the device's KV, at most ``auto_host_bytes``."""
 OFFLOAD_CONNECTOR = "SojournConnector"
 PREFILL_DECODE_CONNECTOR = "PathsConnector"
+PAIR_CONNECTOR = "PairConnector"
+"""``PathsConnector`` with host memory."""
 VLLM_CONNECTOR = "ProgramOffloadingConnector"
 """vLLM's OffloadingConnector, with sojourn's order of eviction and on CPU engines too."""
 _MODULES = {
     VLLM_CONNECTOR: "sojourn_server.vllm.program_offload_connector",
     OFFLOAD_CONNECTOR: "sojourn_server.vllm.kv_offload_connector",
     PREFILL_DECODE_CONNECTOR: "sojourn_server.vllm.kv_transfer_connector",
+    PAIR_CONNECTOR: "sojourn_server.vllm.pair_connector",
 }
 CACHE_POLICY = {
     "eviction_policy": "ProgramCachePolicy",
@@ -89,8 +92,8 @@ class PrefillDecodeOptions(_Options):
 
     role: str | None = own_flag(
         "--role",
-        "Serve as the prefill or decode engine of a pair. KV goes through --kv-store, so leases are useless "
-        "here and the default policy is observe",
+        "Serve as the prefill or decode engine of a pair. Prefill engines compute prompts and keep contexts: "
+        "the policy and --kv-host-gib are for these",
     )
     store: str | None = own_flag(
         _STORE_FLAG, "Existing directory that all engines of the pair share", is_path=True
@@ -209,12 +212,17 @@ def offload_transfer_config(
 
 
 def prefill_decode_transfer_config(
-    options: PrefillDecodeOptions, *, hostname: str, port: int | None, block_tokens: str | None = None
+    options: PrefillDecodeOptions,
+    *,
+    hostname: str,
+    port: int | None,
+    block_tokens: str | None = None,
+    host: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
 
     ``hostname``: this machine's name. ``port``: port of the engine's HTTP server; ``None`` for a Unix socket.
-    ``block_tokens``: value of ``--block-size``, if given.
+    ``block_tokens``: value of ``--block-size``, if given. ``host``: settings of the connector of host memory.
     """
     role, node = options.role, hostname if options.node is None else options.node
     refuse({
@@ -228,8 +236,8 @@ def prefill_decode_transfer_config(
     _check_size("--kv-buffer-gib", options.buffer_gib)
     name = options.named_store(hostname, port)
     try:
-        check_address(options.listen)
-    except (ValueError, UnknownTransport) as error:
+        parse_address(options.listen)
+    except ValueError as error:
         raise InvalidOption(f"--kv-listen: {error}") from None
     refuse({f"--kv-node is {node!r}; expected the name of the machine": not node.strip()})
     try:
@@ -246,6 +254,8 @@ def prefill_decode_transfer_config(
         "store_bytes": int(options.store_gib * GIB),
         "buffer_bytes": int(options.buffer_gib * GIB),
     }
+    if host is not None:
+        return _transfer_config(PAIR_CONNECTOR, {**extra, "host": host})
     return _transfer_config(PREFILL_DECODE_CONNECTOR, extra)
 
 

@@ -19,6 +19,7 @@ from .engine_flags import EngineFlags, InvalidOption, engine_workers, own_flag, 
 from .kv_options import (
     AUTO,
     OFFLOAD_CONNECTOR,
+    PAIR_CONNECTOR,
     PREFILL_DECODE_CONNECTOR,
     KvOffloadOptions,
     PrefillDecodeOptions,
@@ -34,9 +35,8 @@ from .redaction import redacted
 
 STOCK_POLICY = "stock"
 """Name of the policy that runs plain vLLM, without sojourn's scheduler."""
-PREFILL_DECODE_POLICY = "observe"
-"""Default policy of a prefill or decode engine. It grants no leases, because at a turn's end the KV is in
-storage, and the next turn may go to another engine."""
+DECODE_POLICY = "observe"
+"""Default policy of a decode engine. It keeps no KV of finished turns, because prefill engines do."""
 PLUGIN_NAME = "sojourn"
 """Name of sojourn's plugin in vLLM's entry-point groups and in ``VLLM_PLUGINS``."""
 SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
@@ -50,7 +50,7 @@ WORKER_CLASSES = {
 """Device → value of ``--worker-cls``: vLLM's worker with hidden state capture."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """Value of ``--logits-processors`` for forced tokens (``forced_tokens.py``) in vLLM's model runner V1."""
-OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR)
+OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR, PAIR_CONNECTOR)
 """Sojourn's KV connectors."""
 ONE_GROUP = "--disable-hybrid-kv-cache-manager"
 """vLLM's flag that puts layers with sliding windows and with full attention in one KV cache group."""
@@ -82,7 +82,7 @@ class ServeOptions:
     policy: str = own_flag(
         "--policy",
         "Name of a preset, or stock for plain vLLM",
-        shown_default=f"{DEFAULT_PRESET}; with --role {PREFILL_DECODE_POLICY}",
+        shown_default=f"{DEFAULT_PRESET}; with --role decode {DECODE_POLICY}",
     )
     policy_file: str | None = own_flag(
         "--policy-file",
@@ -184,7 +184,9 @@ def build_command(
         }
         added += ["--additional-config", json.dumps(merged)]
     chosen: list[str] = []
-    if options.tiers.any:
+    if options.pair.any:
+        added += ["--kv-transfer-config", json.dumps(_pair_config(options, flags, facts))]
+    elif options.tiers.any:
         backend, why = _backend(options, flags)
         if why:
             connector = "sojourn's" if backend == "sojourn" else "vLLM's"
@@ -197,13 +199,13 @@ def build_command(
             auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
         )
         added += ["--kv-transfer-config", json.dumps(config)]
-    if options.pair.any:
-        added += ["--kv-transfer-config", json.dumps(_pair_config(options, flags, facts))]
     if options.pair.any or options.tiers.disk is not None:
         env.update(hash_seed_environment(environ))
     stages = parallel_size(flags, "--pipeline-parallel-size")
     # Under auto the engine does without host memory rather than change the model's groups.
-    on_host_alone = tiers.any and tiers.disk is None and (stages <= 1 or tiers.host_gib == AUTO)
+    on_host_alone = (
+        tiers.any and not options.pair.any and tiers.disk is None and (stages <= 1 or tiers.host_gib == AUTO)
+    )
     if replace(flags, args=(*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
         default(ONE_GROUP)
@@ -428,15 +430,27 @@ def _tool_parser_config(options: ServeOptions, flags: EngineFlags) -> dict[str, 
 def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``
     if the engine's other options and flags do not fit such an engine."""
-    pair, address = options.pair, listen_address(flags)
+    pair, tiers, address = options.pair, options.tiers, listen_address(flags)
     port = None if address is None else address[1]
+    refuse({
+        "--kv-disk: the disk of a pair is --kv-store": tiers.disk is not None or tiers.disk_gib is not None,
+        "--kv-host-gib and --role decode: prefill engines keep the contexts; give it to these":
+            tiers.any and pair.role == "decode",
+        "--tier-backend vllm and --role: host memory of a pair is sojourn's": tiers.backend == "vllm",
+    })  # fmt: skip
+    host = None
+    if tiers.any:
+        # Not in the layout with blocks outermost, since both engines need the same one.
+        auto_bytes, stock = auto_host_bytes(facts.available_bytes or 0, flags), options.policy == STOCK_POLICY
+        host = offload_transfer_config(
+            replace(tiers, backend="sojourn"), cpu_build=True, stock=stock, auto_bytes=auto_bytes
+        )["kv_connector_extra_config"]
+    block_tokens = flags.value("--block-size")
     config = prefill_decode_transfer_config(
-        pair, hostname=facts.hostname, port=port, block_tokens=flags.value("--block-size")
+        pair, hostname=facts.hostname, port=port, block_tokens=block_tokens, host=host
     )
     ranks = flags.value("--data-parallel-size")
     refuse({
-        f"--role {pair.role} and --kv-host-gib both set the place of KV below the device; give one of them: "
-        "KV of a pair is in --kv-store": options.tiers.any,
         "--role sets --kv-transfer-config; give one of the two": flags.has("--kv-transfer-config"),
         **{
             f"{flag}: {why}; start an engine of a pair without it": flag in flags.names

@@ -29,9 +29,9 @@ from .compat import (
     RequestStatus,
     SchedulingPolicy,
 )
-from .kv_offload_connector import SojournConnector
 from .kv_prefetcher import KVPrefetcher
 from .offload_manager import OffloadManager
+from .pair_connector import offload_connector
 from .waiting_queue import EngineContext, WaitingQueueAdapter, max_new_tokens
 
 if TYPE_CHECKING:
@@ -372,13 +372,15 @@ class AllocationFallback:
         """Return the requests that load KV into their blocks and can give these up. They can be victims too,
         or a request that runs alone beside them would preempt itself in each step. Empty with a connector
         other than ``SojournConnector``, which may write to the blocks at any time."""
-        if not isinstance(self._scheduler.connector, SojournConnector):
+        if offload_connector(self._scheduler.connector) is None:
             return []
         # A session that streams its input keeps what it has computed.
         return [request for request in self._waiting.loading() if not request.resumable]
 
     def _give_up_load(self, request: Request) -> None:
-        self._waiting.give_up_load(request, self._scheduler.connector)
+        connector = offload_connector(self._scheduler.connector)
+        assert connector is not None
+        self._waiting.give_up_load(request, connector)
         self._waiting.pause_admission()
         self._handle(RequestPreempted(request.request_id, loading=True), self._clock())
 

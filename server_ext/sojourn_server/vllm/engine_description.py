@@ -12,6 +12,7 @@ from .kv_cache_groups import KVCacheGroups, stored_block_bytes
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
 from .offload_cache_policy import find_cache_policy
+from .pair_connector import offload_connector
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -32,24 +33,29 @@ PAIR_CONNECTORS = frozenset(
 
 
 def connector_name(scheduler: Scheduler) -> str | None:
-    """Return the name of the engine's KV connector: of ``SojournConnector`` only with host memory."""
+    """Return the name of the engine's KV connector; ``SojournConnector`` if it has host memory of that."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
     if connector is None or transfer is None:
         return None
-    if isinstance(connector, SojournConnector):
-        return SojournConnector.__name__ if connector.settings.host_slots else None
-    return str(transfer.kv_connector)
+    own = offload_connector(connector)
+    if own is not None and own.settings.host_slots:
+        return str(SojournConnector.__name__)
+    if isinstance(connector, PathsConnector):
+        return str(PathsConnector.__name__)
+    return None if own is not None else str(transfer.kv_connector)
 
 
 def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVCacheGroups) -> KVPoolConfig:
     """Return the sizes and speeds of the engine's KV memory. Without a ``profile``, speeds are unknown."""
     connector, size = scheduler.connector, stored_block_bytes(scheduler.kv_cache_config)
-    limits = connector.planner.limits if isinstance(connector, SojournConnector) else None
+    own = offload_connector(connector)
+    limits = own.planner.limits if own is not None else None
     chunks = find_cache_policy(connector)
     bytes_per_s = profile.host_to_device_bytes_per_s if profile is not None else None
     host_s_per_token = None
-    # A pair loads KV from its store, at another speed.
-    if connector is not None and not isinstance(connector, PathsConnector) and bytes_per_s and size:
+    # A pair without host memory loads KV from its store, at another speed.
+    is_store = isinstance(connector, PathsConnector) and own is None
+    if connector is not None and not is_store and bytes_per_s and size:
         host_s_per_token = size / groups.tokens_per_block / bytes_per_s
     return KVPoolConfig(
         blocks=scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1,
@@ -70,16 +76,17 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     """Describe KV offload for clients: the connector, whether offload is on or why it is off, and the sizes
     of the tiers, if known. ``None`` without tiers."""
     connector, transfer = scheduler.connector, scheduler.vllm_config.kv_transfer_config
-    if connector is None or transfer is None or isinstance(connector, PathsConnector):
+    own = offload_connector(connector)
+    if connector is None or transfer is None or (isinstance(connector, PathsConnector) and own is None):
         return None
     name = str(transfer.kv_connector)
-    if isinstance(connector, SojournConnector):
-        size, limits = connector.settings.block_bytes, connector.planner.limits
+    if own is not None:
+        size, limits = own.settings.block_bytes, own.planner.limits
         host_blocks, disk_blocks = limits.host_slots, limits.disk_blocks
         return TierCapabilities(
             connector=name,
-            on=not connector.off,
-            off_because=connector.off_because,
+            on=not own.off,
+            off_because=own.off_because,
             host=TierCapacity(blocks=host_blocks, bytes=host_blocks * size),
             disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=True)
             if disk_blocks

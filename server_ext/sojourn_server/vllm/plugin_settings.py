@@ -15,7 +15,7 @@ from sojourn.errors import InputError
 
 from ..core.engine_answers import MissingTiers
 from ..core.scheduler_state import Histories, KVPoolConfig, SchedulerLimits, SchedulerState
-from ..launch.kv_options import OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR, VLLM_CONNECTOR
+from ..launch.kv_options import OFFLOAD_CONNECTOR, PAIR_CONNECTOR, PREFILL_DECODE_CONNECTOR, VLLM_CONNECTOR
 from ..policies.costs.engine_profile import EngineProfile
 from ..policies.costs.step_costs import StepCosts
 from ..policies.preset import Preset, parse_preset, preset_text
@@ -218,7 +218,7 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
     if connector == VLLM_CONNECTOR:
         # Placement orders its host memory, which has a copy of what the device computes.
         mechanisms = [each for each in mechanisms if each != "placement"]
-    if not mechanisms or connector == OFFLOAD_CONNECTOR:
+    if not mechanisms or connector in (OFFLOAD_CONNECTOR, PAIR_CONNECTOR):
         return None
     if connector == VLLM_CONNECTOR:
         because = "vLLM's connector copies KV as it is computed, and loads it for requests alone"

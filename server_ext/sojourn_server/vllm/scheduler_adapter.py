@@ -54,12 +54,13 @@ from .free_block_queue import EvictionScorer, ProgramFreeBlockQueue, Score
 from .hidden_state_capture import OUTPUT_ATTRIBUTE
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
-from .kv_offload_connector import SojournConnector, copy_wait_s
+from .kv_offload_connector import copy_wait_s
 from .kv_prefetcher import KVPrefetcher
 from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager, host_eviction_rank
+from .pair_connector import offload_connector
 from .plugin_settings import (
     PluginSettings,
     build_program_scheduler,
@@ -118,7 +119,7 @@ class SchedulerAdapter(EngineView):
         self.reader = ToolCallReader(
             scheduler.vllm_config.model_config, settings.tool_call_parser, settings.tool_parser_plugin
         )
-        own = self._connector = connector if isinstance(connector, SojournConnector) else None
+        own = self._connector = offload_connector(connector)
         """Connector of host memory and disk. Others may write to a load's blocks at any time."""
         self._offload: OffloadManager | None = None
         """Manager of host memory and disk; ``None`` without sojourn's connector."""

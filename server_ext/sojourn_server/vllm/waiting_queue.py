@@ -244,11 +244,13 @@ class WaitingQueueAdapter:
 
     def loading(self) -> list[Request]:
         """Return the waiting requests that hold blocks for a KV load, which may have ended, in the queue's
-        order, without those that vLLM has taken from the queue for the moment."""
+        order, without those that vLLM has taken from the queue for the moment, and those that a transfer of
+        a pair is filling."""
+        filling = getattr(self._scheduler.connector, "filling", ())
         return [
             request
             for request in self._scheduler.kv_holding_waiting
-            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ and request.request_id not in filling
         ]
 
     def give_up_load(self, request: Request, connector: SojournConnector) -> None:
@@ -279,8 +281,10 @@ class WaitingQueueAdapter:
     def requeue_loading(self, connector: SojournConnector) -> None:
         """Cancel all loads before a cache reset, and queue unfinished requests again."""
         scheduler = self._scheduler
+        filling = getattr(scheduler.connector, "filling", ())
         for request in tuple(scheduler.requests.values()):
-            if request.is_finished():  # aborted; vLLM would free its blocks after the load
+            # Aborted; vLLM would free its blocks after the load.
+            if request.is_finished() and request.request_id not in filling:
                 connector.planner.cancel_load(request.request_id)
                 scheduler._free_blocks(request)
         for request in self.loading():

@@ -1,0 +1,164 @@
+"""KV connector for an engine of a pair with host memory: ``PathsConnector`` around a ``SojournConnector``.
+
+Host memory keeps what this engine's device evicts. The pair's store is its disk. A request loads from one of
+the two: from host memory if the device and it have half of the prompt, otherwise from what has more. The rest
+is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults
+from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
+from .compat import KVConnectorRole, KVConnectorWorkerMetadata
+from .kv_connector import StepOrders, StepReport
+from .kv_offload_connector import SojournConnector
+from .kv_transfer_connector import PathsConnector
+
+if TYPE_CHECKING:
+    import torch
+
+    from .compat import KVCacheBlocks, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
+
+
+@dataclass
+class PairOrders(StepOrders[TransferJobs]):
+    host: StepOrders[OffloadJobs] | None = None
+
+
+@dataclass
+class PairReport(StepReport[TransferResults]):
+    host: StepReport[OffloadResults] | None = None
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, PairReport)
+        host: Any = self.host or other.host
+        if self.host is not None and other.host is not None:
+            host = self.host.aggregate(other.host)
+        return PairReport(self.results, (*self.others, *other.of_all), host=host)
+
+
+class HostMemory(SojournConnector):
+    def end_loads(self, output: KVConnectorOutput) -> set[str]:
+        """Handle ended loads, as ``SojournConnector`` does, and leave to vLLM the blocks that the pair's
+        transfers have not filled."""
+        own = {each for load in self.planner.loads.values() for each in load.block_ids}
+        others = output.invalid_block_ids - own
+        failed = super().end_loads(output)
+        output.invalid_block_ids |= others
+        return failed
+
+
+class PairConnector(PathsConnector):
+    """The extra config has, besides that of ``PathsConnector``, that of ``SojournConnector`` as ``host``."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        host = _with_extra(vllm_config, extra.pop("host"))
+        super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
+        self.host_memory = HostMemory(host, role, kv_cache_config)
+        self.filling: set[str] = set()
+        """Requests whose blocks a transfer fills while others compute. They cannot give up the load."""
+
+    # -- planner side -------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tokens, is_async = self.host_memory.get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens is None:
+            return None, False
+        if tokens and 2 * (num_computed_tokens + tokens) >= request.num_tokens:
+            return tokens, is_async
+        stored = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if stored[0] is not None and stored[0] <= tokens:
+            return tokens, is_async
+        self.host_memory._matches.pop(request.request_id, None)
+        return stored
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        by_host = num_external_tokens * (request.request_id in self.host_memory._matches)
+        stored = self._matches.get(request.request_id)
+        if num_external_tokens > by_host and stored is not None and stored.is_async:
+            self.filling.add(request.request_id)
+        self.host_memory.update_state_after_alloc(request, blocks, by_host)
+        super().update_state_after_alloc(request, blocks, num_external_tokens - by_host)
+
+    def _plan_step(self, scheduler_output: SchedulerOutput) -> PairOrders:
+        orders = super()._plan_step(scheduler_output)
+        return PairOrders(orders.jobs, orders.stop, self.host_memory.build_connector_meta(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self.filling -= connector_output.finished_recving or set()
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, PairReport) and report.host is not None:
+            connector_output.kv_connector_worker_meta = report.host
+            self.host_memory.update_connector_output(connector_output)
+            connector_output.kv_connector_worker_meta = report
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.host_memory.request_finished(request, block_ids)
+        return super().request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        return self.host_memory.has_pending_push_work() or super().has_pending_push_work()
+
+    def reset_cache(self) -> bool:
+        self.host_memory.reset_cache()
+        return super().reset_cache()
+
+    # -- worker side ------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.host_memory.register_kv_caches(kv_caches)
+        super().register_kv_caches(kv_caches)
+
+    def _begin_step(self, orders: StepOrders[TransferJobs]) -> None:
+        """Evicted blocks are copied to host memory before transfers write to them."""
+        if isinstance(orders, PairOrders) and orders.host is not None:
+            self.host_memory.handle_preemptions(orders.host)
+        super()._begin_step(orders)
+
+    def build_connector_worker_meta(self) -> PairReport | None:
+        own, host = super().build_connector_worker_meta(), self.host_memory.build_connector_worker_meta()
+        if own is None and host is None:
+            return None
+        return PairReport(own.results if own is not None else TransferResults(), host=host)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        sent, received = super().get_finished(finished_req_ids)
+        _, loaded = self.host_memory.get_finished(finished_req_ids)
+        return sent, (received or set()) | (loaded or set())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        errors = self.host_memory.get_block_ids_with_load_errors()
+        return super().get_block_ids_with_load_errors() | errors
+
+    def shutdown(self) -> None:
+        try:
+            self.host_memory.shutdown()
+        finally:
+            super().shutdown()
+
+
+def offload_connector(connector: object) -> SojournConnector | None:
+    """Return sojourn's connector of host memory: the engine's, or the one inside of it; ``None`` without."""
+    if isinstance(connector, PairConnector):
+        return connector.host_memory
+    return connector if isinstance(connector, SojournConnector) else None
+
+
+def _with_extra(vllm_config: VllmConfig, extra: Mapping[str, Any]) -> VllmConfig:
+    changed = copy.copy(vllm_config)
+    changed.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
+    changed.kv_transfer_config.kv_connector_extra_config = dict(extra)
+    return changed
