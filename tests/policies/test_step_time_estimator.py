@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.reload_estimate import StepTimeEstimator
+from sojourn_server.policies.preemption_policies import CheaperRecovery, PreemptedRequestView, RecoveryMethod
 
 
 def decoding(*kv_tokens: int, fixed_s: float, token_s: float, rounds: int = 50) -> StepTimeEstimator:
@@ -81,3 +82,19 @@ def test_a_share_is_a_share_whatever_the_steps(steps: list[tuple[int, float, int
         reload.observe_step(tokens, seconds, requests, kv_tokens)
         assert 0.0 <= reload.kv_read_share <= 1.0
         assert 0.0 <= reload.prefill_share <= 1.0
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_without_a_curve_the_break_even_length_is_that_of_tetris(requests: int) -> None:
+    """Equation 1: computing S tokens takes c · S · (6D + S) seconds, in steps of any size."""
+    d, c, copy_s = 1024, 1e-9, 2e-5
+    reload = StepTimeEstimator(hidden_size=d)
+    for begin in range(0, 32_000, 2_000):
+        end = begin + 2_000
+        seconds = requests * c * (end * (6 * d + end) - begin * (6 * d + begin))
+        reload.observe_step(2_000 * requests, seconds, requests, end * requests)
+    assert reload.seconds(20_000) == pytest.approx(c * 20_000 * (6 * d + 20_000))
+    k = round(copy_s / c) - 6 * d
+    for tokens, way in ((k - 9, RecoveryMethod.RECOMPUTE), (k + 9, RecoveryMethod.OFFLOAD)):
+        victim = PreemptedRequestView(tokens, reload.seconds(tokens), copy_s / 2, copy_s / 2)
+        assert CheaperRecovery().recovery(victim, 0.0) is way

@@ -93,14 +93,20 @@ class StepTimeEstimator:
     """Learns from engine steps how long a prefill takes, and on what the steps spend their time.
 
     ``seconds`` estimates PrefillReload(r), the seconds to compute a context again (Continuum §4.1). With a
-    measured ``PrefillCurve``, the estimate is the value of the curve. Without a curve, it is the number of
-    tokens times the mean seconds per token of earlier prefill steps. The mean is exponentially weighted, and
-    0 before the first such step.
+    measured ``PrefillCurve``, the estimate is the value of the curve. Without a curve, it is the work of the
+    tokens times the mean seconds per work of earlier prefill steps. The mean is exponentially weighted, and 0
+    before the first such step.
+
+    Work has the shape of Tetris' equation 1: a context of S tokens is the work of S + S² / 6D tokens without
+    attention. So a token that attends to c others is the work of 1 + c / 3D. ``hidden_size`` is D; 0: a
+    token's work does not grow with its context.
     """
 
-    def __init__(self, curve: PrefillCurve | None = None) -> None:
+    def __init__(self, curve: PrefillCurve | None = None, hidden_size: int = 0) -> None:
         self._curve = curve
-        self._s_per_token: float | None = None
+        self._work_of_context = 1.0 / (3 * hidden_size) if hidden_size else 0.0
+        """Work of attending to one token."""
+        self._s_per_work: float | None = None
         self._busy_s = self._prefill_s = self._request_s = 0.0
         """Sums over recent steps, in which older steps weigh less: seconds, seconds spent on prompts, and
         seconds · requests."""
@@ -121,11 +127,11 @@ class StepTimeEstimator:
                 self._observe_decode(kv_tokens, seconds)
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
-        sample = seconds / tokens
-        if self._s_per_token is None:
-            self._s_per_token = sample
+        sample = seconds / self._work(tokens, requests, kv_tokens or tokens)
+        if self._s_per_work is None:
+            self._s_per_work = sample
         else:
-            self._s_per_token += SMOOTHING * (sample - self._s_per_token)
+            self._s_per_work += SMOOTHING * (sample - self._s_per_work)
 
     def _observe_decode(self, kv_tokens: int, seconds: float) -> None:
         kept = 1.0 - seconds / GROWTH_WINDOW_S
@@ -171,11 +177,17 @@ class StepTimeEstimator:
     @property
     def known(self) -> bool:
         """Whether there is a curve or at least one learned step."""
-        return self._curve is not None or self._s_per_token is not None
+        return self._curve is not None or self._s_per_work is not None
 
     def seconds(self, tokens: int) -> float:
         """Return the seconds to compute a context of ``tokens`` tokens from scratch; 0.0 while nothing is
         known."""
         if self._curve is not None:
             return self._curve.seconds(tokens)
-        return tokens * self._s_per_token if self._s_per_token is not None else 0.0
+        return self._work(tokens, 1, tokens) * self._s_per_work if self._s_per_work is not None else 0.0
+
+    def _work(self, tokens: int, requests: int, kv_tokens: int) -> float:
+        """Return the work of ``tokens`` new tokens at the ends of ``requests`` contexts, which have
+        ``kv_tokens`` tokens together, the new ones included."""
+        context = (kv_tokens - tokens / 2) / max(1, requests)
+        return tokens * (1.0 + context * self._work_of_context)
