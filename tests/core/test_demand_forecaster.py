@@ -82,7 +82,7 @@ def test_an_accurate_hint_counts_after_eight_of_them() -> None:
     for number in range(8):
         learn(e, 50 + 40 * number, 700)
         request = e.arrive(f"told-{number}", prompt(8), **hint)
-        assert e.request_state(request).hinted_tokens == 200
+        assert e.request_state(request).hint.output_tokens == 200
         e.admit(request)
         e.finish(request, output=[7] * 200)
     told = left(e, running(start(e, "p", **hint)))

@@ -6,10 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from sojourn.aeg import END, START, Aeg
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import WIRE_VERSION, WireError
-from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
 from sojourn_server.core.engine_service import EngineService
 from sojourn_server.core.events_and_actions import RequestArrived
 from sojourn_server.core.request_hints import read_identity
@@ -247,13 +246,3 @@ def test_a_report_of_load_has_the_programs_whose_kv_is_there(engine: VirtualEngi
     assert programs["a"]["idle_s"] >= 2.0
     engine.evict([*prompt(40), 7, 7])
     assert engine.ask("load")["programs"] == []
-
-
-def test_a_report_of_load_counts_the_pending_nodes_of_a_declared_graph() -> None:
-    engine = VirtualEngine("saga")
-    edges = [(START, "plan"), ("plan", "edit"), ("edit", "test"), ("test", "edit", 0.5), ("test", END, 0.5)]
-    graph = Aeg(["plan", "edit", "test"], edges)
-    engine.turn("a", prompt(40), sojourn={"node": "plan"})
-    engine.send(AegReport(program_id="a", seq=-1, graph_hash=graph.hash, graph=graph.wire()))
-    [program] = engine.ask("load")["programs"]
-    assert program["steps_left"] == pytest.approx(4.0, abs=0.01)  # edit and test, twice on average

@@ -16,6 +16,7 @@ from sojourn_server.policies.policy_views import (
 from sojourn_server.policies.preemption_policies import (
     HORIZON_STEPS,
     IMMUNE_TOKENS,
+    MOST_COMPARED,
     MOST_PREEMPTIONS,
     BestFitVictim,
     VictimPolicy,
@@ -104,6 +105,16 @@ shortages = st.builds(
     st.sampled_from([4, 16, 64]),
     step_s=st.sampled_from([0.0, 0.05]),
 )
+
+
+def test_of_very_many_only_the_largest_are_compared() -> None:
+    """The small ones would lose less, as their outputs are long."""
+    large = [request(f"l{at}", at, blocks=20, context_tokens=320) for at in range(MOST_COMPARED)]
+    small = [request(f"s{at}", at, context_tokens=160, output_tokens=900) for at in range(200)]
+    running = [one._replace(remaining=(50.0,)) for one in (*small, *large)]
+    need = BlockShortage(4560, 16, 0.05)
+    assert (BestFitVictim().victim(running[100:228], need, 0.0) or "").startswith("s")
+    assert (BestFitVictim().victim(running, need, 0.0) or "").startswith("l")
 
 
 @settings(max_examples=150)

@@ -8,7 +8,6 @@ stands at the same place of all contexts that have it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from itertools import islice
 from typing import Any, TypeVar
 
 from sojourn.ids import ProgramId
@@ -57,33 +56,6 @@ class ContextHashStore(HashLists[ProgramId]):
         """Drop the program's context and branch."""
         self.pop(program_id, None)
         self.branches.pop(program_id, None)
-
-
-class StepPrefixes:
-    """Stores the block hashes with which prompts begin at each step of a workflow, for prefetches.
-
-    A *step* is a graph node or a tool, as in predictions. Stored are the hashes of each program's newest turn
-    at each step. What the newest turns of two programs of one agent type share there, such as system prompt
-    and tools, is the prefix for other programs of the type.
-    """
-
-    def __init__(self, max_hashes: int = 1_000_000) -> None:
-        self._turns: HashLists[tuple[str, str, ProgramId]] = HashLists(max_hashes)
-
-    def learn(self, program_id: ProgramId, agent_type: str, step: str, hashes: Sequence[Any]) -> None:
-        """Learn the block hashes of a turn at a step."""
-        if hashes:
-            self._turns.put((agent_type, step, program_id), hashes)
-
-    def prefix(self, program_id: ProgramId, agent_type: str, step: str) -> Sequence[Any]:
-        """Return the block hashes with which the program's next prompt begins, if its next step is ``step``;
-        empty if unknown."""
-        own = self._turns.get((agent_type, step, program_id))
-        if own is not None:
-            return own
-        at_step = (turn for key, turn in reversed(self._turns.items()) if key[:2] == (agent_type, step))
-        newest = list(islice(at_step, 2))
-        return newest[0][: common_prefix_length(*newest)] if len(newest) == 2 else ()
 
 
 class PrefixTree:

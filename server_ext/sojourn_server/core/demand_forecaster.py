@@ -18,7 +18,6 @@ from ..policies.forecasting import KvDemandView, OutputLengthView, RemainingToke
 from ..policies.policy_views import (
     AdmissionView,
     BlockShortage,
-    GrowthStatistics,
     ProgramGrowthView,
     RunningRequestView,
 )
@@ -124,7 +123,7 @@ class DemandForecaster:
         if reason in (TurnFinishReason.ERROR, TurnFinishReason.ABORTED):
             return
         self._lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
-        hinted = request_state.hinted_tokens
+        hinted = request_state.hint.output_tokens
         # An output cut at its maximum length cannot refute a hint of at least that length.
         if hinted and (reason is not TurnFinishReason.LENGTH or hinted < output_tokens):
             # The difference of logarithms avoids a division: a hint may exceed the range of floats.
@@ -262,7 +261,6 @@ class DemandForecaster:
             demand = self.demand
         else:
             earlier = self._holding_before(rank)
-        growth, turns = state.histories.growth_tokens, state.histories.turns
         view = AdmissionView(
             need_blocks=event.need_blocks,
             free_blocks=event.free_blocks
@@ -272,7 +270,7 @@ class DemandForecaster:
             max_context_tokens=pool.max_context_tokens,
             anything_running=event.anything_running,
             earlier=earlier,
-            growth=GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean()),
+            growth=state.histories.growth,
             idle_s=state.requests.idle_s(now, event.anything_running),
             own=own,
             needed_blocks=tuple(demand.needed_blocks),
@@ -364,7 +362,7 @@ class DemandForecaster:
             output_tokens,
             most_tokens,
             self._lengths.sorted_lengths(agent_type, request_state.tool, MIN_OUTPUT_SAMPLES),
-            request_state.hinted_tokens,
+            request_state.hint.output_tokens,
             self._hints_off.mean(agent_type or "", MIN_JUDGED_HINTS),
             tuple(max(1.0, left - written) for left in predicted if left > written) or None,
             *self.prediction_errors,

@@ -114,7 +114,7 @@ class ResidentProgram(msgspec.Struct, frozen=True, omit_defaults=True):
     idle_s: float = 0.0
     """Seconds since the program's last contact."""
     steps_left: float | None = None
-    """Expected number of further turns, by the client's hint or the declared graph; ``None``: unknown."""
+    """Expected number of further turns, by the client's hint; ``None``: unknown."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -233,10 +233,8 @@ class EngineService:
             is_whole = runs or found >= int(context_tokens / per_block)
             tokens = context_tokens if is_whole else int(found * per_block)
             if tokens or runs:
-                idle_s, left = (
-                    round(max(0.0, now - program.last_contact_s), 3),
-                    self._steps_left(program, own),
-                )
+                idle_s = round(max(0.0, now - program.last_contact_s), 3)
+                left = self._steps_left(program, own)
                 programs.append(answers.ResidentProgram(program.id, tokens, context_tokens, idle_s, left))
         return answers.EngineLoad(
             requests=len(requests),
@@ -249,16 +247,12 @@ class EngineService:
 
     def _steps_left(self, program: ProgramState, requests: Sequence[RequestState]) -> float | None:
         """Return the expected number of turns that have not ended: by the client's hint, corrected by what
-        such hints were worth, or else the pending nodes of the declared graph. ``None``: unknown.
-        ``requests``: the program's open requests."""
+        such hints were worth. ``None``: unknown. ``requests``: the program's open requests."""
         left = program.expected_steps_left
         known = self._state.histories.steps_left.turns_left(program, agent_type_name(program))
         if known is not None:
             return round(known[0], 3)
-        graph = self._state.graphs.get(program.graph_hash) if program.graph_hash else None
-        if left is None and graph is not None and program.node is not None:
-            left = graph.steps_after(program.node)
-        return round(left + len(requests), 3) if left is not None else None
+        return left + len(requests) if left is not None else None
 
     def _persist(self, arguments: _Arguments, now: float) -> answers.PersistProgress | None:
         program = self._state.programs.get(ProgramId(arguments.program_id))

@@ -58,7 +58,7 @@ class LeaseManager:
             mean_evicted_wait_s=state.histories.evicted_waits.mean(),
             memoryfulness=state.histories.turns.memoryfulness(),
             history=state.histories.tools,
-            hinted_ttl_s=program.hinted_ttl_s,
+            hinted_ttl_s=program.turn_hint.ttl_s,
             chunked_reload_s=pieces * state.reload.seconds(-(-tokens // pieces)),
             host_reload_s=state.host_link.load_s(tokens),
             running_tokens=state.requests.running_tokens,

@@ -30,7 +30,7 @@ from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_pr
 from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
-from ..policies.policy_views import AbandonedBranch, LeaseView, WaitingRequestView
+from ..policies.policy_views import AbandonedBranch, EvictionCandidateView, LeaseView, WaitingRequestView
 from ..policies.preset import switched_off
 from ..programs.declared_graphs import GraphError
 from ..programs.program_state import ProgramState, RunningTool, SequenceWindow
@@ -186,7 +186,6 @@ class ProgramScheduler:
             since_s=now,
             attained_s=program.attained_s if program is not None else 0.0,
             prompt_tokens=event.prompt_tokens,
-            priority=event.priority,
             block_hashes=hashes,
             prompt=event.block_hashes or (),
         )
@@ -294,14 +293,14 @@ class ProgramScheduler:
                 if not program.gap_reported:
                     self.histories.tools.observe(tool, gap_s)
                     program.gap_inferred_s = now
-            if program.hinted_ttl_s and gap_s > 0:
-                self.histories.tool_estimates.learn(f"{TTL}/{tool}", program.hinted_ttl_s, gap_s)
+            if program.turn_hint.ttl_s and gap_s > 0:
+                self.histories.tool_estimates.learn(f"{TTL}/{tool}", program.turn_hint.ttl_s, gap_s)
             program.gap_started_s = None
             self.predictor.came_back(program, tool, gap_s, event.prompt_tokens)
         program.tools.clear()
         program.tools_ended_s = now
         self.predictor.eviction_key_changed(program)
-        program.went_on_after_final |= program.turn_final
+        program.went_on_after_final |= program.turn_hint.final
         self.predictor.arrived(program, request_state)
         request_state.tool, program.pending_tool = tool, None
         program.priority = event.priority
@@ -465,20 +464,20 @@ class ProgramScheduler:
             self.lease_manager.drop(program.id, DecisionReason.END, now)
             return
         if failed:
-            program.turn_final = False  # the program went on after a turn that was announced as the last
+            # The program went on after a turn that was announced as the last.
+            program.turn_hint = program.turn_hint._replace(final=False)
             return
         self._open_gap(program, event, now)
-        program.hinted_ttl_s = request_state.hinted_ttl_s
+        program.turn_hint = request_state.hint
         self.state.contexts.put(program.id, event.block_hashes)
         self.owners.contexts[program.id] = event.block_ids
         cached_blocks = len(event.block_ids)
         self.tiers.turn_finished(program, cached_blocks)
-        program.turn_final = request_state.final
-        self.predictor.turn_finished(program, request_state, event, now)
+        self.predictor.turn_finished(program, event, now)
         if record is not None:
             record.continuation_probability = program.continuation_probability
             record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
-        if request_state.final and self.predictor.believes_final(program):
+        if program.turn_hint.final and self.predictor.believes_final(program):
             self.tiers.forget(program.id, now)
             self.lease_manager.log_keep(
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), cached_blocks, now
@@ -865,8 +864,17 @@ class ProgramScheduler:
         program = self._programs.get(program_id)
         if program is None:
             return None
-        view = self.predictor.owner_view(program, left)
-        return self.preset.eviction.score_inputs(view._replace(tier=self.tiers.tier(program_id)))
+        view = EvictionCandidateView(
+            program.rank,
+            program.status in OVER_STATUSES,
+            program.last_active_s if left is None else left.used_s,
+            blocks=program.cached_blocks if left is None else left.blocks,
+            has_request=bool(program.live_requests),
+            p_reuse=program.p_reuse,
+            in_abandoned_branch=left is not None,
+            tier=self.tiers.tier(program_id),
+        )
+        return self.preset.eviction.score_inputs(view)
 
     def owner_score(self, standing: tuple[float, ...] | None, branch_reuse: float = 1.0) -> tuple[float, ...]:
         """Return the eviction key for an ``owner_standing``; the lowest is evicted first. It is valid until

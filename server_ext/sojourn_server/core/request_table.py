@@ -14,7 +14,7 @@ from sojourn.wire_codec import Outcome
 
 from ..metrics.turn_ledger import TurnRecord
 from ..policies.forecasting import RemainingTokens
-from ..programs.program_state import ProgramState
+from ..programs.program_state import NO_HINT, ProgramState, RequestHint
 from .request_hints import clipped
 
 
@@ -52,26 +52,12 @@ class RequestState:
     """``None``: a request of no program, or a side request, which has its program's ``rank``."""
     arrived_s: float
     record: TurnRecord | None = None
-    priority: int = 0
-    """The user's priority; a larger number is less important."""
     waits_since_s: float = 0.0
     """Time from which placement counts the request as waiting: the arrival of the request or, for a retry, of
     the aborted request."""
     released: bool = False
     """Whether the request has waited for so long that placement does not park it any more."""
-    # What the request's hint says:
-    hinted_ttl_s: float | None = None
-    """TTL, clipped."""
-    final: bool = False
-    """Whether no further turn follows."""
-    resumes: bool = False
-    """Whether another turn follows."""
-    node: str | None = None
-    """Graph node."""
-    steps_left: float | None = None
-    """Number of further turns."""
-    hinted_tokens: int | None = None
-    """Total output length."""
+    hint: RequestHint = NO_HINT
     tool: str | None = None
     """Key of the tool that ran before this request."""
     prompt_tokens: int = 0
@@ -136,20 +122,23 @@ class RequestState:
     def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float, unused: Sequence[str]) -> Outcome:
         """Store a hint here and in the state of the program, which must be known. Return whether the hint was
         applied as it is, has a field of ``unused``, or its TTL was out of bounds and was clipped."""
-        program, ttl_s = self.program, context.kv_retention_ttl_seconds
+        program, ours, tokens = self.program, context.sojourn, context.expected_output_length
         assert program is not None
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
             program.blocks_parent = context.blocks_parent is True
+        ttl_s = clipped_s = context.kv_retention_ttl_seconds
         if ttl_s is not None:
-            self.hinted_ttl_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
+            clipped_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
         program.importance = context.priority or 0
         if context.deadline_seconds is not None:
             program.due_s = self.arrived_s + context.deadline_seconds
-        self.final, self.resumes = context.expected_resume is False, context.expected_resume is True
-        if (context.expected_output_length or 0) > 0:
-            self.hinted_tokens = context.expected_output_length
-        ours = context.sojourn
+        self.hint = RequestHint(
+            clipped_s,
+            context.expected_resume is False or (ours is not None and ours.final),
+            context.expected_resume is True,
+            output_tokens=tokens if tokens is not None and tokens > 0 else None,
+        )
         if ours is not None:
             program.heartbeats = program.heartbeats or bool(ours.heartbeat)
             # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
@@ -158,15 +147,14 @@ class RequestState:
             program.tenant = clipped(ours.tenant) or program.tenant
             left = ours.expected_steps_left
             program.expected_steps_left = left if left is not None and left >= 0 else None
-            self.steps_left, self.node = program.expected_steps_left, clipped(ours.node)
-            self.final = self.final or ours.final
+            self.hint = self.hint._replace(node=clipped(ours.node), steps_left=program.expected_steps_left)
         for field_name in unused:
             value = getattr(context, field_name, None)
             # ``expected_resume: false`` ends a program under every preset. Fields in the ``sojourn`` part do
             # not count, because the SDK sends them by default.
             if value is not None and value is not False:
                 return Outcome.UNSUPPORTED
-        return Outcome.APPLIED if self.hinted_ttl_s == ttl_s else Outcome.CLIPPED
+        return Outcome.APPLIED if clipped_s == ttl_s else Outcome.CLIPPED
 
 
 class RequestTable:

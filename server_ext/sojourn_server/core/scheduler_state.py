@@ -13,6 +13,7 @@ from ..metrics.metrics_recorder import MetricsRecorder
 from ..metrics.turn_ledger import EvictionLog, LossCause, TurnLedger
 from ..policies.costs.engine_profile import PrefillCurve
 from ..policies.costs.reload_estimate import HostLink, StepTimeEstimator
+from ..policies.policy_views import GrowthStatistics
 from ..policies.preset import Preset
 from ..programs.declared_graphs import GraphStore
 from ..programs.program_table import ProgramTable
@@ -81,6 +82,8 @@ class KVPoolConfig:
     """Number of blocks that each request needs in addition, whatever its length, for attention windows and
     recurrent states."""
     block_bytes: int = 0
+    hidden_size: int = 0
+    """Dimension of the model; 0: unknown, or a request's attention does not grow with its context."""
     max_context_tokens: int = 1 << 31
     dropped_hit_blocks: int = 0
     """Number of cached blocks at the end of a prefix that the engine computes again anyway (EAGLE: 1)."""
@@ -100,10 +103,6 @@ class KVPoolConfig:
     def blocks_of(self, tokens: float) -> int:
         """Return the number of blocks of a request with ``tokens`` tokens; 0 for 0 tokens."""
         return math.ceil(tokens / self.tokens_per_block) + self.fixed_blocks if tokens else 0
-
-    def blocks_of_hashes(self, hashes: int) -> int:
-        """Return the number of blocks that ``hashes`` block hashes cover."""
-        return int(hashes * self.block_size / self.tokens_per_block)
 
 
 ASSUMED_LINK_BYTES_PER_S = 4e9
@@ -134,6 +133,11 @@ class Histories:
     """Durations of tool calls ÷ the clients' estimates, and of gaps ÷ hinted TTLs, by tool."""
     hints_off: KeyedHistory[str] = field(default_factory=lambda: KeyedHistory(64, max_all=1))
     """Errors |ln(actual ÷ hinted)| of hinted output lengths, by agent type."""
+
+    @property
+    def growth(self) -> GrowthStatistics:
+        tokens, turns = self.growth_tokens, self.turns
+        return GrowthStatistics(tokens.count(), tokens.mean(), turns.count(), turns.mean())
 
     def snapshot(self) -> dict[str, Any]:
         """Return the content of all histories as JSON values, by name."""
@@ -166,7 +170,7 @@ class SchedulerState:
         self.pool = pool
         self.limits = limits or SchedulerLimits()
         self.histories = histories or Histories()
-        self.reload = StepTimeEstimator(curve)
+        self.reload = StepTimeEstimator(curve, pool.hidden_size)
         self.host_link = HostLink(self._assumed_s_per_token)
         self.programs = ProgramTable(
             self.limits.max_programs,

@@ -41,7 +41,7 @@ from ..policies.placement.placement_views import (
     TierCapacity,
 )
 from ..policies.policy_protocols import DecisionReason
-from ..policies.policy_views import GrowthStatistics, ProgramGrowthView
+from ..policies.policy_views import ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
 from ..programs.statements import SURE_SPREAD, TTL, within
@@ -409,7 +409,7 @@ class TierManager:
             mean_running=self._reload.mean_running,
             prefill_share=self._reload.prefill_share,
             kv_read_share=self._reload.kv_read_share,
-            growth_observed=self._growth_stats().observed_turns >= MIN_TURNS_SEEN,
+            growth_observed=self._histories.growth.observed_turns >= MIN_TURNS_SEEN,
             exchanged_share=self._exchanged_share,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_promotion_s,
@@ -471,14 +471,13 @@ class TierManager:
             each
             for place in self._places.values()
             for each in place.waiting.values()
-            if now >= each.waits_since_s + hold_s and not each.released
+            if now >= each.waits_since_s + hold_s and place.parks(each)
         ]
-        for request_state in sorted(overdue, key=lambda each: (each.waits_since_s, each.arrival)):
-            parked, request_state.released = self.is_parked(request_state), True
-            if parked:
-                self._released, self._released_s = request_state, now
-                return request_state.program_id
-        return None
+        if not overdue:
+            return None
+        first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival))
+        first.released, self._released, self._released_s = True, first, now
+        return first.program_id
 
     # -- inside -----------------------------------------------------------------------
 
@@ -510,10 +509,10 @@ class TierManager:
         )
         first_tokens = program.first_prompt_tokens or context_tokens
         growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
-        known, longest = self._growth_stats(), pool.max_context_tokens
+        known, longest = self._histories.growth, pool.max_context_tokens
         to_the_end = expected_growth_tokens(growing, known, longest, turns_ahead=self._turns_left(program))
         this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
-        in_tier, on_device = map(pool.blocks_of_hashes, place.shared)
+        in_tier, on_device = (int(each * pool.block_size / pool.tokens_per_block) for each in place.shared)
 
         def own(blocks: int, shared: int = on_device) -> int:
             return max(1, blocks - shared) if blocks else 0
@@ -614,7 +613,7 @@ class TierManager:
         if running is not None and running.expected_s is not None and 0 < running.expected_s < math.inf:
             assumed = estimated_durations(running.expected_s, running.expected_p95_s, GAP_SAMPLES)
             return self._histories.tool_estimates.expected(running.key, running.expected_s, assumed)
-        if ttl_s := place.program.hinted_ttl_s:
+        if ttl_s := place.program.turn_hint.ttl_s:
             return self._histories.tool_estimates.expected(f"{TTL}/{tool}", ttl_s, within(ttl_s))
         known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
         return tools.quantiles(known, GAP_SAMPLES)
@@ -629,10 +628,6 @@ class TierManager:
             runs = max(MIN_RUN_SHARE, 1.0 - child.clock.reading().at(child.last_active_s))
             longest_s = max(longest_s, _mean_left(service_s, attained_s) / runs)
         return estimated_durations(longest_s, None, GAP_SAMPLES)
-
-    def _growth_stats(self) -> GrowthStatistics:
-        growth, turns = self._histories.growth_tokens, self._histories.turns
-        return GrowthStatistics(growth.count(), growth.mean(), turns.count(), turns.mean())
 
 
 def _mean_left(totals: Sequence[float], so_far: float) -> float:

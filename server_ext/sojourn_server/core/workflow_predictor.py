@@ -8,14 +8,14 @@ The engine reads that list before each engine step if evictions are ordered by p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from sojourn.ids import ProgramId
 
+from ..metrics.turn_ledger import common_prefix_length
 from ..policies.policy_protocols import DecisionReason, NextStepPrediction
 from ..policies.policy_views import (
-    AbandonedBranch,
-    EvictionCandidateView,
     EvictionScoreScale,
     LoadAheadView,
     PrefetchView,
@@ -28,7 +28,7 @@ from ..programs.program_status import OVER_STATUSES
 from ..programs.statements import PLAN, STATED
 from ..programs.windowed_history import KeyedHistory
 from ..programs.workflow_history import agent_type_name, prompt_type, step_name
-from .context_hashes import StepPrefixes
+from .context_hashes import HashLists
 from .events_and_actions import LoadAheadChosen, PrefetchStarted, TurnFinished
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
@@ -51,7 +51,9 @@ class WorkflowPredictor:
     def __init__(self, state: SchedulerState) -> None:
         self._state, self._preset = state, state.preset
         self._pool, self._contexts = state.pool, state.contexts
-        self._prefixes = StepPrefixes()
+        self._prefixes: HashLists[tuple[str, str, ProgramId]] = HashLists()
+        """Block hashes with which prompts begin: of each program's newest turn at each step of its agent
+        type. A *step* is a graph node or a tool, as in predictions."""
         self._workflows, self._steps_left = state.histories.workflows, state.histories.steps_left
         self._predicts = self._preset.workflow_prediction.is_used
         self._evicts_by_program = self._preset.eviction.by_program
@@ -83,8 +85,8 @@ class WorkflowPredictor:
 
     def arrived(self, program: ProgramState, request_state: RequestState) -> None:
         """Keep what a request says of the turns that its program has left."""
-        if self._predicts and request_state.steps_left is not None:
-            self._steps_left.state(program, STATED, request_state.steps_left)
+        if self._predicts and request_state.hint.steps_left is not None:
+            self._steps_left.state(program, STATED, request_state.hint.steps_left)
 
     def believes_final(self, program: ProgramState) -> bool:
         """Whether a turn counts as final if it was declared so: unless the program went on after such a turn,
@@ -119,11 +121,8 @@ class WorkflowPredictor:
         if self._predicts and program.prompt_type is None and not program.turns:
             program.prompt_type = prompt_type(block_hashes, self._pool.block_size)
 
-    def turn_finished(
-        self, program: ProgramState, request_state: RequestState, event: TurnFinished, now: float
-    ) -> None:
-        """Predict a program's next workflow step after a turn. ``request_state``: the turn's last request to
-        end."""
+    def turn_finished(self, program: ProgramState, event: TurnFinished, now: float) -> None:
+        """Predict a program's next workflow step after a turn. ``event``: of the turn's last request."""
         name, plan_items = agent_type_name(program), event.plan_items
         program.last_turn_s, program.cached_blocks = now, len(event.block_ids)
         if program.turns == 1:
@@ -132,8 +131,6 @@ class WorkflowPredictor:
         self.eviction_key_changed(program)
         program.prefetch_tries = 0
         if self._predicts:
-            program.turn_node, program.turn_steps_left = request_state.node, request_state.steps_left
-            program.turn_resumes = request_state.resumes
             # A plan says less than a client that states its turns.
             if plan_items is not None and (program.steps_left is None or program.steps_left.source == PLAN):
                 self._steps_left.state(program, PLAN, plan_items)
@@ -142,8 +139,8 @@ class WorkflowPredictor:
             for step in _steps(program):
                 if share is not None:
                     self._step_shares.observe((name, step), share)
-                if self._preset.prefetch.is_used:
-                    self._prefixes.learn(program.id, name, step, event.block_hashes)
+                if self._preset.prefetch.is_used and event.block_hashes:
+                    self._prefixes.put((name, step, program.id), event.block_hashes)
         self.plan_gap(program, now)
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
@@ -158,21 +155,6 @@ class WorkflowPredictor:
                 self._steps_left.learn_end(program, agent_type_name(program))
 
     # -- queries ------------------------------------------------------------------
-
-    def owner_view(self, program: ProgramState, left: AbandonedBranch | None = None) -> EvictionCandidateView:
-        """Return the data from which the eviction policy scores a program's blocks. If ``left`` is given, the
-        data are about this branch, which the program's newest turn abandoned."""
-        view = EvictionCandidateView(
-            program.rank,
-            program.status in OVER_STATUSES,
-            program.last_active_s,
-            blocks=program.cached_blocks,
-            has_request=bool(program.live_requests),
-            p_reuse=program.p_reuse,
-        )
-        if left is None:
-            return view
-        return view._replace(last_turn_s=left.used_s, blocks=left.blocks, in_abandoned_branch=True)
 
     def scale(self, branch_reuse: float = 1.0) -> EvictionScoreScale:
         """Return the scale of eviction scores: statistics over all programs. ``branch_reuse``: share of the
@@ -209,7 +191,7 @@ class WorkflowPredictor:
         first block. Otherwise the hashes are those of the program's context."""
         own = self._contexts.get(program.id) or ()
         if program.successor is not None:
-            prefix = self._prefixes.prefix(program.id, agent_type_name(program), program.successor)
+            prefix = self._prefix(program.id, (agent_type_name(program), program.successor))
             if prefix and (not own or prefix[0] != own[0]):
                 return prefix, True
         return own, False
@@ -262,23 +244,33 @@ class WorkflowPredictor:
 
     def cache_reset(self) -> None:
         """Forget the learned prefixes of all workflow steps, after a reset of the engine's prefix cache."""
-        self._prefixes = StepPrefixes()
+        self._prefixes.clear()
 
     # -- inside -------------------------------------------------------------------
 
+    def _prefix(self, program_id: ProgramId, at: tuple[str, str]) -> Sequence[Any]:
+        """Return the hashes with which the program's prompt at a step begins, as far as known: as its last
+        one there, or else with what the newest turns of two programs of the type share, such as system
+        prompt and tools."""
+        own = self._prefixes.get((*at, program_id))
+        if own is not None:
+            return own
+        newest = [*islice((turn for key, turn in reversed(self._prefixes.items()) if key[:2] == at), 2)]
+        return newest[0][: common_prefix_length(*newest)] if len(newest) == 2 else ()
+
     def _predict(self, program: ProgramState, now: float) -> None:
         step = WorkflowStepView(
-            final=program.turn_final and self.believes_final(program),
+            final=program.turn_hint.final and self.believes_final(program),
             steps_left=self._turns_left(program),
             declared=self._declared(program),
             hints_reliable=self._workflows.hints_reliable(program),
             inferred=self._workflows.successors(program),
             tasks=self._workflows.finished_programs(program),
             calls_tool=program.pending_tool is not None,
-            resumes=program.turn_resumes,
+            resumes=program.turn_hint.resumes,
         )
         expected = self._preset.workflow_prediction.expect(step, now)
-        declared = 0.0 if program.turn_final else hinted_continuation_probability(step)
+        declared = 0.0 if program.turn_hint.final else hinted_continuation_probability(step)
         program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
         program.prediction_source = expected.source.value
         program.continuation_probability = expected.continuation_probability
@@ -291,7 +283,7 @@ class WorkflowPredictor:
         Beside a placement by price, it counts as corrected, and only if such numbers are right: a limit of
         turns says little of the next one."""
         if not self._preset.placement.reads_costs:
-            return program.turn_steps_left
+            return program.turn_hint.steps_left
         left = self._steps_left.turns_left(program, agent_type_name(program))
         return left[0] if left is not None and left[1] else None
 
@@ -309,10 +301,9 @@ class WorkflowPredictor:
         return None if goes_on is None else goes_on * self._workflows.overlap(program, share)
 
     def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
-        if program.graph_hash is None or program.turn_node is None:
-            return ()
-        graph = self._state.graphs.get(program.graph_hash)
-        return graph.following(program.turn_node) if graph is not None else ()
+        graph = self._state.graphs.get(program.graph_hash or "")
+        node = program.turn_hint.node
+        return tuple(graph.following(node).items()) if graph is not None and node is not None else ()
 
     def plan_gap(self, program: ProgramState, now: float) -> None:
         """Predict the program's next workflow step, and plan a prefetch for it: after a turn, and again after
@@ -339,5 +330,5 @@ class WorkflowPredictor:
 
 def _steps(program: ProgramState) -> tuple[str, ...]:
     """Return the names that predictions may give the program's last turn: its graph node and its tool."""
-    tool = step_name(program.pending_tool)
-    return (tool,) if program.turn_node in (None, tool) else (program.turn_node, tool)
+    tool, node = step_name(program.pending_tool), program.turn_hint.node
+    return (tool,) if node is None or node == tool else (node, tool)

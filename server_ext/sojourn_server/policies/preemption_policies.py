@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import nlargest
 from statistics import fmean
 from typing import Annotated, NamedTuple
 
@@ -19,6 +20,7 @@ from .queue_order_policies import service_level
 HORIZON_STEPS = 1024.0
 IMMUNE_TOKENS = 64
 MOST_PREEMPTIONS = 3
+MOST_COMPARED = 128
 """Numbers of ``BestFitVictim``."""
 
 
@@ -64,9 +66,10 @@ class BestFitVictim(VictimPolicy):
     A preempted request is immune until it has generated ``IMMUNE_TOKENS`` more tokens, and for ever after
     ``MOST_PREEMPTIONS`` preemptions. If all requests are immune, those with the fewest preemptions are
     candidates. While no program's request has a predicted output length, the candidate admitted last is the
-    victim. If no running request belongs to a program, the engine chooses. It also chooses while no request
-    is expected to generate ``least_tokens`` more tokens in the mean: where outputs are short, a pause costs
-    more than the choice of the victim saves.
+    victim. Of more than ``MOST_COMPARED`` candidates, only those with the most blocks are compared, since a
+    step waits for the choice. If no running request belongs to a program, the engine chooses. It also chooses
+    while no request is expected to generate ``least_tokens`` more tokens in the mean: where outputs are
+    short, a pause costs more than the choice of the victim saves.
     """
 
     least_tokens: Annotated[int, Meta(ge=0)] = 0
@@ -84,6 +87,8 @@ class BestFitVictim(VictimPolicy):
             if len(candidates) == len(running):
                 return None
             return max(candidates, key=lambda view: (view.position, view.request_id)).request_id
+        if len(candidates) > MOST_COMPARED:
+            candidates = nlargest(MOST_COMPARED, candidates, key=lambda one: one.blocks - one.shared_blocks)
         # A fixed order, so that floating-point sums do not depend on the order of the requests.
         in_order: Sequence[RunningRequestView] = sorted(running, key=lambda view: view.request_id)
         needed = needed_blocks(in_order, need.block_size)

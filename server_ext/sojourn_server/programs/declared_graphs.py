@@ -8,54 +8,15 @@ engine's step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cache
-
-from sojourn.aeg import END, Aeg
+from sojourn.aeg import Aeg
 from sojourn.errors import ArgumentError, InputError
 from sojourn.wire_events import AegGraph
 
 from .windowed_history import recent_entry
 
-MAX_STEPS_AFTER = 64
-"""Maximum number of steps that ``KnownGraph.steps_after`` looks ahead."""
-
 
 class GraphError(InputError):
     """A graph cannot be accepted. The message says what was found and what was expected."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownGraph:
-    """One stored graph."""
-
-    aeg: Aeg
-    _after: dict[str, float] = field(default_factory=dict, repr=False)
-
-    def following(self, node: str) -> tuple[tuple[str, float], ...]:
-        """Return the successors of ``node``, with probabilities that sum to one; empty if it has none."""
-        return tuple(self.aeg.following(node).items())
-
-    def steps_after(self, node: str) -> float:
-        """Return the expected number of nodes that follow ``node`` (SAGA §6.1, the pending nodes). A cycle
-        counts for at most ``MAX_STEPS_AFTER`` nodes. Cached."""
-        if node in self._after:
-            return self._after[node]
-        successors = cache(self.following)
-        at, steps = {node: 1.0}, 0.0
-        for _ in range(MAX_STEPS_AFTER):
-            following: dict[str, float] = {}
-            for one, probability in at.items():
-                for name, share in successors(one):
-                    if name != END:
-                        following[name] = following.get(name, 0.0) + probability * share
-            steps += sum(following.values())
-            at = {name: probability for name, probability in following.items() if probability > 1e-3}
-            if not at:
-                break
-        if node in self.aeg.nodes:
-            self._after[node] = steps
-        return steps
 
 
 class GraphStore:
@@ -64,9 +25,9 @@ class GraphStore:
 
     def __init__(self, max_graphs: int = 64) -> None:
         self._max_graphs = max_graphs
-        self._graphs: dict[str, KnownGraph] = {}
+        self._graphs: dict[str, Aeg] = {}
 
-    def get(self, graph_hash: str) -> KnownGraph | None:
+    def get(self, graph_hash: str) -> Aeg | None:
         """Return the graph with this hash; ``None`` if it is not stored."""
         known = self._graphs.get(graph_hash)
         return known and recent_entry(self._graphs, graph_hash, lambda: known, self._max_graphs)
@@ -86,7 +47,7 @@ class GraphStore:
         return known is not None
 
 
-def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
+def _checked(graph_hash: str, graph: AegGraph) -> Aeg:
     """Build the graph that a client sent. Raises ``GraphError`` if it is invalid or has another hash: the
     client's hash is of the checked graph, whose names have their allowed length."""
     edges = [(edge.source, edge.target, edge.probability) for edge in graph.edges]
@@ -96,4 +57,4 @@ def _checked(graph_hash: str, graph: AegGraph) -> KnownGraph:
         raise GraphError(f"not a graph: {error}") from None
     if aeg.hash != graph_hash:
         raise GraphError(f"the hash of this graph is {aeg.hash}, not the one given")
-    return KnownGraph(aeg)
+    return aeg

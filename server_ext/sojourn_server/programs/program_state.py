@@ -122,6 +122,26 @@ class StepsLeft(NamedTuple):
     """Turns that the program had finished."""
 
 
+class RequestHint(NamedTuple):
+    """The hint of a request."""
+
+    ttl_s: float | None = None
+    """TTL, clipped to the allowed range."""
+    final: bool = False
+    """Whether no further turn follows."""
+    resumes: bool = False
+    """Whether another turn follows."""
+    node: str | None = None
+    """Graph node."""
+    steps_left: float | None = None
+    """Number of further turns."""
+    output_tokens: int | None = None
+    """Total output length."""
+
+
+NO_HINT = RequestHint()
+
+
 @dataclass(slots=True)
 class ProgramState:
     """One agent run, from its first to its last LLM request. Times are seconds on the engine's monotonic
@@ -161,14 +181,8 @@ class ProgramState:
     """Full blocks that the last turn left in the prefix cache, shared ones included."""
     last_turn_s: float | None = None
     """Time at which the last turn ended."""
-    turn_node: str | None = None
-    """Graph node named in the request of the last turn."""
-    turn_steps_left: float | None = None
-    """Number of further turns that the request of the last turn announced."""
-    turn_resumes: bool = False
-    """Whether the request of the last turn announced another turn."""
-    turn_final: bool = False
-    """Whether the request of the last turn was declared the final one."""
+    turn_hint: RequestHint = NO_HINT
+    """Hint of the last turn's request."""
     went_on_after_final: bool = False
     """Whether a turn followed one that was declared the final one."""
     continuation_probability: float | None = None
@@ -223,8 +237,6 @@ class ProgramState:
     gap_inferred_s: float | None = None
     """Time at which the last gap without a reported tool duration ended. Its length was learned as the tool's
     duration, so later events about tool calls of that gap do not count."""
-    hinted_ttl_s: float | None = None
-    """The TTL in seconds that the client hinted for the last turn, clipped to the allowed range."""
     attained_s: float = 0.0
     """Seconds that the program's finished requests ran. Of parallel requests only the longest chain counts
     (Autellix, Algorithm 1)."""
@@ -270,7 +282,7 @@ class ProgramState:
 
     def silent_outcome(self) -> ProgramOutcome:
         """The outcome of a program whose client has fallen silent."""
-        if self.turn_final:
+        if self.turn_hint.final:
             return ProgramOutcome.FINAL
         if self.disconnected:
             return ProgramOutcome.DISCONNECTED

@@ -135,8 +135,20 @@ class WeightedValues:
 
     def __init__(self, pairs: Iterable[tuple[float, float]]) -> None:
         self._pairs = sorted(pairs)
-        self._products = [*accumulate((value * weight for value, weight in self._pairs), initial=0.0)]
-        self._weights = [*accumulate((weight for _, weight in self._pairs), initial=0.0)]
+        self._products, self._weights = [0.0], [0.0]
+        self._add_up(0)
+
+    def add(self, value: float, weight: float) -> None:
+        """Add a pair."""
+        at = bisect_left(self._pairs, (value, weight))
+        self._pairs.insert(at, (value, weight))
+        self._add_up(at)
+
+    def _add_up(self, at: int) -> None:
+        """Compute the sums from the pair at this index on."""
+        more = self._pairs[at:]
+        self._products[at:] = accumulate((each * its for each, its in more), initial=self._products[at])
+        self._weights[at:] = accumulate((its for _, its in more), initial=self._weights[at])
 
     def split(self, value: float) -> tuple[float, float]:
         """Return the sum of value · weight over the values below ``value``, and the sum of the other values'
@@ -170,6 +182,13 @@ class KvSums:
         self.mean_blocks = sum(use.mean_blocks for use in uses)
         self.growths = WeightedValues((use.growth_blocks, use.reasoning_share) for use in uses)
         self.worths = WeightedValues((use.worth, use.demand_blocks) for use in uses)
+
+    def add(self, use: KvUse) -> None:
+        """Add a program."""
+        self.demand_blocks += use.demand_blocks
+        self.mean_blocks += use.mean_blocks
+        self.growths.add(use.growth_blocks, use.reasoning_share)
+        self.worths.add(use.worth, use.demand_blocks)
 
 
 class ResidencyPricePlan(PlacementPlan):
@@ -535,11 +554,13 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _promote(self, program: ProgramTierView, reason: MoveReason, **terms: float) -> None:
         super()._promote(program, reason, **terms)
-        vars(self).pop("_kv_sums", None)
+        if program.tier is Tier.WAITING and "_kv_sums" in vars(self):
+            self._kv_sums.add(self._use(program))
 
     def _send(self, program: ProgramTierView, to: Tier, reason: MoveReason, **terms: float) -> None:
         super()._send(program, to, reason, **terms)
-        vars(self).pop("_kv_sums", None)
+        if to is Tier.WAITING:
+            vars(self).pop("_kv_sums", None)
         if "_droppable" in vars(self) and _is_droppable(program):
             del self._droppable[bisect_left(self._droppable, self._drop_key(program, program.tier))]
             if to is not Tier.WAITING:
