@@ -31,13 +31,7 @@ POLICY_BEHAVIORS = {
     "stock": PolicyBehavior(16.0, 0.62, 0.08),
     "lru-offload": PolicyBehavior(9.0, 0.6, 0.06, host=0.6),
     "admit": PolicyBehavior(1.5, 0.04, 0.01, held=0.9),
-    "autellix": PolicyBehavior(13.0, 0.55, 0.12),
-    "infercept": PolicyBehavior(8.0, 0.4, 0.1, host=0.4),
     "thunderagent": PolicyBehavior(4.0, 0.2, 0.02, held=0.7),
-    "thunderagent-offload": PolicyBehavior(3.2, 0.2, 0.02, host=0.7, held=0.7),
-    "continuum": PolicyBehavior(5.0, 0.24, 0.05),
-    "continuum-static-ttl": PolicyBehavior(6.0, 0.3, 0.05),
-    "continuum-fcfs": PolicyBehavior(11.0, 0.5, 0.05),
     "mori": PolicyBehavior(2.5, 0.12, 0.02, host=0.8, held=0.5),
     "free-io": PolicyBehavior(1.2, 0.3, 0.0, host=1.0),
 }
@@ -59,23 +53,19 @@ def synthetic_run_log(
     programs: int = 40,
     *,
     virtual_s: float = 3600.0,
-    seed: int = 1,
-    rate_per_s: float | None = None,
-    trace: str = "isobench_trae",
 ) -> RunLog:
-    """Log of a closed loop of ``programs``. With ``rate_per_s`` it is an open loop with as many arrivals."""
+    """Log of a closed loop of ``programs``."""
     manner = POLICY_BEHAVIORS[policy]
-    load = programs / 40 if rate_per_s is None else rate_per_s / 0.03
-    generator = random.Random(zlib.crc32(f"{policy} {programs} {rate_per_s} {seed}".encode()))
+    load = programs / 40
+    generator = random.Random(zlib.crc32(f"{policy} {programs} None 1".encode()))
     run = RunLog(
         policy=policy,
         programs_wanted=programs,
         hardware="a100-80gb",
         model="llama-3.1-8b",
-        trace=trace,
-        seed=seed,
-        loop="closed" if rate_per_s is None else "open",
-        rate_per_s=rate_per_s,
+        trace="isobench_trae",
+        seed=1,
+        loop="closed",
         pool_blocks=POOL_BLOCKS,
         host_blocks=HOST_BLOCKS if manner.host else 0,
         block_size=BLOCK,
@@ -85,19 +75,12 @@ def synthetic_run_log(
         scheduler_s=virtual_s * 0.03,
         wall_s=virtual_s / 70,
     )
-    if rate_per_s is None:
-        for slot in range(programs):
-            at_s, number = 0.0, 0
-            while at_s < virtual_s:
-                life = _program(f"{slot}.{number}", at_s, run, manner, load, generator)
-                run.programs.append(life)
-                at_s, number = life.finished_s if life.finished_s is not None else virtual_s, number + 1
-    else:
-        at_s = 0.0
-        for number in range(programs):
-            at_s += generator.expovariate(rate_per_s)
-            if at_s < virtual_s:
-                run.programs.append(_program(f"{number}", at_s, run, manner, load, generator))
+    for slot in range(programs):
+        at_s, number = 0.0, 0
+        while at_s < virtual_s:
+            life = _program(f"{slot}.{number}", at_s, run, manner, load, generator)
+            run.programs.append(life)
+            at_s, number = life.finished_s if life.finished_s is not None else virtual_s, number + 1
     run.programs.sort(key=lambda life: (life.arrived_s, life.program_id))
     steps = int(60 * manner.preempted * load * 10)
     run.preemption_steps = sorted(generator.randrange(run.steps) for _ in range(steps))

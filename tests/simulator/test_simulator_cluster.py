@@ -256,7 +256,7 @@ def test_a_gateway_that_holds_everybody_back_is_given_up():
     policy = replace(find_cluster_policy("round-robin/stock"), request_router=lambda: shut)
     run = SmallCluster(policy, small_workload(seed=9, programs=3))
     assert len(run.log.notes) == 1
-    assert "nothing happened for 3600 s although requests waited at the gateway" in run.log.notes[0]
+    assert "nothing happened for 3600 s although requests waited at the router" in run.log.notes[0]
     assert run.log.virtual_s < 20_000
 
 

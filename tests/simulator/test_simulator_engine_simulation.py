@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +26,9 @@ from simulator_small_workload import (
     turns,
 )
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.simulator import simulation_run
 from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
 from sojourn_server.simulator.request_router import RequestRouter
 from sojourn_server.simulator.run_log import RunLog
-from sojourn_server.simulator.simulation_run import RunSpec
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -308,20 +304,3 @@ def test_a_load_waits_for_the_stores_of_the_blocks_it_overwrites():
     assert host.begin_step(loads, 1.0) == 4.0
     assert host.get_finished(5.9).finished_recving is None
     assert host.get_finished(6.0).finished_recving == {"b/0"}
-
-
-@pytest.mark.parametrize("bound", ["free-io", "unlimited"])
-def test_a_bound_whose_memory_fills_up_says_that_it_is_none(
-    bound: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    recorded = [{"prompt_tokens": 400 + 110 * turn, "output_tokens": 10, "gap_s": 1.0} for turn in range(4)]
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"program_id": f"p{n}", "turns": recorded}) + "\n" for n in range(6)))
-    spec = RunSpec(
-        policy=bound, workload=str(trace), programs=6, rate_per_s=50.0, until_s=None, pool_tokens=1024
-    )
-    assert simulation_run.run_simulation(spec).notes == []
-    monkeypatch.setattr(simulation_run, "UNBOUNDED_HOST_TOKENS", 640)
-    log = simulation_run.run_simulation(spec)
-    assert sum(turn.regenerated_tokens for turn in turns(log)) > 0
-    assert any("no bound" in note for note in log.notes)

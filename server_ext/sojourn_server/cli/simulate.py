@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sojourn_server.simulator.simulation_run import RunSpec
     from sojourn_server.simulator.simulation_suite import SuiteResult
 
-DEFAULT_POLICIES = "stock, admit, continuum, sojourn"
+DEFAULT_POLICIES = "stock, lru-offload, admit, continuum, sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
 """Default policies for runs with several replicas: they choose a replica for each request."""
 SWEEP_POLICIES = {
@@ -324,9 +324,10 @@ def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s
     bar = Progress(*columns, console=console, transient=True, disable=not terminal)
     with _sigterm_interrupts(), bar as progress:
         task = progress.add_task("", total=len(planned), ended=0, finished=0)
-        parts: dict[int, float] = {}
+        parts = dict.fromkeys(range(len(planned)), 0.0)
         programs: dict[int, int] = {}
-        line_s = time.monotonic() + LINE_INTERVAL_S
+        started_s = time.monotonic()
+        line_s = started_s + LINE_INTERVAL_S
 
         def move(number: int, now: float, finished: int) -> None:
             nonlocal line_s
@@ -336,8 +337,10 @@ def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s
             progress.update(task, completed=sum(parts.values()), finished=sum(programs.values()))
             if not terminal and time.monotonic() >= line_s:
                 line_s = time.monotonic() + LINE_INTERVAL_S
-                percent = 100 * sum(parts.values()) / len(planned)
-                console.print(f"{percent:.0f}% of {len(planned)} runs", highlight=False)
+                done = max(1e-3, sum(parts.values()) / len(planned))
+                left_s = (time.monotonic() - started_s) * (1.0 / done - 1.0)
+                text = f"{100 * done:.0f}% of {len(planned)} runs, about {left_s / 60:,.0f} min left"
+                console.print(text, highlight=False)
 
         def end(number: int) -> None:
             parts[number] = 1.0

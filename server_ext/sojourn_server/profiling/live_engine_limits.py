@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-from sojourn.wire_codec import CAPABILITIES_PATH
+from typing import NamedTuple
 
 from sojourn_server.metrics.vllm_metrics_page import CachePool, cache_pool, whole
 from sojourn_server.policies.costs.engine_profile import EngineLimits
@@ -29,8 +26,11 @@ async def read_limits(client: CompletionsClient, served: ServedModel) -> Reporte
     A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
     context. Other servers report at most the maximum context.
     """
-    engine = await _engine_capabilities(client)
-    pool = await _metrics_pool(client)
+    engine = served.capabilities
+    try:
+        pool = cache_pool((await client.get(METRICS_PATH)).text)
+    except ServerError:
+        pool = CachePool()
     block_size = whole(engine.get("block_size")) or pool.block_size
     blocks = whole(engine.get("num_blocks")) or pool.num_blocks
     limits = EngineLimits(
@@ -41,18 +41,3 @@ async def read_limits(client: CompletionsClient, served: ServedModel) -> Reporte
         kv_bytes_per_token=whole(engine.get("kv_bytes_per_token")),
     )
     return ReportedLimits(limits, pool.block_size)
-
-
-async def _engine_capabilities(client: CompletionsClient) -> Mapping[str, Any]:
-    try:
-        engine = (await client.get(CAPABILITIES_PATH)).json()["engine"]
-    except (ServerError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    return engine if isinstance(engine, dict) else {}
-
-
-async def _metrics_pool(client: CompletionsClient) -> CachePool:
-    try:
-        return cache_pool((await client.get(METRICS_PATH)).text)
-    except ServerError:
-        return CachePool()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from sojourn_server.simulator.report.results_file import processor_name
 
 REPEATS = 5
 COPY_BYTES = 256 * 1024 * 1024
@@ -134,15 +135,3 @@ def _median_seconds(run: Callable[[], None]) -> float:
         times.append(time.perf_counter() - started)
     # The first run is left out: a first copy faults its pages in, a first product selects the kernel.
     return max(statistics.median(times[1:]), 1e-9)
-
-
-def processor_name() -> str:
-    """Return the processor's name as the operating system reports it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 import httpx
 import msgspec
+
+from sojourn_server.metrics.vllm_metrics_page import whole
 
 from ..metrics.live_frame import PROBE_ID
 
@@ -43,10 +45,15 @@ class ServedModel:
     """Whether the server runs the sojourn plugin with this client's wire version."""
     engine: str
     """Name and version of the engine, as far as the server reports them."""
-    block_size: int | None = None
-    """Tokens per KV block; ``None`` if the server does not report it."""
+    capabilities: Mapping[str, Any] = field(default_factory=dict)
+    """What sojourn's plugin says of the engine; empty without the plugin."""
     root: str | None = None
     """Folder or hub id from which the server loaded the model; ``None`` if the server does not report it."""
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per KV block; ``None`` if the server does not report it."""
+        return whole(self.capabilities.get("block_size"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,13 +128,13 @@ class CompletionsClient:
         entry = served[names.index(model)] if model is not None else served[0]
         limit, root = entry.get("max_model_len"), entry.get("root")
         capabilities = await self._capabilities()
-        block_size = _block_size(capabilities)
+        described = capabilities.get("engine") if capabilities else None
         return ServedModel(
             name=model or names[0],
             max_context_tokens=limit if isinstance(limit, int) else None,
-            speaks_sojourn=bool(capabilities),
+            speaks_sojourn=capabilities is not None,
             engine=await self._engine(entry.get("owned_by")),
-            block_size=block_size,
+            capabilities=described if isinstance(described, dict) else {},
             root=root if isinstance(root, str) else None,
         )
 
@@ -234,8 +241,8 @@ class CompletionsClient:
             )
         return answer
 
-    async def _capabilities(self) -> dict[str, Any]:
-        """Return the capabilities of the server's sojourn plugin; empty without it or with another wire
+    async def _capabilities(self) -> dict[str, Any] | None:
+        """Return the capabilities of the server's sojourn plugin; ``None`` without it or with another wire
         version."""
         from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
@@ -243,8 +250,8 @@ class CompletionsClient:
             document = (await self.get(CAPABILITIES_PATH)).json()
             ours = document["name"] == "sojourn" and WIRE_VERSION in document["wire"]
         except (ServerError, ValueError, KeyError, TypeError, RecursionError):
-            return {}
-        return dict(document) if ours else {}
+            return None
+        return dict(document) if ours else None
 
     async def _engine(self, owner: object) -> str:
         try:
@@ -252,14 +259,6 @@ class CompletionsClient:
         except (ServerError, ValueError, KeyError, TypeError, RecursionError):
             return str(owner or "unknown")
         return f"{owner or 'unknown'} {version}"
-
-
-def _block_size(capabilities: dict[str, Any]) -> int | None:
-    engine = capabilities.get("engine")
-    try:
-        return int(engine["block_size"]) if isinstance(engine, dict) else None
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _refusal(status: int, text: str) -> RequestError:

@@ -6,8 +6,9 @@ real client would send it.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,7 @@ class UnansweredRequest:
     """How often the request has been withdrawn from an engine."""
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedClients:
     """All clients of a run, behind a router in front of one or several engines.
 
@@ -122,55 +124,44 @@ class SimulatedClients:
     mean duration of earlier programs of the same agent type.
     """
 
-    def __init__(
-        self,
-        sim_replicas: Sequence[SimulatedReplica],
-        event_queue: EventQueue,
-        loop: ArrivalProcess,
-        request_router: RequestRouter,
-        log: RunLog,
-        *,
-        standalone: bool,
-        expected_s: Callable[[ProgramPlan], float],
-        call_s: float,
-        with_hints: bool,
-        hint_setting: HintSetting | None = None,
-    ) -> None:
-        """``standalone``: whether there is a single engine outside a cluster; logs then do not name the
-        engine. ``expected_s``: function that returns the seconds a program takes alone on an empty engine.
-        ``call_s``: virtual seconds that requests and events take to reach an engine. ``with_hints``: whether
-        clients send hints and events. ``hint_setting``: what they state; ``None``: no future."""
-        self._event_queue = event_queue
-        self._loop = loop
-        self._request_router = request_router
-        self._log = log
-        self._standalone = standalone
-        self._expected_s = expected_s
-        self._call_s = call_s
-        self._with_hints = with_hints
-        self._hint_setting = hint_setting
-        self.history = ClientHistory()
-        self._sim_replicas = {sim_replica.replica: sim_replica for sim_replica in sim_replicas}
-        self._first_engine = sim_replicas[0].engine
-        self.replicas_with_messages: set[str] = set()
-        """Names of engines whose inbox has an undelivered message."""
-        self.outputs = SimulatedOutputs()
-        self.active: dict[str, ActiveProgram] = {}
-        """Programs that have arrived and are not over."""
-        self._submitted: dict[str, UnansweredRequest] = {}
-        self._homes: dict[str, str] = {}
-        """Name of the engine that received each program's last request."""
-        self._moved: set[str] = set()
-        """Programs that changed engines. Such a program may have sent a ``tool_start`` to its former engine.
-        Then the new engine answers ``missing`` to the ``tool_stop``, which does not count as a defect."""
-        self._unsent_events: dict[str, list[dict[str, Any]]] = defaultdict(list)
-        """Events of programs that have no engine yet. A program's first request carries its events."""
-        self._gateway_event_seq = 0
-        self._arrivals: Iterable[tuple[float, ProgramPlan]] = ()
+    sim_replicas: Sequence[SimulatedReplica]
+    event_queue: EventQueue
+    loop: ArrivalProcess
+    request_router: RequestRouter
+    log: RunLog
+    standalone: bool
+    """Whether there is a single engine outside a cluster; logs then do not name the engine."""
+    expected_s: Callable[[ProgramPlan], float]
+    """Seconds that a program takes alone on an empty engine."""
+    call_s: float
+    """Virtual seconds that requests and events take to reach an engine."""
+    with_hints: bool
+    """Whether clients send hints and events."""
+    hint_setting: HintSetting | None = None
+    """What they state; ``None``: no future."""
+    history: ClientHistory = field(default_factory=ClientHistory)
+    replicas_with_messages: set[str] = field(default_factory=set)
+    """Names of engines whose inbox has an undelivered message."""
+    outputs: SimulatedOutputs = field(default_factory=SimulatedOutputs)
+    active: dict[str, ActiveProgram] = field(default_factory=dict)
+    """Programs that have arrived and are not over."""
+    _submitted: dict[str, UnansweredRequest] = field(default_factory=dict)
+    _homes: dict[str, str] = field(default_factory=dict)
+    """Name of the engine that received each program's last request."""
+    _moved: set[str] = field(default_factory=set)
+    """Programs that changed engines. Such a program may have sent a ``tool_start`` to its former engine.
+    Then the new engine answers ``missing`` to the ``tool_stop``, which does not count as a defect."""
+    _unsent_events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    """Events of programs that have no engine yet. A program's first request carries its events."""
+    _gateway_event_seq: int = 0
+    _replicas: dict[str, SimulatedReplica] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._replicas = {sim_replica.replica: sim_replica for sim_replica in self.sim_replicas}
 
     def begin(self) -> None:
         """Register the engines, and schedule the first arrival, the router's ticks and its reports."""
-        for sim_replica in self._sim_replicas.values():
+        for sim_replica in self.sim_replicas:
             options = sim_replica.engine.options
             # As the real gateway: of vLLM's own connector an engine reports no blocks of host memory.
             host_blocks = options.host_blocks if options.own_tiers else 0
@@ -184,30 +175,27 @@ class SimulatedClients:
                     max_context_tokens=options.max_model_len,
                 )
             )
-        self._arrivals = iter(self._loop.initial())
-        self._schedule_next_arrival()
-        if self._request_router.tick_s != float("inf"):
+        self._schedule_next_arrival(self.loop.initial())
+        if self.request_router.tick_s != float("inf"):
             self._tick()
-        if self._request_router.reads_residency and self._first_engine.adapter is not None:
-            self._schedule_residency_poll()
+        if self.request_router.reads_residency and self.sim_replicas[0].engine.adapter is not None:
+            self._repeat(self._poll_residency, RESIDENCY_POLL_S)
 
     # -- programs -------------------------------------------------------------------
 
-    def _schedule_next_arrival(self) -> None:
+    def _schedule_next_arrival(self, arrivals: Iterator[tuple[float, ProgramPlan]]) -> None:
         """Schedule the next arrival. Each arrival schedules the one after it, because arrivals may be
         endless."""
-        arrival = next(iter(self._arrivals), None)
-        if arrival is not None:
-            at_s, plan = arrival
+        for at_s, plan in itertools.islice(arrivals, 1):
 
-            def arrive() -> None:
+            def arrive(plan: ProgramPlan = plan) -> None:
                 self._begin(plan, None)
-                self._schedule_next_arrival()
+                self._schedule_next_arrival(arrivals)
 
-            self._event_queue.schedule_at(at_s, arrive)
+            self.event_queue.schedule_at(at_s, arrive)
 
     def _begin(self, plan: ProgramPlan, parent: ActiveProgram | None) -> None:
-        now = self._event_queue.now_s
+        now = self.event_queue.now_s
         log = ProgramLog(
             program_id=plan.instance_id,
             trace_id=plan.trace_id,
@@ -217,33 +205,33 @@ class SimulatedClients:
             cut=plan.cut,
             tenant=plan.tenant,
         )
-        self._log.programs.append(log)
+        self.log.programs.append(log)
         hints: ClientHints | None = None
-        if self._with_hints:
+        if self.with_hints:
             kind = agent_type_of(plan, is_child=parent is not None)
-            if (stated := self._hint_setting) is None:
+            if (stated := self.hint_setting) is None:
                 hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self.history)
             else:
-                hints = StatedHints(plan, log.parent, kind, stated, self._event_queue)
+                hints = StatedHints(plan, log.parent, kind, stated, self.event_queue)
         root = None if parent is None else parent.root or parent
         active = ActiveProgram(plan, log, root, hints)
         if root is not None:
             root.family += 1
         self.active[plan.instance_id] = active
-        log.expected_s = self._expected_s(plan)
+        log.expected_s = self.expected_s(plan)
         if hints is not None:
             self._queue_events(hints, *hints.start_events())
         for child in plan.children:
             (root or active).family += 1
             if child.parent_turn is None:
                 starts_s = now + (child.start_offset_s or 0.0)
-                self._event_queue.schedule_at(starts_s, lambda child=child: self._begin_child(child, active))
+                self.event_queue.schedule_at(starts_s, lambda child=child: self._begin_child(child, active))
             else:
                 active.children.append(child)
         self._submit(active)
 
     def _submit(self, active: ActiveProgram) -> None:
-        now = self._event_queue.now_s
+        now = self.event_queue.now_s
         plan, turn = active.plan, active.turn
         prompt = plan.prompt(turn)
         log = TurnLog(
@@ -269,7 +257,7 @@ class SimulatedClients:
                 parent_id=active.log.parent,
                 agent_type=agent_type_of(plan, is_child=active.log.parent is not None),
                 deadline_s=None if deadline_s is None else now + deadline_s,
-                prefix=prefix_hashes(prompt) if self._request_router.reads_prefixes else (),
+                prefix=prefix_hashes(prompt) if self.request_router.reads_prefixes else (),
                 exact=True,
             )
         )
@@ -282,24 +270,24 @@ class SimulatedClients:
         if self._homes.setdefault(program_id, replica) != replica:
             self._moved.add(program_id)
             self._homes[program_id] = replica
-        if not self._standalone:
+        if not self.standalone:
             sent.log.replica = replica
 
         def arrive() -> None:
             if sent.attempt == attempt:
-                sent.log.entered_s = self._event_queue.now_s
+                sent.log.entered_s = self.event_queue.now_s
                 self._post(replica, add)
 
         def add() -> None:
             if sent.attempt == attempt:
-                self._add_to_engine(self._sim_replicas[replica], sent)
+                self._add_to_engine(self._replicas[replica], sent)
 
         self._after_call_delay(arrive)
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
         """Call ``what`` after ``call_s`` seconds, the delay of the API server. Calls keep their order."""
-        if self._call_s:
-            self._event_queue.schedule_at(self._event_queue.now_s + self._call_s, what)
+        if self.call_s:
+            self.event_queue.schedule_at(self.event_queue.now_s + self.call_s, what)
         else:
             what()
 
@@ -324,7 +312,7 @@ class SimulatedClients:
     def _recall(self, request_id: str) -> None:
         """Withdraw a request that has no token yet from its engine. The request waits for an engine again."""
         sent = self._submitted[request_id]
-        turn = self._sim_replicas[sent.replica].cancel(engine_request_id(request_id, sent.attempt))
+        turn = self._replicas[sent.replica].cancel(engine_request_id(request_id, sent.attempt))
         sent.attempt += 1
         if turn is not None:
             self.outputs.forget(turn.request.output_token_ids)
@@ -339,7 +327,7 @@ class SimulatedClients:
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
-        now = self._event_queue.now_s
+        now = self.event_queue.now_s
         # The router gets the event first, so that the client's next request finds the freed capacity.
         replica = self._submitted.pop(turn.log.request_id).replica
         self._take(RequestFinished(turn.log.request_id, turn.log.output_tokens, replica))
@@ -349,7 +337,7 @@ class SimulatedClients:
         active.awaited = {child.instance_id for child in started if child.blocks_parent}
         for child in started:
             active.children.remove(child)
-            self._event_queue.schedule_at(
+            self.event_queue.schedule_at(
                 now + child.delay_s, lambda child=child: self._begin_child(child, active)
             )
         active.turn += 1
@@ -362,31 +350,29 @@ class SimulatedClients:
         if active.hints is not None:
             self._send_tool_events(active.hints, active.plan.tool_runs(number), number, gap_s)
         if not active.awaited:  # else the end of the last sub-agent sends the next request
-            self._event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
+            self.event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
         (parent.root or parent).family -= 1  # the child has counted since its parent began
         self._begin(child, parent)
 
     def _send_tool_events(
-        self, hints: ClientHints, runs: Sequence[TraceToolRun], number: int, gap_s: float
+        self, hints: ClientHints, runs: Sequence[TraceToolRun], turn: int, gap_s: float
     ) -> None:
-        """Send a ``tool_start`` event for each of ``runs``, the tools after turn ``number``, and schedule
-        their ``tool_stop`` events. A tool without a known duration lasts for the whole gap."""
-        self._queue_events(hints, *(hints.tool_start(f"{number}.{i}", run) for i, run in enumerate(runs)))
+        """Send a ``tool_start`` event for each of ``runs``, the tools after ``turn``, and schedule their
+        ``tool_stop`` events. A tool without a known duration lasts for the whole gap."""
+        self._queue_events(hints, *(hints.tool_start(f"{turn}.{i}", run) for i, run in enumerate(runs)))
         for i, run in enumerate(runs):
             took_s = gap_s if run.s is None else min(run.s, gap_s)
-            call_id = f"{number}.{i}"
-            self._event_queue.schedule_at(
-                self._event_queue.now_s + took_s,
-                lambda call_id=call_id, took_s=took_s: self._queue_events(
-                    hints, hints.tool_stop(call_id, took_s)
-                ),
-            )
+
+            def stop(call_id: str = f"{turn}.{i}", took_s: float = took_s) -> None:
+                self._queue_events(hints, hints.tool_stop(call_id, took_s))
+
+            self.event_queue.schedule_at(self.event_queue.now_s + took_s, stop)
 
     def _end_program(self, active: ActiveProgram) -> None:
         """End a program that has finished, or whose request was rejected."""
-        now = self._event_queue.now_s
+        now = self.event_queue.now_s
         del self.active[active.plan.instance_id]
         ending = active.hints.end_events() if active.hints is not None else []
         if active.hints is not None:
@@ -399,10 +385,10 @@ class SimulatedClients:
         root = active.root or active
         root.family -= 1
         if root.family == 0:
-            following = self._loop.finished(root.plan, now)
+            following = self.loop.finished(root.plan, now)
             if following is not None:
                 at_s, plan = following
-                self._event_queue.schedule_at(max(now, at_s), lambda: self._begin(plan, None))
+                self.event_queue.schedule_at(max(now, at_s), lambda: self._begin(plan, None))
         # All simulated clients report the end of a program, with hints or without.
         self._take(ProgramEnded(active.plan.instance_id, active.tenant))
         if not ending:  # an event about the end still needs the engine's name
@@ -414,12 +400,12 @@ class SimulatedClients:
 
     def _queue_events(self, hints: ClientHints, *events: dict[str, Any]) -> None:
         """Queue client events. They are sent after ``EVENT_SEND_DELAY_S``, or with an earlier request."""
-        now = self._event_queue.now_s
+        now = self.event_queue.now_s
         if events and hints.queue_events(events, now):
-            self._event_queue.schedule_at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
+            self.event_queue.schedule_at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
 
     def _send(self, hints: ClientHints) -> None:
-        events = hints.pop_unsent(self._event_queue.now_s)
+        events = hints.pop_unsent(self.event_queue.now_s)
         if events:  # else a request has carried them
             self._after_call_delay(lambda: self._deliver_events(events))
 
@@ -430,7 +416,7 @@ class SimulatedClients:
         if replica is None:
             self._unsent_events[program_id] += events
             return
-        self._post(replica, lambda: self._apply_events(self._sim_replicas[replica], events))
+        self._post(replica, lambda: self._apply_events(self._replicas[replica], events))
         if any(event["type"] == "program_end" for event in events):
             self._forget(program_id)
 
@@ -439,11 +425,11 @@ class SimulatedClients:
             # The tool_start of a program that moved went to its former engine.
             moved = outcome["outcome"] == "missing" and outcome.get("program_id") in self._moved
             if outcome["outcome"] not in ACCEPTED_OUTCOMES and not moved:
-                self._log.refused_hints += 1
+                self.log.refused_hints += 1
 
     def _release(self, program_id: str, replica: str) -> None:
         """Notify a program's former engine, ``replica``, that the program will not reuse its KV there."""
-        if not self._with_hints:
+        if not self.with_hints:
             return
         self._gateway_event_seq += 1
         # Status cancelled: histories must not learn from such a program.
@@ -455,56 +441,53 @@ class SimulatedClients:
         }
 
         def release() -> None:
-            self._sim_replicas[replica].engine.tell(event, emitter=GATEWAY_EMITTER)
+            self._replicas[replica].engine.tell(event, emitter=GATEWAY_EMITTER)
 
         self._after_call_delay(lambda: self._post(replica, release))
 
     def _post(self, replica: str, what: Callable[[], None]) -> None:
-        self._sim_replicas[replica].submit(what)
+        self._replicas[replica].submit(what)
         self.replicas_with_messages.add(replica)
 
     # -- the router in front ----------------------------------------------------------
 
     def _tick(self) -> None:
         self._take(Tick())
-        self._event_queue.schedule_at(
-            self._event_queue.now_s + self._request_router.tick_s, self._tick, background=True
-        )
-
-    def _schedule_residency_poll(self) -> None:
-        due_s = self._event_queue.now_s + RESIDENCY_POLL_S
-        self._event_queue.schedule_at(due_s, self._poll_residency, background=True)
+        self._repeat(self._tick, self.request_router.tick_s)
 
     def _poll_residency(self) -> None:
         """Report to the router the programs that have their KV on an engine."""
-        for name, sim_replica in self._sim_replicas.items():
+        for name, sim_replica in self._replicas.items():
             load = sim_replica.engine.ask("load")
-            programs = (
+            programs = tuple(
                 ResidentKv(
-                    active.tenant,
+                    self.active[one["program_id"]].tenant,
                     one["program_id"],
                     one["tokens"],
                     one["context_tokens"],
                     one.get("idle_s", 0.0),
                 )
                 for one in load["programs"]
-                if (active := self.active.get(one["program_id"])) is not None
+                if one["program_id"] in self.active
             )
             waiting = tuple(
                 (self.active[one].tenant if one in self.active else DEFAULT_TENANT, one)
                 for one in load["waiting"]
             )
-            self._take(KvReported(replica_id=name, instance="1", programs=tuple(programs), waiting=waiting))
-        self._schedule_residency_poll()
+            self._take(KvReported(replica_id=name, instance="1", programs=programs, waiting=waiting))
+        self._repeat(self._poll_residency, RESIDENCY_POLL_S)
+
+    def _repeat(self, call: Callable[[], None], after_s: float) -> None:
+        self.event_queue.schedule_at(self.event_queue.now_s + after_s, call, background=True)
 
     def _take(self, event: AnyRoutingEvent) -> None:
         """Pass an event to the router, and execute its actions."""
-        for action in self._request_router.take(event, self._event_queue.now_s):
+        for action in self.request_router.take(event, self.event_queue.now_s):
             if isinstance(action, SendRequest):
                 self._send_to_engine(action.request_id, action.replica_id)
             elif isinstance(action, RejectRequest):
                 refused = self._submitted.pop(action.request_id)
-                self._log.notes.append(f"{action.request_id} was refused: {action.message}")
+                self.log.notes.append(f"{action.request_id} was refused: {action.message}")
                 self._end_program(refused.active)
             elif isinstance(action, ReleaseProgramKv):
                 self._release(action.program_id, action.replica_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .event_queue import VirtualClock
@@ -38,6 +38,7 @@ class _Step:
     """Whether the step was planned before the results of the previous step were known."""
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedReplica:
     """An engine, driven by the simulation loop.
 
@@ -49,39 +50,26 @@ class SimulatedReplica:
     the next copy, and ``IDLE_POLL_S`` from now, when a lease may have ended.
     """
 
-    def __init__(
-        self,
-        replica: str,
-        engine: SimulatedEngine,
-        account: TokenAccounting,
-        host: VllmOffloadTransfers | TierTransfers | None,
-        latency: LatencyModel,
-        clock: VirtualClock,
-        *,
-        on_first_token: Callable[[InFlightTurn], None],
-        on_finished: Callable[[InFlightTurn, SimulatedEngine], None],
-    ) -> None:
-        self.replica = replica
-        self.engine = engine
-        self.account = account
-        self.host = host
-        self._inbox: deque[Callable[[], None]] = deque()
-        self.steps = 0
-        self.busy_s = 0.0
-        self.scheduler_s = 0.0
-        """Wall-clock seconds inside calls of the scheduler."""
-        self.preemption_steps: list[int] = []
-        self.blocked_since_s: float | None = None
-        """Time since which the engine has requests but can run none; ``None`` otherwise."""
-        self.due_s = NEVER_S
-        self.latency = latency
-        self._clock = clock
-        self._on_first_token = on_first_token
-        self._on_finished = on_finished
-        self._steps: deque[_Step] = deque()
-        """The current step and, if a step is planned ahead, that step; empty between two steps."""
-        self._plans_ahead = engine.options.asynchronous
-        self._recalled_ids: list[str] = []
+    replica: str
+    engine: SimulatedEngine
+    account: TokenAccounting
+    host: VllmOffloadTransfers | TierTransfers | None
+    latency: LatencyModel
+    clock: VirtualClock
+    on_first_token: Callable[[InFlightTurn], None]
+    on_finished: Callable[[InFlightTurn, SimulatedEngine], None]
+    steps: int = 0
+    busy_s: float = 0.0
+    scheduler_s: float = 0.0
+    """Wall-clock seconds inside calls of the scheduler."""
+    preemption_steps: list[int] = field(default_factory=list)
+    is_blocked: bool = False
+    """Whether the engine has requests but can run none."""
+    due_s: float = NEVER_S
+    _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+    _steps: deque[_Step] = field(default_factory=deque)
+    """The current step and, if a step is planned ahead, that step; empty between two steps."""
+    _recalled_ids: list[str] = field(default_factory=list)
 
     @property
     def is_stepping(self) -> bool:
@@ -104,7 +92,7 @@ class SimulatedReplica:
         if request_id not in self.account.live:
             return None
         self._recalled_ids.append(request_id)
-        return self.account.recalled(request_id, self._clock.now_s)
+        return self.account.recalled(request_id, self.clock.now_s)
 
     def deliver(self) -> None:
         """Deliver the queued messages in order."""
@@ -117,24 +105,24 @@ class SimulatedReplica:
         self.deliver()
         if not self._steps:
             if not self.engine.scheduler.has_requests() and not (self.host and self.host.is_busy):
-                self.blocked_since_s = None
+                self.is_blocked = False
                 self.due_s = NEVER_S
                 return
-            self._plan(self._clock.now_s)
-        if self._plans_ahead and len(self._steps) == 1 and self.is_computing:
+            self._plan(self.clock.now_s)
+        if self.engine.options.asynchronous and len(self._steps) == 1 and self.is_computing:
             self._plan(self._steps[0].ends_s)
         self.due_s = self._steps[0].ends_s
 
     def end_step(self) -> None:
         """End the current step: handle first tokens, finished requests and finished copies."""
-        now = self._clock.now_s
+        now = self.clock.now_s
         step = self._steps.popleft()
         self._abort_recalled()
         for turn in step.sampled.values():
             # After the first token of one request, the gateway may withdraw another request of the same step.
             if turn.log.first_token_s is None and turn.request.request_id in self.account.live:
                 turn.log.first_token_s = now
-                self._on_first_token(turn)
+                self.on_first_token(turn)
         self._abort_recalled()
         self._take_in(step, now)
         if self._steps:
@@ -151,18 +139,18 @@ class SimulatedReplica:
             else:
                 self._mark_blocked()
             return
-        self.blocked_since_s = None
+        self.is_blocked = False
         self.due_s = now
         entered = time.perf_counter()
         finished = self.engine.update_from_output(step.planned, copies, step.sampled)
         self.scheduler_s += time.perf_counter() - entered
         for request_id in finished:
             turn = self.account.finished(request_id, now)
-            self._on_finished(turn, self.engine)
+            self.on_finished(turn, self.engine)
 
     def _plan(self, begins_s: float) -> None:
         """Plan a step that begins at ``begins_s``, or later if it has to wait for copies."""
-        now = self._clock.now_s
+        now = self.clock.now_s
         entered = time.perf_counter()
         planned = self.engine.plan()
         self.scheduler_s += time.perf_counter() - entered
@@ -184,9 +172,8 @@ class SimulatedReplica:
 
     def _mark_blocked(self) -> None:
         """Record that the engine has requests but can run none, and set the time of the next attempt."""
-        now = self._clock.now_s
-        if self.blocked_since_s is None:
-            self.blocked_since_s = now
+        now = self.clock.now_s
+        self.is_blocked = True
         copied_s = self.host.next_done_s() if self.host is not None else NEVER_S
         self.due_s = max(now, min(copied_s, now + IDLE_POLL_S))
 

@@ -88,7 +88,7 @@ class Simulation:
             loop,
             front,
             log,
-            standalone=standalone,
+            standalone,
             expected_s=self.expected_s,
             call_s=latency.call_s,
             with_hints=with_hints,
@@ -181,23 +181,17 @@ class Simulation:
         messages.clear()
 
     def _is_stuck(self) -> bool:
+        """Whether nothing has been computed for long although requests wait in an engine or at the router."""
         now = self._clock.now_s
-        for sim_replica in self.replicas:
-            since_s = sim_replica.blocked_since_s
-            if since_s is not None and now - since_s > STALL_TIMEOUT_S:
-                name = "" if self._standalone else f"{sim_replica.replica}: "
-                self._log.notes.append(
-                    f"{name}nothing could run for {STALL_TIMEOUT_S:.0f} s although requests waited; "
-                    f"given up at {now:.0f} s"
-                )
-                return True
-        if self._event_queue.is_over and now - self._stepped_s > STALL_TIMEOUT_S:
-            self._log.notes.append(
-                f"nothing happened for {STALL_TIMEOUT_S:.0f} s although requests waited at the gateway; "
-                f"given up at {now:.0f} s"
-            )
-            return True
-        return False
+        blocked = any(sim_replica.is_blocked for sim_replica in self.replicas)
+        if now - self._stepped_s <= STALL_TIMEOUT_S or not (blocked or self._event_queue.is_over):
+            return False
+        where = "in an engine" if blocked else "at the router"
+        self._log.notes.append(
+            f"nothing happened for {STALL_TIMEOUT_S:.0f} s although requests waited {where}; "
+            f"given up at {now:.0f} s"
+        )
+        return True
 
     # -- callbacks of engines -------------------------------------------------------
 

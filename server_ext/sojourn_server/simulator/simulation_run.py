@@ -13,7 +13,6 @@ from .event_queue import VirtualClock
 from .latency.latency_models import DeviceShape, LatencyModel
 from .run_log import RunLog
 from .simulator_policies import SimulatorPolicy, find_cluster_policy, find_policy
-from .token_accounting import MOVED_CAUSE
 
 if TYPE_CHECKING:
     from .client_hints import HintSetting
@@ -24,8 +23,7 @@ if TYPE_CHECKING:
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
 """Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The KV pool of
-``unlimited`` has at least four tenths of this size. If a run recomputes tokens because its memory filled up,
-the log has a note."""
+``unlimited`` has at least four tenths of this size."""
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: which policies have a disk."""
@@ -123,7 +121,6 @@ def run_simulation(
     if prepare is not None:
         prepare(simulation)
     simulation.run()
-    _note_full_host_memory(log, policy)
     return log
 
 
@@ -209,17 +206,14 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
     """Number of KV blocks on the disk. Raises ``SimulatorError`` for a disk that the engine would reject."""
     if not policy.own_tiers or not spec.disk_ratio:
         return 0
-    if not 0 <= spec.disk_ratio < float("inf"):
-        raise SimulatorError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")
     if shape.host_kv_tokens < shape.block_size:
         raise SimulatorError(
             f"{policy.name}: disk_ratio is {spec.disk_ratio:g} and cpu_ratio {spec.cpu_ratio:g}, no host "
             "memory; expected some: all copies to and from the disk pass through host memory"
         )
-    blocks = int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
-    if not blocks:
-        raise SimulatorError(f"disk_ratio is {spec.disk_ratio:g}; expected 0, or enough for a block of KV")
-    return blocks
+    if not 0 <= spec.disk_ratio < float("inf"):
+        raise SimulatorError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")
+    return int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
 
 
 def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
@@ -302,20 +296,3 @@ def _host_transfers(
         per_block_s = latency.copy_s(block_bytes, to_host=False)
         engine.adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
     return host
-
-
-def _note_full_host_memory(log: RunLog, policy: SimulatorPolicy) -> None:
-    """Add a note to the log of a bound that recomputed tokens because its memory filled up."""
-    if not policy.bound:
-        return
-    again = sum(
-        tokens
-        for program in log.programs
-        for turn in program.turns
-        for cause, tokens in turn.regenerated.items()
-        if cause != MOVED_CAUSE
-    )
-    if again:
-        log.notes.append(
-            f"{log.policy} is no bound here: its memory filled up; {again:,} tokens were computed again"
-        )
