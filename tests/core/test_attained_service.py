@@ -106,14 +106,6 @@ def test_an_aborted_request_has_run_and_waited_too() -> None:
     assert (e.program("p").attained_s, e.program("p").waited_s) == (3.0, 3.0)
 
 
-def test_an_id_used_again_is_a_new_program() -> None:
-    e = engine()
-    turn(e, "p", 1.0, 5.0)
-    e.send(ProgramEnd(program_id="p", seq=-1))
-    view = seen(e, e.arrive("p", prompt(40)))
-    assert (view.attained_s, view.waited_s) == (0.0, 0.0)
-
-
 def test_a_request_that_outlives_its_programs_end_counts_for_no_later_program_of_that_id() -> None:
     e = engine()
     outlives = e.arrive("p", prompt(40))
@@ -151,13 +143,6 @@ def test_what_was_before_a_promotion_is_forgotten() -> None:
     e.wait(1.0)
     e.finish(request)
     assert (e.program("p").attained_s, e.program("p").waited_s) == (4.0, 2.0)
-
-
-def test_no_promotion_forgets_nothing() -> None:
-    e = engine()
-    turn(e, "p", 0.0, 3.0)
-    turn(e, "p", 23.0, 1.0)
-    assert (e.program("p").attained_s, e.program("p").waited_s) == (4.0, 23.0)
 
 
 def test_the_victim_policy_sees_what_running_requests_have_run() -> None:

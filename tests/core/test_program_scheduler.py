@@ -14,10 +14,8 @@ from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, 
 from sojourn_server.core.events_and_actions import (
     CacheResetStarted,
     EngineActionKind,
-    RequestAdmitted,
     RequestArrived,
     StepCompleted,
-    TurnFinished,
     TurnFinishReason,
 )
 from sojourn_server.core.request_hints import read_identity
@@ -86,6 +84,7 @@ def test_a_whole_life() -> None:
     assert [a.kind for a in engine.done] == [EngineActionKind.RELEASE]
     assert P not in engine.leases
     assert durations(engine) == [3.0], "the client's own measurement, once"
+    assert engine.counter("sojourn_tool_gap_source_total", source="reported") == 1
     engine.finish(request, "Done.")
     assert engine.reasons("keep") == ["fixed", "no_tool_call"]
     for _ in range(2):
@@ -138,17 +137,6 @@ def test_c3_without_events_the_gap_is_from_finish_to_next_arrival() -> None:
     engine.finish(request)
     assert durations(engine) == [2.5]
     assert engine.counter("sojourn_tool_gap_source_total", source="inferred") == 1
-
-
-def test_c3_the_event_wins() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", prompt(8))
-    engine.send(start())
-    engine.wait(4.0)
-    engine.send(stop(duration_s=1.5))
-    engine.arrive("p", prompt(12))
-    assert durations(engine) == [1.5]
-    assert engine.counter("sojourn_tool_gap_source_total", source="reported") == 1
 
 
 def test_c3_events_overtaken_by_the_request_do_not_count_the_call_twice() -> None:
@@ -336,25 +324,6 @@ def need(engine: VirtualEngine, program: str, blocks: int, **kw: bool) -> Reclai
     return ReclaimRequest(program_id=ProgramId(program), program_rank=rank, blocks=blocks, **flags)
 
 
-def test_c8_the_latest_programs_give_way_until_it_fits() -> None:
-    engine = VirtualEngine()
-    for i, name in enumerate(("first", "second", "third")):
-        engine.turn(name, prompt(40, seed=i))
-    assert engine.program_scheduler.make_room(need(engine, "first", 11), engine.now) == 2
-    engine.carry_out()
-    assert set(engine.held) == {"first"}
-    assert engine.reasons("release") == ["pressure", "pressure"]
-
-
-def test_c8_a_waiting_latecomer_breaks_a_deadlock_only() -> None:
-    engine = VirtualEngine(SPARING)
-    engine.turn("first", prompt(40))
-    engine.arrive("last", prompt(40, seed=1))
-    assert engine.program_scheduler.make_room(need(engine, "last", 5), engine.now) == 0
-    stuck = need(engine, "last", 5, anything_running=False)
-    assert [engine.program_scheduler.make_room(stuck, engine.now) for _ in range(2)] == [1, 0]
-
-
 def test_c8_a_waiting_request_with_a_priority_ends_leases_of_less_important_programs() -> None:
     engine = VirtualEngine(SPARING)
     for i, (name, priority) in enumerate((("less", 10), ("equal", 5), ("more", 0))):
@@ -400,6 +369,7 @@ def test_a_hinted_ttl_is_bounded_and_counted_once(asked_s: float, given_s: float
         ("tetris", {"deadline_seconds": 5.0}, "unsupported"),  # a gateway's fair shares use it
         ("continuum", {"parent_program_id": "q", "request_id": "r"}, "applied"),
         ("continuum", {"step_id": 12, "request_id": 5}, "clipped"),
+        ("continuum", {"program_id": 5}, "rejected"),
     ],
 )
 def test_a_hint_that_no_policy_reads_is_answered_unsupported(
@@ -409,13 +379,6 @@ def test_a_hint_that_no_policy_reads_is_answered_unsupported(
     engine.arrive("p", prompt(40), **hint)
     assert engine.counter("sojourn_hints_total", outcome=outcome) == 1
     assert engine.counter("sojourn_hints_total") == 1
-
-
-def test_a_malformed_hint_is_counted_and_the_session_still_counts() -> None:
-    engine = VirtualEngine()
-    lease = engine.leased_turn("p", prompt(40), program_id=5)
-    assert lease.program_id == "p"
-    assert engine.counter("sojourn_hints_total", outcome="rejected") == 1
 
 
 def test_parallel_requests_are_one_turn_for_the_lease() -> None:
@@ -656,16 +619,3 @@ def test_an_id_that_arrives_again_ends_the_first_request() -> None:
         engine.program_scheduler.handle(RequestArrived("r", read_identity(program, None), 8), engine.now)
     assert engine.program_scheduler.live_requests(P) == set()
     assert engine.program_scheduler.live_requests(ProgramId("q")) == {"r"}
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        TurnFinished("unknown", TurnFinishReason.STOPPED, (), 8, 2, (1, 2), (1, 2)),
-        RequestAdmitted("unknown", 0, 8, (1, 2), False),
-    ],
-)
-def test_an_event_of_an_unknown_request_changes_nothing(event: TurnFinished | RequestAdmitted) -> None:
-    engine = VirtualEngine()
-    assert engine.program_scheduler.handle(event, engine.now) == []
-    assert engine.program_scheduler.state.requests.states == {}

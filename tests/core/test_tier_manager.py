@@ -19,7 +19,7 @@ from sojourn_server.core.events_and_actions import (
     TurnFinishReason,
 )
 from sojourn_server.core.scheduler_state import SchedulerLimits
-from sojourn_server.core.tier_manager import RELEASE_GAP_S, RETRY_S, RETURN_S
+from sojourn_server.core.tier_manager import RETRY_S, RETURN_S
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.placement.placement_policy import (
     MAX_EXCHANGES,
@@ -30,7 +30,6 @@ from sojourn_server.policies.placement.placement_policy import (
 )
 from sojourn_server.policies.placement.placement_views import (
     PlacementView,
-    ProgramActivity,
     ProgramTierView,
     Tier,
 )
@@ -224,30 +223,6 @@ def test_a_report_of_load_names_the_programs_that_wait_without_kv() -> None:
     assert nowhere.ask("load")["waiting"] == [], "it places no programs"
 
 
-def test_lazily_demoted_those_that_came_before_the_order_run_and_later_ones_wait() -> None:
-    policy = Watched()
-    engine = Engine(policy, host=20)
-    running, before = engine.come("a", 5), engine.come("a", 6)
-    order(engine, policy, "a", DEVICE)
-    engine.admit(running)
-    stranger = engine.come(None, 1)
-    order(engine, policy, "a", HOST, MoveTiming.AFTER_TURN)
-    assert seen(policy.views[-1], "a").pending is False
-    assert engine.tier("a") is DEVICE
-    after = engine.come("a", 7)
-    assert [engine.parked(each) for each in (running, before, after, stranger)] == [False, False, True, False]
-    engine.step()
-    assert seen(policy.views[-1], "a").pending
-    assert engine.reasons("leaves_after_turn") == ["over_capacity"]
-    placed = len(engine.placed())
-    engine.asked_again.clear()
-    order(engine, policy, "a", DEVICE)  # KEPT
-    assert not engine.parked(after)
-    assert engine.asked_again == {"a"}, "the engine must look again at who was kept out"
-    assert len(engine.placed()) == placed + 1
-    assert engine.program("a").status is ProgramStatus.REASONING
-
-
 def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
     policy = Watched()
     engine = Engine(policy, host=50, retention=FixedRetention(ttl_s=60.0))
@@ -421,37 +396,6 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
 # -- what the policy is shown -----------------------------------------------------------------
 
 
-def test_sizes_are_in_blocks_rounded_up() -> None:
-    policy = Watched()
-    engine = Engine(policy, blocks=100)
-    first = engine.arrive("a", prompt(41))
-    order(engine, policy, "a", DEVICE)
-    shown = seen(policy.views[-1], "a")
-    assert (shown.activity, shown.required_blocks, shown.context_blocks) == (ProgramActivity.READY, 11, 0)
-    engine.admit(first)
-    second = engine.arrive("a", prompt(17), step_id="hinted")
-    order(engine, policy, "a", DEVICE)
-    shown = seen(policy.views[-1], "a")
-    assert (shown.activity, shown.required_blocks, shown.resident_blocks) == (
-        ProgramActivity.REASONING,
-        5,
-        11,
-    )
-    engine.admit(second)
-    order(engine, policy, "a", DEVICE)
-    shown = seen(policy.views[-1], "a")
-    assert (shown.required_blocks, shown.resident_blocks, shown.returning) == (0, 16, True)
-    engine.finish(second)
-    engine.now += 3.0
-    engine.finish(first, output=[7] * 8)
-    order(engine, policy, "a", DEVICE)
-    shown = seen(policy.views[-1], "a")
-    assert (shown.activity, shown.context_blocks, shown.resident_blocks) == (ProgramActivity.ACTING, 12, 0)
-    assert shown.last_active_s == engine.now
-    # 49 tokens: the prior adds 0.3 of the first 41 a turn, and of its 11 turns 2 are over.
-    assert (shown.turn_blocks, shown.peak_blocks) == (16, 40)
-
-
 # -- how often it is asked, and how much ----------------------------------------------------------
 
 
@@ -560,17 +504,6 @@ def test_long_parked_requests_are_left_to_the_engine(
     assert not engine.parked(request)
 
 
-def test_a_released_request_is_never_parked_again() -> None:
-    policy = Watched()
-    engine = Engine(policy, limits=SchedulerLimits(hold_timeout_s=60.0))
-    request = engine.come("b", 10)
-    engine.spend(60.1)
-    order(engine, policy, "b", WAITING)
-    assert engine.tier("b") is WAITING
-    assert not engine.parked(request)
-    assert engine.parked(engine.come("b", 10)), "it has not waited"
-
-
 def test_long_parked_requests_are_released_one_after_the_other() -> None:
     """Released at once they would fill the device several times over."""
     policy = ResidencyPricePlacement(patience_s=math.inf)
@@ -617,15 +550,6 @@ def test_a_client_that_gives_up_and_tries_again_keeps_its_place() -> None:
     assert engine.parked(other), "it waits from its own arrival"
     engine.spend(1.0)
     assert not engine.parked(other)
-
-
-def test_a_released_request_that_is_never_admitted_blocks_nobody() -> None:
-    engine = holding()
-    waits = [engine.come(name, 10) for name in "bc"]
-    engine.spend(101.0)
-    assert [engine.parked(request) for request in waits] == [False, True]
-    engine.spend(RELEASE_GAP_S)
-    assert not engine.parked(waits[1])
 
 
 @pytest.mark.parametrize("what", ["late", "another program", "ended between", "it ran", "a sibling runs"])
@@ -731,37 +655,6 @@ def test_a_reset_of_what_is_below_leaves_the_device() -> None:
     assert (shown.context_blocks, shown.resident_blocks) == (before.context_blocks, before.resident_blocks)
     known = {name: engine.program_scheduler.context(ProgramId(name)) for name in ("host", "disk", "device")}
     assert [name for name, hashes in known.items() if hashes] == ["device"]
-
-
-def test_after_a_reset_of_the_cache_nobody_has_anything_below_the_device() -> None:
-    policy = Watched()
-    engine = Engine(policy, host=50, disk=50)
-    for name, tier in (("host", HOST), ("disk", DISK), ("device", DEVICE)):
-        request = engine.come(name, 5)
-        order(engine, policy, name, DEVICE)
-        engine.admit(request)
-        engine.finish(request)
-        order(engine, policy, name, tier)
-    running = engine.come("running", 6)
-    order(engine, policy, "running", DEVICE)
-    engine.admit(running)
-    parked = engine.come("host", 7)
-    assert seen(policy.views[-1], "disk").context_blocks == 5
-    engine.program_scheduler.cache_reset(engine.now)
-    assert [engine.tier(name) for name in ("host", "disk", "device", "running")] == [
-        WAITING, WAITING, DEVICE, DEVICE,
-    ]  # fmt: skip
-    assert engine.parked(parked)
-    engine.step()
-    view = policy.views[-1]
-    assert [each.program_id for each in view.waiting] == ["host"]
-    shown = seen(view, "host")
-    assert (shown.context_blocks, shown.required_blocks, shown.returning) == (0, 7, True)
-    shown = seen(view, "device")
-    assert (shown.context_blocks, shown.turn_blocks) == (0, 2), "a turn adds 0.3 of 20 tokens, to nothing"
-    assert seen(view, "running").resident_blocks == 6
-    order(engine, policy, "host", DEVICE)
-    assert not engine.parked(parked)
 
 
 def hinted(engine: Engine, program: str, blocks: int, **hint: Any) -> str:
