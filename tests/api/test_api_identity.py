@@ -123,13 +123,6 @@ async def test_a_clients_program_is_the_session_of_its_request(
         assert counted["session"] == headers.get("x-session-id"), "a count is no turn"
 
 
-async def test_session_id_of_the_body_counts_where_vllm_reads_it() -> None:
-    async with http_of(VirtualRpc(VirtualEngine())) as http:
-        for path in identity_middleware.GENERATION_PATHS:
-            seen = (await http.post(path, json={"session_id": "own", **user("u")})).json()
-            assert seen["session"] == ("u" if path == "/v1/messages" else None)
-
-
 async def test_a_body_that_is_no_object_is_left_to_vllm() -> None:
     async with http_of(VirtualRpc(VirtualEngine())) as http:
         for body in (b"", b"[", b"[1]", b"\xff", b"[" * 50_000):

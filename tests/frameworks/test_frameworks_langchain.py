@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from threading import Thread
 from typing import Any
 
 import pytest
 import sojourn
-from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda
-from langchain_core.tools import ToolException, tool
+from langchain_core.tools import tool
 from langchain_core.tracers import context as tracers
 from recorded_programs import checked_programs
 from scenarios_langchain import ASK, agent, model_at, said, use
@@ -106,48 +102,6 @@ def test_each_input_of_a_batch_is_a_program_with_its_request(server: FakeServer,
     init(server, "one", "two")
     ask(ChatPromptTemplate.from_template("{x}") | model_at(server.base_url, "m"))
     assert shape(server) == [("chain", None, "ok", (None,), [])] * 2
-
-
-def test_a_model_and_a_retriever_take_their_program_from_their_config(server: FakeServer) -> None:
-    """In a thread with a bare context, where nothing but the config names the run."""
-    init(server, "one", "two")
-    model = model_at(server.base_url, "m")
-
-    class Searching(BaseRetriever):
-        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
-            model.invoke(query, {"callbacks": run_manager.get_child()})
-            return []
-
-    def chain(text: str, config: Any) -> None:
-        for part in (model, Searching()):
-            thread = Thread(target=part.invoke, args=(text, config))
-            thread.start()
-            thread.join()
-
-    RunnableLambda(chain).invoke("hi")
-    assert shape(server) == [("chain", None, "ok", (None, None), [])]
-
-
-# ---- tools
-
-
-def test_how_tools_end(server: FakeServer) -> None:
-    @tool
-    def slow(text: str) -> str:
-        """Takes too long."""
-        raise TimeoutError(text)
-
-    @tool
-    def sorry(text: str) -> str:
-        """Says that it failed."""
-        raise ToolException("no")
-
-    sorry.handle_tool_error = True
-    init(server, use("sorry"), use("slow"))
-    with pytest.raises(TimeoutError):
-        agent(server.base_url, "m", extra=(slow, sorry)).invoke(ASK)
-    ((*_, status, _, calls),) = shape(server)
-    assert (status, calls) == ("error", [("slow", "timeout"), ("sorry", "error")])
 
 
 # ---- ours below theirs

@@ -10,15 +10,13 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 import sojourn
-from langchain.agents import create_agent
-from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import ParentCommand
 from langgraph.graph import END, START, StateGraph
 from langgraph.pregel import Pregel
 from langgraph.types import Command, interrupt
 from recorded_programs import checked_programs, recorded_programs
-from scenarios_langchain import ASK, model_at, said, tools, use
+from scenarios_langchain import model_at
 from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker
 from sojourn.testing import FakeServer
 from sojourn.wire_events import AegReport, ProgramEnd
@@ -128,15 +126,6 @@ def test_sub_graphs_are_opened_up_and_as_vague_as_their_parts() -> None:
     assert {(START, "sub:a"), ("sub:b", "z"), ("z", END)} <= edges
 
 
-def test_the_tools_of_a_node() -> None:
-    made = create_agent(model_at("http://127.0.0.1:1/v1", "m"), tools())
-    assert aeg(made) == (
-        {"model": (), "tools": ("broken", "count", "upper")},
-        {(START, "model"), ("model", "tools"), ("model", END), ("tools", "model")},
-        True,
-    )
-
-
 def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
     init(server, *SCRIPT * 2)
     graph = planner(speaker(model_at(server.base_url, "m")))
@@ -239,25 +228,6 @@ def test_an_interrupt_and_a_command_to_the_parent_are_no_errors_of_a_tool(server
     assert sorted(facts) == [("ask", "cancelled"), ("ask", "ok"), ("hand_over", "ok")]
 
 
-def test_an_interrupt_in_a_tool_stops_the_call_until_it_runs_again(server: FakeServer) -> None:
-    init(server, use("approve", "call-5"), "done")
-
-    @tool
-    def approve(text: str) -> str:
-        """Asks a person."""
-        return str(interrupt("may I?"))
-
-    made = create_agent(model_at(server.base_url, "m"), [approve], name="agent", checkpointer=InMemorySaver())
-    made.invoke(ASK, thread())
-    result = made.invoke(Command(resume="yes"), thread())
-    assert said(result)[-2:] == [("tool", "yes"), ("ai", "done")]
-    (program,) = checked_programs(server, "call-5 started 2").values()
-    calls = [(start.tool, start.call_id) for start in program.tool_starts]
-    assert [tool for tool, _ in calls] == ["approve", "human", "approve"]
-    assert calls[0] == calls[2] == ("approve", "call-5")
-    assert [stop.status for stop in program.tool_stops] == ["cancelled", "ok", "ok"]
-
-
 def test_a_thread_bears_one_id_over_many_runs(server: FakeServer) -> None:
     init(server, "DONE", "DONE", "DONE")
     graph = planner(speaker(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
@@ -267,19 +237,6 @@ def test_a_thread_bears_one_id_over_many_runs(server: FakeServer) -> None:
     first, again, other = ids(server)
     assert first == again != other
     assert sum(isinstance(event, ProgramEnd) for event in server.program_events()) == 3
-
-
-def test_a_named_process_finds_its_threads_again(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = speaker(model_at(server.base_url, "m"))
-
-    def once(name: str) -> str:
-        monkeypatch.setenv("SOJOURN_PROGRAM_ID", name)
-        init(server, "DONE")
-        planner(node, checkpointer=InMemorySaver()).invoke(HI, thread())
-        sojourn.shutdown()
-        return ids(server)[-1]
-
-    assert once("service-a") == once("service-a") != once("service-b")
 
 
 # ---- batches, wrapping, streams

@@ -25,7 +25,6 @@ from openai_agents_fixtures import (
 )
 from recorded_programs import recorded_programs
 from sojourn.testing import Answer, FakeServer, LlmRequest, ToolUse
-from sojourn.wire_events import AegReport
 
 agents = pytest.importorskip("agents")
 adapter = import_module("sojourn_integrations.openai_agents")
@@ -107,35 +106,6 @@ async def test_parallel_agents_as_tools_know_their_calls(server: FakeServer) -> 
     assert {each.nodes for each in children} == {("expert",)}
 
 
-async def test_what_a_tool_asks_of_the_model_belongs_to_the_run(server: FakeServer) -> None:
-    seen = []
-
-    @agents.function_tool
-    async def think() -> str:
-        """Asks by itself."""
-        program = sojourn.current_program()
-        seen.append(program.id if program else None)
-        await factory.client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "?"}]
-        )
-        return "so"
-
-    @agents.function_tool
-    def sync() -> str:
-        """Runs in a thread, or does not."""
-        program = sojourn.current_program()
-        seen.append(program.id if program else None)
-        return "so"
-
-    server.script = [[ToolUse("think"), ToolUse("sync")], "hm", "done"]
-    async with agents_for(server) as factory:
-        await Runner.run(factory.agent("clerk", think, sync), "Go.")
-        assert sojourn.current_program() is None
-    program = only(recorded(server))
-    assert program.nodes == ("clerk",) * 3
-    assert seen == [program.start.program_id] * 2
-
-
 # ---- graphs
 
 
@@ -165,16 +135,6 @@ def test_the_graph_of_handoffs() -> None:
     again = adapter.graph_of(desk)
     assert again.nodes["desk"] == ("ask",)
     assert ("desk", "desk") in again.edges
-
-
-async def test_the_graph_is_reported_once_for_all_runs(server: FakeServer) -> None:
-    async with agents_for(server) as factory:
-        desk = factory.agent("desk", handoffs=[factory.agent("expert")])
-        for _ in range(3):
-            await Runner.run(desk, "Go.")
-    assert len(recorded(server)) == 3
-    graphs = [event for event in server.program_events() if isinstance(event, AegReport)]
-    assert [event.graph is not None for event in graphs] == [True, False, False]
 
 
 # -- the user's own hooks and runners come first, faults of ours stay ours

@@ -161,28 +161,6 @@ async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: b
     assert program.steps_left == (9, 8), "of the ten turns that both runs have together"
 
 
-@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
-async def test_a_run_that_waits_for_an_approval_sends_no_heartbeats(server: FakeServer) -> None:
-    server.script = [ToolUse("erase"), "done"]
-    async with agents_for(server) as factory:
-        beats = []
-
-        @agents.function_tool(needs_approval=True)
-        def erase() -> str:
-            """Erases."""
-            beats.append(beating())
-            return "erased"
-
-        clerk = factory.agent("clerk", erase)
-        state = (await Runner.run(clerk, "Go.")).to_state()
-        assert not beating()
-        for item in state.get_interruptions():
-            state.approve(item)
-        await Runner.run(clerk, state)
-        assert beats == [True]
-    assert only(recorded(server)).status == "ok"
-
-
 # ---- what is kept
 
 

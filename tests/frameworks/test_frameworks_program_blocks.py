@@ -115,28 +115,3 @@ async def test_in_an_agent_of_openai_used_as_a_tool(server: FakeServer, code: Us
     async with factory.client:
         await agents.Runner.run(desk, "Go.")
     code.check("expert")
-
-
-async def test_in_a_team_of_autogen_inside_a_tool(server: FakeServer, code: UserCode) -> None:
-    pytest.importorskip("autogen_agentchat")
-    from autogen_agentchat.agents import AssistantAgent
-    from autogen_agentchat.teams import RoundRobinGroupChat
-    from autogen_core.tools import FunctionTool
-    from autogen_ext.models.openai import OpenAIChatCompletionClient
-    from scenarios_autogen import INFO
-
-    server.script = lambda request: answers.pop(0) if request.body["messages"] else "hi"
-    answers: list[Any] = [ToolUse("ask"), ToolUse("look"), "done"]
-    client = OpenAIChatCompletionClient(
-        model="tiny", base_url=server.base_url, api_key="none", model_info=INFO
-    )
-
-    async def ask() -> str:
-        look = FunctionTool(code.arun, "Looks.", name="look")
-        team = RoundRobinGroupChat([AssistantAgent("bob", client, tools=[look])], max_turns=1, name="team")
-        return str(len((await team.run(task="Go.")).messages))
-
-    tools = [FunctionTool(ask, "Asks.", name="ask")]
-    outer = RoundRobinGroupChat([AssistantAgent("alice", client, tools=tools)], max_turns=1, name="outer")
-    await outer.run(task="Go.")
-    code.check("team")

@@ -17,7 +17,7 @@ from gateway_harness import World, lines, until, world
 from sojourn_server.gateway.http import proxy_request
 from sojourn_server.routing import routing_events
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 
 
 class Deadly(FakeEngine):
@@ -39,30 +39,6 @@ async def test_a_request_that_kills_engines_kills_two() -> None:
         await asyncio.gather(*(it.chat(text="warm") for _ in range(24)))
         assert (await it.chat(text="poison")).status == 502
         assert sum(fake.died_of_it for fake in fakes) == 2
-
-
-class Refusing(FakeEngine):
-    """Answers with an error."""
-
-    status = 200
-
-    async def _generate(self, request: Request) -> Response:
-        if self.status != 200:
-            self.requests.append(await request.json())
-            return JSONResponse({"error": {"message": "no", "code": self.status}}, self.status)
-        return await super()._generate(request)
-
-
-async def test_an_error_is_no_turn_and_keeps_no_room() -> None:
-    async with running(Refusing()) as [fake], world([fake]) as it:
-        for status in (400, 401, 500):
-            fake.status = status
-            assert (await it.chat("p")).status == status
-            await until(lambda: not it.gateway.routing_backend.core.requests)  # type: ignore[attr-defined]
-            assert await it.home("p") is None
-        fake.status = 200
-        await it.chat("p")
-        assert await it.home("p") == fake.name
 
 
 async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
@@ -107,39 +83,6 @@ async def test_a_gateway_without_files_refuses_requests_and_suspects_no_engine(
         assert [(state.health, state.load) for state in core.replica_statuses()] == [("up", 0)] * 2
         assert sum(core.counts.routes.values()) == 2, "the second was not sent again"
         assert (await it.chat("p")).headers["X-Sojourn-Replica"] == home
-
-
-class Verbose(FakeEngine):
-    """Gives answers of many MiB that are no streams, also about tokens."""
-
-    total_bytes = 8 << 20
-    usage = b'","usage": {"prompt_tokens": 100, "completion_tokens": 5}}'
-
-    async def _parts(self) -> AsyncIterator[bytes]:
-        yield b'{"id": "resp_abc", "text": "'
-        for _ in range(self.total_bytes >> 16):
-            yield b"x" * (1 << 16)
-        yield self.usage
-
-    async def _generate(self, request: Request) -> Response:
-        self.bodies.append(await request.body())
-        return StreamingResponse(self._parts(), media_type="application/json")
-
-    async def _tokenize(self, request: Request) -> Response:
-        return StreamingResponse(self._parts(), media_type="application/json")
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
-async def test_a_long_answer_passes_in_parts_and_is_recorded(path: str) -> None:
-    async with running(Verbose()) as fakes, world(fakes) as it:
-        body = {"model": "tiny", "input": "x", "session_id": "p"}
-        async with it.http.post(it.url + path, json=body) as answer:
-            assert answer.status == 200
-            document = await answer.json()
-        assert len(document["text"]) == Verbose.total_bytes
-        if path == "/v1/responses":
-            [program] = it.gateway.routing_backend.core.program_statuses()
-            assert (program.turns, program.context_tokens) == (1, 105)
 
 
 class Stalling(FakeEngine):

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from gateway_harness import until
 from multidict import CIMultiDict
 from sojourn_server.gateway.http import engine_client
 from sojourn_server.gateway.http.engine_client import (
@@ -116,13 +115,6 @@ async def test_an_answer_that_breaks_off_before_its_first_part_is_none(said: byt
         assert caught.value.computing
 
 
-async def test_a_stream_that_breaks_off_is_an_error() -> None:
-    async with engine(says(STREAM + b"9\r\ndata: 1\n\n\r\n", then_closes=True)) as (client, script):
-        answer = await ask(client, script)
-        with pytest.raises(ReplicaRequestError):
-            await answer.next_part()
-
-
 async def test_a_request_on_a_connection_that_the_engine_has_closed_is_sent_again() -> None:
     async def answer(script: Script, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(script.requests) == 2:
@@ -177,17 +169,6 @@ async def test_a_reader_that_lags_stops_its_engine() -> None:
         while part := await answer.next_part():
             read += len(part)
         assert read == 1000 * len(piece)
-
-
-async def test_an_answer_that_is_given_up_and_a_request_that_is_cancelled_end_their_connections() -> None:
-    async with engine(says(STREAM + b"9\r\ndata: 1\n\n\r\n")) as (client, script):
-        (await ask(client, script)).close()
-        await until(lambda: script.closed == 1)
-    async with engine(says()) as (client, script):
-        asking = asyncio.ensure_future(ask(client, script))
-        await until(lambda: script.requests)
-        asking.cancel()
-        await until(lambda: script.closed == 1)
 
 
 @pytest.mark.parametrize(

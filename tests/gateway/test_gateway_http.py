@@ -27,23 +27,6 @@ def hint(program: str, **more: Any) -> dict[str, Any]:
     return {"vllm_xargs": {"agentic_context": json.dumps(context)}}
 
 
-async def test_a_programs_turns_go_to_one_replica_and_others_elsewhere() -> None:
-    async with engines(2) as fakes, world(fakes) as it:
-        fakes[0].hold = fakes[1].hold = asyncio.Event()
-        first = [asyncio.ensure_future(it.chat(f"p{n}")) for n in range(4)]
-        await until(lambda: sum(len(fake.requests) for fake in fakes) == 4)
-        fakes[0].hold.set()
-        answers = [await one for one in first]
-        homes = {f"p{n}": answers[n].headers["X-Sojourn-Replica"] for n in range(4)}
-        assert set(homes.values()) == {fake.name for fake in fakes}
-        for name, home in homes.items():
-            for _ in range(3):
-                answer = await it.chat(name)
-                assert answer.status == 200
-                assert answer.headers["X-Sojourn-Replica"] == home
-                assert (await answer.json())["text"] == home
-
-
 async def test_a_request_arrives_as_it_was_sent_but_for_headers_of_the_connection() -> None:
     async with engines(1) as fakes, world(fakes, engine_key="engines") as it:
         body = '{"model": "tiny",  "messages": [], "ü": "\\u00fc"}'.encode()
@@ -112,21 +95,6 @@ async def test_the_hint_names_the_program_and_its_end() -> None:
 
 
 # -- faults -----------------------------------------------------------------------
-
-
-async def test_a_dead_engines_requests_go_on_elsewhere() -> None:
-    async with engines(2) as fakes, world(fakes) as it:
-        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
-        dead, other = sorted(fakes, key=lambda fake: fake.name != home)
-        await dead.kill()
-        answer = await it.chat("p")
-        assert answer.status == 200
-        assert answer.headers["X-Sojourn-Replica"] == other.name
-        await until(lambda: it.gateway.replicas.get(dead.name) is None)
-        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
-        await dead.restart()
-        await until(lambda: it.gateway.replicas.get(dead.name) is not None)
-        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == other.name
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])

@@ -68,7 +68,7 @@ async def test_an_engine_that_does_not_answer_holds_up_no_client(monkeypatch: py
 
 @pytest.mark.parametrize(
     "says",
-    [b"\xff", b'"\xff"', b'{"a":' * 5000, b"[]", b"{}", b'{"ok": true}', b'{"name": "other", "engines": 4}'],
+    [b'"\xff"', b'{"a":' * 5000, b"[]", b'{"name": "other", "engines": 4}'],
 )
 async def test_an_engine_that_answers_nonsense_is_left_out(says: bytes) -> None:
     async with beside_odd(1) as (odd, it):

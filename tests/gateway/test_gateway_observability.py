@@ -15,7 +15,6 @@ import sojourn_server.gateway
 import sojourn_server.routing
 from api_contract import Contract
 from fake_engine import engines, running
-from fake_pair_engine import pairs
 from gateway_harness import World, until, world
 from openapi_spec_validator import validate
 from sojourn.aeg import END, START, Aeg
@@ -302,12 +301,3 @@ async def test_every_answer_of_a_gateway_is_as_its_document_says() -> None:
             await checked(contract, it, url)
         for url in ("/capabilities", "/programs/a/explain"):
             await checked(contract, it, url, 503)
-
-
-async def test_replicas_of_pairs_are_as_the_document_says_too() -> None:
-    async with pairs(1, 1, admin_key="root") as (it, [prefill], _):
-        contract = Contract(await document_of(it))
-        told = await checked(contract, it, "/replicas")
-        assert told["pairs"] == {"prefill": 1, "decode": 1}
-        assert {one["role"] for one in told["replicas"]} == {"prefill", "decode"}
-        await checked(contract, it, f"/replicas/{prefill.name}/drain", json={})

@@ -144,18 +144,6 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
 # -- who has been told -----------------------------------------------------------------
 
 
-async def test_a_program_that_moves_after_its_key_was_replaced_brings_its_state() -> None:
-    async with engines(2) as fakes, world(fakes, admin_key="root", poll_s=3600) as it:
-        home = (await it.chat("p", "old")).headers["X-Sojourn-Replica"]
-        await it.events(*({**event, "program_id": "p"} for event in (START, TOOL)), key="old")
-        for fake in fakes:
-            fake.key = "new"
-        await it.drain(home)
-        new = (await it.chat("p", "new")).headers["X-Sojourn-Replica"]
-        assert new != home
-        assert of(fakes, new).of("p") == ["program_start", "tool_start"]
-
-
 async def test_a_restarted_engine_gets_its_programs_and_graphs_again() -> None:
     async with engines(1) as fakes, world(fakes) as it:
         await it.chat("p")

@@ -31,14 +31,6 @@ def parse(**more: Any) -> Any:
     return parse_config({"model": "tiny", **more}, source="f.yaml")
 
 
-def test_little_is_needed() -> None:
-    config = parse()
-    assert (config.model, config.engines.min, config.host) == ("tiny", 1, "127.0.0.1")
-    assert config.number_of_gateways == 2
-    assert config.on_loopback
-    assert not config.engines.scales
-
-
 def test_what_travels_is_read_back_the_same() -> None:
     config = parse(
         engines={

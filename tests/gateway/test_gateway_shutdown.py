@@ -12,14 +12,15 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
 import pytest
 from fake_engine import FakeEngine, engines, running
-from gateway_harness import DEADLINE_S, World, lines, until, world
+from gateway_harness import DEADLINE_S, lines, until, world
+from gateway_process import GatewayProcess
 from sojourn_server.gateway.http import proxy_request
 from sojourn_server.gateway.http.proxy_request import ProxyRequest
 from starlette.applications import Starlette
@@ -30,9 +31,9 @@ from starlette.routing import Route
 RETRY = "the gateway stops; send the request again"
 
 
-def ask(http: aiohttp.ClientSession, made: World, **more: object) -> asyncio.Future[aiohttp.ClientResponse]:
+def ask(http: aiohttp.ClientSession, url: str, **more: object) -> asyncio.Future[aiohttp.ClientResponse]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **more}
-    return asyncio.ensure_future(http.post(f"{made.url}/v1/chat/completions", json=body))
+    return asyncio.ensure_future(http.post(f"{url}/v1/chat/completions", json=body))
 
 
 async def assert_told(request: asyncio.Future[aiohttp.ClientResponse]) -> None:
@@ -47,7 +48,7 @@ async def assert_told(request: asyncio.Future[aiohttp.ClientResponse]) -> None:
 async def test_a_client_that_waits_for_an_engine_gets_an_error() -> None:
     async with aiohttp.ClientSession() as http:
         async with world([]) as made:
-            request = ask(http, made)
+            request = ask(http, made.url)
             await until(lambda: made.gateway.routing_backend.core.waiting)
         await assert_told(request)
 
@@ -56,7 +57,7 @@ async def test_a_stream_under_way_ends_with_an_error_inside_it() -> None:
     async with engines(1) as [fake], aiohttp.ClientSession() as http:
         fake.hang_after = 2
         async with world([fake]) as made:
-            answer = await ask(http, made, stream=True)
+            answer = await ask(http, made.url, stream=True)
             assert answer.status == 200
         *begun, error, done = await asyncio.wait_for(lines(answer), DEADLINE_S)
         assert [json.loads(line)["number"] for line in begun] == [0, 1]
@@ -129,135 +130,60 @@ class UnwatchedEngine(FakeEngine):
         return Response()
 
 
-class GatewayProcess:
-    """A running ``sojourn gateway`` and what it has said so far."""
-
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        port: int,
-        said: asyncio.StreamReader,
-        pipe: asyncio.ReadTransport,
-    ) -> None:
-        self.process, self.port, self._said, self.pipe = process, port, said, pipe
-        self.lines: list[str] = []
-        self.url = f"http://127.0.0.1:{port}"
-
-    async def line_with(self, text: str) -> str:
-        """Return the next line that contains ``text``."""
-
-        async def read() -> str:
-            async for line in self._said:
-                self.lines.append(line.decode())
-                if text in self.lines[-1]:
-                    return self.lines[-1]
-            raise AssertionError(self.lines)
-
-        return await asyncio.wait_for(read(), 60)
-
-    async def ended(self) -> str:
-        """Wait for the end of the process. Return all it has said."""
-        self.lines.append((await asyncio.wait_for(self._said.read(), ENDS_IN_S)).decode())
-        await asyncio.wait_for(self.process.wait(), ENDS_IN_S)
-        return "".join(self.lines)
-
-    async def is_stopping(self) -> bool:
-        """Return whether it has closed its port."""
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        except ConnectionRefusedError:
-            return True
-        writer.close()
-        return False
-
-    def ask(self, http: aiohttp.ClientSession) -> asyncio.Future[aiohttp.ClientResponse]:
-        """Send a request of a model."""
-        body = {"model": "tiny", "messages": []}
-        return asyncio.ensure_future(http.post(f"{self.url}/v1/chat/completions", json=body))
-
-
 @asynccontextmanager
-async def started(engine: FakeEngine, *, grace_s: int = GRACE_S) -> AsyncIterator[GatewayProcess]:
+async def started(
+    engine: FakeEngine, folder: Path, *, grace_s: int = GRACE_S
+) -> AsyncIterator[GatewayProcess]:
     """Run a gateway in front of ``engine`` in a process of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    code = (
-        "from sojourn_server import cli; import sojourn_server.cli.gateway as gateway; "
-        f"gateway._STOP_GRACE_S = {grace_s}; cli.main()"
-    )
-    read, write = os.pipe()
+    made = GatewayProcess([engine.url], folder / "log", constants={"cli.gateway._STOP_GRACE_S": grace_s})
+    await asyncio.to_thread(made.__enter__)
     try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, "gateway", "--engines", engine.url, "--port", str(port),
-            stdout=write, stderr=write,
-        )  # fmt: skip
-    finally:
-        os.close(write)
-    said = asyncio.StreamReader()
-    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(said), os.fdopen(read, "rb")
-    )
-    made = GatewayProcess(process, port, said, pipe)
-    try:
-        await made.line_with("Uvicorn running")
         yield made
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        pipe.close()
+        await asyncio.to_thread(made.__exit__, None, None, None)
+
+
+async def ended(gateway: GatewayProcess) -> str:
+    """Wait for the end of the process. Return all it has said."""
+    await until(lambda: gateway.has_ended, ENDS_IN_S)
+    return gateway.log_path.read_text()
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
-async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: bool) -> None:
+async def test_a_stop_says_what_it_waits_for_and_ctrl_c_again_ends_it(again: bool, tmp_path: Path) -> None:
     grace_s = GRACE_S if again else 1
     async with (
         engines(1) as [engine],
         aiohttp.ClientSession() as http,
-        started(engine, grace_s=grace_s) as gateway,
+        started(engine, tmp_path, grace_s=grace_s) as gateway,
     ):
         engine.hold = asyncio.Event()
-        asked = gateway.ask(http)
+        asked = ask(http, gateway.url)
         await until(lambda: engine.requests)
-        gateway.process.send_signal(signal.SIGINT)
-        said = await gateway.line_with("finishing")
-        assert f"finishing 1 requests, at most {grace_s} s; Ctrl-C now ends at once" in said
+        os.kill(gateway.pid, signal.SIGINT)
+        said = f"finishing 1 requests, at most {grace_s} s; Ctrl-C now ends at once"
+        await until(lambda: said in gateway.log_path.read_text())
         if again:
-            gateway.process.send_signal(signal.SIGINT)
-        said = await gateway.ended()
+            os.kill(gateway.pid, signal.SIGINT)
+        log = await ended(gateway)
         await assert_told(asked)
-        assert "ERROR" not in said, said
-        assert "Waiting for connections" not in said
+        assert "ERROR" not in log, log
+        assert "Waiting for connections" not in log
 
 
-async def test_a_stop_whose_message_has_no_reader_finishes_the_requests() -> None:
-    async with engines(1) as [engine], aiohttp.ClientSession() as http, started(engine) as gateway:
-        engine.hold = asyncio.Event()
-        asked = gateway.ask(http)
-        await until(lambda: engine.requests)
-        gateway.pipe.close()  # as ``sojourn gateway 2>&1 | head`` does
-        gateway.process.send_signal(signal.SIGTERM)
-        await until(gateway.is_stopping)
-        engine.hold.set()
-        answer = await asked
-        assert answer.status == 200
-        assert (await answer.json())["text"] == engine.name
-        await asyncio.wait_for(gateway.process.wait(), ENDS_IN_S)
-
-
-async def test_a_viewer_holds_up_no_stop() -> None:
+async def test_a_viewer_holds_up_no_stop(tmp_path: Path) -> None:
     async with (
         running(UnwatchedEngine()) as [engine],
         aiohttp.ClientSession() as http,
-        started(engine) as gateway,
+        started(engine, tmp_path) as gateway,
     ):
         page = await http.get(f"{gateway.url}/sojourn/v1/stream")
         top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1"))
         await until(lambda: [path for path, *_ in engine.asked].count("/sojourn/v1/stream") >= 2)
-        gateway.process.send_signal(signal.SIGTERM)
-        said = await gateway.ended()
-        assert "finishing" not in said, said
-        assert "ERROR" not in said, said
+        os.kill(gateway.pid, signal.SIGTERM)
+        log = await ended(gateway)
+        assert "finishing" not in log, log
+        assert "ERROR" not in log, log
         assert await page.content.read() == b""
         with contextlib.suppress(aiohttp.ClientError):
             assert (await top).status >= 500

@@ -241,11 +241,3 @@ async def test_each_program_moves_with_its_kv_and_events() -> None:
         assert it.gateway.routing_backend.core.home("bob", "p") == of["bob"].name
         assert [move["program_id"] for move in (await it.get("/sojourn/v1/moves", "ka"))["moves"]] == ["p"]
         assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
-
-
-async def test_whose_kv_an_engine_has_given_up_is_read_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN, tenants=TENANTS) as it:
-        of = await homes(it, fakes)
-        of["alice"].lost = of["bob"].lost = ["p", "bob/p", "stranger/p"]
-        await until(lambda: it.gateway.routing_backend.core.home("bob", "p") is None)
-        assert it.gateway.routing_backend.core.home("alice", "p") == of["alice"].name

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sojourn
 from sojourn_integrations.openai_agents.conversation_keys import conversation_key
+from sojourn_integrations.safe_scope import Scope, leave
 
 
 def same(one: Any, two: Any) -> bool:
@@ -66,3 +68,33 @@ def test_a_wrapper_has_the_store_inside() -> None:
     endless = SimpleNamespace(session_id="1")
     endless.underlying_session = endless
     assert same(endless, endless)
+
+
+# -- What leaves a scope: our own faults do not, the user's Ctrl-C does
+
+
+class Raising:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __exit__(self, *_: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_leaving_gets_out(kind: type[BaseException]) -> None:
+    with pytest.raises(kind):
+        leave(Scope(Raising(kind()), None))
+
+
+def test_an_internal_error_is_counted() -> None:
+    before = sojourn.stats()["internal_error"]
+    leave(Scope(Raising(ValueError()), SimpleNamespace()), status="ok")
+    leave(Scope(Raising(ValueError()), object()), ValueError())
+    assert sojourn.stats()["internal_error"] == before + 2
+
+
+def test_what_cannot_take_its_status_is_left_all_the_same() -> None:
+    before = sojourn.stats()["internal_error"]
+    leave(Scope(Raising(ValueError()), None), status="ok")
+    assert sojourn.stats()["internal_error"] == before + 2

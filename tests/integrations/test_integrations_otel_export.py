@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
@@ -20,6 +22,8 @@ from sojourn import runtime
 from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer, ToolUse
 from sojourn_integrations.otel import export as export_module
+from sojourn_integrations.otel import export as otel_export
+from sojourn_integrations.otel import source as otel_source
 from sojourn_integrations.otel.export import SpanExport, export_spans
 from sojourn_integrations.otel.source import install
 
@@ -173,31 +177,6 @@ def test_every_attribute_an_agent_run_has(server, exporter, export):
     assert [span.kind.name for span in (agent, tool, chat)] == ["INTERNAL", "INTERNAL", "CLIENT"]
     assert {span.parent.span_id for span in (tool, chat)} == {agent.context.span_id}
     assert server.program_lookups == [program.id]
-
-
-def test_a_sub_agent_hangs_under_the_tool_call_it_runs_in(server, exporter, export):
-    with (
-        sojourn.program("boss"),
-        sojourn.tool_call("research", "call_9"),
-        sojourn.program("helper") as helper,
-    ):
-        ask(server)
-        with sojourn.tool_call("search", "call_10"):
-            pass
-    by_name = {span.name: span for span in spans(exporter, export)}
-    tree = {name: span.parent and span.parent.span_id for name, span in by_name.items()}
-    ids = {name: span.context.span_id for name, span in by_name.items()}
-    assert tree == {
-        "invoke_agent boss": None,
-        "execute_tool research": ids["invoke_agent boss"],
-        "invoke_agent helper": ids["execute_tool research"],
-        "chat m": ids["invoke_agent helper"],
-        "execute_tool search": ids["invoke_agent helper"],
-    }
-    assert len({span.context.trace_id for span in by_name.values()}) == 1
-    told = attributes(by_name["invoke_agent helper"])
-    assert told["gen_ai.conversation.id"] == helper.id
-    assert told["sojourn.parent_program_id"] == told["sojourn.root_program_id"] == helper.parent_id
 
 
 @pytest.mark.parametrize("responses", [False, True])
@@ -411,3 +390,39 @@ def test_export_is_repeatable_and_needs_a_provider(provider, export):
 
     with pytest.raises(ConfigError, match="TracerProvider"):
         export_spans(trace.ProxyTracerProvider())
+
+
+# -- docs/opentelemetry.md names every attribute that is written, and no other
+
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "opentelemetry.md").read_text(encoding="utf-8")
+EXPORT = (ROOT / "integrations" / "sojourn_integrations" / "otel" / "export.py").read_text(encoding="utf-8")
+OUT = PAGE[PAGE.index("## Spans out") :]
+
+
+def test_every_sojourn_attribute_is_in_the_tables():
+    written = {word for word in re.findall(r'"(sojourn\.[a-z_.]+)"', EXPORT)}
+    written |= {"sojourn.queued_s", "sojourn.prefilling_s", "sojourn.new_tokens", "sojourn.tail_tokens"}
+    written |= {"sojourn.tier_hits.device"}
+    written |= {f"sojourn.{name}" for name in otel_export._FACTS} - {"sojourn.lease_ttl_s"}
+    documented = set(re.findall(r"`(sojourn\.[a-z_.]+)`", "\n".join(re.findall(r"^\|.*$", OUT, re.M))))
+    assert documented == written
+    assert len(written) > 20
+
+
+def test_every_attribute_of_the_conventions_is_in_the_tables():
+    written = set(re.findall(r'"((?:gen_ai|server|error)\.[a-z_.]+)"', EXPORT))
+    written |= {
+        f"gen_ai.usage.{name}" for name in ("input_tokens", "output_tokens", "cache_read.input_tokens")
+    }
+    pattern = r"`((?:gen_ai|server|error)\.[a-z_.]+)`"
+    assert set(re.findall(pattern, "\n".join(re.findall(r"^\|.*$", OUT, re.M)))) == written
+    assert len(written) > 12
+
+
+def test_the_numbers_are_the_codes():
+    assert f"At most {otel_source.MAX_SPANS:,} open spans" in PAGE
+    assert f"At most {otel_export.MAX_PENDING:,} programs" in PAGE
+    assert f"after every {otel_export.EVERY_REQUESTS} of its requests" in PAGE
+    assert f"nothing is fetched for {otel_export.PAUSE_S:.0f} s" in PAGE.replace("\n", " ")

@@ -41,13 +41,6 @@ def test_keys_become_flags(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_flags_of_the_file_replace_our_defaults(tmp_path: Path) -> None:
-    file = write(tmp_path, "block-size: 16\nmax_num_batched_tokens: 4096\nenforce-eager: false\n")
-    argv = build("--config", file).argv
-    assert not {"--block-size", "--max-num-batched-tokens", "--enforce-eager"} & set(argv)
-    assert argv[-2:] == ("--config", file)
-
-
 def test_the_files_additional_config_is_kept(tmp_path: Path) -> None:
     given = {"other": {"a": 1}, "sojourn": {"queue_patience_s": 5}}
     for text in (json.dumps({"additional-config": given}), f"additional_config: '{json.dumps(given)}'"):
@@ -64,13 +57,6 @@ def test_the_command_line_shows_no_value_of_the_file(tmp_path: Path) -> None:
     command = build("--config", write(tmp_path, "api-key: secret\n"))
     assert "secret" not in " ".join(command.argv)
     assert command.flags.value("--api-key") == "secret"
-
-
-def test_the_first_argument_takes_precedence_over_the_files_model(tmp_path: Path) -> None:
-    argv = build("--config", write(tmp_path, "model: other\n")).argv
-    assert argv[argv.index("--model") + 1] == "m"
-    with pytest.raises(InvalidOption, match="first argument, not --model"):
-        build("--model", "other")
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,6 @@ def config(command):
     return json.loads(command.argv[command.argv.index("--kv-transfer-config") + 1])
 
 
-def test_host_memory_alone():
-    command = build(host_gib="1.5")
-    told = config(command)
-    assert told["kv_connector_extra_config"] == {"host_bytes": GIB * 3 // 2}
-    assert told["kv_load_failure_policy"] == "recompute"
-    assert "PYTHONHASHSEED" not in command.env
-
-
 @pytest.mark.parametrize(
     ("args", "layout"),
     [
@@ -108,11 +100,6 @@ def test_vllms_own_connector_keeps_outputs_too(cpu, size, expected):
     spec = {"spec_name": "ProgramOffloadingSpec", "spec_module_path": told["kv_connector_module_path"]}
     extra = {**expected, **spec, "offload_prompt_only": False}
     assert told["kv_connector_extra_config"] == {**extra, **CACHE_POLICY}
-
-
-def test_vllms_own_connector_works_with_the_stock_scheduler_in_its_own_order():
-    told = config(build(host_gib="2", backend="vllm", cpu=False, policy="stock"))
-    assert not told["kv_connector_extra_config"].keys() & CACHE_POLICY.keys()
 
 
 @pytest.mark.parametrize(
@@ -220,10 +207,3 @@ def test_where_auto_is_no_host_memory_a_line_says_why(args, options, line):
 def test_auto_can_be_given_where_host_memory_is_the_devices_memory(options):
     extra = config(build(host_gib="auto", **{"facts": HAS, **options}))["kv_connector_extra_config"]
     assert extra["host_bytes"] == "auto"
-
-
-def test_a_disk_alone_gets_host_memory_by_default_on_cuda():
-    extra = config(build(cpu=False, facts=HAS, disk="/d", disk_gib=1, refusal="x"))[
-        "kv_connector_extra_config"
-    ]
-    assert (extra["host_bytes"], extra["disk"]) == ("auto", "/d")

@@ -76,15 +76,6 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
     }
 
 
-def test_a_network_is_of_no_use_to_a_policy_that_reads_nothing():
-    with pytest.raises(
-        InvalidOption, match="--sojourn-network is for policies that read hidden states; 'tetris'"
-    ):
-        build(policy="tetris", network_file="/n")
-    with pytest.raises(InvalidOption, match="plain vLLM"):
-        build(policy="stock", network_file="/n")
-
-
 @pytest.mark.parametrize("name", WORKER_CLASSES.values())
 def test_worker_classes_exist(name):
     """Read, not imported: vLLM's CUDA worker cannot be on every machine."""

@@ -56,15 +56,6 @@ def test_a_directory_is_known_by_its_files(model, monkeypatch):
     assert known_weights(str(model)) != known
 
 
-def test_questions_that_only_vllm_can_answer(model):
-    assert known_weights("org/name") is None
-    for config in ("", "[]", '{"speculators_config": {}}'):
-        (model / "config.json").write_text(config)
-        assert known_weights(str(model)) is None, config
-    (model / "config.json").unlink()
-    assert known_weights(str(model)) is None
-
-
 def test_a_single_file(model):
     file = model / "model.safetensors"
     assert weights_fingerprint(str(file), None).startswith(f"{file} 7 ")

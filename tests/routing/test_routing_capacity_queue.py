@@ -138,23 +138,6 @@ def test_a_large_request_is_passed_by_a_limited_number_and_then_gets_a_reserved_
     assert small_ones_pass(core(queue_patience_requests=10**9, queue_patience_s=5.0), 500) <= 50 + 10
 
 
-def test_only_one_replica_is_kept_and_the_other_goes_on() -> None:
-    routing = Counted(CapacityRouting())
-    it = core(routing, queue_patience_s=30.0)
-    for name in ("a", "b"):
-        it.take(seen(name), 0.0)
-    for name in ("x", "y"):
-        assert it.take(asked(name, 500), 0.0)
-    assert it.take(asked("large", 600), 0.0) == []
-    assert it.take(routing_events.Tick(), 31.0) == []
-    assert sends(it.take(asked("s0", 300), 31.0)) == ["s0"]
-    assert it.take(asked("s1", 300), 31.0) == [], "that room is kept"
-    routing.asked = 0
-    assert it.take(routing_events.Tick(), 31.1) == []
-    assert routing.asked == 0, "and nobody is asked about it"
-    assert ends(it, "x", 32.0) == ["large", "s1"], "what it leaves is anybody's"
-
-
 # -- other orders than that of arrival ------------------------------------------------------------
 
 
@@ -280,12 +263,3 @@ def test_a_request_that_waits_for_a_home_without_its_kv_goes_where_there_is_room
     it.take(seen("b", 300), 2.0)
     assert sends(it.take(kv_lost(it, "p", "t", "a"), 3.0)) == ["p/2"]
     assert it.programs.get(("t", "p")).home == "b"
-
-
-def test_a_program_that_waits_for_its_full_home_is_at_home_where_it_is_computed() -> None:
-    it = full_with_one_that_waits()
-    it.take(kv_lost(it, "p", "t", "a"), 3.0)
-    assert sends(it.take(routing_events.RequestFinished("other", 1, "a"), 4.0)) == ["p/2"]
-    it.take(routing_events.RequestFinished("p/2", 1, "a"), 5.0)
-    program = it.programs.get(("t", "p"))
-    assert (program.home, program.cached) == ("a", True), "its KV is there now"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from routing_builders import CAPACITY, kv_lost, only, seen, sends, with_replicas
+from routing_builders import CAPACITY, kv_lost, only, seen, with_replicas
 from routing_builders import build_core as core
 from sojourn_server.policies.cluster_preset import load_cluster_preset
 from sojourn_server.policies.routing_policies import (
@@ -24,7 +24,6 @@ from sojourn_server.routing.routing_events import (
     SendRequest,
 )
 from sojourn_server.routing.routing_from_preset import build_routing_core
-from sojourn_server.routing.routing_records import ReplicaHealth
 
 
 def asked(
@@ -38,19 +37,6 @@ def asked(
 # -- sending ------------------------------------------------------------------------------
 
 
-def test_a_home_that_is_loaded_by_four_fifths_is_left_for_the_least_loaded() -> None:
-    it = with_replicas(core(), "a", "b")
-    home = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    it.take(routing_events.RequestFinished("r0"), 1.0)
-    elsewhere = only(it.take(asked("elsewhere", tokens=900), 1.0))
-    assert elsewhere.replica_id == "b", "both are empty, and nobody is at home there"
-    assert only(it.take(asked("fill", tokens=800), 1.0)).replica_id == home == "a"
-    it.take(routing_events.RequestFinished("elsewhere"), 1.0)
-    moved = next(action for action in it.take(asked("r1", "p"), 2.0) if isinstance(action, SendRequest))
-    assert (moved.replica_id, moved.reason, moved.moved_from) == ("b", "home_too_full", home)
-    assert it.programs[("t", "p")].moves == 1
-
-
 def test_a_sub_agent_begins_near_its_parent() -> None:
     it = with_replicas(core(), "a", "b")
     home = only(it.take(asked("r0", "parent", 200), 0.0)).replica_id
@@ -59,31 +45,6 @@ def test_a_sub_agent_begins_near_its_parent() -> None:
 
 
 # -- waiting ------------------------------------------------------------------------------
-
-
-def test_a_program_waits_until_there_is_room_for_all_of_it() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    assert only(it.take(asked("r0", "p", 700), 0.0)).reason == "fits"
-    assert it.take(asked("r1", "q", 400), 1.0) == []
-    assert it.take(routing_events.RequestFinished("r0"), 2.0) == [], "p is still at home there"
-    assert only(it.take(routing_events.ProgramEnded("p", "t"), 3.0)) == SendRequest("r1", "a", "fits")
-
-
-def test_an_ended_program_occupies_its_room_until_its_last_request_ends() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    assert sends(it.take(asked("r0", "p", 700), 0.0)) == ["r0"]
-    assert sends(it.take(asked("r1", "p", 700), 0.0)) == ["r1"]
-    for number in range(5):
-        assert it.take(routing_events.ProgramEnded("p", "t"), 1.0) == []
-        assert it.take(asked(f"q{number}", f"q{number}", 700), 1.0) == [], "the engine still computes p's"
-        assert it.take(routing_events.ProgramEnded(f"q{number}", "t"), 1.0) == []
-    assert it.home("t", "p") is None
-    assert it.fleet.get("a").homed_tokens == 700
-    assert it.take(routing_events.RequestFinished("r0", 1, "a"), 2.0) == []
-    assert sends(it.take(routing_events.RequestFinished("r1", 1, "a"), 3.0)) == ["q0"]
-    assert it.programs.get(("t", "p")) is None
-    assert it.fleet.get("a").homed_tokens == 700, "that of an ended program which waited is counted too"
-    assert len(it.waiting) == 4
 
 
 def test_a_prompt_too_long_for_any_replica_goes_to_an_empty_one() -> None:
@@ -265,20 +226,6 @@ def test_programs_of_a_draining_replica_move_at_their_next_turn() -> None:
     it.take(routing_events.RequestFinished("r0"), 1.0)
     sent = next(a for a in it.take(asked("r1", "p"), 2.0) if isinstance(a, SendRequest))
     assert (sent.replica_id != home, sent.moved_from, sent.left_because) == (True, home, "drain")
-
-
-def test_a_replica_that_is_drained_is_drained_after_a_blip_and_not_after_a_restart() -> None:
-    it = with_replicas(core(), "a", "b")
-    it.take(routing_events.ReplicaDrainStarted("a"), 0.0)
-    it.take(routing_events.ReplicaGone("a", "1"), 1.0)
-    it.take(seen("a"), 2.0)
-    assert it.fleet.get("a").health is ReplicaHealth.DRAINING
-    assert only(it.take(asked("r0", "p"), 3.0)).replica_id == "b"
-    it.take(seen("a", "2"), 4.0)
-    assert it.fleet.get("a").health is ReplicaHealth.UP
-    it.take(routing_events.ReplicaGone("a", "2"), 5.0)
-    it.take(seen("a", "1"), 6.0)
-    assert it.fleet.get("a").health is ReplicaHealth.UP, "another life of it was drained, and that is over"
 
 
 # -- load and shares ------------------------------------------------------------------------

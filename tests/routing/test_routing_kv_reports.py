@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from routing_builders import build_core, seen, with_replicas
+from hypothesis import given
+from hypothesis import strategies as st
+from routing_builders import build_core, kv_lost, seen, sends, with_replicas
+from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.policies.routing_policies import (
+    LeastDelayRouting,
+    ReplicaView,
+    ResidentProgramGroup,
+    RoutingDecision,
+    RoutingView,
+)
+from sojourn_server.routing import routing_events
+from sojourn_server.routing.affinity_strategy import MAX_REPLICAS_COMPARED
+from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS, ProgramEstimator
+from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     KvReported,
     ProgramEnded,
@@ -14,6 +30,7 @@ from sojourn_server.routing.routing_events import (
     ResidentKv,
     SendRequest,
 )
+from sojourn_server.routing.routing_records import RoutedProgram
 
 
 def asks(core: Any, name: str, program: str, now: float, tokens: int = 100) -> str | None:
@@ -88,3 +105,199 @@ def test_load_from_elsewhere_counts_once_two_reports_show_it() -> None:
     assert asks(core, "r1", "p", 3.0) == "b"
     core.take(report("a"), 5.0)
     assert core.replica_statuses()[0].load == 0.0
+
+
+# -- What a routing that reads residents is told, and who waits where it says that no memory lasts
+
+
+@dataclass
+class Noted:
+    """Another policy, and what it was shown."""
+
+    policy: Any = field(default_factory=LeastDelayRouting)
+    views: list[RoutingView] = field(default_factory=list)
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        self.views.append(view)
+        return self.policy.route(view, replicas, now)
+
+
+def expectations() -> ProgramEstimator:
+    """Enough have ended of enough tenants: coders after ten turns at 900 tokens, clerks after two at 20."""
+    expected = ProgramEstimator()
+    for tenant in ("t", "t2", "t3"):
+        for kind, turns, tokens in (("coder", 10, 900), ("clerk", 2, 20)):
+            end_programs(expected, tenant, kind, tokens, turns)
+    return expected
+
+
+def end_programs(
+    expected: ProgramEstimator,
+    tenant: str,
+    kind: str | None,
+    tokens: int,
+    turns: int = 1,
+    count: int = MIN_FINISHED_PROGRAMS,
+) -> None:
+    """As many programs of a tenant end as an estimate needs."""
+    for _ in range(count):
+        expected.ended(
+            RoutedProgram((tenant, "p"), kind, None, 0.0, 1.0, context_tokens=tokens, turns=turns), 10.0
+        )
+
+
+def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> RoutingCore:
+    it = build_core(routing, sharing=sharing, lease_s=1e6, **more)
+    return with_replicas(it, *(f"e{number}" for number in range(replicas)))
+
+
+def asked(
+    name: str, tokens: int = 100, tenant: str = "t", program: str | None = None
+) -> routing_events.RequestReceived:
+    return routing_events.RequestReceived(name, tenant, tokens, program or name, agent_type="coder")
+
+
+def keep_busy(it: RoutingCore) -> None:
+    """Each replica with a request of nobody's, that does not end."""
+    for number in range(len(it.fleet)):
+        it.take(routing_events.RequestReceived(f"busy {number}", "nobody", 1), 0.0)
+    assert all(replica.in_flight for replica in it.fleet.values())
+
+
+@pytest.mark.parametrize("resident_for_s", [300.0, 7.0])
+def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
+    preset = f'routing = {{ policy = "least-delay", resident_for_s = {resident_for_s} }}'
+    it = core(parse_cluster_preset(preset, source="x").routing, estimator=expectations())
+    keep_busy(it)
+    it.take(asked("a"), 0.0)
+    it.take(routing_events.RequestFinished("a", 5, "e0"), 1.0)
+    assert sends(it.take(asked("b"), 2.0)) == []
+    assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s - 0.1)) == []
+    assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
+
+
+def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
+    routing = Noted()
+    it = core(routing, replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
+    for number in range(2 * MAX_REPLICAS_COMPARED):
+        it.take(asked(f"a{number}", 100 + number), 0.0)
+    homed = [len(replica.programs) for replica in it.fleet.values()]
+    assert max(homed) == 1, "an empty one goes before all others"
+    assert len(it.waiting) == 2 * MAX_REPLICAS_COMPARED - len(homed)
+    assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in routing.views)
+
+
+def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
+    it = core(LeastDelayRouting(), estimator=expectations())
+    keep_busy(it)
+    assert sends(it.take(asked("a"), 0.0)) == ["a"]
+    assert sends(it.take(asked("b"), 1.0)) == [], "both would come to 1,800 of 1,000"
+    clerk = routing_events.RequestReceived("c", "t", 10, "c", agent_type="clerk")
+    assert sends(it.take(clerk, 2.0)) == [], "there is memory for it, but it came later"
+    assert len(it.waiting) == 2
+    assert sends(it.take(routing_events.RequestFinished("a", 5, "e0"), 3.0)) == []
+    assert sends(it.take(routing_events.ProgramEnded("a", "t"), 3.0)) == ["b", "c"]
+    assert len(it.waiting) == 0
+    alone = core(LeastDelayRouting(), estimator=expectations())
+    assert sends(alone.take(asked("a"), 0.0) + alone.take(clerk, 2.0)) == ["a", "c"]
+
+
+def test_requests_without_a_program_do_not_wait() -> None:
+    """Hints are advice: who gives none is served as without those who do."""
+    it = core(LeastDelayRouting(), estimator=expectations())
+    it.take(asked("a"), 0.0)
+    assert sends(it.take(asked("b"), 1.0)) == []
+    assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
+    assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
+    assert len(it.waiting) == 1
+
+
+# -- the count is what it would be if everybody were looked at ---------------------------
+
+
+@dataclass
+class Checked:
+    """A least-delay policy whose view is compared with the programs themselves."""
+
+    core: Any = None
+    policy: LeastDelayRouting = field(default_factory=lambda: LeastDelayRouting(resident_for_s=20.0))
+    reads_prefixes: bool = False
+    reads_residents: bool = True
+    resident_for_s: float = 20.0
+
+    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
+        if not (view.home is not None and view.cached):
+            but = self.core.requests[view.request_id].program
+            shown = [replica.replica_id for replica in replicas]
+            assert view.residents == {key: rows for key in shown if (rows := self.all_at(key, but, now))}
+        return self.policy.route(view, replicas, now)
+
+    def all_at(
+        self, replica_id: str, but: RoutedProgram | None, now: float
+    ) -> tuple[ResidentProgramGroup, ...]:
+        """One program after the other."""
+        rows: dict[tuple[float, int], ResidentProgramGroup] = {}
+        for one in self.core.programs.values():
+            comes_back = one.turns_left is not None and now < one.last_s + self.resident_for_s
+            there = one.home == replica_id and (comes_back or one.in_flight or one.waiting)
+            if not there or one is but:
+                continue
+            left = max(1.0, one.turns if one.turns_left is None else one.turns_left)
+            before = rows.get((left, one.turns), ResidentProgramGroup(0, 0, one.turns, left, 0))
+            rows[left, one.turns] = ResidentProgramGroup(
+                before.context_tokens + one.context_tokens,
+                before.size_tokens + max(one.size_tokens, one.context_tokens),
+                one.turns,
+                left,
+                before.programs + 1,
+            )
+        return tuple(rows[alike] for alike in sorted(rows))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["ask", "ask", "ask", "end", "end", "over", "dropped", "tick", "drain", "gone", "seen"]
+        ),
+        st.integers(0, 7),
+        st.sampled_from(["coder", "clerk", "stranger", None]),
+        st.integers(1, 400),
+        st.sampled_from([0.0, 0.5, 3.0, 19.5, 20.0]),
+    ),
+    min_size=5,
+    max_size=80,
+)
+
+
+@given(steps=STEPS)
+def test_residents_are_those_that_a_look_at_every_program_finds(steps: Any) -> None:
+    routing = Checked()
+    it = routing.core = core(routing, replicas=3, estimator=expectations())
+    it.take(routing_events.ReplicaRegistered("e1", "1", 100_000), 0.0)
+    now = 0.0
+    for number, (step, which, kind, tokens, later) in enumerate(steps):
+        now += later
+        name, replica_id = f"p{which}", f"e{which % 3}"
+        if step == "ask":
+            it.take(routing_events.RequestReceived(f"r{number}", "t", tokens, name, agent_type=kind), now)
+        elif step == "end" and it.requests:
+            one = list(it.requests.values())[which % len(it.requests)]
+            it.take(routing_events.RequestFinished(one.request_id, tokens, one.replica_id), now)
+        elif step == "over":
+            it.take(routing_events.ProgramEnded(name, "t"), now)
+        elif step == "dropped":
+            it.take(kv_lost(it, name, "t", replica_id), now)
+        elif step == "drain":
+            it.take(routing_events.ReplicaDrainStarted(replica_id), now)
+        elif step == "gone":
+            it.take(routing_events.ReplicaGone(replica_id, "1"), now)
+        elif step == "seen":
+            it.take(routing_events.ReplicaRegistered(replica_id, "1", 100_000), now)
+        else:
+            it.take(routing_events.Tick(), now)
+    # Whatever was left uncounted so far is looked at now.
+    it.take(routing_events.ReplicaRegistered("last", "1", 100_000), now)
+    it.take(asked("last"), now)
+    assert it.counts.policy_failures == 0, it.counts.newest_policy_failure

@@ -174,26 +174,6 @@ def test_vllm_router_gets_only_what_its_parser_takes(hints):
     assert len(headers["X-Session-ID"].encode()) <= 256  # it becomes the router's placement key
 
 
-@given(contexts)
-def test_dynamo_gets_nothing_it_does_not_know(hints):
-    """``AgentHints`` in lib/llm/src/protocols/common/extensions.rs denies unknown fields; i32, u32, bool."""
-    body, _ = DIALECTS["dynamo"].fields(hints)
-    assert set(body) <= {"nvext"}
-    for nvext in body.values():
-        assert set(nvext) == {"agent_hints"}
-        told = nvext["agent_hints"]
-        assert told
-        assert set(told) <= {"priority", "osl", "speculative_prefill"}
-        assert -(2**31) <= told.get("priority", 0) < 2**31
-        assert 0 <= told.get("osl", 0) < 2**32
-        assert told.get("speculative_prefill", True) is True
-
-
-def test_two_long_ids_stay_two_for_vllm_router():
-    one, other = (DIALECTS["vllm_router"].fields(context("é" * 127 + last))[1] for last in "éè")
-    assert one != other
-
-
 def _sayable(hints):
     """JSON has no lone surrogates: such ids are refused where a program is made."""
     try:

@@ -140,31 +140,3 @@ def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
         assert callers == ({sender} if name in ENDS else set())
     finally:
         answered.set()
-
-
-def test_a_peer_that_came_up_late_is_recognised_by_its_refusal(monkeypatch):
-    """The probe met nobody; the first events then meet ThunderAgent, which has no place for them."""
-    with JsonServer() as peer:
-        pages = {"/health": {"router_mode": "tr", "scheduling_enabled": True, "programs_count": 0}}
-        real_get = sojourn.http_transport.HttpTransport.get
-        asked = []
-
-        def get(self, path, timeout_s):
-            asked.append(path)
-            if len(asked) == 1:
-                raise OSError("not up yet")
-            return real_get(self, path, timeout_s)
-
-        monkeypatch.setattr(sojourn.http_transport.HttpTransport, "get", get)
-        peer.pages, peer.status = pages, 404
-        sojourn.init(peer.url)
-        assert sojourn.stats().dialect_known is False
-        with sojourn.program(id="first"):
-            pass
-        sojourn.flush(5)
-        assert (sojourn.stats().dialect, sojourn.stats().dialect_known) == ("thunderagent", True)
-        peer.status = 200
-        with sojourn.program(id="second"):
-            assert sojourn.request_fields() == {"program_id": "second"}
-        assert sojourn.flush(60)
-        assert peer.posts[-1][:2] == ("/programs/release", {"program_id": "second"})

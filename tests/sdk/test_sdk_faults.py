@@ -110,19 +110,7 @@ def async_loop(base_url: str) -> list[Any]:
     return asyncio.run(run())
 
 
-def streamed(base_url: str) -> list[Any]:
-    texts = []
-    with OpenAI(api_key="k", base_url=base_url) as client, sojourn.program("loop"):
-        for _ in range(4):
-            with sojourn.tool_call("look"):
-                pass
-            messages: Any = [{"role": "user", "content": "hi"}]
-            chunks = client.chat.completions.create(model="m", messages=messages, stream=True)
-            texts.append([(c.choices[0].delta.content, bool(c.choices[0].delta.tool_calls)) for c in chunks])
-    return texts
-
-
-AGENTS = {"sync": (loop, 10), "async": (async_loop, 10), "stream": (streamed, 10)}
+AGENTS = {"sync": (loop, 10), "async": (async_loop, 10)}
 
 
 def without_ids(value: Any) -> Any:

@@ -5,11 +5,8 @@ Each cell may run in a context of its own, so what one cell sets in a context va
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import textwrap
-import threading
-from collections.abc import Callable
 
 import pytest
 import sojourn
@@ -67,28 +64,6 @@ def test_what_one_cell_opens_is_the_program_of_the_next_ones(online, cells):
     told = {(type(e).__name__, e.program_id) for e in online.program_events()}
     told.discard(("Heartbeat", p.id))  # on a slow machine
     assert told == {(n, p.id) for n in ("ProgramStart", "ToolStart", "ToolStop", "ProgramEnd")}
-
-
-def test_threads_and_tasks_of_a_cell_belong_to_it_too(cells):
-    run, names = cells
-    seen: list[object] = []
-
-    def look() -> None:
-        seen.append(sojourn.current_program())
-
-    async def gather() -> None:
-        await asyncio.gather(asyncio.to_thread(look), asyncio.create_task(_call(look)))
-
-    names.update(look=look, asyncio=asyncio, threading=threading, gather=gather)
-    run("p = sojourn.program('agent').open()")
-    run("t = threading.Thread(target=look); t.start(); t.join()")
-    run("asyncio.run(gather())")
-    run("p.end()")
-    assert seen == [names["p"]] * 3
-
-
-async def _call(function: Callable[[], None]) -> None:
-    function()
 
 
 def test_a_cell_run_again_begins_afresh_and_nests_nothing(online, cells):

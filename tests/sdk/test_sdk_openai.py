@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 import sojourn
-from openai import AsyncOpenAI, AzureOpenAI, OpenAI, _base_client
+from openai import (
+    AsyncOpenAI,
+    AzureOpenAI,
+    DefaultAsyncHttpxClient,
+    InternalServerError,
+    OpenAI,
+    _base_client,
+)
 from sojourn.event_sender import EventSender
 from sojourn.http_transport import HttpTransport
 from sojourn.stats import Counters
@@ -67,17 +76,6 @@ def test_streams_read_to_the_end(online, client):
     all_tagged(online, p)
     assert requests() == {"started": 2, "ended": 2}
     assert sojourn.stats()["ttft_count"] == 2
-
-
-def test_streams_left_early(online, client):
-    online.chunk_delay_s = 0.02
-    with sojourn.program() as p:
-        with client.chat.completions.create(model="m", messages=MESSAGES, stream=True) as stream:
-            next(stream)
-        assert requests() == {"started": 1, "closed_early": 1}
-        client.chat.completions.create(model="m", messages=MESSAGES, stream=True).close()
-        assert requests() == {"started": 2, "closed_early": 2}
-    all_tagged(online, p)
 
 
 def test_raw_and_streaming_responses(online, client):
@@ -416,3 +414,78 @@ def test_returned_events_respect_the_queue_and_never_cross_a_fork():
         assert sender.take("p", max_events=64, max_bytes=10**6) == []
     finally:
         sender.close(0)
+
+
+# -- requests of tasks that began in another request
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[FakeServer]:
+    """A server that ``init()`` does not name."""
+    with FakeServer() as fake:
+        yield fake
+
+
+def ask(client: OpenAI) -> None:
+    client.chat.completions.create(model="m", messages=MESSAGES)
+
+
+async def ask_async(client: AsyncOpenAI) -> None:
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+
+
+def hooked_async(server: FakeServer, hook: Any) -> AsyncOpenAI:
+    left = [hook]
+
+    async def before(_: Any) -> None:
+        if left:
+            await left.pop()()
+
+    http = DefaultAsyncHttpxClient(event_hooks={"request": [before]})
+    return AsyncOpenAI(base_url=server.base_url, api_key="k", max_retries=0, http_client=http)
+
+
+def assert_bare(server: FakeServer) -> None:
+    (request,) = server.requests
+    assert request.body.keys() == {"model", "messages"}
+    assert "x-session-id" not in request.headers
+
+
+def request_ids(server: FakeServer) -> list[str]:
+    return [request.context.request_id for request in server.requests if request.context is not None]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["answered", "failed"])
+def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
+    online: FakeServer, elsewhere: FakeServer, fails: bool
+) -> None:
+    online.fail_next = int(fails)
+
+    async def main() -> None:
+        begun: list[asyncio.Task[None]] = []
+        over = asyncio.Event()
+
+        async def worker() -> None:
+            await over.wait()
+            async with AsyncOpenAI(base_url=elsewhere.base_url, api_key="k") as other:
+                await ask_async(other)
+            await ask_async(client)  # the client of the request that is over
+
+        async def start() -> None:
+            begun.append(asyncio.create_task(worker()))
+
+        async with hooked_async(online, start) as client:
+            async with sojourn.program():
+                try:
+                    await ask_async(client)
+                except InternalServerError:
+                    assert fails
+            over.set()
+            await begun[0]
+
+    asyncio.run(main())
+    assert_bare(elsewhere)
+    assert len(set(request_ids(online))) == len(online.requests) == 2
+    stats = sojourn.stats()
+    assert stats["requests_started"] == stats["request_attempts"] == 2
+    assert stats["requests_failed"] == int(fails)

@@ -42,9 +42,7 @@ def numbers(server):
     ]
 
 
-@pytest.mark.parametrize(
-    "end", ["pass", "sys.exit(3)", "raise RuntimeError('x')", "os.kill(os.getpid(), signal.SIGINT)"]
-)
+@pytest.mark.parametrize("end", ["pass", "raise RuntimeError('x')", "os.kill(os.getpid(), signal.SIGINT)"])
 def test_a_process_that_ends_by_itself_delivers_everything(python, server, end):
     python(
         script(
@@ -203,7 +201,7 @@ print("up", flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_falls_silent_and_reports_no_end(server, beating, number):
     process = beating(OPEN + "time.sleep(60)")
     process.send_signal(number)

@@ -164,26 +164,6 @@ def test_functions_of_every_kind_can_be_programs(online):
     assert names == ["bare", "named", "bare"]
 
 
-def test_a_decorated_generator_does_not_leak_into_its_consumer(online):
-    @sojourn.program("gen")
-    def numbers(n):
-        total = 0
-        for i in range(n):
-            assert sojourn.current_program() is not None
-            total += (yield i) or 0
-        return total
-
-    running = numbers(3)
-    assert next(running) == 0
-    assert sojourn.current_program() is None
-    assert running.send(5) == 1
-    assert running.send(6) == 2
-    with pytest.raises(StopIteration) as stop:
-        running.send(7)
-    assert stop.value.value == 18
-    assert [type(e) for e in told(online, 2)] == [ProgramStart, ProgramEnd]
-
-
 def test_an_abandoned_generator_ends_its_program_as_cancelled(online):
     @sojourn.program
     def endless():

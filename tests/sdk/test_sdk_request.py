@@ -141,14 +141,6 @@ def test_a_limit_of_steps_counts_down_with_the_turns_and_stops_at_nothing(online
         assert [steps_left(), steps_left()] == [0.5, 0]
 
 
-def test_each_program_of_a_decorated_function_has_its_own_limit(online):
-    @sojourn.program(max_steps=3)
-    def run():
-        return [steps_left(), steps_left()]
-
-    assert run() == run() == [2, 1]
-
-
 def test_unsent_events_ride_once_and_are_not_sent_again(slow):
     with sojourn.program() as p:
         with sojourn.tool_call("bash", "c1"):

@@ -52,17 +52,6 @@ def test_a_loop_without_a_program_is_warned_of_once(server, said):
     assert all(request.context.sojourn.implicit for request in server.requests)
 
 
-def test_a_users_terminal_shows_one_line(python, server):
-    code = f"""
-    import sojourn
-    from openai import OpenAI
-    sojourn.init({server.url!r}, probe_timeout_s=10)
-    for _ in range(4):
-        OpenAI(base_url={server.base_url!r}, api_key="k").chat.completions.create(model="m", messages=[])
-    """
-    assert python(code).stderr == f"sojourn: {OUTSIDE}\n"
-
-
 def test_a_process_with_programs_is_not_warned(server, said):
     begin(server)
     with sojourn.program("p"):

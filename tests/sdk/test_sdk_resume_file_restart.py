@@ -196,26 +196,6 @@ def test_no_two_processes_ever_hold_the_file_at_once(path):
 # -- A program that comes back under its id, in the same process or in another.
 
 
-def keys(server):
-    """What a server tells doubles by."""
-    return [
-        (batch.emitter, event.program_id, event.seq)
-        for batch in server.batches
-        for event in [sojourn.wire_codec.decode_event(raw) for raw in batch.events]
-    ]
-
-
-def test_no_number_is_used_twice_when_a_program_is_resumed(online):
-    for _ in range(2):
-        with sojourn.program(id="conv"), sojourn.tool_call("t"):
-            pass
-    assert sojourn.flush(60)
-    seen = keys(online)
-    assert len(seen) == len(set(seen)) == 8
-    of_program = [seq for _, _, seq in seen]
-    assert of_program == sorted(of_program)
-
-
 def test_closing_one_block_does_not_silence_another_of_the_same_id():
     beats = Heartbeats(3.0)
     first, second = Program(ProgramId("conv")), Program(ProgramId("conv"))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import sojourn
-from sojourn.wire_events import ProgramEnd, ProgramStart
 
 
 def in_thread(function):
@@ -45,29 +42,6 @@ def test_threads_and_pools_carry_the_place_when_asked_for(server):
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
 
 
-def test_a_worker_that_takes_jobs_from_a_queue_is_where_each_job_says(online):
-    jobs = queue.Queue()
-    seen = []
-
-    def worker():
-        while (job := jobs.get()) is not None:
-            with job.here() as p, sojourn.tool_call("t") as call:
-                seen.append((sojourn.current_program(), p, call.program))
-            seen.append(sojourn.current_program())
-
-    thread = threading.Thread(target=worker)
-    thread.start()
-    with sojourn.program() as first, sojourn.program() as second:
-        for job in (first, second, first):
-            jobs.put(job)
-        jobs.put(None)
-        thread.join()
-    assert seen == [(first,) * 3, None, (second,) * 3, None, (first,) * 3, None]
-    assert sojourn.flush(60)
-    kinds = [type(e) for e in online.program_events() if isinstance(e, (ProgramStart, ProgramEnd))]
-    assert kinds == [ProgramStart] * 2 + [ProgramEnd] * 2, "being there starts and ends nothing"
-
-
 def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
     barrier = threading.Barrier(2)
     first_left = threading.Event()
@@ -90,19 +64,3 @@ def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
             thread.join()
     assert seen == {("in", True): p, ("in", False): p, ("after", True): None, ("after", False): None}
     assert sojourn.stats()["context_reset_failed"] == 0
-
-
-def test_the_executor_of_a_loop_knows_only_when_asked_for(online):
-    async def ask():
-        with sojourn.program() as p:
-            inside = contextvars.copy_context()
-            loop = asyncio.get_running_loop()
-            bare = await loop.run_in_executor(None, sojourn.current_program)
-            carried = await loop.run_in_executor(None, inside.run, sojourn.current_program)
-            return bare, carried is p
-
-    assert asyncio.run(ask()) == (None, True)
-    sojourn.init(online.url, threads=True)
-    bare, carried = asyncio.run(ask())
-    assert bare is not None
-    assert carried

@@ -56,6 +56,11 @@ class GatewayProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        assert self._process is not None
+        return self._process.poll() is not None
+
     def __enter__(self) -> GatewayProcess:
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
