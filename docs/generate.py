@@ -43,7 +43,7 @@ edit.
 All are in the server's `/metrics`, beside vLLM's own. Each has the label `{ENGINE_LABEL}` in addition: the
 engine's index, as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or
 call id is never a label; for single programs ask `/sojourn/v1/programs` and `/sojourn/v1/decisions`. One
-engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} learnt names, the rest is
+engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} names, the rest is
 `{OTHER_TOOL}`.
 
 Counters without that label are on the page from the engine's first answer on, also at 0, so that `rate()`

@@ -27,10 +27,8 @@ process_start_time_seconds 1.76e+09
 def test_each_engine_has_a_line() -> None:
     assert cache_pools(PAGE) == [CachePool("0", 16, 100), CachePool("1", 16, None)]
     assert cache_pool(PAGE) == CachePool("0", 16, 100)
-    assert process_start_time(PAGE) == "1760000000"
-    assert process_start_time("process_start_time_seconds 1.79535080295e+09\n") == "1795350802.95"
-    assert process_start_time("process_start_time_seconds 1e999999999\n") == "1e999999999"
-    assert process_start_time("process_start_time_seconds NaN\n") == "NaN"
+    assert process_start_time(PAGE) == "1.76e+09"
+    assert process_start_time("process_start_time_seconds 1.79535080295e+09\n") == "1.79535080295e+09"
 
 
 @pytest.mark.parametrize("page", ["", "<html>", 'other:cache_config_info{block_size="16"} 1.0\n'])

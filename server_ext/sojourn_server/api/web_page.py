@@ -6,14 +6,15 @@ that its viewer enters.
 
 from __future__ import annotations
 
-import hashlib
-from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
 from .api_errors import ApiError
 
@@ -21,7 +22,6 @@ PAGE_PATH = "/sojourn"
 FILES_PATH = "/sojourn/page"
 INDEX = "index.html"
 FOLDER = Path(__file__).parent / "page"
-MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".LICENSE": "text/plain"}
 
 HEADERS = {
     # Only our own files run, nothing can be sent elsewhere, and a string never becomes markup or code.
@@ -37,42 +37,28 @@ HEADERS = {
 """Headers of every file. ``no-cache``: a browser asks each time whether its copy is the newest."""
 
 
-class PageFile(NamedTuple):
-    """One file of the page."""
+class _PageFiles(StaticFiles):
+    """The files below ``page/``, of which a browser keeps copies by their ETag."""
 
-    body: bytes
-    media_type: str
-    etag: str
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers.update(HEADERS)
+        return response
 
-
-@lru_cache(maxsize=1)
-def page_files() -> dict[str, PageFile]:
-    """Return the page's files by their path below ``page/``. They are read once."""
-    found = {}
-    for path in sorted(FOLDER.rglob("*")):
-        if path.suffix in MEDIA_TYPES:
-            body = path.read_bytes()
-            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            found[path.relative_to(FOLDER).as_posix()] = PageFile(body, MEDIA_TYPES[path.suffix], etag)
-    return found
-
-
-def answer_page(request: Request) -> Response:
-    """Return a response with the file whose path follows ``FILES_PATH``, or with the index for ``PAGE_PATH``
-    itself. The status is 304 if the browser has the file, and 404 for an unknown file."""
-    file = page_files().get(request.path_params.get("name", INDEX))
-    if file is None:
-        return ApiError(404, "the page has no such file", f"open {PAGE_PATH}").response()
-    headers = {**HEADERS, "ETag": file.etag}
-    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-    if file.etag in known or "*" in known:
-        return Response(status_code=304, headers=headers)
-    return Response(file.body, headers=headers, media_type=file.media_type)
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        try:
+            return await super().get_response(path, scope)
+        except HTTPException as error:
+            missing = ApiError(error.status_code, "the page has no such file", f"open {PAGE_PATH}")
+            return missing.response()
 
 
 def page_routes() -> list[Route]:
     """Return the routes of the page, for the application of an engine or a gateway."""
-    return [
-        Route(PAGE_PATH, answer_page, include_in_schema=False),
-        Route(f"{FILES_PATH}/{{name:path}}", answer_page, include_in_schema=False),
-    ]
+    files = _PageFiles(directory=FOLDER)
+
+    async def answer(request: Request) -> Response:
+        return await files.get_response(request.path_params.get("name", INDEX), request.scope)
+
+    paths = (PAGE_PATH, f"{FILES_PATH}/{{name:path}}")
+    return [Route(path, answer, include_in_schema=False) for path in paths]

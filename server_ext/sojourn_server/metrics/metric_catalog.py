@@ -3,8 +3,8 @@ counted.
 
 Label values are listed too, because each one is a time series that takes storage. A program, session or call
 id is never a label. The values of an ``OpenLabel`` are not listed, but their number is bounded. The recorder
-learns ``MAX_TOOLS`` values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on gauges with
-one value per process. The API server adds the label ``engine``, the engine's index, as vLLM does.
+keeps the first ``MAX_TOOLS`` values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on
+gauges with one value per process. The API server adds the label ``engine``, the engine's index, as vLLM does.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ LINK_LANES = frozenset(
 SLOT_STATES = frozenset({"used", "free"})
 PATH_OUTCOMES = frozenset({
     "loads_whole", "loads_short", "loads_aborted", "pushes_complete", "pushes_failed", "pushes_refused",
-    "prompts_complete", "prompts_failed", "blocks_read", "blocks_unread", "blocks_merged",
+    "prompts_complete", "prompts_failed", "blocks_read", "blocks_unread",
     "blocks_not_filled", "write_stored", "write_already", "write_full", "write_failed",
     "writes_refused", "leases_expired", "stalls", "refused", "too_large", "errors",
 })  # fmt: skip

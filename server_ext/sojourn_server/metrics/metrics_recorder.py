@@ -64,7 +64,8 @@ class MetricsRecorder:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
-        self._tools = ToolLabels()
+        self._tools: set[str] = set()
+        """Tools that became label values. They stay, so that a time series keeps its meaning."""
         self._counters: dict[str, dict[tuple[str, ...], Any]] = {}
         self._histograms: dict[str, dict[tuple[str, ...], Any]] = {}
         # Cache: arguments of a call → its cell. It holds only calls whose labels are stored unchanged, so
@@ -176,7 +177,7 @@ class MetricsRecorder:
                 self._drop("wrong_labels", f"{name}: {label} is {value!r}, expected text")
                 return None
             if allowed is OpenLabel.TOOL:
-                value = self._tools.label(value)
+                value = self._tool_label(value)
             elif allowed is OpenLabel.TEXT:
                 value = printable_label(value)
             elif value not in allowed:
@@ -184,6 +185,13 @@ class MetricsRecorder:
                 return None
             values[label] = value
         return spec, values
+
+    def _tool_label(self, tool: str) -> str:
+        """Return the name of ``tool``, if it is among the first ``MAX_TOOLS``; else ``other``."""
+        name = printable_label(tool)
+        if len(self._tools) < MAX_TOOLS and name != OTHER_TOOL:
+            self._tools.add(name)
+        return name if name in self._tools else OTHER_TOOL
 
     def _checked(self, gauges: GaugeRows) -> dict[str, Any]:
         kept: dict[str, Any] = {}
@@ -201,43 +209,6 @@ class MetricsRecorder:
     def _drop(self, reason: str, detail: str) -> None:
         assert not self.strict, detail
         self.count(METRICS_DROPPED, reason=reason)
-
-
-class ToolLabels:
-    """Chooses at most ``max_names`` tool names that become label values. A name, once learnt, is never
-    removed, so that a time series keeps its meaning.
-
-    The first ``max_names`` / 2 names are learnt on their first call, so that a small deployment has labels at
-    once. Each later name is learnt after ``EARNED_AFTER`` calls, so that a client with random names cannot
-    use up ``max_names``. Calls are counted for at most ``MAX_CANDIDATES`` names of at most 64 characters.
-    """
-
-    EARNED_AFTER = 8
-    MAX_CANDIDATES = 256
-
-    def __init__(self, max_names: int = MAX_TOOLS) -> None:
-        self._max_names = max_names
-        self._at_sight = max_names // 2
-        self._learnt: set[str] = set()
-        self._candidates: dict[str, int] = {}
-
-    def label(self, tool: str) -> str:
-        """Return the label value for ``tool``: its printable name, or ``other``."""
-        name = printable_label(tool)
-        if name in self._learnt or name == OTHER_TOOL:
-            return name
-        if len(self._learnt) >= self._max_names:
-            return OTHER_TOOL
-        if len(self._learnt) < self._at_sight or self._earned(name):
-            self._learnt.add(name)
-            return name
-        return OTHER_TOOL
-
-    def _earned(self, name: str) -> bool:
-        if name not in self._candidates and len(self._candidates) >= self.MAX_CANDIDATES:
-            self._candidates.clear()  # a frequent name is soon counted again
-        seen = self._candidates[name] = self._candidates.get(name, 0) + 1
-        return seen >= self.EARNED_AFTER
 
 
 def printable_label(text: str) -> str:

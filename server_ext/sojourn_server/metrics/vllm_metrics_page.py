@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 
 _CACHE_LINE = re.compile(r"^vllm:cache_config_info\{(.*)\}\s", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -43,17 +42,10 @@ def cache_pool(page: str) -> CachePool:
 
 
 def process_start_time(page: str) -> str | None:
-    """Return the process's start time in Unix seconds, as text without an exponent; ``None`` if the page has
-    none. A malformed time is returned unchanged. If the text changes, the process has restarted."""
+    """Return the text of the process's start time; ``None`` if the page has none. If the text changes, the
+    process has restarted."""
     found = _STARTED_LINE.search(page)
-    if found is None:
-        return None
-    try:
-        seconds = Decimal(found.group(1))
-    except InvalidOperation:
-        return found.group(1)
-    # Only plausible times: an absurd exponent would fill the memory with zeros.
-    return f"{seconds:f}" if seconds.is_finite() and abs(seconds.adjusted()) < 20 else found.group(1)
+    return found.group(1) if found is not None else None
 
 
 def whole(value: object) -> int | None:
