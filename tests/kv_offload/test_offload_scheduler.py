@@ -47,16 +47,16 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
 def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
     planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=1000))
     cold = keys(0, 30)
-    planner.store([(each, 1) for each in cold], 3)
-    planner.write_to_disk(cold, 1)
+    planner.store([(each, 1) for each in cold], RetentionRank.IDLE)
+    planner.write_to_disk(cold, RetentionRank.COLD)
     jobs = planner.take_jobs()
     assert not jobs.spills, "it is being stored"
     planner.take_results(OffloadResults(stored=dict.fromkeys(jobs.stores, CopyResult.MOVED)))
     jobs = planner.take_jobs()
     assert [file.key for file in jobs.spills] == cold[::-1]
-    assert {planner.host.get(each).rank for each in cold} == {3}  # type: ignore[union-attr]
+    assert {planner.host.get(each).rank for each in cold} == {RetentionRank.IDLE}  # type: ignore[union-attr]
     planner.take_results(OffloadResults(spilled=dict.fromkeys(cold, CopyResult.MOVED)))
-    assert {planner.host.get(each).rank for each in cold} == {1}  # type: ignore[union-attr]
+    assert {planner.host.get(each).rank for each in cold} == {RetentionRank.COLD}  # type: ignore[union-attr]
     assert not planner.take_jobs().spills
     planner.write_to_disk(cold, 0)
     assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
@@ -76,20 +76,6 @@ def test_a_write_that_fails_is_not_repeated_until_it_is_ordered_again() -> None:
     assert not planner.host.get(key(0)).on_disk  # type: ignore[union-attr]
     planner.write_to_disk(keys(0, 30), 1)
     assert len(planner.take_jobs().spills) == 30
-
-
-def test_a_spare_copy_takes_no_place_and_gives_its_own_up_first() -> None:
-    planner = OffloadScheduler(TierLimits(host_slots=40))
-    stored(planner, keys(0, 30))
-    context = [(each, 1) for each in keys(100, 30)]
-    assert planner.store_if_room(context[::-1]) == 10, "as much as is free"
-    planner.take_results(OffloadResults(stored=dict.fromkeys(planner.take_jobs().stores, CopyResult.MOVED)))
-    assert in_host(planner, keys(100, 30)) == [True] * 10 + [False] * 20
-    planner.plan_save(key(100), 1)
-    for number in range(200, 209):
-        planner.plan_save(key(number), 1)
-    assert in_host(planner, keys(100, 10)) == [True] + [False] * 9, "what is lost now is no spare copy"
-    assert all(in_host(planner, keys(0, 30)))
 
 
 def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:

@@ -341,10 +341,9 @@ def demoted(worker: Worker) -> None:
 def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> None:
     demoted(worker)
     engine = worker.engine
-    assert planner(engine).counts["stored"] == 50, "and B's, where there is room to spare"
+    assert planner(engine).counts["stored"] == 30
     assert planner(engine).under_way == 0
     assert ranks(worker, "A") == {RetentionRank.IDLE: 30}
-    assert ranks(worker, "B") == {RetentionRank.SPARE: 20}
     worker.clock.now += 10.0
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
@@ -354,7 +353,7 @@ def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> 
     assert program(engine, "A")["placed"] == "device"
     assert program(engine, "B")["placed"] == "host"
     assert ranks(worker, "B") == {RetentionRank.IDLE: 20}, "B has gone down for it"
-    assert set(ranks(worker, "A")) == {RetentionRank.SPARE}
+    assert set(ranks(worker, "A")) == {RetentionRank.WORTHLESS}
 
 
 def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> None:
@@ -390,7 +389,7 @@ def test_the_most_idle_program_goes_to_disk(on_disk: Worker) -> None:
     assert engine.scheduler.sojourn.program_scheduler.pool.disk_blocks == 80
     assert placed(engine) == {"device": 1, "disk": 1}
     assert program(engine, "A")["placed"] == "disk"
-    assert planner(engine).counts["stored"] == 60, "B's to spare"
+    assert planner(engine).counts["stored"] == 30
     on_disk.clock.now += 10.0
     on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
@@ -421,43 +420,6 @@ def test_host_memory_evicts_blocks_of_ended_programs_first(make_engine: Any, clo
     worker.step()
     host = planner(worker.engine).host
     assert {host.get(key).rank for key in keys} == {RetentionRank.WORTHLESS}
-
-
-# -- what is about to be read ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def spare_copies(make_engine: Any, clock: Any) -> Any:
-    """Without placement: the device is full, and host memory too, of what it lost of A and of D's copies."""
-
-    def make(policy: str) -> Worker:
-        worker = Worker(make_engine(policy, **{**SHAPE, "blocks": 121, "host_blocks": 32}), clock)
-        for number, name in enumerate("ABC", start=1):
-            worker.turn(f"{name}1", prompt(number, 616), name)
-            clock.now += 1.0
-        worker.turn("d1", [*prompt(3, 96), *prompt(4, 232)], "D")
-        worker.step(3)
-        assert len(planner(worker.engine).host) == 32
-        return worker
-
-    return make
-
-
-@pytest.mark.parametrize("policy", ["saga", "continuum", "known-ends"])
-def test_without_placement_host_memory_evicts_copies_of_ended_programs_first(
-    spare_copies: Any, policy: str
-) -> None:
-    worker = spare_copies(policy)
-    copies = ranks(worker, "D")[RetentionRank.SPARE]
-    keys = list(worker.engine.scheduler.sojourn.program_scheduler.state.contexts.get("D"))
-    assert copies > 10
-    end(worker.engine, "D")
-    worker.step()
-    host = planner(worker.engine).host
-    rank_of = [entry.rank for key in keys if (entry := host.get(key)) is not None]
-    assert rank_of == [RetentionRank.SPARE] * 6 + [RetentionRank.WORTHLESS] * (copies - 6), "C begins alike"
-    worker.turn("e1", prompt(5, 48), "E")  # in blocks that hold nothing, as ends of contexts leave them
-    assert ranks(worker, "E") == {RetentionRank.SPARE: 3}
 
 
 # -- failures ----------------------------------------------------------------------------------------------

@@ -8,14 +8,11 @@ its content hash and a suffix for its group. Plain Python, without vLLM.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .offload_jobs import BlockKey
-
-MAX_OTHER_END_KEYS = 1 << 16
-"""Maximum number of keys in ``ContextEnds`` that belong to no program."""
 
 HasBlock = Callable[[BlockKey], bool]
 """A function that returns whether a block is available."""
@@ -173,55 +170,39 @@ class ContextEnds:
     """Keys of the window blocks at the end of each recent prompt and turn, for models with several KV cache
     groups. A later request continues from such an end and needs only the window blocks there.
 
-    Holds the ends of each program's newest prompt and newest turn. If these ends have more than ``max_keys``
-    keys in total, the oldest are forgotten. Also holds the newest ``MAX_OTHER_END_KEYS`` keys that belong to
-    no program.
+    Holds the ends of each program's newest prompt and newest turn, and ends that belong to no program. If
+    they have more than ``max_keys`` keys in total, the oldest are forgotten.
     """
 
     def __init__(self, max_keys: int) -> None:
         """``max_keys``: number of blocks that all tiers can hold. More keys would be useless."""
         self._max_keys = max_keys
-        self._ends: dict[tuple[str, str], Sequence[BlockKey]] = {}
-        """(``"prompt"`` or ``"turn"``, program id) → keys of the window blocks there, oldest end first."""
-        self._keys = 0
-        """Number of keys in ``_ends``."""
+        self._ends: dict[tuple[str | bytes, ...], Sequence[BlockKey]] = {}
+        """(``"prompt"`` or ``"turn"``, program id), or the keys of an end that belongs to no program → keys
+        of the window blocks there, oldest end first."""
         self._users: Counter[BlockKey] = Counter()
         """Key → number of ends that contain it."""
-        self._others: dict[BlockKey, None] = {}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._users or key in self._others
+        return key in self._users
 
     def put(self, kind: str, program_id: str | None, keys: Sequence[BlockKey]) -> None:
         """Record ``keys`` as the end of a program's newest prompt or turn (``kind``), output included. The
-        end of its previous one is forgotten. If ``program_id`` is ``None``, ``add`` the keys instead."""
-        if program_id is None:
-            self.add(keys)
-            return
+        end of its previous one is forgotten. ``program_id`` is ``None`` for an end of no program."""
+        end = tuple(keys) if program_id is None else (kind, program_id)
         self._users.update(keys)
-        self._remove((kind, program_id))
-        self._ends[kind, program_id] = keys
-        self._keys += len(keys)
-        while self._keys > self._max_keys and len(self._ends) > 1:
+        self._remove(end)
+        self._ends[end] = keys
+        while len(self._users) > self._max_keys and len(self._ends) > 1:
             self._remove(next(iter(self._ends)))
-
-    def add(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys that belong to no program. The newest ``MAX_OTHER_END_KEYS`` of them are kept."""
-        for key in keys:
-            self._others.pop(key, None)  # the newest are last
-            self._others[key] = None
-        while len(self._others) > MAX_OTHER_END_KEYS:
-            del self._others[next(iter(self._others))]
 
     def forget(self, program_id: str) -> None:
         """Forget the ends of a program's prompt and turn."""
         for kind in ("prompt", "turn"):
             self._remove((kind, program_id))
 
-    def _remove(self, end: tuple[str, str]) -> None:
-        keys = self._ends.pop(end, ())
-        self._keys -= len(keys)
-        for key in keys:
+    def _remove(self, end: tuple[str | bytes, ...]) -> None:
+        for key in self._ends.pop(end, ()):
             self._users[key] -= 1
             if not self._users[key]:
                 del self._users[key]

@@ -20,17 +20,15 @@ class RetentionRank(IntEnum):
     """
 
     WORTHLESS = 0
-    """No request is known to need the block again. Not written to disk."""
-    SPARE = 1
-    """The device still has the block, which was copied ahead of its eviction from the device. Not written to
-    disk."""
-    COLD = 2
+    """No request is known to need this copy: its programs have ended, or the device has the block. Not
+    written to disk."""
+    COLD = 1
     """Block of a program that has been idle so long that its KV belongs on disk. The disk has a copy."""
-    PLAIN = 3
+    PLAIN = 2
     """Block of a busy program whose KV belongs on the device, or of an unknown program."""
-    IDLE = 4
+    IDLE = 3
     """Block of an idle program whose KV belongs in host memory."""
-    WANTED = 5
+    WANTED = 4
     """Block that a request will load soon: its program's KV was just assigned to the device, or the request
     was preempted. It is not evicted for a block of a lower rank."""
 

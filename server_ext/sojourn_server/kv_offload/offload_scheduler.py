@@ -43,7 +43,7 @@ _STAGING = 0
 """``HostEntry.job`` of an entry that is read from disk. Store jobs have numbers from 1."""
 
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
-_WANTED, _SPARE = RetentionRank.WANTED, RetentionRank.SPARE
+_WANTED, _WORTHLESS = RetentionRank.WANTED, RetentionRank.WORTHLESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class TierLimits:
     """Number of blocks that fit on the disk; 0 if there is no disk."""
     spill_below: float = 0.25
     """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
-    slot is empty, or its block is on disk or has the rank ``WORTHLESS`` or ``SPARE``."""
+    slot is empty, or its block is on disk or has the rank ``WORTHLESS``."""
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
@@ -208,11 +208,11 @@ class OffloadScheduler:
         device. If host memory already has the block, only set its rank. Returns false if host memory has no
         room.
 
-        ``may_lower=False``: do not lower a rank above ``SPARE``. The rank ``WANTED`` is never lowered."""
+        ``may_lower=False``: do not lower a rank above ``WORTHLESS``. The rank ``WANTED`` is never lowered."""
         entry = self.host.get(key)
         if entry is not None:
             self.await_store(key)
-            if may_lower or rank >= entry.rank or entry.rank <= _SPARE:
+            if may_lower or rank >= entry.rank or entry.rank == _WORTHLESS:
                 self.host.touch(entry)
                 self._rerank(entry, rank)
             self.counts["kept"] += 1
@@ -273,18 +273,6 @@ class OffloadScheduler:
             self._jobs.stores[job] = copies
         self.counts["stored"] += len(fresh)
         return len(fresh)
-
-    def store_if_room(self, newest_first: Iterable[tuple[BlockKey, int]]) -> int:
-        """Plan to copy a turn's new blocks to host memory with the rank ``SPARE``, but only into empty slots
-        and slots of ``WORTHLESS`` blocks. Returns the number of copies planned.
-
-        ``newest_first``: (key, block id) of the context's blocks, last block first. Blocks count as new up to
-        the first one that host memory already has.
-        """
-        added = [*takewhile(lambda block: self.host.get(block[0]) is None, newest_first)]
-        # Spare copies do not replace each other. Otherwise, if not all contexts fit, each turn would copy a
-        # whole context.
-        return self.store(reversed(added), RetentionRank.SPARE, at_most=RetentionRank.WORTHLESS)
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
         """Remove the copies of ``keys`` in host memory, because their content may be wrong, and forget those
@@ -441,7 +429,9 @@ class OffloadScheduler:
         self._last_asked = request_id
         # A request computes the window blocks that its look-up missed. Others probably share the longer
         # prefix, for example a system prompt.
-        self.ends.add(context.missed_windows(end, lambda key: self._in_host(key) or self.is_on_device(key)))
+        missed = context.missed_windows(end, lambda key: self._in_host(key) or self.is_on_device(key))
+        if missed:
+            self.ends.put("missed", None, missed)
         return end - context.start_tokens
 
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
@@ -545,12 +535,7 @@ class OffloadScheduler:
         if not self.disk:
             return 0
         self._touch(keys)
-        found = [self._readable(key) for key in takewhile(self._in_host, keys)]
-        for entry in found:  # the rest must not replace these
-            self.host.pin(entry)
-        coming = self._read(keys[len(found) :], None, rank, at_most=min(rank, RetentionRank.IDLE))
-        self.host.release(found)
-        return coming
+        return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     # -- steps ----------------------------------------------------------------------
 
@@ -684,11 +669,10 @@ class OffloadScheduler:
             else:
                 requested.append(entry)
         room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
-        lost = host.idle_unspilled(RetentionRank.WORTHLESS) + host.idle_unspilled(RetentionRank.SPARE)
-        spare = host.free + host.idle_on_disk + lost + len(self._spilling)
+        spare = host.free + host.idle_on_disk + host.idle_unspilled(_WORTHLESS) + len(self._spilling)
         wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
         if wanted > 0:
-            self._spill(host.next_unspilled(wanted, above=RetentionRank.SPARE))
+            self._spill(host.next_unspilled(wanted, above=_WORTHLESS))
 
     def _spill(self, entries: Iterable[HostEntry]) -> int:
         """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""
@@ -750,9 +734,7 @@ class OffloadScheduler:
         """Plan to ask the store for ``keys``, beginning with the first that has no known copy. Returns
         whether it is asked."""
         wait = self._waits.get(request_id) or _DiskWait()
-        unknown = sum(
-            1 for _ in takewhile(lambda key: self.host.get(key) is not None or key in self.disk, keys)
-        )
+        unknown = self.leading(keys)
         if wait.was_asked or len(keys) - unknown < self.limits.min_probe_blocks:
             return False
         self._waits[request_id] = wait

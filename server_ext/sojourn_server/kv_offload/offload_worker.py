@@ -92,8 +92,6 @@ class OffloadWorker:
         self._probe = TransferThread("probe")
         """Thread for searches of the disk, which thus need not wait for disk reads."""
         self._stores: dict[int, _PendingStore] = {}
-        self._loading: set[str] = set()
-        """Requests whose loads have begun and have not been returned by ``take_loaded``."""
         self._loaded: dict[str, set[int]] = {}
         """Request whose load has ended → ids of its device blocks that were not filled."""
         self._lost: set[int] = set()
@@ -111,42 +109,31 @@ class OffloadWorker:
         If this raises, ``take_results`` and ``take_loaded`` report what has not begun as failed."""
         with self._lock:
             self._loaded.update((request_id, set(ids)) for request_id, ids in jobs.rejected.items())
-        begun: set[int] = set()
         try:
             self._save_before_step(jobs)
             # After the saves, because a load may fill a block that this step saves.
             fence = self._device.fence() if jobs.loads or jobs.stores else None
+        except Exception:
+            # Otherwise the jobs' slots would stay in use, and requests would wait for ever.
+            with self._lock:
+                for request_id, load in jobs.loads.items():
+                    self._loaded[request_id] = {copy.block_id for copy in load}
+                self._results.stored.update(dict.fromkeys(jobs.stores, CopyResult.FAILED))
+            raise
+        else:
             for request_id, load in jobs.loads.items():
                 self._load(request_id, load, fence)
             for job, copies in jobs.stores.items():
                 self._store(job, copies, fence)
-                begun.add(job)
-        except Exception:
-            # Otherwise the jobs' slots would stay in use, and requests would wait for ever.
-            failed = dict.fromkeys(jobs.stores.keys() - begun, CopyResult.FAILED)
-            with self._lock:
-                for request_id in jobs.loads.keys() - self._loading:
-                    self._loaded[request_id] = {copy.block_id for copy in jobs.loads[request_id]}
-                self._results.stored.update(failed)
-            raise
         finally:
             self._begin_disk_jobs(jobs)
 
     def _save_before_step(self, jobs: OffloadJobs) -> None:
         began = time.perf_counter()
-        try:
-            if jobs.settles:
-                self.wait_for_loads()
-            awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
-            self._save([copy for copies in awaited for copy in copies])
-            self._save(jobs.saves)
-        except Exception:
-            for job in jobs.awaited:
-                store = self._stores.get(job)
-                if store is not None and store.copy.cancel():  # its slots may soon have other blocks
-                    store.copy_result = store.copy_result or CopyResult.FAILED
-            self._lose({copy.slot for copies in (jobs.saves, *jobs.awaited.values()) for copy in copies})
-            raise
+        if jobs.settles:
+            self.wait_for_loads()
+        awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
+        self._save([*(copy for copies in awaited for copy in copies), *jobs.saves])
         if jobs.settles or jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
 
@@ -165,7 +152,6 @@ class OffloadWorker:
         device blocks that were not filled."""
         with self._lock:
             loaded, self._loaded = self._loaded, {}
-        self._loading.difference_update(loaded)
         return set(loaded), set().union(*loaded.values())
 
     def wait_for_loads(self) -> None:
@@ -205,9 +191,10 @@ class OffloadWorker:
         if store.copy.cancel():  # do not wait for the work queued before it
             store.copy_result = CopyResult.MOVED
             return copies
-        if store.copy.exception() is not None:
+        try:
+            self._device.hold_compute(store.copy.result())
+        except Exception:
             return copies
-        self._device.hold_compute(store.copy.result())
         return ()
 
     def _save(self, copies: Sequence[BlockCopy]) -> None:
@@ -247,7 +234,6 @@ class OffloadWorker:
             return Moved(len(copies) * self._device.block_bytes, seconds)
 
         self._to_device.submit(load)
-        self._loading.add(request_id)
 
     def _store(self, job: int, copies: Sequence[BlockCopy], fence: Any) -> None:
         store = _PendingStore()

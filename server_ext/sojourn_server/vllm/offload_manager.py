@@ -8,7 +8,7 @@ remembered of them, exist only with several groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -102,9 +102,6 @@ class OffloadManager:
         """Number of blocks at the front of the eviction order that are copied in advance."""
         self._taken = self._store_ahead_blocks
         """Number of blocks that the device has reused since the last copies in advance were made."""
-        self._under_pressure = False
-        """Whether the device has ever evicted a cached block, or ``place`` has moved a program to a lower
-        tier. Before that, contexts of finished turns are not copied."""
         self._forget()
 
     def _forget(self) -> None:
@@ -127,13 +124,12 @@ class OffloadManager:
         ``blocks``. Skip blocks that are faster to recompute, and window blocks from which no request is
         expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have the owners
         of ``blocks``."""
-        ranks: dict[ProgramId | None, RetentionRank] = {}
+        rank_of = self._ranker(owners)
         planner, cold = self._planner, RetentionRank.COLD
         key_of, is_single = self._groups.key_of, self._groups.is_single
         self._taken += len(blocks)
         for block in blocks:
             if block.block_hash is not None:
-                self._under_pressure = True
                 key = key_of(block)
                 # A copy to host memory may still be running. The step must then wait for it.
                 if not is_single and self._is_behind_window(key):
@@ -142,7 +138,7 @@ class OffloadManager:
                 if key in self._recomputed and planner.host.get(key) is None:
                     self._recomputed.discard(key)
                     continue
-                rank = self._rank_of(key, block.block_id, owners, ranks)
+                rank = rank_of(key, block.block_id)
                 saved = planner.plan_save(
                     key, block.block_id, rank.until_written, may_lower=not self._placement_lowers_ranks
                 )
@@ -163,8 +159,8 @@ class OffloadManager:
         if self._taken <= STORE_AHEAD_REFILL_SHARE * self._store_ahead_blocks:
             return
         self._taken = 0
-        planner, spare = self._planner, RetentionRank.SPARE
-        ranks: dict[ProgramId | None, RetentionRank] = {}
+        planner, worthless = self._planner, RetentionRank.WORTHLESS
+        rank_of = self._ranker(queue.owners)
         by_rank: dict[RetentionRank, list[tuple[BlockKey, int]]] = {}
         for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
             if block.block_hash is not None:
@@ -172,8 +168,8 @@ class OffloadManager:
                 if key in self._recomputed or self._is_behind_window(key):
                     continue
                 entry = planner.host.get(key)
-                if entry is None or entry.rank == spare:
-                    rank = self._rank_of(key, block.block_id, queue.owners, ranks)
+                if entry is None or entry.rank == worthless:
+                    rank = rank_of(key, block.block_id)
                     by_rank.setdefault(rank, []).append((key, block.block_id))
         for rank, blocks in by_rank.items():
             # Eviction takes the end of a context first; copies are made in the order of the context.
@@ -190,16 +186,6 @@ class OffloadManager:
             self._store(self._groups.needed_blocks(hashes), rank.until_written)
 
     # -- turns and programs -------------------------------------------------------
-
-    @_turns_off
-    def turn_finished(self, program_id: ProgramId, blocks: Sequence[KVCacheBlock]) -> None:
-        """If the device is under pressure, copy a finished turn's cached ``blocks`` to unused host memory."""
-        if not self._under_pressure or self._program_scheduler.label(program_id) is Tier.WAITING:
-            return
-        key_of = self._groups.key_of
-        # Each group separately, because reading stops at the first block that host memory has.
-        for of_group in self._groups.split(blocks):
-            self._planner.store_if_room((key_of(block), block.block_id) for block in reversed(of_group))
 
     def remember_turn_end(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
         """Remember the window blocks at the end of a context, from which the next request continues.
@@ -254,23 +240,15 @@ class OffloadManager:
         if tier is not Tier.WAITING:
             # Copy now, so that the device need not wait for a copy when it reuses a block.
             self._store(self._groups.needed_blocks(keys), rank.until_written)
-            self._under_pressure = True
             if rank == RetentionRank.COLD:
                 planner.write_to_disk(self._groups.needed_keys(keys, shared), rank)
 
     @_turns_off
-    def program_ended(self, program_id: ProgramId, blocks: Iterable[KVCacheBlock]) -> None:
-        """Give the host copies of ``blocks``, which only this ended program has used, the rank ``WORTHLESS``
-        if they have the rank ``SPARE``. If the preset places programs, ``place`` lowers the ranks of the rest
-        of the context."""
+    def program_ended(self, program_id: ProgramId) -> None:
+        """Forget where an ended program's next request would continue. If the preset places programs,
+        ``place`` lowers the ranks of its blocks."""
         self._leaving.pop(program_id, None)
         self._planner.ends.forget(program_id)
-        if not self._under_pressure:
-            return
-        alone = [self._groups.key_of(block) for block in blocks]
-        # Copies of other ranks stay. They may be needed by another program that eviction has removed as an
-        # owner. If the device has a second block with the same content, eviction copies that block again.
-        self._planner.set_rank(alone, RetentionRank.WORTHLESS, only=RetentionRank.SPARE)
 
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
@@ -285,7 +263,7 @@ class OffloadManager:
         shared = self._placed.put(program_id, keys, rank)
         on_device = max(shared, self._placed.shared_prefix_length(program_id, hashes))
         planner.set_rank(self._groups.needed_keys(keys, on_device), rank)
-        planner.set_rank(self._groups.needed_keys(keys, shared, on_device), RetentionRank.SPARE)
+        planner.set_rank(self._groups.needed_keys(keys, shared, on_device), RetentionRank.WORTHLESS)
 
     @_turns_off
     def fetch(self, hashes: Sequence[BlockKey], on_device: int) -> tuple[int, int, int]:
@@ -431,28 +409,24 @@ class OffloadManager:
 
     # -- inside -------------------------------------------------------------------
 
-    def _rank_of(
-        self, key: BlockKey, block_id: int, owners: BlockOwners, ranks: dict[ProgramId | None, RetentionRank]
-    ) -> RetentionRank:
-        """Return the rank that a block gets in host memory: ``WANTED`` if a preempted request will load it;
-        that of ended programs if only one of these has used it; otherwise the highest of its owners or of the
-        program for which it was loaded ahead of need; ``PLAIN`` without any. ``ranks``: cache for one
-        call."""
-        if key in self._planner.wanted:
-            return RetentionRank.WANTED
-        if block_id in owners.orphans:
-            return self._cached_rank(None, ranks)
-        owner = owners.of.get(block_id, owners.ahead.get(block_id))
-        if isinstance(owner, str):
-            return self._cached_rank(owner, ranks)
-        return max((self._cached_rank(name, ranks) for name in owner or ()), default=_PLAIN)
+    def _ranker(self, owners: BlockOwners) -> Callable[[BlockKey, int], RetentionRank]:
+        """Return a function from a block's key and id to the rank that it gets in host memory: ``WANTED`` if
+        a preempted request will load it; that of ended programs if only one of these has used it; otherwise
+        the highest of its owners or of the program for which it was loaded ahead of need; ``PLAIN`` without
+        any."""
+        wanted, rank = self._planner.wanted, cache(self._rank)
 
-    def _cached_rank(
-        self, program_id: ProgramId | None, ranks: dict[ProgramId | None, RetentionRank]
-    ) -> RetentionRank:
-        if program_id not in ranks:
-            ranks[program_id] = self._rank(program_id)
-        return ranks[program_id]
+        def rank_of(key: BlockKey, block_id: int) -> RetentionRank:
+            if key in wanted:
+                return RetentionRank.WANTED
+            if block_id in owners.orphans:
+                return rank(None)
+            owner = owners.of.get(block_id, owners.ahead.get(block_id))
+            if isinstance(owner, str):
+                return rank(owner)
+            return max((rank(name) for name in owner or ()), default=_PLAIN)
+
+        return rank_of
 
     def _rank(self, program_id: ProgramId | None) -> RetentionRank:
         return host_eviction_rank(self._program_scheduler.label(program_id))

@@ -400,8 +400,6 @@ class SchedulerAdapter(EngineView):
                 self._offload.remember_turn_end(None, self._groups.cached_prefix(request.block_hashes).blocks)
             return
         self._place_freed(cached)
-        if self._offload is not None and end.is_complete:
-            self._offload.turn_finished(program_id, cached)
         seconds = self._clock() - now
         self.program_scheduler.recorder.observe("sojourn_policy_seconds", seconds, hook="retention")
 
@@ -587,10 +585,7 @@ class SchedulerAdapter(EngineView):
             self._pinned.hold(program_id, [self._pool.blocks[each] for each in action.block_ids])
         elif action.kind is EngineActionKind.DROP:
             if self._offload is not None:
-                orphans, blocks = self._queue.owners.orphans, self._pool.blocks
-                alone = [blocks[each] for each in action.block_ids if orphans.get(each) == program_id]
-                cached = [block for block in alone if block.block_hash is not None]
-                self._offload.program_ended(program_id, cached)
+                self._offload.program_ended(program_id)
             self._prefetcher.program_ended(program_id)
             self._pinned.release(program_id)
             self._queue.place(action.block_ids)
