@@ -46,32 +46,6 @@ def test_off_releases_held_requests_and_on_holds_them_again() -> None:
     assert engine.reasons("policy") == ["off", "on"]
 
 
-def test_off_ends_leases_and_grants_none_and_a_second_switch_changes_nothing() -> None:
-    engine = VirtualEngine("fixed-ttl")
-    assert engine.turn("a", prompt(40)) is not None
-    engine.ask("policy", on=False)
-    engine.carry_out()
-    assert not engine.held
-    assert engine.reasons("release") == ["switched_off"]
-    assert engine.turn("a", prompt(80)) is None
-    before = len(engine.done)
-    engine.ask("policy", on=False)
-    engine.ask("policy")
-    assert engine.reasons("policy") == ["off"]
-    assert len(engine.done) == before
-    engine.ask("policy", on=True)
-    assert engine.turn("a", prompt(120)) is not None
-
-
-def test_off_lets_requests_in_that_admission_rejects() -> None:
-    engine = VirtualEngine("admit", blocks=20)
-    engine.admit(engine.arrive("a", prompt(40, 1)))
-    waiting = engine.arrive("b", prompt(40, 2))
-    assert states(engine, [waiting]) == [QueueState.GATED]
-    engine.ask("policy", on=False)
-    assert states(engine, [waiting]) == [QueueState.OPEN]
-
-
 def test_the_engine_looks_at_every_waiting_request_again() -> None:
     engine, waiting = placing_engine()
     actions = engine.program_scheduler.handle(PolicySwitched(on=False), engine.now)

@@ -16,6 +16,7 @@ from sojourn.wire_events import AegReport, AnyEvent, Heartbeat, ProgramEnd, Prog
 from sojourn_server.core import events_and_actions as ev
 from sojourn_server.core.program_scheduler import ProgramScheduler
 from sojourn_server.core.request_hints import CONTEXT_KEY, read_identity
+from sojourn_server.core.request_table import QueueState
 from sojourn_server.core.scheduler_state import KVPoolConfig, SchedulerLimits, SchedulerState
 from sojourn_server.policies.policy_views import ReclaimRequest, RunningRequestView
 from sojourn_server.policies.preset import load_preset
@@ -54,6 +55,7 @@ class Life(RuleBasedStateMachine):
         self.seq = 0
         self.held: set[ProgramId] = set()
         """Programs whose blocks an engine would hold."""
+        self.is_off = False
         self.most_live = 0
         """Largest number of programs with requests at a time so far."""
 
@@ -191,6 +193,11 @@ class Life(RuleBasedStateMachine):
     def start_reset(self) -> None:
         self.handle(ev.CacheResetStarted())
 
+    @rule(on=st.booleans())
+    def switch_policy(self, on: bool) -> None:
+        self.handle(ev.PolicySwitched(on))
+        self.is_off = not on
+
     # -- what holds after each -------------------------------------------------------
 
     @invariant()
@@ -198,6 +205,7 @@ class Life(RuleBasedStateMachine):
         check_tables(self.scheduler)
         state = self.scheduler.state
         assert self.held == state.leases.keys(), "the engine holds what is leased"
+        assert not (self.is_off and self.held), "stock vLLM leases nothing"
         assert state.leases.held_blocks <= state.leases.budget_blocks
         for lease in state.leases.values():
             assert lease.expires_s <= max(lease.limit_s, lease.granted_s + lease.ttl_s)
@@ -221,6 +229,7 @@ class Life(RuleBasedStateMachine):
             place = self.scheduler.queue_place(request_id)
             assert place is not None
             assert place.changes_s > self.now
+            assert place.state is QueueState.OPEN or not self.is_off
         for program in self.scheduler.state.programs:
             assert self.scheduler.owner_standing(program.id) is not None
 

@@ -155,23 +155,6 @@ def test_each_successor_counts_with_the_share_of_the_context_that_its_prompts_re
     assert to_either == pytest.approx(0.75 * 0.9 + 0.25 * to_part, abs=0.05)
 
 
-def test_who_lies_about_its_node_every_turn_is_not_believed_for_long() -> None:
-    random = Random(5)
-    agents = Agents()
-    graph = Aeg(("a", "b"), [("a", "b", 1.0), ("b", END, 1.0)])
-    tiers = []
-    for number in range(5):
-        name = f"p{number}"
-        agents.turn(name, agent_type="liar")
-        agents.engine.send(AegReport(program_id=name, seq=-1, graph_hash=graph.hash, graph=graph.wire()))
-        for _ in range(10):
-            tiers.append(agents.turn(name, agent_type="liar", node=random.choice("ab")).prediction_source)
-            agents.engine.wait(1.0)
-        agents.end(name)
-    assert tiers[0] == "hints"
-    assert tiers[-20:] == ["cold"] * 20
-
-
 def test_a_request_in_the_engine_keeps_its_programs_blocks_from_going_first() -> None:
     agents = Agents()
     agents.turn("a", expected_steps_left=0.5)
