@@ -33,7 +33,7 @@ from sojourn_server.kv_offload.block_file import (
     write_block,
 )
 from sojourn_server.kv_offload.file_system import FileSystem
-from sojourn_server.kv_transfer.peer_transport import UnknownTransport, check_address
+from sojourn_server.kv_transfer.peer_transport import parse_address
 from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head
 from sojourn_server.kv_transfer.transfer_wire import encode as encode_message
@@ -274,10 +274,10 @@ ENGINE_DECODERS: dict[str, Decoder] = {
         errors=(PeerWireError,),
     ),
     "peer address": Decoder(
-        decode=of_text(check_address),
+        decode=of_text(parse_address),
         examples=(b"tcp:10.0.0.7:8500", b"tcp:[::1]:1", b"unix:/run/a"),
         refused=(b"nixl:x", b"[" * 5000 + b":x"),
-        errors=(ValueError, UnknownTransport),
+        errors=(ValueError,),
     ),
     "KV transfer parameters": Decoder(
         decode=read_params,

@@ -14,7 +14,7 @@ from sojourn_server.kv_transfer.store_threads import StoreThreads
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from transfer_manager_harness import PATIENCE_S, MemoryStore, eventually
 
-LIMITS = TransferLimits(slots=8, read_width=2, max_waiting_writes=3, patience_s=0.05)
+LIMITS = TransferLimits(slots=8, max_waiting_writes=3, patience_s=0.05)
 
 
 @pytest.fixture
@@ -28,19 +28,6 @@ def threads(store: MemoryStore) -> Iterator[StoreThreads]:
     made = StoreThreads(of, LIMITS)
     yield made
     assert made.close()
-
-
-async def test_as_many_reads_run_at_a_time_as_there_are_readers(
-    threads: StoreThreads, store: MemoryStore
-) -> None:
-    both_run = threading.Barrier(2)
-    store.before = lambda what, one: both_run.wait(PATIENCE_S) and None
-    store.fill(*keys(0, 1))
-    for _ in range(10):
-        contents = [bytearray(BLOCK_BYTES) for _ in range(2)]
-        reads = [threads.read(key(at), memoryview(content)) for at, content in enumerate(contents)]
-        assert await asyncio.gather(*reads) == [None, None]
-        assert contents == [payload(one) for one in keys(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from simulated_transfers import (
     LoadEnded,
     PromptTransferEnded,
     PushEnded,
-    World,
     assert_clean,
     two_engines,
 )
@@ -53,31 +52,3 @@ def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
     assert there.prompt("t") == [payload(one) for one in CONTEXT]
     assert here.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
-
-
-def test_pushes_that_share_a_prefix_send_it_once() -> None:
-    world, here, there = two_engines()
-    tails = {name: [*CONTEXT, f"tail of {name}".encode()] for name in "abc"}
-    for name, wanted in tails.items():
-        here.offer(name, "d", wanted)
-    for name, wanted in tails.items():
-        here.give(name, wanted)
-        there.expect(name)
-    world.run(until=lambda: all(there.over(PromptTransferEnded, name) for name in tails))
-    assert here.counts["bytes_pushed"] == (8 + 3) * BLOCK_BYTES
-    for name, wanted in tails.items():
-        assert there.prompt(name) == [payload(one) for one in wanted]
-    assert_clean(here, there)
-
-
-def test_a_thousand_requests_for_one_prefix_read_it_once() -> None:
-    world = World()
-    engine = world.engine("p", rates={"storage_read": 10_000.0}, limits={"slots": 8})
-    world.put(*CONTEXT)
-    for number in range(1000):
-        engine.load(str(number), CONTEXT)
-    world.run(until=lambda: sum(isinstance(event, LoadEnded) for event in engine.events) == 1000)
-    assert len(world.reads) == 8
-    for number in range(1000):
-        assert engine.taken(str(number)) == [payload(one) for one in CONTEXT]
-    assert_clean(engine)

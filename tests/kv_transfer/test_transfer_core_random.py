@@ -161,16 +161,13 @@ def test_whatever_happens(
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=12),
-    width=st.integers(1, 3),
     from_peer=st.booleans(),
 )
-def test_requests_are_served_in_the_order_in_which_they_came(
-    sizes: list[int], width: int, from_peer: bool
-) -> None:
+def test_requests_are_served_in_the_order_in_which_they_came(sizes: list[int], from_peer: bool) -> None:
     world = World()
     options: dict[str, Any] = {
         "rates": {"storage_read": 3000.0},
-        "limits": {"slots": 100, "read_width": width},
+        "limits": {"slots": 100},
     }
     here, there = world.engine("p", **options), world.engine("d", **options)
     expected = []

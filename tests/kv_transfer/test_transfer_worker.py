@@ -169,12 +169,12 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     p, d = make("p"), make("d")
     start = prompt(1, 6 * FULL_TOKENS)
     through(p, d, start, "before")
-    layer_of = BlockLoad.layer
+    layer_of = BlockLoad.wait_layer
 
-    def lose_some(self: BlockLoad, layer: int) -> list[memoryview]:
-        return layer_of(self, layer)[: 2 if layer == lost_at else None]
+    def lose_some(self: BlockLoad, layer: int, timeout_s: float) -> list[memoryview]:
+        return layer_of(self, layer, timeout_s)[: 2 if layer == lost_at else None]
 
-    monkeypatch.setattr(BlockLoad, "layer", lose_some)
+    monkeypatch.setattr(BlockLoad, "wait_layer", lose_some)
     whole = [*start, *prompt(2, 100)]
     first = p.add(Request("r", whole, to_prefill("t", d.address, decode_reads=True)))
     run(lambda: "r" in p.done, p, d)
@@ -188,7 +188,7 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     assert second.request.output == expected(whole, 3)
     assert second.prefilled == 100, "it had what is stored"
 
-    monkeypatch.setattr(BlockLoad, "layer", lose_some)
+    monkeypatch.setattr(BlockLoad, "wait_layer", lose_some)
     longer = [*whole, *prompt(3, 200)]
     p.add(Request("s", longer))
     settle(p, d)

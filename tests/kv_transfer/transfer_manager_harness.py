@@ -10,6 +10,7 @@ from typing import Any
 from kv_blocks import identity, payload
 from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
 from sojourn_server.kv_offload.shared_store import BlockNotFound, PutOutcome
+from sojourn_server.kv_transfer.transfer import Transfer, TransferOutcome
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 
@@ -61,6 +62,13 @@ class MemoryStore:
 def manager(store: MemoryStore, name: str, listen: Sequence[str] = (), **options: Any) -> TransferManager:
     limits = TransferLimits(**{"slots": 64, **options.pop("limits", {})})
     return TransferManager(store, limits, name=name, listen=listen, **options)  # type: ignore[arg-type]
+
+
+def ended(transfer: Transfer) -> TransferOutcome | None:
+    """Wait for the end of a transfer, at most ``PATIENCE_S``."""
+    with transfer.node.changed:
+        transfer.node.changed.wait_for(lambda: transfer.outcome is not None, PATIENCE_S)
+    return transfer.outcome
 
 
 def eventually(what: Callable[[], bool]) -> None:

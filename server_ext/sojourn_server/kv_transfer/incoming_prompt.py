@@ -8,9 +8,8 @@ messages of the peer:
     Offer    the peer has computed the prompt and offers all its blocks:
              lease, unless Read has one ── Need (the missing blocks) ── Data ──▶ Complete
 
-A prompt may have both messages, or only one of them. The engine calls ``expect`` to wait for a transfer,
-before or after its data arrives. When all blocks are present, the engine uses them and then calls ``end``. An
-expected transfer without progress fails after ``patience_s``.
+A prompt may have both messages, or only an offer. The engine calls ``expect`` to wait for a transfer, before
+or after its data arrives. When all blocks are present, the engine uses them and then calls ``end``.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from .block_load import UNEXPECTED_DATA
 from .peer_connection import PeerConnection, TransferFailed
 from .staging_buffers import BufferSlot
-from .transfer import LEASE_EXPIRED, Transfer, TransferOutcome
-from .transfer_resources import TransferResources
+from .transfer import LEASE_EXPIRED, Transfer, TransferContext, TransferOutcome
 from .transfer_wire import (
     AbortMessage,
     CompleteMessage,
@@ -32,10 +31,6 @@ from .transfer_wire import (
     ReadMessage,
     WireMessage,
 )
-
-MAX_SILENT_LEASES = 4
-"""A prompt fails if no data arrives for this many times ``lease_s``, even if its peer reports progress. This
-bounds the time for which a peer can hold buffers."""
 
 
 def refuse(conn: PeerConnection, message: ReadMessage | OfferMessage, why: str) -> None:
@@ -53,188 +48,142 @@ class IncomingPrompt(Transfer):
     received_as = "taken"
     why_stalled = "its peer sent no data of it"
 
-    def __init__(self, node: TransferResources, name: str) -> None:
+    def __init__(self, node: TransferContext, name: str) -> None:
         self.is_expected = False
         """Whether the engine waits for the prompt. Set by ``TransferNode.expect``, in any thread."""
-        self.read_conn: PeerConnection | None = None
-        self.offer_conn: PeerConnection | None = None
-        """Connections of the peer that has asked for a read, and of the peer that has offered the prompt."""
-        self.idle_since_s: float | None = None
-        """Time at which the prompt became complete, or its peer disconnected; ``None`` before that."""
+        self.complete_since_s: float | None = None
         self.keys: list[bytes] = []
-        """Keys of the offered blocks."""
+        """Keys of the blocks, in order."""
         self._inbox: asyncio.Queue[ReadMessage | OfferMessage] = asyncio.Queue()
-        self._has_read = False
-        """Whether a peer has asked for a read."""
-        self._moved_s = node.loop.time()
-        """Time at which data last arrived or this engine made progress for which the prompt waits."""
+        self._asked: set[type] = set()
+        """Kinds of the messages that the peer has sent, each at most once."""
+        self._read: dict[bytes, BufferSlot] = {}
+        """Slots of the blocks that are read from storage."""
+        self._patience: asyncio.Timeout | None = None
         super().__init__(node, name)
 
-    # -- what the engine and peers ask for ----------------------------------------------
+    # -- what the engine and the peer ask for --------------------------------------------
 
     def expected(self) -> None:
-        """Fail from now on after ``patience_s`` without progress."""
-        if self.outcome is None:
-            self.allowed_s = self.node.limits.patience_s
+        """Fail if the peer does not offer the prompt within ``patience_s`` seconds from now."""
         self.start()
-        self.renew()
+        if self._patience is not None and not self._patience.expired() and not self.is_ending:
+            self._patience.reschedule(self.node.loop.time() + self.node.limits.patience_s)
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the prompt may be evicted. False while the engine waits for it, or while blocks are read
-        for the peer or streamed to it. Otherwise true in two cases: the prompt is complete, or the peer that
-        asked for the read has disconnected without an offer."""
-        if self.is_expected or any(not child.done() for child in self._children):
-            return False
-        return self.idle_since_s is not None and (self.outcome is not None or self.offer_conn is None)
+        """Whether the prompt may be evicted: it is complete, and the engine does not wait for it."""
+        return self.complete_since_s is not None and not self.is_expected and not self.is_ending
 
     def asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
         """Handle a request of a peer, or tell the peer why it is refused."""
-        is_offer = isinstance(message, OfferMessage)
-        if is_offer and self.outcome is not None and self.outcome.complete and message.keys == self.keys:
-            conn.post(CompleteMessage(transfer=self.name))  # another push of the same prompt
-        elif self.outcome is not None or self.offer_conn is not None or (self._has_read and not is_offer):
-            why = (self.outcome.why if self.outcome else "") or "the transfer is in progress already"
-            refuse(conn, message, why)
+        if self.is_ending or OfferMessage in self._asked or type(message) in self._asked:
+            refuse(conn, message, "the transfer is in progress already")
+        elif self.conn not in (None, conn):
+            refuse(conn, message, "another engine sends the prompt")
         else:
-            if is_offer:
-                self.offer_conn, self.keys = conn, message.keys
-            else:
-                self.read_conn, self._has_read = conn, True
+            self.conn = conn
+            self._asked.add(type(message))
             self._inbox.put_nowait(message)
+            self.start()
 
-    def conns(self) -> set[PeerConnection]:
-        return {conn for conn in (self.read_conn, self.offer_conn) if conn is not None}
-
-    def received(self, conn: PeerConnection, message: WireMessage, payload: bytes) -> None:
-        if isinstance(message, DataMessage) and conn is self.offer_conn:
-            self._moved_s = self.node.loop.time()
-            if not self.take(self.slots, message, payload):
+    def received(self, message: WireMessage, payload: bytes) -> None:
+        if isinstance(message, DataMessage):
+            if not self.take(message, payload):
                 self.node.counts["out_of_order"] += 1
-                self.stop("the peer sent unexpected data")
+                self.stop(UNEXPECTED_DATA)
         elif isinstance(message, AbortMessage):
-            self._failed_by_peer(conn, message.reason)
-
-    def on_progress(self, done: int) -> None:
-        grows, self.peer_done = done > self.peer_done, max(done, self.peer_done)
-        silent_s = self.node.loop.time() - self._moved_s
-        if (grows or not self.is_expected) and silent_s < MAX_SILENT_LEASES * self.node.limits.lease_s:
-            self.renew()
-
-    def moved_here(self) -> None:
-        self._moved_s = self.node.loop.time()
-        self.renew()
-
-    def _failed_by_peer(self, conn: PeerConnection, why: str) -> None:
-        """Handle the peer's abort: the prompt fails, and that peer is not told."""
-        if conn is self.read_conn:
-            self.read_conn = None
-        if conn is self.offer_conn:
-            self.offer_conn = None
-        self.stop(why)
-
-    def lost(self, conn: PeerConnection, why: str) -> None:
-        """Handle the end of a connection. A prompt that was offered over it fails. Blocks that were read for
-        the peer stay for a while, because the peer may reconnect and offer their prompt."""
-        if conn is self.offer_conn and self.outcome is None:
-            self._failed_by_peer(conn, why)
-        elif conn is self.read_conn:
-            self.read_conn = None
-            self.idle_since_s = self.idle_since_s or self.node.loop.time()
-            for child in self._children:
-                child.cancel()
+            self.lost(message.reason)
+        elif isinstance(message, FailedMessage) and OfferMessage not in self._asked:
+            self.lost(message.reason)  # the peer needs no read any more
 
     # -- the coroutine ----------------------------------------------------------------
 
     async def run(self) -> None:
         node = self.node
-        async with self.patience():
-            message = await self._inbox.get()
-        if isinstance(message, ReadMessage):
-            await self._begin_read(message)
-            async with self.patience():
-                message = await self._inbox.get()
-        assert isinstance(message, OfferMessage)
+        while not isinstance(message := await self._message(), OfferMessage):
+            await self._stream(message)
         await self._take_offer(message)
+        self.conn = None
         self.finish(TransferOutcome(len(self.slots)))
         node.counts["prompts_complete"] += 1
-        self.idle_since_s, self.allowed_s = node.loop.time(), node.limits.lease_s
+        self.complete_since_s = node.loop.time()
         while True:
             with contextlib.suppress(TimeoutError):
-                async with self.patience():
+                async with asyncio.timeout(node.limits.lease_s):
                     await node.loop.create_future()
             if not self.is_expected:
                 node.counts["leases_expired"] += 1
                 raise TransferFailed(LEASE_EXPIRED)
 
     def ended(self, why: str) -> None:
-        if self.outcome is not None:
-            return
-        self.node.counts["prompts_failed"] += 1
-        for conn in self.conns():
-            conn.post(AbortMessage(transfer=self.name, reason=why))
-        self.read_conn = self.offer_conn = None
-        for slot in self.slots:
-            if slot.filler is self:  # other leases may wait for this slot
-                self.node.buffers.fail(slot, why)
+        self.node.counts["prompts_failed"] += self.outcome is None
+        if self.conn is not None:
+            self.conn.post(AbortMessage(transfer=self.name, reason=why))
 
-    async def _begin_read(self, message: ReadMessage) -> None:
-        try:
-            slots = await self.lease_slots(message.keys, max(0, message.total - len(message.keys)))
-        except TransferFailed as error:
-            if self.read_conn is not None:
-                refuse(self.read_conn, message, str(error))
-                self.read_conn = None
-            raise
-        if self.read_conn is not None:
-            self.is_waiting_here = True
-            self._children.add(self.node.spawn(self._stream(self.read_conn, slots)))
+    async def _message(self) -> ReadMessage | OfferMessage:
+        """Wait for the peer's next message."""
+        limits = self.node.limits
+        async with asyncio.timeout(
+            limits.patience_s if self.is_expected else limits.lease_s
+        ) as self._patience:
+            message = await self._inbox.get()
+        self._patience = None
+        return message
 
-    async def _stream(self, conn: PeerConnection, slots: list[BufferSlot]) -> None:
+    async def _stream(self, message: ReadMessage) -> None:
         """Read blocks from storage and send them to the peer."""
+        conn = self.conn
+        assert conn is not None
         try:
-            for slot in slots:
-                if slot.is_free_to_fill:
-                    self.read(slot)
-            for place, slot in enumerate(slots):
-                if not await self.has(slot, self.node.layers - 1):
-                    # The blocks after it stay here, because the peer offers them once it has computed them.
-                    conn.post(FailedMessage(transfer=self.name, index=place, reason=slot.why))
-                    del slots[place:]
-                    break
-            async with conn.lane:
-                for layer in range(self.node.layers) if slots else ():
-                    blocks = [(index, slot.layer(layer)) for index, slot in enumerate(slots)]
-                    await self.send_layer(conn, self.name, layer, blocks)
-                    self.node.counts["bytes_streamed"] += len(blocks) * self.node.layer_bytes
-        finally:
-            self.is_waiting_here = False
+            self.slots = await self.lease_slots(
+                max(message.total, len(message.keys)), self.node.limits.patience_s
+            )
+        except TransferFailed as error:
+            refuse(conn, message, str(error))
+            self.conn = None
+            raise
+        self._read = dict(zip(message.keys, self.slots, strict=False))
+        for key, slot in self._read.items():
+            self.node.reads.put(slot, key, self.was_read)
+        good = []
+        for place, slot in enumerate(self._read.values()):
+            while not slot.is_full and not slot.why:
+                await self.news()
+            if slot.why:
+                conn.post(FailedMessage(transfer=self.name, index=place, reason=slot.why))
+                break  # the blocks after it stay here, because the peer offers them once it has computed them
+            good.append(slot)
+        async with conn.lane:
+            for layer in range(self.node.layers) if good else ():
+                blocks = [(index, slot.layer(layer)) for index, slot in enumerate(good)]
+                await self.send_layer(conn, self.name, layer, blocks)
+                self.node.counts["bytes_streamed"] += len(blocks) * self.node.layer_bytes
 
     async def _take_offer(self, offer: OfferMessage) -> None:
         """Take the offered blocks: ask for those that are missing, and wait for all."""
-        if self.lease is None:
-            await self.lease_slots(offer.keys)
-        elif not self.node.buffers.extend(self.lease, offer.keys):
-            raise TransferFailed(f"{len(offer.keys)} blocks were offered; the read reserved fewer")
-        assert self.lease is not None
-        self.slots = [self.lease.slots[key] for key in offer.keys]
+        conn, self.keys = self.conn, offer.keys
+        assert conn is not None
+        free = self.slots[len(self._read) :]
+        new = [key for key in self.keys if key not in self._read]
+        if not self.slots:
+            free = await self.lease_slots(len(new), self.node.limits.patience_s)
+        if len(new) > len(free):
+            raise TransferFailed(f"{len(self.keys)} blocks were offered; the read reserved fewer")
+        slots = {**self._read, **dict(zip(new, free, strict=False))}
+        self.slots = [slots[key] for key in self.keys]
         self.node.counts["blocks_offered"] += len(self.slots)
-        self._need([index for index, slot in enumerate(self.slots) if slot.is_free_to_fill])
-        async with self.patience():
-            for index, slot in enumerate(self.slots):
-                while not slot.is_full:
-                    if slot.bad:
+        self._need(conn, [index for index, key in enumerate(self.keys) if key not in self._read])
+        for index, slot in enumerate(self.slots):
+            while not slot.is_full:
+                if slot.why and index not in self.awaited:  # its read has failed
+                    if slot.is_written:
                         raise TransferFailed(f"a block did not arrive: {slot.why}")
-                    if slot.filler is None:
-                        self._need([index])
-                    await slot.changed()
-                    self.renew()
-        if self.offer_conn is not None:
-            self.offer_conn.post(CompleteMessage(transfer=self.name))
+                    self._need(conn, [index])
+                await self.news()
+        conn.post(CompleteMessage(transfer=self.name))
 
-    def _need(self, indices: list[int]) -> None:
-        for index in indices:
-            self.slots[index].filler = self
+    def _need(self, conn: PeerConnection, indices: list[int]) -> None:
+        self.awaited |= {index: self.slots[index] for index in indices}
         self.node.counts["blocks_needed"] += len(indices)
-        if self.offer_conn is not None:
-            self.offer_conn.post(NeedMessage(transfer=self.name, indices=indices))
+        conn.post(NeedMessage(transfer=self.name, indices=indices))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from ..kv_offload.block_file import KvIdentity
-from .peer_transport import UnknownTransport
+from .peer_transport import SocketStream
 from .transfer_limits import TransferLimits
 from .transfer_wire import (
     HEAD_BYTES,
@@ -30,10 +30,6 @@ from .transfer_wire import (
     encode,
 )
 
-STALL_CHECKS = 4
-"""A write's timeout is divided into this many steps. If this process pauses, only one step expires, and
-waiting socket events are handled before the next. So a pause is not taken for a stalled peer."""
-
 _FIELD_DESCRIPTIONS = {
     "model": "the model",
     "kv_dtype": "the data type of KV (--kv-cache-dtype)",
@@ -45,43 +41,31 @@ _FIELD_DESCRIPTIONS = {
     "tp_rank": "the rank",
     "tp_size": "the number of ranks",
 }
-_PRIVATE_FIELDS = ("model", "hash_scheme")
-"""Fields with local paths and the hash seed, which a refused peer is not told."""
 
 
 class TransferFailed(Exception):
     """Raised if a transfer cannot continue. The text is the reason, for the engine and for the log."""
 
 
-def incompatibility_reason(
-    ours: KvIdentity, theirs: Mapping[str, str | int], *, hidden: Collection[str] = ()
-) -> str:
+def incompatibility_reason(ours: KvIdentity, theirs: Mapping[str, str | int]) -> str:
     """Return why two engines cannot exchange blocks, as a message for the operator; empty if they can.
-
-    ``theirs``: the fields of the peer's ``KvIdentity``. ``hidden``: fields whose values are left out.
-    """
-    mine, lines = asdict(ours), []
-    for name in [*mine, *sorted(theirs.keys() - mine.keys())]:
-        if theirs.get(name) != mine.get(name):
-            values = f": {theirs.get(name, 'not said')!r} there, {mine.get(name, 'unknown')!r} here"
-            lines.append(_FIELD_DESCRIPTIONS.get(name, name) + values * (name not in hidden))
+    ``theirs``: the fields of the peer's ``KvIdentity``."""
+    mine = asdict(ours)
+    lines = [
+        f"{_FIELD_DESCRIPTIONS.get(name, name)}: {theirs.get(name, 'not said')!r} there, "
+        f"{mine.get(name, 'unknown')!r} here"
+        for name in [*mine, *sorted(theirs.keys() - mine.keys())]
+        if theirs.get(name) != mine.get(name)
+    ]
     if not lines:
         return ""
     return f"KV of another kind cannot be used here: {'; '.join(lines)}. Start both engines alike"
 
 
-class PeerStream(Protocol):
-    """The bytes of a connection (``SocketStream``)."""
-
-    async def read(self, count: int) -> bytes: ...
-    async def write(self, parts: Sequence[bytes | memoryview]) -> None: ...
-    def close(self) -> None: ...
-
-
 class PeerConnection:
     """Sends and receives messages on one stream."""
 
-    def __init__(self, table: PeerTable, stream: PeerStream, address: str = "") -> None:
+    def __init__(self, table: PeerTable, stream: SocketStream, address: str = "") -> None:
         self.stream = stream
         self.address = address
         """The dialled address; empty if the peer has dialled."""
@@ -89,6 +73,8 @@ class PeerConnection:
         """Whether the handshake has succeeded."""
         self.why_lost: str | None = None
         """Why the connection has ended; ``None`` while it is open."""
+        self.unanswered = 0
+        """Number of pings since the last message of the peer."""
         self.lane = asyncio.Lock()
         """Held by the transfer whose layers are being sent, so that transfers are served in order."""
         self._table = table
@@ -101,12 +87,13 @@ class PeerConnection:
         message = decode(await self.stream.read(head.message_bytes))
         if head.payload_bytes and not isinstance(message, DataMessage):
             raise PeerWireError(f"{type(message).__name__} has no payload")
-        return message, await self.stream.read(head.payload_bytes) if head.payload_bytes else b""
+        payload = await self.stream.read(head.payload_bytes) if head.payload_bytes else b""
+        self.unanswered = 0
+        return message, payload
 
     async def send(self, message: WireMessage, payload: Sequence[memoryview] = ()) -> None:
         """Send a message. Returns when the memory of ``payload`` may be reused, also if the caller is
-        cancelled meanwhile. Raises ``TransferFailed`` if the connection has ended or the peer accepts no
-        data."""
+        cancelled meanwhile. Raises ``TransferFailed`` if the connection has ended."""
         try:
             frame = encode(message, sum(part.nbytes for part in payload))
         except PeerWireError as error:
@@ -124,19 +111,10 @@ class PeerConnection:
             self._table.node.spawn(self._send(encode(message), ()))
 
     async def _send(self, frame: bytes, payload: Sequence[memoryview]) -> None:
-        node = self._table.node
         async with self._sending:
             self.check()
-            writing = asyncio.ensure_future(self.stream.write([frame, *payload]))
-            for _ in range(STALL_CHECKS):
-                await asyncio.wait({writing}, timeout=node.limits.patience_s / STALL_CHECKS)
-                if writing.done():
-                    break
-            else:
-                node.counts["stalls"] += 1
-                self._table.drop(self, "the peer accepts no data")
             try:
-                await writing
+                await self.stream.write([frame, *payload])
             except OSError as error:
                 self._table.drop(self, str(error) or "the connection has ended")
             self.check()
@@ -153,11 +131,10 @@ class PeerNode(Protocol):
     identity: KvIdentity
     limits: TransferLimits
     name: str
-    epoch: str
     counts: Counter[str]
 
-    def spawn(self, coroutine: Coroutine[Any, Any, object]) -> asyncio.Task[object]: ...
-    async def dial(self, address: str) -> PeerStream: ...
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]: ...
+    async def dial(self, address: str) -> SocketStream: ...
     def received(self, conn: PeerConnection, message: AnyWireMessage, payload: bytes) -> None: ...
     def lost(self, conn: PeerConnection, why: str) -> None: ...
     def warn(self, message: str, *arguments: object) -> None: ...
@@ -172,7 +149,7 @@ class PeerTable:
         self.node = node
         self.conns: set[PeerConnection] = set()
         self.connection = PeerConnection
-        self._dialled: dict[str, asyncio.Task[object]] = {}
+        self._dialled: dict[str, asyncio.Task[PeerConnection]] = {}
         """Address → task that returns the connection to it."""
 
     async def reach(self, address: str) -> PeerConnection:
@@ -181,15 +158,14 @@ class PeerTable:
         if dialled is None:
             dialled = self._dialled[address] = self.node.spawn(self._dial(address))
         conn = await asyncio.shield(dialled)
-        assert isinstance(conn, PeerConnection)
         conn.check()
         return conn
 
-    async def accept(self, stream: PeerStream) -> None:
+    async def accept(self, stream: SocketStream) -> None:
         """Serve a connection that a peer has opened, until it ends."""
         conn = self.connection(self, stream)
         self.conns.add(conn)
-        await self._serve(conn, self._greet(conn))
+        await self._serve(conn)
 
     def drop(self, conn: PeerConnection, why: str) -> None:
         """Close a connection at once. The transfers that need it fail for the reason ``why``."""
@@ -206,15 +182,14 @@ class PeerTable:
             async with asyncio.timeout(node.limits.patience_s):
                 conn = self.connection(self, await node.dial(address), address)
                 self.conns.add(conn)
-                hello = HelloMessage(name=node.name, epoch=node.epoch, kv=asdict(node.identity))
-                await conn.send(hello)
+                await conn.send(HelloMessage(name=node.name, kv=asdict(node.identity)))
                 answer, _ = await conn.receive()
             if isinstance(answer, RefusedMessage):
                 self._refuse(address, answer.reason)
                 raise TransferFailed(answer.reason)
             if not isinstance(answer, WelcomeMessage):
                 raise PeerWireError(f"{type(answer).__name__} is not allowed here now")
-        except (OSError, EOFError, ValueError, UnknownTransport, TransferFailed) as error:
+        except (OSError, EOFError, ValueError, TransferFailed) as error:
             why = f"cannot reach {address}: {error}"
             if isinstance(error, TransferFailed):
                 why = str(error)
@@ -239,25 +214,21 @@ class PeerTable:
             why = incompatibility_reason(node.identity, hello.kv)
             if why:
                 self._refuse(hello.name, why)
-                told = incompatibility_reason(node.identity, hello.kv, hidden=_PRIVATE_FIELDS)
-                await conn.send(RefusedMessage(reason=told))
+                await conn.send(RefusedMessage(reason=why))
                 raise EOFError(why)
             conn.is_identified = True
-            await conn.send(WelcomeMessage(name=node.name, epoch=node.epoch))
+            await conn.send(WelcomeMessage())
 
-    async def _serve(self, conn: PeerConnection, greeting: Awaitable[None] | None = None) -> None:
+    async def _serve(self, conn: PeerConnection) -> None:
         """Receive a connection's messages until it ends."""
         why = "the connection has ended"
         try:
-            if greeting is not None:
-                await greeting
+            if not conn.is_identified:
+                await self._greet(conn)
             while conn.why_lost is None:
                 self.node.received(conn, *await conn.receive())
         except (OSError, EOFError, TransferFailed) as error:
             why = str(error) or why
-            if isinstance(error, TimeoutError) and not conn.is_identified:
-                self.node.counts["stalls"] += 1
-                why = "the peer has not identified itself"
         except PeerWireError as error:
             self.node.counts["not_understood"] += 1
             why = str(error)

@@ -1,8 +1,7 @@
 """Byte streams between engines, by address: ``unix:PATH`` or ``tcp:HOST:PORT``.
 
 Unix sockets are for peers on one machine, and only the owner may use the socket file. TCP sockets have no
-authentication or encryption: use them only in a private network. NVIDIA's NIXL (RDMA between registered
-memory) is not built in; addresses with its scheme are refused with a message.
+authentication or encryption: use them only in a private network.
 """
 
 from __future__ import annotations
@@ -19,33 +18,22 @@ _MAX_UNIX_PATH = 107
 """Maximum length of a path in ``struct sockaddr_un``, without the final zero."""
 
 
-class UnknownTransport(RuntimeError):
-    """Raised for an address whose transport is unknown or not built in."""
-
-
-def check_address(address: str) -> None:
-    """Raise ``ValueError`` for a malformed address, and ``UnknownTransport`` for an unknown scheme."""
-    _place(address)
-
-
-def _place(address: str) -> str | tuple[str, int]:
-    """Return the path of a Unix socket, or host and port. Raises what ``check_address`` raises."""
-    scheme, colon, rest = address.partition(":")
-    if not colon or not rest:
+def parse_address(address: str) -> str | tuple[str, int]:
+    """Return the path of a Unix socket, or host and port. Raises ``ValueError`` for another address."""
+    scheme, _, rest = address.partition(":")
+    if scheme == "unix" and rest:
+        if len(os.fsencode(rest)) > _MAX_UNIX_PATH:
+            raise ValueError(f"the path of a Unix socket has at most {_MAX_UNIX_PATH} bytes: {rest:.200}")
+        return rest
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ValueError(f"{address!r:.200} is not an address; expected unix:PATH or tcp:HOST:PORT")
-    if scheme == "tcp":
-        return _host_and_port(rest)
-    if scheme != "unix":
-        what = "NIXL is not built in" if scheme == "nixl" else f"unknown transport {scheme!r:.80}"
-        raise UnknownTransport(f"{address:.200}: {what}; use tcp or unix")
-    if len(os.fsencode(rest)) > _MAX_UNIX_PATH:
-        raise ValueError(f"the path of a Unix socket has at most {_MAX_UNIX_PATH} bytes: {rest:.200}")
-    return rest
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 async def dial(address: str) -> SocketStream:
-    """Connect to ``address``. Raises ``OSError``, and what ``check_address`` raises."""
-    place = _place(address)
+    """Connect to ``address``. Raises ``OSError``, or ``ValueError`` for a wrong address."""
+    place = parse_address(address)
     if isinstance(place, str):
         return SocketStream(*await asyncio.open_unix_connection(place, limit=_READ_AHEAD_BYTES))
     return SocketStream(*await asyncio.open_connection(*place, limit=_READ_AHEAD_BYTES))
@@ -56,8 +44,8 @@ async def listen(
 ) -> tuple[asyncio.Server, str]:
     """Listen on ``address``. ``accept`` runs for each connection, concurrently with others. Returns the
     server and the address that peers dial, which has the actual port if port 0 was requested. Raises
-    ``OSError``, and what ``check_address`` raises."""
-    place = _place(address)
+    ``OSError``, or ``ValueError`` for a wrong address."""
+    place = parse_address(address)
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await accept(SocketStream(reader, writer))
@@ -115,10 +103,3 @@ def _is_used(path: str) -> bool:
     """Whether a process listens at ``path``. Asyncio replaces the socket file of a dead engine."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(path) == 0
-
-
-def _host_and_port(rest: str) -> tuple[str, int]:
-    host, colon, port = rest.rpartition(":")
-    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65535:
-        raise ValueError(f"{rest!r:.200} is not a host and port; expected, for example, 10.0.0.7:8500")
-    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,4 +1,4 @@
-"""Threads that read blocks from the store, look them up, and write blocks to it."""
+"""Threads that read blocks from the store, look them up, and write blocks to it, and the queue of reads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from ..kv_offload.block_file import OffloadError
 from ..kv_offload.shared_store import SharedStore
 from ..kv_offload.transfer_thread import TransferThread
+from .staging_buffers import BufferPool, BufferSlot
 from .transfer_limits import TransferLimits
 
 LOOKUP_BATCH_KEYS = 16
@@ -21,11 +22,99 @@ LOOKUP_BATCH_KEYS = 16
 MAX_KNOWN_KEYS = 1 << 17
 """Maximum number of keys that are known to be stored. Blocks of older keys are copied once more."""
 
+STORAGE_HANGS = "storage has not answered"
+NEWEST_READ_WEIGHT = 0.1
+"""Weight of the newest read in the moving mean of the seconds of a read."""
+
+ReadEnded = Callable[[BufferSlot, str | None], None]
+"""Function that is called when a read ends, with the reason of a failure."""
 ResultT = TypeVar("ResultT")
 
 
+class Storage(Protocol):
+    """The store of blocks, as the event loop sees it (``StoreThreads``)."""
+
+    def read(self, key: bytes, memory: memoryview) -> asyncio.Future[str | None]:
+        """Read a block, after earlier reads. The result is the reason of a failure, or ``None``."""
+        ...
+
+    async def look_up(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading ``keys`` are stored."""
+        ...
+
+
+class StorageReads:
+    """Reads blocks from storage into slots, one at a time, in the order of requests.
+
+    A read that takes half of ``patience_s`` counts as failed, and with it all that are queued until it
+    returns. Its slot stays in use until then.
+    """
+
+    def __init__(
+        self, storage: Storage, buffers: BufferPool, limits: TransferLimits, counts: Counter[str]
+    ) -> None:
+        self.moved_bytes = 0
+        self.block_s = 0.0
+        """Mean seconds of the newest reads; 0 if there was none."""
+        self._storage = storage
+        self._buffers = buffers
+        self._limits = limits
+        self._counts = counts
+        self._queue: asyncio.Queue[tuple[BufferSlot, bytes, ReadEnded]] = asyncio.Queue()
+        self._began_s: float | None = None
+        """Time at which the present read began."""
+        self._hangs = False
+
+    def __len__(self) -> int:
+        return self._queue.qsize() + (self._began_s is not None)
+
+    def put(self, slot: BufferSlot, key: bytes, ended: ReadEnded) -> None:
+        """Queue a read of a block into a slot."""
+        if self._hangs:
+            ended(slot, STORAGE_HANGS)
+        else:
+            self._queue.put_nowait((slot, key, ended))
+
+    def queued_s(self, now: float) -> float | None:
+        """Return the estimated seconds until a new read begins; ``None`` if reads are queued and the speed is
+        unknown. It is at least the time for which a read has hung, so that a hanging store is not chosen."""
+        hung_s = now - self._began_s if self._hangs and self._began_s is not None else 0.0
+        if len(self) and not self.block_s and not self._hangs:
+            return None
+        return max(len(self) * self.block_s, hung_s)
+
+    async def run(self) -> None:
+        """Carry out the reads."""
+        loop = asyncio.get_running_loop()
+        while True:
+            slot, key, ended = await self._queue.get()
+            if not slot.is_leased:  # given up meanwhile
+                continue
+            slot.is_written = True
+            began_s = self._began_s = loop.time()
+            reading = self._storage.read(key, slot.memory)
+            await asyncio.wait({reading}, timeout=self._limits.patience_s / 2)
+            if not reading.done():
+                self._hangs = True
+                self._counts["stalls"] += 1
+                ended(slot, STORAGE_HANGS)
+                while not self._queue.empty():
+                    behind, _, its_end = self._queue.get_nowait()
+                    its_end(behind, STORAGE_HANGS)
+                await asyncio.wait({reading})
+                self._hangs = False
+            took_s = loop.time() - began_s
+            self.block_s += (took_s - self.block_s) * (NEWEST_READ_WEIGHT if self.block_s else 1.0)
+            self.moved_bytes += slot.memory.nbytes
+            self._began_s = None
+            why = reading.result()
+            self._counts["blocks_read" if why is None else "blocks_unread"] += 1
+            self._buffers.written(slot)
+            ended(slot, why)
+
+
 class StoreThreads:
-    """Runs one thread per concurrent read, one for all writes, and one for lookups."""
+    """Runs one thread for reads, one for writes, and one for lookups."""
 
     def __init__(self, store: SharedStore, limits: TransferLimits) -> None:
         self.counts: Counter[str] = Counter()
@@ -38,10 +127,9 @@ class StoreThreads:
         """Guards ``_known`` and ``queued_writes``."""
         self._known: dict[bytes, None] = {}
         """Keys of blocks that the store has, or that are queued to be written."""
-        self._readers = [TransferThread(f"kv-read-{index}") for index in range(limits.read_width)]
-        self._idle = list(self._readers)
-        self._writer = TransferThread("kv-write")
-        self._lookups = TransferThread("kv-look-up")
+        self._reader, self._writer, self._finder = self._threads = [
+            TransferThread(f"kv-{name}") for name in ("read", "write", "look-up")
+        ]
         self._lookup_order = asyncio.Lock()
         self._lookup: asyncio.Future[int] | None = None
         """The newest lookup."""
@@ -50,8 +138,7 @@ class StoreThreads:
     # -- for the event loop -------------------------------------------------------------
 
     def read(self, key: bytes, memory: memoryview) -> asyncio.Future[str | None]:
-        """Read a block in an idle thread. The result is the reason of a failure, or ``None``."""
-        thread = self._idle.pop()
+        """Read a block, after earlier reads. The result is the reason of a failure, or ``None``."""
 
         def read() -> str | None:
             try:
@@ -60,39 +147,40 @@ class StoreThreads:
                 return str(error)
             except Exception as error:  # the read is reported whatever a store raises
                 return f"{type(error).__name__}: {error}"
-            finally:
-                self._idle.append(thread)
             return None
 
-        return _run_in(thread, read)
+        return _run_in(self._reader, read)
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
         """Return how many leading ``keys`` the store has. If a lookup hangs, it and all others return 0 until
         the store answers."""
         async with self._lookup_order:
+            if not await self._is_answered():  # the caller of the one before was cancelled, or it hangs
+                return 0
             found = 0
             while found < len(keys):
-                some: Sequence[bytes] = ()
-                lookup = self._lookup
-                if lookup is None or lookup.done():  # otherwise its transfer was cancelled, or it hangs
-                    some = keys[found : found + LOOKUP_BATCH_KEYS]
-                    lookup = self._lookup = _run_in(self._lookups, partial(self._leading, some))
-                timeout_s = 0.0 if self._lookup_hangs else self._limits.patience_s
-                await asyncio.wait({lookup}, timeout=timeout_s)
-                self._lookup_hangs = not lookup.done()
-                if self._lookup_hangs:
-                    self.counts["looks_given_up"] += 1
+                some = keys[found : found + LOOKUP_BATCH_KEYS]
+                self._lookup = _run_in(self._finder, partial(self._leading, some))
+                if not await self._is_answered():
                     return 0
-                if some:
-                    found += lookup.result()
-                    if lookup.result() < len(some):
-                        break
+                found += self._lookup.result()
+                if self._lookup.result() < len(some):
+                    break
             with self._lock:
                 for key in keys[:found]:
                     self._note(key)
                 for key in keys[found:]:
                     self._known.pop(key, None)
             return found
+
+    async def _is_answered(self) -> bool:
+        """Wait for the newest lookup, but not again for one that hangs. Returns whether it is over."""
+        if self._lookup is not None:
+            timeout_s = 0.0 if self._lookup_hangs else self._limits.patience_s
+            await asyncio.wait({self._lookup}, timeout=timeout_s)
+            self._lookup_hangs = not self._lookup.done()
+            self.counts["looks_given_up"] += self._lookup_hangs
+        return not self._lookup_hangs
 
     def _leading(self, keys: Sequence[bytes]) -> int:
         try:
@@ -124,10 +212,9 @@ class StoreThreads:
     def close(self) -> bool:
         """Stop all threads; wait at most 5 s for each. Returns false if a thread still runs, in a hanging
         store."""
-        threads = [*self._readers, self._writer, self._lookups]
-        for thread in threads:
+        for thread in self._threads:
             thread.close()
-        return not any(thread.is_alive for thread in threads)
+        return not any(thread.is_alive for thread in self._threads)
 
     def _write(self, key: bytes, parent: bytes, content: Sequence[memoryview]) -> None:
         try:

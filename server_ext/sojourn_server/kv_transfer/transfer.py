@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from .peer_connection import PeerConnection, TransferFailed
-from .staging_buffers import BufferLease, BufferSlot
-from .transfer_resources import GIVEN_UP, TransferResources
+from ..kv_offload.block_file import KvIdentity
+from ..metrics.rate_limited_log import RateLimitedLog
+from .peer_connection import PeerConnection, PeerTable, TransferFailed
+from .peer_transport import SocketStream
+from .staging_buffers import BufferPool, BufferSlot
+from .store_threads import Storage, StorageReads
+from .transfer_limits import TransferLimits
 from .transfer_wire import DataMessage, WireMessage
 
+logger = logging.getLogger(__name__)
+
+GIVEN_UP = "the engine has given it up"
+"""Reason of a transfer that its engine has cancelled, for example for an aborted request."""
 LEASE_EXPIRED = "the lease on its buffers has expired"
+
+ResultT = TypeVar("ResultT")
 
 
 class TransferOutcome(NamedTuple):
@@ -28,6 +41,74 @@ class TransferOutcome(NamedTuple):
         return not self.why
 
 
+class TransferContext:
+    """What the transfers of one engine share. Its event loop owns all of it, except ``changed``."""
+
+    peers: PeerTable
+
+    def __init__(
+        self,
+        identity: KvIdentity,
+        limits: TransferLimits,
+        *,
+        name: str,
+        storage: Storage,
+        dial: Callable[[str], Coroutine[Any, Any, SocketStream]],
+    ) -> None:
+        """``name``: this engine's name, for peers and logs. ``dial`` connects to an address."""
+        self.identity = identity
+        self.limits = limits
+        self.name = name
+        self.storage = storage
+        self.dial = dial
+        self.layers = identity.layers
+        self.layer_bytes = identity.block_bytes // identity.layers
+        self.counts: Counter[str] = Counter()
+        self.changed = threading.Condition()
+        """Guards what the engine's threads read of transfers; notified at each change."""
+        self.is_closing = False
+        self.buffers = BufferPool(limits.slots, identity.block_bytes, identity.layers)
+        self.reads = StorageReads(storage, self.buffers, limits, self.counts)
+        self.queued_send_bytes = 0
+        self.loop = asyncio.get_running_loop()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self._log = RateLimitedLog(logger)
+
+    @property
+    def moved(self) -> int:
+        """A counter that grows whenever a transfer of this engine moves on."""
+        return self.reads.moved_bytes + self.counts["bytes_sent"] + self.buffers.released
+
+    def post(self, what: Callable[..., object], *arguments: object) -> bool:
+        """Call ``what`` in the event loop, from any thread. Returns false if the loop has ended."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(what, *arguments)
+            return True
+        return False
+
+    def spawn(self, coroutine: Coroutine[Any, Any, ResultT]) -> asyncio.Task[ResultT]:
+        """Start a task. Its unexpected errors go to ``threading.excepthook``."""
+        task = self.loop.create_task(coroutine)
+        self.tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def warn(self, message: str, *arguments: object) -> None:
+        """Log a warning, but not the same one again and again."""
+        self._log.log(logging.WARNING, message, *arguments)
+
+    def forget(self, transfer: Transfer) -> None:
+        """Remove a transfer that has ended."""
+        raise NotImplementedError
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, TransferFailed):
+            found = type(error), error, error.__traceback__, threading.current_thread()
+            threading.excepthook(threading.ExceptHookArgs(found))
+
+
 class Transfer:
     """One transfer. The methods of the first section and ``outcome`` are for the engine's threads; all else
     belongs to the event loop."""
@@ -36,39 +117,26 @@ class Transfer:
     received_as = ""
     """Name of the count of received bytes."""
     why_stalled = "the peer shows no progress"
-    """Reason of a transfer that has made no progress for ``allowed_s`` seconds."""
+    """Reason of a transfer that has waited for too long."""
 
-    def __init__(self, node: TransferResources, name: str) -> None:
+    def __init__(self, node: TransferContext, name: str) -> None:
         self.name = name
         self.outcome: TransferOutcome | None = None
         """Outcome of the transfer; ``None`` while it is open."""
         self.node = node
+        self.conn: PeerConnection | None = None
+        """Connection over which the transfer waits for a peer, or a peer waits for it."""
         self.slots: list[BufferSlot] = []
         """Slots of the blocks, in order. Empty before they are leased and after they are released."""
-        self.is_waiting_here = False
-        """Whether the transfer waits for this engine's own buffers, reads or sends. It then continues as long
-        as any transfer of this engine makes progress."""
-        self.allowed_s = node.limits.lease_s
-        """Seconds without progress after which the transfer fails."""
-        self.lease: BufferLease | None = None
-        self.peer_done = -1
-        """Highest progress counter that the peer has reported."""
+        self.awaited: dict[int, BufferSlot] = {}
+        """Slots of the blocks that the peer is to send, by their index in its messages."""
+        self._leased: list[BufferSlot] = []
         self._has_begun = self._is_released = False
-        self._why_stopped: str | None = None
-        self._timeout: asyncio.Timeout | None = None
-        self._read_here: set[BufferSlot] = set()
-        """Slots that this engine has read from storage for this transfer."""
-        self._children: set[asyncio.Task[object]] = set()
-        """Tasks that use the buffers beside ``run``."""
-        self._task: asyncio.Task[object] | None = None
+        self._why_ended: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._news: asyncio.Future[None] | None = None
 
     # -- for the engine's threads -----------------------------------------------------
-
-    def wait(self, timeout_s: float | None = None) -> TransferOutcome | None:
-        """Wait at most ``timeout_s`` seconds (``None``: without limit) for the end of the transfer. Returns
-        the outcome; ``None`` if the transfer is still open."""
-        self._wait_until(lambda: self.outcome is not None, timeout_s)
-        return self.outcome
 
     def blocks(self) -> list[memoryview]:
         """Return the leading blocks that have arrived. They are valid until ``end``. Raises ``ValueError``
@@ -89,32 +157,25 @@ class Transfer:
         """End the transfer, whether or not its blocks have arrived, and release its buffers."""
         self.node.post(self.stop, GIVEN_UP)
 
-    def _wait_until(self, until: Callable[[], bool], timeout_s: float | None) -> None:
-        with self.node.changed:
-            self.node.changed.wait_for(until, timeout_s)
-
     # -- what each kind of transfer supplies ------------------------------------------
 
     async def run(self) -> None:
         """Do the transfer, and keep its blocks until they are not needed any more."""
         raise NotImplementedError
 
-    def conns(self) -> set[PeerConnection]:
-        """Return the connections over which the transfer waits for a peer, or a peer waits for it."""
-        raise NotImplementedError
-
-    def received(self, conn: PeerConnection, message: WireMessage, payload: bytes) -> None:
-        """Handle a message of a peer. Messages that are not for this side of a transfer are ignored, because
-        an engine may have both sides of transfers with one id."""
-        raise NotImplementedError
-
-    def lost(self, conn: PeerConnection, why: str) -> None:
-        """Handle the end of a connection of ``conns``."""
+    def received(self, message: WireMessage, payload: bytes) -> None:
+        """Handle a message of the peer. Messages that are not for this side of a transfer are ignored,
+        because an engine may have both sides of transfers with one id."""
         raise NotImplementedError
 
     def ended(self, why: str) -> None:
         """Handle the end of ``run``. ``why``: the reason of a failure, or why the transfer was stopped."""
         raise NotImplementedError
+
+    def lost(self, why: str) -> None:
+        """Handle the end of the connection, or an abort by the peer, which is not told of the end."""
+        self.conn = None
+        self.stop(why)
 
     @property
     def wire_name(self) -> str:
@@ -125,55 +186,46 @@ class Transfer:
 
     def start(self) -> None:
         """Start the coroutine, unless it runs or has been stopped."""
-        if self._task is None and self.outcome is None:
+        if self._task is None and not self.is_ending:
             self._task = self.node.spawn(self._live())
 
     @property
     def is_ending(self) -> bool:
         """Whether the buffers are released, or will be soon."""
-        return self._why_stopped is not None
+        return self._why_ended is not None
 
     def stop(self, why: str) -> None:
         """End the transfer for the reason ``why``. Does nothing if it is ending already."""
-        if self._task is None or self._task.done():
-            self.finish(TransferOutcome(0, why))
-            self.node.forget(self)
-        elif self._why_stopped is None:
-            self._why_stopped = why
-            if self._has_begun:  # at once, so that it does not end well before it is cancelled
-                self._task.cancel()
-            else:  # after its first step
-                self.node.loop.call_soon(self._task.cancel)
-
-    async def over(self) -> None:
-        """Wait until the buffers are released."""
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        if self._why_ended is None:
+            self._why_ended = why
+            if self._task is not None:
+                self._task.cancel()  # at once, so that it does not end well before it is cancelled
+            if not self._has_begun:
+                self._end(why)
 
     async def _live(self) -> None:
-        why, self._has_begun = "", True
+        self._has_begun, why = True, "an error of sojourn"
         try:
             await self.run()
+            why = ""
         except asyncio.CancelledError:
-            why = self._why_stopped or GIVEN_UP
+            why = self._why_ended or GIVEN_UP
         except TimeoutError:
             self.node.counts["stalls"] += 1
             why = self.why_stalled
         except TransferFailed as error:
             why = str(error)
         finally:
-            self._why_stopped = why
-            self.ended(why)
-            self.finish(TransferOutcome(0, why))
-            with self.node.changed:
-                self._is_released, self.slots = True, []
-            for child in self._children:
-                child.cancel()
-            if self._children:  # a message that is being sent still reads the buffers
-                await asyncio.wait(self._children)
-            if self.lease is not None:
-                self.node.buffers.release(self.lease)
-            self.node.forget(self)
+            self._end(why)
+
+    def _end(self, why: str) -> None:
+        self._why_ended = why
+        self.ended(why)
+        self.finish(TransferOutcome(0, why))
+        with self.node.changed:
+            self._is_released, self.slots = True, []
+        self.node.buffers.release(self._leased)
+        self.node.forget(self)
 
     def finish(self, outcome: TransferOutcome) -> None:
         """Report the outcome to the engine, if there is none yet."""
@@ -185,86 +237,62 @@ class Transfer:
                 message = "%s: a %s of KV (%s) failed, so missing blocks are computed: %s"
                 self.node.warn(message, self.node.name, self.kind, self.name, outcome.why)
 
-    @contextlib.asynccontextmanager
-    async def patience(self) -> AsyncIterator[None]:
-        """Raise ``TimeoutError`` in the body after ``allowed_s`` seconds without ``renew``."""
-        async with asyncio.timeout(self.allowed_s) as self._timeout:
-            try:
-                yield
-            finally:
-                self._timeout = None
+    async def news(self) -> None:
+        """Wait until ``wake`` is called. If a peer has a part in the transfer, raises ``TimeoutError`` after
+        ``lease_s``."""
+        self._news = self.node.loop.create_future()
+        async with asyncio.timeout(None if self.conn is None else self.node.limits.lease_s):
+            await self._news
 
-    def renew(self) -> None:
-        """Start the time of ``patience`` again."""
-        if self._timeout is not None and not self._timeout.expired():
-            self._timeout.reschedule(self.node.loop.time() + self.allowed_s)
-
-    def on_progress(self, done: int) -> None:
-        """Handle a progress report of the peer. ``done``: its progress counter."""
-        if done > self.peer_done:
-            self.peer_done = done
-            self.renew()
-
-    def moved_here(self) -> None:
-        """Handle progress of this engine, for which the transfer waits."""
-        self.renew()
+    def wake(self) -> None:
+        """Let the coroutine look at its slots again."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     # -- buffers and messages -----------------------------------------------------------
 
-    async def lease_slots(self, keys: Sequence[bytes], extra: int = 0) -> list[BufferSlot]:
-        """Wait for buffers, as long as this engine makes progress."""
-        need, have = len(set(keys)) + extra, self.node.limits.slots
-        if need > have:
-            self.node.counts["too_large"] += 1
+    async def lease_slots(self, count: int, patience_s: float) -> list[BufferSlot]:
+        """Wait for buffers, as long as any transfer of this engine moves on in ``patience_s`` seconds."""
+        node = self.node
+        if count > node.limits.slots:
+            node.counts["too_large"] += 1
             raise TransferFailed(
-                f"a context of {need} Full Blocks does not fit buffers of {have}; make them larger"
+                f"a context of {count} Full Blocks does not fit buffers of {node.limits.slots}; make them "
+                "larger"
             )
-        self.is_waiting_here = True
+        leasing = node.spawn(node.buffers.lease(count))
         try:
-            async with self.patience():
-                self.lease = await self.node.buffers.lease(keys, extra)
-        except TimeoutError:
-            self.node.counts["leases_expired"] += 1
-            raise TransferFailed(LEASE_EXPIRED) from None
+            while not leasing.done():
+                moved = node.moved
+                await asyncio.wait({leasing}, timeout=patience_s)
+                if node.moved == moved and not leasing.done():
+                    node.counts["leases_expired"] += 1
+                    raise TransferFailed(LEASE_EXPIRED)
+            self._leased = leasing.result()
         finally:
-            self.is_waiting_here = False
-        return list(self.lease.slots.values())
+            leasing.cancel()
+        return list(self._leased)
 
-    async def has(self, slot: BufferSlot, layer: int) -> bool:
-        """Wait for a layer of a block. If the transfer that was to bring the block has failed, read the block
-        from storage, at most once. Returns whether the layer has arrived; if not, ``slot.why`` is the
-        reason."""
-        while slot.filled <= layer and not slot.bad:
-            if slot.filler is not None:
-                await slot.changed()
-            elif slot in self._read_here:
-                break
-            else:
-                self.read(slot)
-        return slot.filled > layer
+    def was_read(self, slot: BufferSlot, why: str | None) -> None:
+        """Handle the end of a read from storage. ``why``: the reason of its failure."""
+        if not slot.why:  # otherwise the read was given up
+            slot.filled, slot.why = (slot.layers, "") if why is None else (0, why)
+            self.wake()
 
-    def read(self, slot: BufferSlot) -> None:
-        """Queue a read of a slot's block from storage."""
-        self._read_here.add(slot)
-        self.node.reads.put(slot)
-
-    def take(self, slots: Sequence[BufferSlot], message: DataMessage, payload: bytes) -> bool:
-        """Copy one received layer of some blocks into the slots that this transfer fills. Returns false for a
-        wrong size, an unknown block, or a layer that is not the next of its block."""
+    def take(self, message: DataMessage, payload: bytes) -> bool:
+        """Copy one received layer of some blocks. Returns false for a wrong size, a block that is not
+        awaited, or a layer that is not the next of its block."""
         size = self.node.layer_bytes
         if len(payload) != len(message.indices) * size:
             return False
         for at, index in enumerate(message.indices):
-            if not 0 <= index < len(slots):
+            slot = self.awaited.get(index)
+            if slot is None or slot.is_full or slot.filled != message.layer:
                 return False
-            slot = slots[index]
-            if slot.filler is self:
-                if slot.filled != message.layer:
-                    return False
-                slot.layer(message.layer)[:] = payload[at * size : (at + 1) * size]
-                slot.advance(message.layer + 1)
-                self.node.counts[f"bytes_{self.received_as}"] += size
-        self.renew()
+            slot.layer(message.layer)[:] = payload[at * size : (at + 1) * size]
+            slot.filled += 1
+            self.node.counts[f"bytes_{self.received_as}"] += size
+        self.wake()
         return True
 
     async def send_layer(

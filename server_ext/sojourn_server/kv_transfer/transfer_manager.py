@@ -33,7 +33,7 @@ STATS_TIMEOUT_S = 1.0
 
 
 class TransferManager:
-    """Runs the KV transfers of one engine, over its links and buffers. Use it as a context manager."""
+    """Runs the KV transfers of one engine, over its links and buffers."""
 
     def __init__(
         self, store: SharedStore, limits: TransferLimits, *, name: str, listen: Sequence[str] = ()
@@ -41,11 +41,14 @@ class TransferManager:
         """Start the threads, and listen on the addresses ``listen``; port 0 selects a free port.
 
         ``name``: this engine's name, for peers and logs. ``close`` does not close ``store``. Raises
-        ``ValueError`` or ``UnknownTransport`` for a bad address, ``OSError`` if it cannot listen, and
-        ``TimeoutError`` if it does not start in ``START_TIMEOUT_S``.
+        ``ValueError`` for a bad address, ``OSError`` if it cannot listen, and ``TimeoutError`` if it does not
+        start in ``START_TIMEOUT_S``.
         """
         self.epoch = secrets.token_hex(8)
+        """Identifies one run of the process, for gateways."""
         self.name = name
+        self.addresses: list[str] = []
+        """Addresses at which peers reach this engine."""
         self.node: TransferNode
         self.storage = StoreThreads(store, limits)
         self._identity = store.identity
@@ -64,17 +67,6 @@ class TransferManager:
         except BaseException:
             self.storage.close()
             raise
-
-    def __enter__(self) -> TransferManager:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses at which peers reach this engine."""
-        return self.node.addresses
 
     @property
     def is_clean(self) -> bool:
@@ -137,7 +129,7 @@ class TransferManager:
     async def _serve(self, listen_at: list[str]) -> None:
         self._over = asyncio.Event()
         self.node = TransferNode(
-            self._identity, self._limits, name=self.name, epoch=self.epoch, storage=self.storage, dial=dial
+            self._identity, self._limits, name=self.name, storage=self.storage, dial=dial
         )
         try:
             for address in listen_at:

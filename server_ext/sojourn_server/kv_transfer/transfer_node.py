@@ -1,9 +1,8 @@
 """The transfers of one engine in one event loop: their tables, buffers, links and peers.
 
 A transfer is a coroutine (``BlockLoad``, ``BlockPush``, ``IncomingPrompt``). The node starts it, hands it the
-messages of its peer, reads blocks from storage in the order of requests, and reports progress to peers.
-Nothing here opens a socket or a file, or has a clock other than the loop's: tests run two nodes in virtual
-time.
+messages of its peer, and finds out whether peers are alive. Nothing here opens a socket or a file, or has a
+clock other than the loop's: tests run two nodes in virtual time.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..kv_offload.block_file import KvIdentity
 from .block_load import BlockLoad, ReadingPeer
 from .block_push import BlockPush
 from .incoming_prompt import IncomingPrompt, refuse
-from .peer_connection import PeerConnection
-from .transfer import Transfer, TransferOutcome
-from .transfer_resources import TransferResources
+from .peer_connection import PeerConnection, PeerTable
+from .transfer import Transfer, TransferContext, TransferOutcome
+from .transfer_limits import TransferLimits
 from .transfer_wire import (
     AbortMessage,
     AnyWireMessage,
@@ -26,7 +26,7 @@ from .transfer_wire import (
     FailedMessage,
     NeedMessage,
     OfferMessage,
-    ProgressMessage,
+    PingMessage,
     ReadMessage,
 )
 
@@ -34,33 +34,34 @@ CLOSE_GRACE_S = 1.0
 """Maximum seconds for sending the last messages when the node closes."""
 CLOSING = "the engine is closing"
 EVICTED = "evicted before any request asked for it: other transfers waited for its buffers"
+PINGS = 4
+"""A peer that has not answered so many pings counts as dead. They are counted, so that a pause of this
+process is not taken for a dead peer."""
 
 
-class TransferNode(TransferResources):
-    """All transfers of one engine. Create it in its event loop. ``load``, ``offer``, ``expect``, ``post`` and
-    ``stats`` are also for other threads. They raise ``ValueError`` once the node is closing."""
+class TransferNode(TransferContext):
+    """All transfers of one engine. Create it in its event loop, which owns all of it except ``changed``.
+    ``load``, ``offer``, ``expect``, ``post`` and ``stats`` are also for other threads. The first three raise
+    ``ValueError`` once the node is closing."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.addresses: list[str] = []
-        """Addresses at which peers reach this engine."""
+    def __init__(self, identity: KvIdentity, limits: TransferLimits, **options: Any) -> None:
+        super().__init__(identity, limits, **options)
         self.loads: set[Transfer] = set()
         self.fetches: dict[str, BlockLoad] = {}
         """Transfer → the load whose blocks a peer reads for it."""
         self.pushes: dict[str, BlockPush] = {}
         self.prompts: dict[str, IncomingPrompt] = {}
         """Prompts that peers send, or that the engine expects. Guarded by ``changed``."""
-        self._services = [*self.reads.tasks, self.spawn(self._beat())]
+        self.peers = PeerTable(self)
+        self._services = [self.spawn(self.reads.run()), self.spawn(self._beat())]
 
     # -- what the engine asks for -----------------------------------------------------
 
-    def load(
-        self, name: str, keys: Sequence[bytes], peer: ReadingPeer | None = None, look_up: bool = False
-    ) -> BlockLoad:
-        """Start to load the blocks ``keys`` from storage, or through a ``peer`` that reads them. Returns a
-        handle to wait for them; its ``end`` must be called. ``look_up``: load only the leading blocks that
-        the store has. If the peer reads for another load of the transfer, this engine reads the blocks."""
-        load = BlockLoad(self, name, keys, peer, look_up)
+    def load(self, name: str, keys: Sequence[bytes], peer: ReadingPeer | None = None) -> BlockLoad:
+        """Start to load the leading blocks of ``keys`` that are stored, from storage or through a ``peer``
+        that reads them. Returns a handle to wait for them; its ``end`` must be called. If the peer reads for
+        another load of the transfer, this engine reads the blocks."""
+        load = BlockLoad(self, name, keys, peer)
         self._post_start(self._start_load, load)
         return load
 
@@ -117,7 +118,6 @@ class TransferNode(TransferResources):
         return {
             "slots": buffers.slots,
             "slots_used": buffers.used,
-            "leases": buffers.leases + buffers.waiting,
             "leases_waiting": buffers.waiting,
             "links": {
                 "storage read": link_stats(queued_bytes, reads.moved_bytes, reads.queued_s(self.loop.time())),
@@ -130,8 +130,8 @@ class TransferNode(TransferResources):
 
     # -- for transfers and connections ------------------------------------------------
 
-    def forget(self, transfer: object) -> None:
-        assert isinstance(transfer, Transfer)
+    def forget(self, transfer: Transfer) -> None:
+        """Remove a transfer that has ended."""
         self.loads.discard(transfer)
         name = transfer.wire_name
         tables: tuple[dict[str, Any], ...] = (self.fetches, self.pushes, self.prompts)
@@ -141,24 +141,27 @@ class TransferNode(TransferResources):
                     del table[name]
 
     def received(self, conn: PeerConnection, message: AnyWireMessage, payload: bytes) -> None:
-        if isinstance(message, ReadMessage | OfferMessage):
+        """Handle a message of an identified peer."""
+        if isinstance(message, PingMessage):
+            if not message.is_answer:
+                conn.post(PingMessage(is_answer=True))
+        elif isinstance(message, ReadMessage | OfferMessage):
             self._asked(conn, message)
-        elif isinstance(message, ProgressMessage):
-            for name in message.transfers:
-                for each in self._shared(conn, name):
-                    each.on_progress(message.done)
         elif isinstance(message, DataMessage | FailedMessage | NeedMessage | CompleteMessage | AbortMessage):
-            shared = self._shared(conn, message.transfer)
+            name = message.transfer
+            parts = self.fetches.get(name), self.pushes.get(name), self.prompts.get(name)
+            shared = [part for part in parts if part is not None and part.conn is conn]
             self.counts["stray"] += not shared  # sent before the peer learned of the end
             for each in shared:
-                each.received(conn, message, payload)
+                each.received(message, payload)
         else:
             self.peers.drop(conn, f"{type(message).__name__} is not allowed here now")
 
     def lost(self, conn: PeerConnection, why: str) -> None:
+        """Handle the end of a connection."""
         for transfer in self._transfers():
-            if conn in transfer.conns():
-                transfer.lost(conn, why)
+            if transfer.conn is conn:
+                transfer.lost(why)
 
     # -- inside -----------------------------------------------------------------------
 
@@ -194,47 +197,35 @@ class TransferNode(TransferResources):
             with self.changed:
                 prompt = self.prompts.get(message.transfer) or IncomingPrompt(self, message.transfer)
                 self.prompts[message.transfer] = prompt
-            prompt.start()
             prompt.asked(conn, message)
 
-    def _shared(self, conn: PeerConnection, name: str) -> list[Transfer]:
-        """Return this engine's parts of the transfer ``name`` with the peer of ``conn``."""
-        parts = self.fetches.get(name), self.pushes.get(name), self.prompts.get(name)
-        return [part for part in parts if part is not None and conn in part.conns()]
-
     async def _beat(self) -> None:
-        """Report progress to peers, and let transfers wait that wait for this engine's own progress."""
-        seen = -1
+        """Close the connections of peers that have a part in a transfer and do not answer, and make room."""
         while True:
-            await asyncio.sleep(self.limits.report_interval_s)
-            # A counter that grows whenever any transfer of this engine makes progress.
-            done = self.reads.moved_bytes + self.counts["bytes_sent"] + self.buffers.released
-            shared: dict[PeerConnection, list[str]] = {}
-            for transfer in self._transfers():
-                if transfer.is_waiting_here and done > seen:
-                    transfer.moved_here()
-                for conn in transfer.conns() if transfer.outcome is None else ():
-                    shared.setdefault(conn, []).append(transfer.wire_name)
-            for conn, names in shared.items():
-                conn.post(ProgressMessage(transfers=list(dict.fromkeys(names)), done=done))
-            seen = done
-            await self._make_room()
+            await asyncio.sleep(self.limits.patience_s / PINGS)
+            for conn in dict.fromkeys(transfer.conn for transfer in self._transfers()):
+                if conn is None:
+                    continue
+                if conn.unanswered >= PINGS:
+                    self.counts["stalls"] += 1
+                    self.peers.drop(conn, "the peer does not answer")
+                else:
+                    conn.unanswered += 1
+                    conn.post(PingMessage())
+            self._make_room()
 
-    async def _make_room(self) -> None:
-        """While other transfers wait for buffers, evict prompts that no request has asked for, the longest
-        idle first. A prompt is kept for half of ``patience_s`` after it became idle, because its request may
-        still be on the way. Keeping it longer would let the waiting transfers time out."""
+    def _make_room(self) -> None:
+        """While a transfer waits for buffers, evict prompts that no request has asked for, the longest
+        complete first. A prompt is kept for half of ``patience_s``, because its request may still be on the
+        way."""
+        lacking = self.buffers.lacking
         until_s = self.loop.time() - self.limits.patience_s / 2
-        idle = [
-            (prompt.idle_since_s, prompt)
-            for prompt in list(self.prompts.values())
-            if prompt.is_abandoned and prompt.idle_since_s is not None and prompt.idle_since_s <= until_s
-        ]
-        for _, prompt in sorted(idle, key=lambda each: each[0]):
-            if self.buffers.waiting and prompt.is_abandoned:
+        prompts = [prompt for prompt in self.prompts.values() if prompt.is_abandoned]
+        for prompt in sorted(prompts, key=lambda each: each.complete_since_s or 0.0):
+            if lacking > 0 and (prompt.complete_since_s or 0.0) <= until_s:
                 self.counts["prompts_evicted"] += 1
+                lacking -= len(prompt.slots)
                 prompt.stop(EVICTED)
-                await prompt.over()
 
 
 def link_stats(queued_bytes: int, moved_bytes: int, queued_s: float | None = None) -> dict[str, float | None]:

@@ -18,26 +18,23 @@ which both sides and the router know:
     Offer     I have these blocks       Need: I lack these blocks
     Data, Data, …                       Complete, once all offered blocks have arrived
 
-Both sides send Progress (a progress counter) while the other waits, and Abort to end a transfer.
+Both sides may send Abort to end a transfer. A side that waits for the other sends Ping, which is answered.
 ``docs/kv-transfer.md`` describes the exchange. Any change to the messages needs a new version.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from sojourn.errors import InputError
 
-from .transfer_limits import MAX_KEYS_PER_MESSAGE
-
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 HEAD_BYTES = 12
 MAX_MESSAGE_BYTES = 8 << 20
 """Maximum bytes of a message, enough for more than 100,000 keys of 64 bytes."""
 MAX_PAYLOAD_BYTES = 64 << 20
-MAX_ID_BYTES = 256
 
 _HEAD = struct.Struct("<2sBBII")
 _MAGIC = b"SJ"
@@ -45,12 +42,6 @@ _MAGIC = b"SJ"
 
 class PeerWireError(InputError):
     """Raised for a frame or message that is invalid or too large. The text says what was expected."""
-
-
-TrafficClass = Literal["model", "kv"]
-"""The purpose of data: a forward pass waits for it, or not (DualPath §5.1). For networks that separate
-KV from the model's collectives with virtual lanes or hardware queues; this release sends all as ``kv``.
-Software cannot separate the two, because bursts of collectives are shorter than a millisecond."""
 
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True, tag=True, kw_only=True):
@@ -61,17 +52,12 @@ class HelloMessage(WireMessage, frozen=True, tag="hello"):
     """The first message of the side that connects: its name and the kind of its KV."""
 
     name: str
-    epoch: str
-    """Identifies one run of the sender's process. A restarted process has another epoch and empty buffers."""
     kv: dict[str, str | int]
     """All fields of the sender's ``KvIdentity``, by name."""
 
 
 class WelcomeMessage(WireMessage, frozen=True, tag="welcome"):
     """Accepts a ``HelloMessage``, because both sides have the same kind of KV."""
-
-    name: str
-    epoch: str
 
 
 class RefusedMessage(WireMessage, frozen=True, tag="refused"):
@@ -89,7 +75,6 @@ class ReadMessage(WireMessage, frozen=True, tag="read"):
     keys: list[bytes]
     total: int
     """Number of blocks of the whole prompt. The peer reserves buffers for all of them."""
-    traffic_class: TrafficClass = "kv"
 
 
 class OfferMessage(WireMessage, frozen=True, tag="offer"):
@@ -97,7 +82,6 @@ class OfferMessage(WireMessage, frozen=True, tag="offer"):
 
     transfer: str
     keys: list[bytes]
-    traffic_class: TrafficClass = "kv"
 
 
 class NeedMessage(WireMessage, frozen=True, tag="need"):
@@ -116,11 +100,11 @@ class DataMessage(WireMessage, frozen=True, tag="data"):
     layer: int
     indices: list[int]
     """Positions of the blocks in the ``keys`` of the transfer's ``ReadMessage`` or ``OfferMessage``."""
-    traffic_class: TrafficClass = "kv"
 
 
 class FailedMessage(WireMessage, frozen=True, tag="failed"):
-    """Reports that the blocks of a ``ReadMessage`` from position ``index`` on will not be sent."""
+    """Reports that the blocks of a ``ReadMessage`` from position ``index`` on will not be sent. From the side
+    that asked for them: that it does not need them any more."""
 
     transfer: str
     index: int
@@ -140,12 +124,10 @@ class AbortMessage(WireMessage, frozen=True, tag="abort"):
     reason: str
 
 
-class ProgressMessage(WireMessage, frozen=True, tag="progress"):
-    """Reports the sender's progress counter ``done``. While it grows, the peer keeps waiting for the open
-    transfers ``transfers`` that it shares with the sender."""
+class PingMessage(WireMessage, frozen=True, tag="ping"):
+    """Asks whether the peer is alive. It answers with the same message and ``is_answer`` true."""
 
-    transfers: list[str]
-    done: int
+    is_answer: bool = False
 
 
 AnyWireMessage = (
@@ -159,11 +141,11 @@ AnyWireMessage = (
     | FailedMessage
     | CompleteMessage
     | AbortMessage
-    | ProgressMessage
+    | PingMessage
 )
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyWireMessage)
+_decoder: msgspec.msgpack.Decoder[AnyWireMessage] = msgspec.msgpack.Decoder(AnyWireMessage)
 
 
 class FrameHead(NamedTuple):
@@ -177,11 +159,7 @@ def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
     """Return the head and the message of a frame that is followed by ``payload_bytes`` bytes of payload.
     Raises ``PeerWireError`` if a part is too large."""
     body = _encoder.encode(message)
-    if len(body) > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
-        raise PeerWireError(
-            f"a message of {len(body)} bytes and {payload_bytes} of payload is too long to send; expected at "
-            f"most {MAX_MESSAGE_BYTES} and {MAX_PAYLOAD_BYTES}"
-        )
+    _check_lengths(len(body), payload_bytes)
     return _HEAD.pack(_MAGIC, WIRE_VERSION, 0, len(body), payload_bytes) + body
 
 
@@ -198,25 +176,21 @@ def decode_head(data: bytes) -> FrameHead:
             f"the peer has wire version {version}; expected {WIRE_VERSION}. Run the same sojourn release on "
             "all engines"
         )
+    _check_lengths(message_bytes, payload_bytes)
+    return FrameHead(message_bytes, payload_bytes)
+
+
+def decode(data: bytes) -> AnyWireMessage:
+    """Decode one message and return it. Raises ``PeerWireError`` if it is invalid."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerWireError(f"not a message of this protocol: {error}") from error
+
+
+def _check_lengths(message_bytes: int, payload_bytes: int) -> None:
     if message_bytes > MAX_MESSAGE_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise PeerWireError(
             f"a message of {message_bytes} bytes and {payload_bytes} of payload is too long; expected at "
             f"most {MAX_MESSAGE_BYTES} and {MAX_PAYLOAD_BYTES}"
         )
-    return FrameHead(message_bytes, payload_bytes)
-
-
-def decode(data: bytes) -> AnyWireMessage:
-    """Decode one message and return it. Raises ``PeerWireError`` if it is invalid or exceeds a limit."""
-    try:
-        message: AnyWireMessage = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerWireError(f"not a message of this protocol: {error}") from error
-    transfer = getattr(message, "transfer", "")
-    if len(transfer.encode()) > MAX_ID_BYTES:
-        raise PeerWireError(f"the id of a transfer is longer than {MAX_ID_BYTES} bytes")
-    if isinstance(message, (ReadMessage, OfferMessage)) and len(message.keys) > MAX_KEYS_PER_MESSAGE:
-        raise PeerWireError(
-            f"{len(message.keys)} keys in one message; at most {MAX_KEYS_PER_MESSAGE} are accepted"
-        )
-    return message

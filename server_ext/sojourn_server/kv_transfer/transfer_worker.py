@@ -60,7 +60,7 @@ class _ActivePush:
     def invalidate(self) -> None:
         self.invalid = True
         if self.handle is not None:
-            self.handle.abort()
+            self.handle.end()
 
 
 class TransferWorker:
@@ -258,9 +258,9 @@ class TransferWorker:
         peer = None
         if job.peer:
             total = max(job.total, len(job.keys))
-            peer = ReadingPeer(address=job.peer, transfer=job.context, total=total)
+            peer = ReadingPeer(job.peer, job.context, total)
         name = f"{job.context}#{job.ask}"
-        self._sources[job.ask] = self._node.load(name, job.keys, peer, look_up=True)
+        self._sources[job.ask] = self._node.load(name, job.keys, peer)
 
     def _take_source(self, ask: int) -> BlockLoad | IncomingPrompt | None:
         self._unanswered.discard(ask)
@@ -272,10 +272,7 @@ class TransferWorker:
 
     def _fill_layer(self, stream: StreamJob, load: BlockLoad, layer: int) -> list[int]:
         """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
-        blocks: list[memoryview] = []
-        with contextlib.suppress(ValueError):  # the load was given up meanwhile
-            if load.wait_layer(layer, MANAGER_TIMEOUT_S):
-                blocks = load.layer(layer)
+        blocks = load.wait_layer(layer, MANAGER_TIMEOUT_S)
         after = self._kv.fence()
         return self._kv.scatter(layer, blocks, stream.skip, stream.block_ids, after=after, hold=True)
 

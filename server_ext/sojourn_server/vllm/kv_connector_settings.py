@@ -20,9 +20,9 @@ from msgspec import Meta
 from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
 from ..kv_offload.offload_scheduler import MAX_STAGE_WAIT_S, TierLimits
 from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, blocks_per_full
-from ..kv_transfer.peer_transport import UnknownTransport, check_address
+from ..kv_transfer.peer_transport import parse_address
 from ..kv_transfer.rank_transfers import rank_address
-from ..kv_transfer.transfer_limits import MAX_WAITING_WRITE_BYTES, TransferLimits
+from ..kv_transfer.transfer_limits import TransferLimits
 from ..launch.launch_environment import read_memory
 from ..launch.weights_fingerprint import UnknownWeights, processor_digest, weights_fingerprint
 from .compat import running_vllm
@@ -84,10 +84,9 @@ class KVTransferOptions:
     buffer_bytes: AtLeast1  # host memory for blocks being transferred
     block_tokens: AtLeast1 = FULL_BLOCK_TOKENS  # tokens of a Full Block
     save: bool = True  # false: store nothing
-    read_width: AtLeast1 = 1  # maximum number of concurrent reads from the store
-    patience_s: float = 1.5  # time without progress after which a transfer fails
-    lease_s: float = 30.0  # time after which a peer's lease on buffers expires if not renewed
-    waiting_write_bytes: AtLeast1 = MAX_WAITING_WRITE_BYTES  # for copies of blocks that wait to be stored
+    patience_s: float = 1.5  # time after which a silent peer, or a read, counts as failed
+    lease_s: float = 30.0  # time without new data after which a transfer fails or gives up its buffers
+    waiting_write_bytes: AtLeast1 = 256 << 20  # for copies of blocks that wait to be stored
     role: Literal["prefill", "decode"] | None = None  # the engine's part in a gateway's pairs
     node: NotEmpty = field(default_factory=socket.gethostname)  # machine whose storage link it uses
     keep_on_reset: bool = False
@@ -214,15 +213,14 @@ class KVTransferSettings(KVConnectorSettings):
                 slots=options.buffer_bytes // block_bytes,
                 patience_s=options.patience_s,
                 lease_s=options.lease_s,
-                read_width=options.read_width,
                 max_waiting_writes=max(1, options.waiting_write_bytes // (ranks * identity.block_bytes)),
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
         try:
             listen = rank_address(options.listen, identity.tp_rank, ranks)
-            check_address(listen)
-        except (ValueError, UnknownTransport) as error:
+            parse_address(listen)
+        except ValueError as error:
             raise SettingsError(f"listen: {error}") from error
         return cls(
             **kv,
