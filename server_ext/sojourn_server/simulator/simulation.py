@@ -33,15 +33,10 @@ MAX_VIRTUAL_S = 30 * 86400.0
 
 
 class Simulation:
-    """One policy on one workload. Call ``run()`` once.
+    """One policy on one workload. Call ``run()`` once; ``run_simulation`` has the arguments.
 
     ``engines`` are pairs: an engine, and the simulated transfers of its host memory or ``None``. All engines
-    have the same options. ``front`` is the gateway's routing core or a router. ``with_hints``: whether
-    clients send hints and events; ``hint_setting``: which. ``until_s``: end of the run; with ``None`` it ends
-    when all programs have finished. ``on_progress`` gets the virtual seconds so far and
-    the number of finished programs.
-
-    ``standalone`` means a single engine outside a cluster. Its logs name no replica.
+    have the same options. ``standalone`` means a single engine outside a cluster; its logs name no replica.
     """
 
     def __init__(

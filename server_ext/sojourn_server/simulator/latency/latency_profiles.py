@@ -11,7 +11,7 @@ default is optional. A hardware profile has one table per constant::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,23 +39,21 @@ def is_profile_path(name: str) -> bool:
     return name.endswith(".toml") or "/" in name or Path(name).is_file()
 
 
-def find_profile_file(name: str, kind: str) -> Path:
-    """The file of a shipped or user profile. ``kind`` is ``hardware`` or ``models``. Raises
-    ``LatencyProfileError``."""
-    if is_profile_path(name):
-        path = Path(name)
-        if not path.is_file():
-            raise LatencyProfileError(f"{path}: no such file")
-        return path
-    known = shipped_profile_names(kind)
-    if name in known:
-        return SHIPPED_PROFILES / kind / f"{name}.toml"
-    near = [other for other in known if name and other.startswith(name.lower())][:1]
-    hint = did_you_mean(near[0], near) if near else did_you_mean(name.lower(), known)
-    noun = "model" if kind == "models" else kind
-    raise LatencyProfileError(
-        f"unknown {noun} {name!r}; expected one of {', '.join(known)}, or a TOML file{hint}"
-    )
+def _read_profile(name: str, kind: str, fields: Iterable[str]) -> tuple[Path, dict[str, Any]]:
+    """Path and content of a shipped profile, or of the user's own."""
+    path, known = Path(name), shipped_profile_names(kind)
+    if not is_profile_path(name):
+        if name not in known:
+            near = [other for other in known if name and other.startswith(name.lower())][:1]
+            hint = did_you_mean(near[0], near) if near else did_you_mean(name.lower(), known)
+            noun = "model" if kind == "models" else kind
+            raise LatencyProfileError(
+                f"unknown {noun} {name!r}; expected one of {', '.join(known)}, or a TOML file{hint}"
+            )
+        path = SHIPPED_PROFILES / kind / f"{name}.toml"
+    document = read_profile_toml(path)
+    _reject_unknown_fields(path, document, [*fields])
+    return path, document
 
 
 def read_profile_toml(path: Path) -> dict[str, Any]:
@@ -64,9 +62,7 @@ def read_profile_toml(path: Path) -> dict[str, Any]:
         return load_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LatencyProfileError(f"{path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise LatencyProfileError(f"{path}: not TOML: {error}") from error
-    except TomlError as error:
+    except (UnicodeDecodeError, TomlError) as error:
         raise LatencyProfileError(f"{path}: {error}") from error
 
 
@@ -81,24 +77,16 @@ def _reject_unknown_fields(path: Path, found: Mapping[str, Any], known: list[str
             raise LatencyProfileError(f"{path}: unknown field {key!r}{hint}")
 
 
-_KINDS: dict[Any, tuple[Any, str]] = {
-    "str": (str, "a text"),
-    "float": ((int, float), "a number"),
-    "int": (int, "a whole number"),
-    "bool": (bool, "true or false"),
-}
-"""Type of a field → (accepted types, their name)."""
-
-
 def _checked(path: Path, where: str, value: Any, kind: Any, least: float = -1e30, most: float = 1e30) -> Any:
     """Return ``value`` if it is of ``kind`` and, if a number, in [least, most]. Otherwise raise
     ``LatencyProfileError`` with the file, ``path``, and the field, ``where``."""
-    types, noun = _KINDS[kind]
-    fits = isinstance(value, types) and isinstance(value, bool) == (kind == "bool")
+    nouns = {"str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false"}
+    types: dict[Any, Any] = {"str": str, "float": (int, float), "int": int, "bool": bool}
+    fits = isinstance(value, types[kind]) and isinstance(value, bool) == (kind == "bool")
     if fits and (value != "" if isinstance(value, str) else least <= value <= most):
         return float(value) if kind == "float" else value
     bounds = "" if least == -1e30 else f" ≥ {least:g}" if most == 1e30 else f" from {least:g} to {most:g}"
-    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected {noun}{bounds}")
+    raise LatencyProfileError(f"{path}: {where} is {value!r}; expected {nouns[kind]}{bounds}")
 
 
 HARDWARE_VERSION = 1
@@ -168,14 +156,12 @@ _CONSTANTS = [field for field in fields(HardwareProfile) if field.type == "float
 
 def load_hardware_profile(name: str) -> HardwareProfile:
     """Load a shipped hardware profile by name, or the user's own by path. Raises ``LatencyProfileError``."""
-    path = find_profile_file(name, "hardware")
-    document = read_profile_toml(path)
+    known = [field.name for field in _CONSTANTS]
+    path, document = _read_profile(name, "hardware", ["version", "name", "title", "measured", *known])
     if document.get("version") != HARDWARE_VERSION:
         raise LatencyProfileError(
             f"{path}: version is {document.get('version')!r}; expected {HARDWARE_VERSION}"
         )
-    known = [field.name for field in _CONSTANTS]
-    _reject_unknown_fields(path, document, ["version", "name", "title", "measured", *known])
     values: dict[str, Any] = {
         name: _checked(path, name, document.get(name), "str") for name in ("name", "title")
     }
@@ -275,14 +261,10 @@ class ModelShape:
         """Bytes of all weights."""
         return self.parameters * self.weight_bytes
 
-    def kv_heads_per_device(self, tp: int) -> int:
-        """KV heads per device with ``tp`` devices. If there are fewer heads than devices, each device has a
-        copy of one head, as in vLLM."""
-        return max(1, self.kv_heads // tp)
-
     def kv_bytes_per_token(self, tp: int = 1) -> int:
-        """KV bytes of one token: K and V of all layers, summed over all ``tp`` devices."""
-        heads = self.kv_heads_per_device(tp) * tp
+        """KV bytes of one token: K and V of all layers, summed over all ``tp`` devices. If there are fewer
+        heads than devices, each device has a copy of one head, as in vLLM."""
+        heads = max(1, self.kv_heads // tp) * tp
         return round(2 * self.layers * heads * self.head_size * self.kv_element_bytes)
 
     def splits(self, tp: int) -> bool:
@@ -300,19 +282,10 @@ class ModelShape:
                 f"expected one of {', '.join(map(str, possible))}"
             )
 
-    def check_context(self, max_model_len: int | None) -> None:
-        """Raise ``LatencyProfileError`` if ``max_model_len`` exceeds the longest context; ``None`` passes."""
-        if max_model_len is not None and max_model_len > self.max_context_tokens:
-            raise LatencyProfileError(
-                f"max_model_len is {max_model_len:,}; {self.name} takes at most {self.max_context_tokens:,}"
-            )
-
 
 def load_model_shape(name: str) -> ModelShape:
     """Load a shipped model by name, or the user's own by path. Raises ``LatencyProfileError``."""
-    path = find_profile_file(name, "models")
-    document = read_profile_toml(path)
-    _reject_unknown_fields(path, document, [field.name for field in fields(ModelShape)])
+    path, document = _read_profile(name, "models", [field.name for field in fields(ModelShape)])
     values: dict[str, Any] = {}
     bounds = {"float": (0.1, 8.0), "int": (1,)}
     for field in fields(ModelShape):

@@ -26,20 +26,6 @@ DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor an engine profile names one."""
 
 
-def activation_bytes(model: ModelShape, tp: int, max_num_batched_tokens: int, max_num_seqs: int) -> float:
-    """Approximate peak bytes of activations per device: the largest tensors of one layer, and the logits.
-    vLLM measures the actual peak in its profiling run.
-
-    Every device has the whole residual and hidden states. Queries, keys, values and the MLP's inner state are
-    split over the devices. Logits have 32 bits.
-    """
-    inner = model.intermediate_size * max(1, model.experts_per_token)
-    qkv = model.head_size * (model.heads + 2 * model.kv_heads)
-    per_token = model.weight_bytes * (4 * model.hidden_size + (3 * inner + qkv) / tp)
-    logits = min(max_num_seqs, max_num_batched_tokens) * model.vocabulary * 4 * 2
-    return max_num_batched_tokens * per_token + logits
-
-
 def device_shape(
     hardware: HardwareProfile,
     model: ModelShape,
@@ -59,10 +45,11 @@ def device_shape(
     fit, the message has the missing bytes and a remedy.
     """
     model.check_tp(tp)
-    if max_model_len is not None and max_model_len < 1:
-        raise LatencyProfileError(f"max_model_len is {max_model_len}; expected at least 1")
-    model.check_context(max_model_len)
     context = model.max_context_tokens if max_model_len is None else max_model_len
+    if context > model.max_context_tokens:
+        raise LatencyProfileError(
+            f"max_model_len is {context:,}; {model.name} takes at most {model.max_context_tokens:,}"
+        )
     if kv_pool_tokens is None:
         kv_pool_tokens = _pool_tokens(hardware, model, tp, context)
     elif max_model_len is None:
@@ -85,13 +72,20 @@ def device_shape(
 def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context: int) -> int:
     """KV tokens that fit beside the weights on ``tp`` devices, rounded down to whole blocks. Raises
     ``LatencyProfileError`` if a request of ``context`` tokens does not fit."""
-    seqs, batched = int(hardware.max_num_seqs), int(hardware.max_num_batched_tokens)
 
     def kv_capacity_bytes(devices: int) -> float:
-        """Bytes for KV on each device; negative if the weights do not fit."""
-        taken = (
-            model.weights_bytes / devices + activation_bytes(model, devices, batched, seqs) + RUNTIME_BYTES
-        )
+        """Bytes for KV on each device; negative if the weights do not fit.
+
+        vLLM measures the peak of activations in its profiling run. Here they are the largest tensors of one
+        layer, and the logits, in 32 bits. Every device has the whole residual and hidden states. Queries,
+        keys, values and the MLP's inner state are split over the devices.
+        """
+        inner = model.intermediate_size * max(1, model.experts_per_token)
+        qkv = model.head_size * (model.heads + 2 * model.kv_heads)
+        per_token = model.weight_bytes * (4 * model.hidden_size + (3 * inner + qkv) / devices)
+        batched = int(hardware.max_num_batched_tokens)
+        logits = min(int(hardware.max_num_seqs), batched) * model.vocabulary * 4 * 2
+        taken = model.weights_bytes / devices + batched * per_token + logits + RUNTIME_BYTES
         return hardware.memory_bytes * GPU_MEMORY_UTILIZATION - taken
 
     def pool_tokens(devices: int) -> int:
@@ -138,24 +132,14 @@ def load_latency_model(
 
     Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
     """
-    if is_engine_profile(hardware):
-        return _measured_latency_model(Path(hardware), model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
-    device = load_hardware_profile(hardware)
-    shape = load_model_shape(DEFAULT_MODEL if model is None else model)
-    described = device_shape(
-        device, shape, tp, cpu_ratio=cpu_ratio, kv_pool_tokens=kv_pool_tokens, max_model_len=max_model_len
-    )
-    return RooflineLatency(device, shape, tp), described
-
-
-def _measured_latency_model(
-    path: Path,
-    model: str | None,
-    tp: int,
-    cpu_ratio: float,
-    kv_pool_tokens: int | None,
-    max_model_len: int | None,
-) -> tuple[LatencyModel, DeviceShape]:
+    if not is_engine_profile(hardware):
+        device = load_hardware_profile(hardware)
+        shape = load_model_shape(DEFAULT_MODEL if model is None else model)
+        described = device_shape(
+            device, shape, tp, cpu_ratio=cpu_ratio, kv_pool_tokens=kv_pool_tokens, max_model_len=max_model_len
+        )
+        return RooflineLatency(device, shape, tp), described
+    path = Path(hardware)
     try:
         profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -164,9 +148,6 @@ def _measured_latency_model(
         raise LatencyProfileError(
             f"{path}: the engine profile holds no step costs; measure with sojourn profile, decoding included"
         )
-    latency = FittedLatency(
-        profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
-    )
     if tp != 1:
         raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
     limits = profile.limits
@@ -174,13 +155,12 @@ def _measured_latency_model(
     if longest and kv_pool_tokens:
         longest = min(longest, kv_pool_tokens // profile.block_size * profile.block_size)
     found = {
-        "kv_pool_tokens": kv_pool_tokens or limits.kv_pool_tokens,
-        "max_model_len": max_model_len or longest,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "kv_pool_tokens": kv_pool_tokens or limits.kv_pool_tokens or 0,
+        "max_model_len": max_model_len or longest or 0,
+        "max_num_seqs": limits.max_num_seqs or 0,
+        "max_num_batched_tokens": limits.max_num_batched_tokens or 0,
     }
-    missing = [name for name, value in found.items() if not value]
-    if missing:
+    if missing := [name for name, value in found.items() if not value]:
         raise LatencyProfileError(
             f"{path}: the engine's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the "
             "profile; set it, or measure again with sojourn profile"
@@ -188,25 +168,21 @@ def _measured_latency_model(
     kv_bytes = limits.kv_bytes_per_token
     if kv_bytes is None and model is not None:
         kv_bytes = load_model_shape(model).kv_bytes_per_token()
+    latency = FittedLatency(
+        profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
+    )
     if cpu_ratio > 0:
         if kv_bytes is None:
             raise LatencyProfileError(
                 f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
             )
-        # Raises an error if the profile lacks one of the two bandwidths.
-        latency.copy_s(1, to_host=True)
-        latency.copy_s(1, to_host=False)
-    device = DeviceShape(
-        hardware=profile.hardware,
-        model=profile.model,
-        kv_bytes_per_token=kv_bytes or 0,
-        kv_pool_tokens=found["kv_pool_tokens"] or 0,
-        max_context_tokens=found["max_model_len"] or 0,
-        max_num_seqs=found["max_num_seqs"] or 0,
-        max_num_batched_tokens=found["max_num_batched_tokens"] or 0,
-        block_size=profile.block_size,
+        for to_host in (True, False):  # raises an error without the bandwidth
+            latency.copy_s(1, to_host=to_host)
+    pool, context, seqs, batched = found.values()
+    measured = DeviceShape(
+        profile.hardware, profile.model, kv_bytes or 0, pool, context, seqs, batched, profile.block_size
     )
-    return latency, _rounded_device_shape(device, cpu_ratio)
+    return latency, _rounded_device_shape(measured, cpu_ratio)
 
 
 def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
