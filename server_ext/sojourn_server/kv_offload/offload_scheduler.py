@@ -418,9 +418,8 @@ class OffloadScheduler:
         found = [self._readable(block.key) for block in context.needed(end)]
         # Models with several groups, whose contexts have window blocks, have no disk.
         if not (self.disk_closed or was_read or self._disk_hangs):
-            missing = [block.key for block in context.needed(context.end_tokens)][len(found) :]
-            # The store is asked first, so that everything missing is read together.
-            if missing and (self._ask(request_id, missing) or self._stage(request_id, found, missing)):
+            keys = [block.key for block in context.needed(context.end_tokens)]
+            if len(keys) > len(found) and self._search(request_id, keys):
                 return None
         for entry in found:
             self.host.pin(entry)
@@ -730,17 +729,24 @@ class OffloadScheduler:
         wait.since_s, wait.is_asking = None, False
         return False
 
-    def _ask(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
-        """Plan to ask the store for ``keys``, beginning with the first that has no known copy. Returns
-        whether it is asked."""
-        wait = self._waits.get(request_id) or _DiskWait()
+    def _search(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
+        """Look for the blocks ``keys`` of a request on disk. Returns whether the request must wait.
+
+        The store is asked first, beginning with the first block that has no known copy, so that everything
+        missing is read together. If blocks are read, the entries of all ``keys`` up to the last of them stay
+        pinned until ``_end_read``."""
+        wait = self._waits.setdefault(request_id, _DiskWait())
         unknown = self.leading(keys)
-        if wait.was_asked or len(keys) - unknown < self.limits.min_probe_blocks:
+        if not wait.was_asked and len(keys) - unknown >= self.limits.min_probe_blocks:
+            wait.was_asked = wait.is_asking = True
+            self._probe(wait, keys[unknown:])
+        # The request runs next, so it has priority over idle programs.
+        elif self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
+            self._touch(keys)
+            wait.was_read = True
+        else:
             return False
-        self._waits[request_id] = wait
-        wait.was_asked = wait.is_asking = True
         wait.since_s, wait.disk_answers = self._now, False
-        self._probe(wait, keys[unknown:])
         return True
 
     def _probe(self, wait: _DiskWait | None, keys: Sequence[BlockKey]) -> None:
@@ -758,25 +764,6 @@ class OffloadScheduler:
             for key in keys[found:]:
                 if key in self.disk:
                     self._forget_file(key)
-
-    def _stage(self, request_id: str, found: Sequence[HostEntry], keys: Sequence[BlockKey]) -> bool:
-        """Plan to read the leading ``keys`` of a request from disk. Returns false if none can be read.
-
-        ``found``: entries of the request's blocks before ``keys``, which are in host memory. These entries,
-        and the entries of the blocks to read, stay pinned until ``_end_read``."""
-        wait = self._waits.get(request_id) or _DiskWait()
-        for entry in found:  # reads must not evict them
-            self.host.pin(entry)
-        wait.entries = list(found)
-        # The request runs next, so it has priority over idle programs.
-        if not self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
-            self.host.release(wait.entries)
-            wait.entries = []
-            return False
-        self._touch([*(entry.key for entry in found), *keys])
-        self._waits[request_id] = wait
-        wait.was_read, wait.since_s, wait.disk_answers = True, self._now, False
-        return True
 
     def _read(
         self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
@@ -811,8 +798,7 @@ class OffloadScheduler:
         if wait is None or not missing:
             host.release(here)
         else:
-            wait.missing = missing
-            wait.entries += here
+            wait.missing, wait.entries = missing, here
         return missing
 
     def _staged(self, key: BlockKey, copy_result: CopyResult) -> None:
