@@ -6,6 +6,7 @@ token hangs on all tokens before it; a test fills blocks with something else, an
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -343,6 +344,55 @@ def test_a_decode_engine_that_is_not_there(pair: Pair, alone: dict[str, Spoken])
     assert_same(pair.say(turns()["200"], True, peer=f"unix:{pair.folder / 'nobody'}"), alone["200"])
     pair.settled()
     assert BLOCK_TOKENS * 2 == FULL_TOKENS
+
+
+def test_host_memory_and_the_default_policy_on_the_prefill_engine(
+    loud_model: str, alone: dict[str, Spoken], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program's second turn finds in host memory what others have displaced from the device."""
+    from vllm.config import KVTransferConfig
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    usual = transfers(tmp_path, "p")
+    with_host = KVTransferConfig(
+        kv_connector="PairConnector",
+        kv_connector_module_path="sojourn_server.vllm.pair_connector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={**usual.kv_connector_extra_config, "host": {"host_bytes": 16 * MIB}},
+    )
+    shape: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp"}
+    ours = {
+        "scheduler_cls": "sojourn_server.vllm.scheduler.make_scheduler",
+        "additional_config": {"sojourn": {"policy": "sojourn", "strict": True}},
+        **shape,
+        "num_gpu_blocks_override": 2048 // BLOCK_TOKENS + 1,
+    }
+    with (
+        float32_engine(loud_model, **ours, kv_transfer_config=with_host) as prefill,
+        float32_engine(
+            loud_model, **shape, kv_transfer_config=transfers(tmp_path, "d"), disable_log_stats=False
+        ) as decode,
+    ):
+        both = Pair(prefill, decode, tmp_path, in_process=True)
+
+        def turn(program: str, prompt: list[int]) -> Spoken:
+            asked = sampling(1, both.to_prefill())
+            asked.extra_args["agentic_context"] = json.dumps({"program_id": program})
+            (first,) = prefill.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
+            return say(decode, prompt, OUTPUT_TOKENS, first.kv_transfer_params)
+
+        assert_same(turn("p", turns()["700"]), alone["700"])
+        for number in range(3):
+            turn(f"q{number}", words(number + 20, 900))
+        prompt = later(turns()["700"], alone["700"].tokens, 1)
+        assert_same(turn("p", prompt), alone["later 1"])
+        assert both.computed_by_decode() == 0
+        core = prefill.llm_engine.engine_core.engine_core.scheduler.sojourn.program_scheduler
+        first, second = core.turns_of("p")
+        assert first.outcome == second.outcome == "prefilled"
+        assert second.tokens is not None
+        assert second.tokens.host >= 700 // BLOCK_TOKENS * BLOCK_TOKENS - second.tokens.device > 300
 
 
 def say_all(llm: Any, prompts: list[list[int]], max_tokens: int, params: list[Any]) -> list[Spoken]:
