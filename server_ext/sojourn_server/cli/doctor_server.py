@@ -42,33 +42,24 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
     if health.status_code != 200:
         found = gateway_checks(client, goes_on=False)
         if any(check.ok is False for check in found):
-            yield Check("server", True, f"{base} is up")
-            yield from found
+            yield from (Check("server", True, f"{base} is up"), *found)
             return
-        yield Check(
-            "server",
-            False,
-            f"{base}/health answers {health.status_code}",
-            "wait until it has loaded; if it does not, see its log",
-        )
+        step = "wait until it has loaded; if it does not, see its log"
+        yield Check("server", False, f"{base}/health answers {health.status_code}", step)
         return
     yield Check("server", True, f"{base} is up")
 
     models = _get(client, "/v1/models")
     found = gateway_checks(client) if _is_gateway_answer(models) else []
     yield from found
-    served = _model_ids(models)
+    served = [str(entry["id"]) for entry in _json_object(models).get("data") or ()]
     with_key = "Authorization" in client.headers
-    if not isinstance(models, str) and models.status_code in (401, 403):
-        if not with_key:
-            yield Check("API key", False, "the server needs one", PASS_KEY)
-            return
-        yield Check(
-            "API key",
-            False,
-            f"the key of {key_source} is not the server's key",
-            "compare it with the server's --api-key, or a gateway's --tenants",
-        )
+    if models.status_code in (401, 403):
+        said, step = "the server needs one", PASS_KEY
+        if with_key:
+            said = f"the key of {key_source} is not the server's key"
+            step = "compare it with the server's --api-key, or a gateway's --tenants"
+        yield Check("API key", False, said, step)
         return
     if not served:
         what = "see the replicas' logs" if found else "is this an OpenAI-compatible server?"
@@ -91,8 +82,11 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
     )
 
     answer = _get(client, CAPABILITIES_PATH)
-    if isinstance(answer, str) or answer.status_code != 200:
-        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_error_summary(answer)}", _plugin_advice(answer))
+    if answer.status_code != 200:
+        step = _error(answer).get("next") or "see the server's log"
+        if answer.status_code == 404:
+            step = "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
+        yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_error_summary(answer)}", step)
         return
     document = _json_object(answer)
     wires = document.get("wire", [])
@@ -104,35 +98,24 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         "" if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
     if stock := document.get("stock"):  # engines behind a gateway
-        yield Check(
-            "plugin of each replica",
-            False,
-            f"{', '.join(stock)}: without the plugin",
-            "start them with sojourn serve; until then they keep no KV",
-        )
+        step = "start them with sojourn serve; until then they keep no KV"
+        yield Check("plugin of each replica", False, f"{', '.join(stock)}: without the plugin", step)
     if silent := document.get("silent"):
-        yield Check(
-            "answer of each replica",
-            False,
-            f"{', '.join(silent)}: no answer, or not an answer of sojourn",
-            "see their logs",
-        )
+        said = f"{', '.join(silent)}: no answer, or not an answer of sojourn"
+        yield Check("answer of each replica", False, said, "see their logs")
     if "tiers" in document:
         yield _tiers_check(document)
     if isinstance(missing := document.get("missing"), dict):
         names = ", ".join(missing["mechanisms"])
         yield Check("mechanisms", None, f"off: {names}, because {missing['because']}")
+    batch = encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
+    answer = _ask(client, "POST", EVENTS_PATH, content=batch)
+    wrong = "" if answer.status_code == 200 else _error_summary(answer)
     try:
-        answer = client.post(
-            EVENTS_PATH, content=encode(EventBatch(v=WIRE_VERSION, emitter="doctor", events=[]))
-        )
-        if answer.status_code == 200:
-            decode_outcomes(answer.content)
-            yield Check("events", True, "accepted")
-        else:
-            yield Check("events", False, _error_summary(answer), "see the server's log")
-    except (httpx.HTTPError, ValueError) as error:
-        yield Check("events", False, f"{type(error).__name__}: {error}", "see the server's log")
+        decode_outcomes(answer.content)
+    except ValueError as error:
+        wrong = wrong or f"{type(error).__name__}: {error}"
+    yield Check("events", not wrong, wrong or "accepted", "see the server's log" if wrong else "")
     yield from _programs_checks(client)
 
 
@@ -142,8 +125,8 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     from .top_view import age_s, age_text, printable, untracked_text
 
     answer = _get(client, STREAM_PATH)
-    if isinstance(answer, str) or answer.status_code != 200:
-        if isinstance(answer, str) or answer.status_code != 404:
+    if answer.status_code != 200:
+        if answer.status_code != 404:
             yield Check("programs", None, f"not known: {_error_summary(answer)}")
         return
     try:
@@ -201,52 +184,29 @@ def _size(tier: dict[str, Any]) -> str:
     return gib if blocks is None else f"{gib} or {blocks:,} blocks"
 
 
-def _plugin_advice(answer: httpx.Response | str) -> str:
-    if isinstance(answer, str):
-        return "see the server's log"
-    if answer.status_code == 404:
-        return "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
-    return _error(answer).get("next") or "see the server's log"
-
-
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
     from ..metrics.live_frame import PROBE_ID
 
-    try:
-        answer = client.post(
-            "/v1/completions",
-            json={"model": model, "prompt": "Hello", "max_tokens": 1},
-            headers={"X-Request-Id": f"{PROBE_ID}-{uuid4().hex}"},  # vLLM makes it part of the request's id
-        )
-    except httpx.HTTPError as error:
-        return Check(
-            "cached tokens", False, f"{type(error).__name__}: {error}", "is the engine busy or stuck?"
-        )
+    name = "cached tokens"
+    body = {"model": model, "prompt": "Hello", "max_tokens": 1}
+    # vLLM makes this header part of the request's id.
+    headers = {"X-Request-Id": f"{PROBE_ID}-{uuid4().hex}"}
+    answer = _ask(client, "POST", "/v1/completions", json=body, headers=headers)
+    if answer.status_code == _NO_ANSWER:
+        return Check(name, False, _error_summary(answer), "is the engine busy or stuck?")
     if answer.status_code == 401 and _is_gateway_answer(answer):
         # The same key was accepted for the list of models.
-        return Check(
-            "cached tokens",
-            None,
-            "not checked: the gateway's admin key may see everything and generate nothing",
-            "pass a tenant's key to generate a token",
-        )
-    if answer.status_code >= 500:
-        advice = "the server generates nothing: see its log; for a gateway also its engines' logs"
-        return Check("cached tokens", False, f"/v1/completions: {_error_summary(answer)}", advice)
+        said = "not checked: the gateway's admin key may see everything and generate nothing"
+        return Check(name, None, said, "pass a tenant's key to generate a token")
     if answer.status_code != 200:
-        return Check("cached tokens", None, f"/v1/completions: {_error_summary(answer)}")
+        advice = "the server generates nothing: see its log; for a gateway also its engines' logs"
+        fault = answer.status_code >= 500
+        said = f"/v1/completions: {_error_summary(answer)}"
+        return Check(name, False if fault else None, said, advice if fault else "")
     details = (_json_object(answer).get("usage") or {}).get("prompt_tokens_details")
     if isinstance(details, dict) and details.get("cached_tokens") is not None:
-        return Check("cached tokens", True, "reported with each answer")
-    return Check(
-        "cached tokens", False, "not reported", "start the server with --enable-prompt-tokens-details"
-    )
-
-
-def _model_ids(answer: httpx.Response | str) -> list[str]:
-    if isinstance(answer, str) or answer.status_code != 200:
-        return []
-    return [str(entry["id"]) for entry in _json_object(answer).get("data") or ()]
+        return Check(name, True, "reported with each answer")
+    return Check(name, False, "not reported", "start the server with --enable-prompt-tokens-details")
 
 
 REPLICAS_PATH = "/sojourn/v1/replicas"
@@ -263,11 +223,9 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
     answer = _get(client, REPLICAS_PATH)
     if not _is_gateway_answer(answer):
         return []
-    assert isinstance(answer, httpx.Response)
     if answer.status_code != 200:
-        return [
-            Check("gateway", None, f"a gateway that does not list its replicas: {_error_summary(answer)}")
-        ]
+        said = f"a gateway that does not list its replicas: {_error_summary(answer)}"
+        return [Check("gateway", None, said)]
     document = _json_object(answer)
     states: list[dict[str, Any]] = document.get("replicas") or []
     missing: list[str] = document.get("missing") or []
@@ -276,10 +234,9 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
     leaving = [name for name, how in health.items() if how == "draining"]
     refused: dict[str, str] = document.get("refused") or {}
     known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
-    capabilities = _get(client, CAPABILITIES_PATH)
-    known_capabilities = {} if isinstance(capabilities, str) else _json_object(capabilities)
+    capabilities = _json_object(_get(client, CAPABILITIES_PATH))
     # Capabilities need an engine that answers; the gateway's policy is known without an engine.
-    policy = known_capabilities.get("cluster_policy") or document.get("policy") or "unknown"
+    policy = capabilities.get("cluster_policy") or document.get("policy") or "unknown"
     detail = f"policy {policy}, {up} of {known} replicas up"
     if leaving:
         detail += f", {len(leaving)} of them draining"
@@ -324,12 +281,19 @@ def _pairs_check(
 # --- answers of the server ----------------------------------------------------------------------
 
 
-def _get(client: httpx.Client, path: str) -> httpx.Response | str:
-    """Return the server's response to ``GET path``, or the text of the transport error."""
+_NO_ANSWER = 599
+
+
+def _ask(client: httpx.Client, method: str, path: str, **more: Any) -> httpx.Response:
+    """Return the server's response; one with the status ``_NO_ANSWER`` after a transport error."""
     try:
-        return client.get(path)
+        return client.request(method, path, **more)
     except httpx.HTTPError as error:
-        return f"{type(error).__name__}: {error}"
+        return httpx.Response(_NO_ANSWER, json={"error": f"{type(error).__name__}: {error}"})
+
+
+def _get(client: httpx.Client, path: str) -> httpx.Response:
+    return _ask(client, "GET", path)
 
 
 def _json_object(answer: httpx.Response) -> dict[str, Any]:
@@ -347,18 +311,17 @@ def _error(answer: httpx.Response) -> dict[str, Any]:
     return error if isinstance(error, dict) else {"message": error}
 
 
-def _error_summary(answer: httpx.Response | str) -> str:
-    """Return status and message of an error response as text. A transport error is returned unchanged."""
-    if isinstance(answer, str):
-        return answer
-    return f"{answer.status_code} {_error(answer).get('message') or answer.reason_phrase}"
+def _error_summary(answer: httpx.Response) -> str:
+    """Return status and message of an error response as text."""
+    message = _error(answer).get("message") or answer.reason_phrase
+    return str(message) if answer.status_code == _NO_ANSWER else f"{answer.status_code} {message}"
 
 
-def _is_gateway_answer(answer: httpx.Response | str) -> bool:
+def _is_gateway_answer(answer: httpx.Response) -> bool:
     """Return whether the gateway created this response itself, instead of forwarding an engine's response."""
     from ..gateway.http.client_apis import GATEWAY
 
-    return not isinstance(answer, str) and GATEWAY in answer.headers
+    return GATEWAY in answer.headers
 
 
 def _count_roles(counts: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ import datetime
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -30,24 +29,9 @@ from .console import (
 
 if TYPE_CHECKING:
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
-    from sojourn_server.profiling.machine_speed import CopyBandwidth
-    from sojourn_server.profiling.prefill_measurement import PrefillMeasurement
-    from sojourn_server.profiling.step_measurement import StepMeasurement
-    from sojourn_server.replay.completions_client import ServedModel
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 PROGRESS_INTERVAL_S = 10.0
-
-
-@dataclass(slots=True)
-class _ProfileMeasurements:
-    """What ``_measure`` found."""
-
-    served: ServedModel
-    limits: EngineLimits
-    block_size: int
-    prefill: PrefillMeasurement
-    steps: StepMeasurement
 
 
 def profile(
@@ -81,41 +65,24 @@ def profile(
 ) -> None:
     """Measure prefill, decode and copies of a live, idle server."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
-    from sojourn_server.profiling.machine_speed import CopyBandwidth, measure_bandwidth
     from sojourn_server.profiling.offload_break_even import offload_break_even
     from sojourn_server.replay.completions_client import RequestError
 
-    key = api_key or None
     given = EngineLimits(
         max_context_tokens=max_context,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
     try:
-        measured = asyncio.run(_measure(url, model, key, given, repeats, budget_s, vocabulary, decode))
+        result, notes = asyncio.run(
+            _measure(url, model, api_key or None, given, repeats, budget_s, vocabulary, decode, hardware)
+        )
     except RequestError as error:
         raise CliError(f"a measurement failed: {error}", _resume_hint(error)) from None
-    if not measured.prefill.points:
-        raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
-    limits = measured.limits
-    local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
-    if local:
-        kv_bytes = limits.kv_bytes_per_token
-        bandwidth = measure_bandwidth(block_bytes=kv_bytes * measured.block_size if kv_bytes else None)
-    else:
-        bandwidth = CopyBandwidth(None, None, "the server runs on another machine; profile it there")
-    result = _profile_of(measured, bandwidth, hardware, local)
-    notes = [
-        *measured.prefill.notes,
-        *measured.steps.notes,
-        *([bandwidth.reason] if bandwidth.reason else []),
-    ]
     break_even = offload_break_even(result)
-    _show(result, bandwidth)
-    print_line(
-        "break-even: copying a context out and in again is faster than computing it "
-        + break_even.words(measured.prefill.points[-1][0])
-    )
+    _show(result)
+    longest = break_even.words(result.points[-1][0])
+    print_line(f"break-even: copying a context out and in again is faster than computing it {longest}")
     for note in notes:
         print_note(note)
     if output is not None:
@@ -126,7 +93,7 @@ def profile(
             raise
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json is not None:
-        residual_s = result.prefill.residual(measured.prefill.points)
+        residual_s = result.prefill.residual(result.points)
         write_json(
             {
                 **dataclasses.asdict(result),
@@ -149,9 +116,18 @@ async def _measure(
     budget_s: float,
     vocabulary: int,
     decode: bool,
-) -> _ProfileMeasurements:
-    from sojourn_server.policies.costs.engine_profile import EngineLimits
+    hardware: str | None,
+) -> tuple[EngineProfile, list[str]]:
+    """Return the measured profile, and notes for the user."""
+    from sojourn_server.launch.launch_environment import installed_versions
+    from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
+    from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
     from sojourn_server.profiling.live_engine_limits import read_limits
+    from sojourn_server.profiling.machine_speed import (
+        CopyBandwidth,
+        describe_hardware,
+        measure_bandwidth,
+    )
     from sojourn_server.profiling.prefill_measurement import measure_prefill
     from sojourn_server.profiling.step_measurement import StepMeasurement, measure_steps
     from sojourn_server.replay.completions_client import CompletionsClient
@@ -174,7 +150,11 @@ async def _measure(
         if limit is None and max_context is None:
             raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
-        _announce(served.name, longest, budget_s, decode)
+        also = ", then decodes and extended prefixes" if decode else ""
+        print_line(
+            f"measuring {served.name}: prompts of up to {longest:,} tokens{also}; takes at most "
+            f"{budget_s:.0f} s (--budget-s), and less with --max-context TOKENS or --no-decode"
+        )
         started = time.monotonic()
         # The policies of a live engine need the prefill curve, so it comes first; decodes get the rest of the
         # budget, at least half.
@@ -204,7 +184,32 @@ async def _measure(
                 vocabulary=vocabulary,
                 on_sample=show,
             )
-    return _ProfileMeasurements(served, limits, block_tokens, prefill, steps)
+    if not prefill.points:
+        raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
+    local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
+    bandwidth = CopyBandwidth(None, None, "the server runs on another machine; profile it there")
+    if local:
+        kv_bytes = limits.kv_bytes_per_token
+        bandwidth = measure_bandwidth(block_bytes=kv_bytes * block_tokens if kv_bytes else None)
+    # The torch of this environment is the engine's only if the engine runs in this environment.
+    distributions = ("sojourn", "torch") if local else ("sojourn",)
+    result = EngineProfile(
+        model=served.name,
+        hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
+        engine=served.engine,
+        block_size=block_tokens,
+        prefill=fit_prefill_curve(prefill.points),
+        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in prefill.points),
+        device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
+        host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
+        decode_points=tuple((tokens, round(seconds, 6)) for tokens, seconds in steps.decode_points),
+        limits=limits,
+        steps=fit_step_costs(steps.samples) if steps.samples else None,
+        step_samples=tuple(steps.samples),
+        measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        versions={"engine": served.engine, **installed_versions(*distributions)},
+    )
+    return result, [*prefill.notes, *steps.notes, *([bandwidth.reason] if bandwidth.reason else [])]
 
 
 def _progress_lines() -> Callable[[str], None]:
@@ -220,44 +225,7 @@ def _progress_lines() -> Callable[[str], None]:
     return show
 
 
-def _announce(model: str, longest: int, budget_s: float, decode: bool) -> None:
-    also = ", then decodes and extended prefixes" if decode else ""
-    print_line(
-        f"measuring {model}: prompts of up to {longest:,} tokens{also}; takes at most {budget_s:.0f} s "
-        "(--budget-s), and less with --max-context TOKENS or --no-decode"
-    )
-
-
-def _profile_of(
-    measured: _ProfileMeasurements, bandwidth: CopyBandwidth, hardware: str | None, local: bool
-) -> EngineProfile:
-    from sojourn_server.launch.launch_environment import installed_versions
-    from sojourn_server.policies.costs.engine_profile import EngineProfile
-    from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
-    from sojourn_server.profiling.machine_speed import describe_hardware
-
-    served, prefill, steps = measured.served, measured.prefill, measured.steps
-    # The torch of this environment is the engine's only if the engine runs in this environment.
-    distributions = ("sojourn", "torch") if local else ("sojourn",)
-    return EngineProfile(
-        model=served.name,
-        hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
-        engine=served.engine,
-        block_size=measured.block_size,
-        prefill=fit_prefill_curve(prefill.points),
-        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in prefill.points),
-        device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
-        host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
-        decode_points=tuple((tokens, round(seconds, 6)) for tokens, seconds in steps.decode_points),
-        limits=measured.limits,
-        steps=fit_step_costs(steps.samples) if steps.samples else None,
-        step_samples=tuple(steps.samples),
-        measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        versions={"engine": served.engine, **installed_versions(*distributions)},
-    )
-
-
-def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:
+def _show(result: EngineProfile) -> None:
     from rich.table import Table
 
     table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
@@ -267,18 +235,11 @@ def _show(result: EngineProfile, bandwidth: CopyBandwidth) -> None:
         fitted = result.prefill.seconds(tokens)
         table.add_row(f"{tokens:,}", f"{seconds:.4g}", f"{fitted:.4g}", f"{tokens / max(seconds, 1e-9):,.0f}")
     console.print(table)
-    down, up = bandwidth.device_to_host_bytes_per_s, bandwidth.host_to_device_bytes_per_s
+    down, up = result.device_to_host_bytes_per_s, result.host_to_device_bytes_per_s
     if down and up:
         console.print(f"device to host {down / 1e9:.1f} GB/s, host to device {up / 1e9:.1f} GB/s")
-    if result.steps is not None:
-        _show_steps(result)
-
-
-def _show_steps(result: EngineProfile) -> None:
-    from rich.table import Table
-
-    costs = result.steps
-    assert costs is not None
+    if (costs := result.steps) is None:
+        return
     off = costs.relative_error(result.step_samples)
     table = Table(
         title=f"a step, within {off:.0%} of {len(result.step_samples)} samples", title_justify="left"

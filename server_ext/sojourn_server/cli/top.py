@@ -98,10 +98,10 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:
     from rich.console import Console
-    from rich.text import Text
 
     from .top_view import (
         MIN_WIDTH,
+        as_text,
         empty_line,
         header,
         heading,
@@ -121,4 +121,4 @@ def _print(frame: LiveFrame, url: str, sort: str) -> None:
         lines.append([(f"{len(views) - _PROGRAMS} more programs; --json has all", "bold")])
     out = Console(width=width, highlight=False)
     for line in lines:
-        out.print(Text.assemble(*((text, style or "") for text, style in line)), soft_wrap=True)
+        out.print(as_text(line), soft_wrap=True)

@@ -28,6 +28,7 @@ from .top_view import (
     MIN_WIDTH,
     Line,
     ProgramView,
+    as_text,
     column_meanings,
     cut,
     duration,
@@ -55,21 +56,11 @@ class _Lines(Static):
 
     DEFAULT_CSS = "_Lines { height: auto; }"
 
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__("", markup=False, **arguments)
-        self.lines: list[Line] = []
+    lines: list[Line]
 
     def show(self, lines: list[Line]) -> None:
-        from rich.text import Text
-
         self.lines = lines
-        text = Text(no_wrap=True, overflow="crop", end="")
-        for number, line in enumerate(lines):
-            for part, style in line:
-                text.append(part, style or None)
-            if number < len(lines) - 1:
-                text.append("\n")
-        self.update(text)
+        self.update(as_text([("\n", "")]).join(map(as_text, lines)))
 
 
 class ProgramTable(ScrollView, can_focus=True):

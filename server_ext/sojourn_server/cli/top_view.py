@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.table import Table
+from rich.text import Text
 
 from ..metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 
@@ -202,6 +203,11 @@ def shows_leases(frame: LiveFrame) -> bool:
 def sortable(*, leases: bool) -> tuple[str, ...]:
     """Return the names of the shown columns by which the table can be sorted."""
     return tuple(column.name.lower() for column in _columns(leases) if column.name != "TOOL")
+
+
+def as_text(line: Line) -> Text:
+    """Return a line as Rich's text, which is never wrapped."""
+    return Text.assemble(*line, no_wrap=True, overflow="crop", end="")
 
 
 @lru_cache
