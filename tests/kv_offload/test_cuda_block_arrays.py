@@ -19,7 +19,7 @@ PAGES = (8, 4)
 ROW = sum(PAGES)
 STAGING_ROWS = 3
 STEPS = 40
-WAITS = ("gather's fence", "gathered", "scatter's fence", "hold", "filled", "staging")
+WAITS = ("gather's fence", "scatter's fence", "staging")
 
 
 class Device:
@@ -53,15 +53,8 @@ class Device:
             self.kv._out_stream.wait_event = nothing  # type: ignore[method-assign]
         elif missing == "scatter's fence":
             self.kv._in_stream.wait_event = nothing  # type: ignore[method-assign]
-        elif missing == "hold":
-            self.kv._hold = nothing  # type: ignore[method-assign]
-        elif missing == "gathered":
-            self.kv._await_gathered = nothing  # type: ignore[method-assign]
-        elif missing == "filled":
-            self.kv._await_filled = nothing  # type: ignore[method-assign]
         elif missing == "staging":
             self.kv._await_staging = nothing  # type: ignore[method-assign]
-            self.kv._await_filled = lambda: self.kv._last_in.wait()  # type: ignore[method-assign, union-attr]
 
     def row(self, layer: int, block: int) -> bytes:
         return b"".join(

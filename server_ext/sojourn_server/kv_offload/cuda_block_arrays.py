@@ -98,7 +98,8 @@ class CudaBlockArrays(KvBlockArrays):
             for low in range(0, len(places), len(self._out)):
                 some = places[low : low + len(self._out)]
                 pages, parts, sizes = self._addresses(some, self._out)
-                self._await_gathered(self._copy(pages, parts, sizes, self._out_stream))
+                # Before the copies are read on the host, the device must have made them.
+                self._copy(pages, parts, sizes, self._out_stream).wait()
                 for row, content in zip(rows[low:], self._out[: len(some)], strict=False):
                     row[:] = content
 
@@ -121,9 +122,9 @@ class CudaBlockArrays(KvBlockArrays):
                 self._last_in = self._copy(parts, pages, sizes, self._in_stream)
             assert self._last_in is not None
             if hold:
-                self._hold(self._last_in)
+                self._cuda.compute_stream().wait_event(self._last_in.event)
             else:
-                self._await_filled()
+                self._await_staging()  # before the blocks' request is reported as loaded
 
     def _addresses(
         self, places: Sequence[tuple[int, int]], staging: np.ndarray[Any, Any]
@@ -141,18 +142,6 @@ class CudaBlockArrays(KvBlockArrays):
 
     def _copy(self, sources: Any, destinations: Any, sizes: Any, stream: CudaStream) -> CudaCopy:
         return queue_copy(self._cuda, sources, destinations, sizes, stream, stable_sources=False)
-
-    def _hold(self, copy: CudaCopy) -> None:
-        self._cuda.compute_stream().wait_event(copy.event)
-
-    @staticmethod
-    def _await_gathered(copy: CudaCopy) -> None:
-        """Wait until the device has read the blocks, before their copies are read on the host."""
-        copy.wait()
-
-    def _await_filled(self) -> None:
-        """Wait until blocks are filled, before their request is reported as loaded."""
-        self._await_staging()
 
     def _await_staging(self) -> None:
         """Wait until the device has read the staging memory, before the host writes it again."""
