@@ -55,7 +55,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--prefill", "http://h:1", "--decode", "h"], "not an engine's address"),
         (
             ["--prefill", "http://h:1,http://h:2", "--decode", "http://h:2"],
-            "http://h:1 is given twice",
+            "http://h:2 is given twice",
         ),
         (["--prefill", "http://h:1,http://h:1", "--decode", "http://h:2"], "given twice"),
         ([*PAIR, *ENGINES], "--engines and --prefill are both given"),
