@@ -24,9 +24,9 @@ Word = str | int | float
 
 _ONLY_WITHOUT_PAIRS = {
     "engines": "prefill and decode replace engines",
-    "policy": "pairs are chosen by load alone",
-    "policy_file": "pairs are chosen by load alone",
-    "allow_policy_modules": "pairs are chosen by load alone",
+    "policy": "pairs have one rule: the engine that is done soonest",
+    "policy_file": "pairs have one rule: the engine that is done soonest",
+    "allow_policy_modules": "pairs have one rule: the engine that is done soonest",
 }
 """Keys that must be absent if ``prefill`` and ``decode`` are present, with the reasons."""
 _OWN_FLAGS = ("--port", "--host")
