@@ -374,7 +374,7 @@ def assert_clean(*engines: Engine) -> None:
     for engine in engines:
         engine.world.settle()
         node = engine.node
-        assert node.is_clean, (engine.name, node.stats(), node._transfers())
+        assert node.is_clean, (engine.name, node.counts, node._transfers())
         buffers = node.buffers
         assert (buffers.used, buffers.waiting) == (0, 0)
         assert sorted(buffers._free) == list(range(buffers.slots))

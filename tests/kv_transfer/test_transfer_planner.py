@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from sojourn_server.kv_transfer.transfer_jobs import FillJob, TransferResults
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_request import (
     MATCH_PENDING,
-    MAX_TRANSFER_BYTES,
     NO_MATCH,
     WHOLE_REQUEST,
     ExternalMatch,
@@ -205,20 +205,20 @@ def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({**TO_PREFILL, "do_remote_decode": "yes"}, "true or false"),
+        ({**TO_PREFILL, "do_remote_decode": "yes"}, "got `str` - at `$.do_remote_decode`"),
         ({**TO_PREFILL, **TO_DECODE}, "both"),
         ({**TO_PREFILL, "transfer": ""}, "transfer"),
-        ({**TO_PREFILL, "transfer": "x" * (MAX_TRANSFER_BYTES + 1)}, "at most 200"),
         ({**TO_PREFILL, "transfer": "\ud800"}, "transfer"),
-        ({**TO_PREFILL, "peer": 7}, "peer is 7"),
-        ({**TO_PREFILL, "decode_reads": 1}, "decode_reads is 1"),
-        ({**TO_DECODE, "context": None}, "context is None"),
-        ({**TO_DECODE, "stored": -1}, "stored is -1"),
-        ({**TO_DECODE, "stored": "3"}, "stored is '3'"),
+        ({**TO_PREFILL, "peer": 7}, "got `int` - at `$.peer`"),
+        ({**TO_PREFILL, "decode_reads": 1}, "decode_reads"),
+        ({**TO_DECODE, "context": None}, "got `null` - at `$.context`"),
+        ({**TO_PREFILL, "do_remote_decode": False, "do_remote_prefill": True}, "context is missing"),
+        ({**TO_DECODE, "stored": -1}, "stored"),
+        ({**TO_DECODE, "stored": "3"}, "stored"),
     ],
 )
 def test_what_is_wrong_is_named(given: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=re.escape(what)):
         parse_transfer_params(given)
 
 

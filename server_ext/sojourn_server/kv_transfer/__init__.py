@@ -23,33 +23,27 @@ coroutine a side::
       report layers; keep the blocks until ``end``
     BlockPush.run                                  Offer ──▶ take the rest of the lease, or a new one
       Offer ────────────────────────────────▶
-      Need  ◀────────────────────────────────              Need the blocks that neither storage nor another
-      Data, each layer once computed ───────▶               push brings; wait for all
+      Need  ◀────────────────────────────────              Need the blocks that storage does not bring
+      Data, each layer once computed ───────▶               wait for all blocks
       Complete ◀─────────────────────────────              Complete; keep the blocks until ``end``
 
 A transfer of this package and the class that runs it are the same object. Its coroutine and all state belong
 to the event loop. The engine's threads use it as a handle: they read its outcome, wait for it under the lock
-``TransferNode.changed``, and ``post`` everything else to the loop.
+``TransferContext.changed``, and ``post`` everything else to the loop.
 
 These rules make the rest short:
 
-1. *A slot has one filler.* ``BufferSlot.filler`` is the transfer, or the storage reads, that brings the
-   block; all leases on the block wait for that one. Whatever ends sets the fillers of its missing slots
-   to ``None`` and wakes those who wait. So a waiting coroutine looks at the slot again: it has the
-   layer, or another filler, or may bring the block itself. A slot that is half filled, or that a thread
-   may still write to, is ``bad``: its block is given up, and a new lease gets another slot.
-2. *Blocks are awaited in order*, block after block within layer after layer, because only leading blocks
-   are of use. No counters of missing blocks are kept.
-3. *A transfer ends in one place*, ``Transfer._live``: well, by an exception, by ``asyncio.timeout``, or
-   by ``stop``, which cancels the coroutine and keeps the reason. After that its outcome is set, its peer
-   is told unless the peer is the cause, and its buffers are released. A message that is being sent is
-   completed before that, because it reads the memory.
-4. *Time is limited without progress, not in all.* ``patience`` is an ``asyncio.timeout``, and ``renew``
-   starts it again: with each layer, with each report of a peer whose counter has grown, and, while the
-   transfer waits for this engine's own buffers, reads or sends, whenever any transfer of this engine has
-   moved. ``TransferNode._beat`` reports the counter to peers. A write to a socket, a read from storage,
-   a dial and a handshake have limits of their own.
-5. *Queues are in order of arrival*: leases, reads from storage, and the sends of one connection
+1. *Blocks are awaited in order*, block after block within layer after layer, because only leading blocks
+   are of use. A coroutine that waits for ``news`` looks at its slots again: ``filled`` layers are there, and
+   ``why`` says that the others will not arrive.
+2. *A transfer ends in one place*, ``Transfer._end``: well, by an exception, or by ``stop``, which cancels the
+   coroutine and keeps the reason. After that its outcome is set, its peer is told unless the peer is the
+   cause, and its buffers are released. A message that is being sent is completed before that, because it
+   reads the memory.
+3. *Each wait has an end.* A peer that has a part in a transfer and does not answer pings loses its
+   connection, and with it all transfers on it. A live peer has ``lease_s`` for each next piece of data. A
+   read from storage, a dial and a handshake have limits of their own.
+4. *Queues are in order of arrival*: leases, reads from storage, and the sends of one connection
    (``PeerConnection.lane``), because if all are served at once, all end late.
 
 Nothing of a transfer survives either process. A peer's end closes its connections, and ``lost`` ends the

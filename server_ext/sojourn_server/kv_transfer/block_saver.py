@@ -8,6 +8,7 @@ if the store accepts none of them for ``patience_s``, or if finished requests wo
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,10 @@ class BlockSaver:
         kv: KvBlocks,
         *,
         patience_s: float,
-        clock: Callable[[], float],
         counts: Counter[str],
         attempt: Callable[..., Any],
         max_held_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``patience_s``: maximum seconds without progress on blocks of finished requests. ``attempt(what,
         call, *arguments)`` makes a call and handles its errors. ``max_held_blocks``: maximum number of engine

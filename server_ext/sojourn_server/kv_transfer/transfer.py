@@ -131,7 +131,7 @@ class Transfer:
         self.awaited: dict[int, BufferSlot] = {}
         """Slots of the blocks that the peer is to send, by their index in its messages."""
         self._leased: list[BufferSlot] = []
-        self._has_begun = self._is_released = False
+        self._has_begun = False
         self._why_ended: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._news: asyncio.Future[None] | None = None
@@ -139,19 +139,17 @@ class Transfer:
     # -- for the engine's threads -----------------------------------------------------
 
     def blocks(self) -> list[memoryview]:
-        """Return the leading blocks that have arrived. They are valid until ``end``. Raises ``ValueError``
-        if the transfer is open, has failed or has released its buffers."""
+        """Return the leading blocks that have arrived, valid until ``end``. Empty while the transfer is open,
+        and after it has failed or has released its buffers."""
         with self.node.changed:
-            if self.outcome is None or self._is_released:
-                raise ValueError(f"{self.kind} {self.name!r} is not over, has failed or is released")
-            return [slot.memory for slot in self.slots[: self.outcome.good]]
+            return (
+                [slot.memory for slot in self.slots[: self.outcome.good]] if self.outcome is not None else []
+            )
 
     def ready(self, layerwise: bool) -> int | None:
         """Return how many leading blocks a request can use now; ``None`` if it must wait until the transfer
         is over. ``layerwise``: blocks can be used once their first layer has arrived."""
-        if self.outcome is None:
-            return None
-        return 0 if self._is_released else self.outcome.good
+        return None if self.outcome is None else len(self.blocks())
 
     def end(self) -> None:
         """End the transfer, whether or not its blocks have arrived, and release its buffers."""
@@ -223,7 +221,7 @@ class Transfer:
         self.ended(why)
         self.finish(TransferOutcome(0, why))
         with self.node.changed:
-            self._is_released, self.slots = True, []
+            self.slots = []
         self.node.buffers.release(self._leased)
         self.node.forget(self)
 

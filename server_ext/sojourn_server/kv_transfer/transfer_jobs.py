@@ -32,19 +32,8 @@ class ExpectJob(NamedTuple):
     context: str
 
 
-class StreamJob(NamedTuple):
-    """Fill the request's blocks ``block_ids`` with fetched KV, layer by layer while this step computes. The
-    job ends the ask."""
-
-    ask: int
-    skip: int
-    """Number of leading engine blocks of the fetched KV to leave out."""
-    block_ids: list[int]
-
-
 class FillJob(NamedTuple):
-    """Fill a request's blocks with a complete context, or with fetched KV, while other requests compute. The
-    job ends the ask. After the job, the worker tells vLLM that the load has ended."""
+    """Fill a request's blocks with a complete context, or with fetched KV. The job ends the ask."""
 
     ask: int
     """If it is 0, there is no KV, and the worker reports the blocks as not filled."""
@@ -90,12 +79,14 @@ class TransferJobs:
     """Numbers of asks whose results are not needed any more. They may be asks of the same step."""
     aborts: list[str] = field(default_factory=list)
     """Requests whose push is cancelled."""
-    streams: list[StreamJob] = field(default_factory=list)
+    streams: list[FillJob] = field(default_factory=list)
+    """Blocks that are filled layer by layer while this step computes."""
     not_filled: list[int] = field(default_factory=list)
     """Ids of blocks that a request needs but no job fills. The worker reports them to vLLM as not filled."""
     pushes: list[PushJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
     fills: list[FillJob] = field(default_factory=list)
+    """Blocks that are filled while other requests compute. The worker tells vLLM of the end of each."""
     holds: list[str] = field(default_factory=list)
     """Finished requests whose blocks vLLM keeps until their push and ``saves`` have ended. The worker then
     reports these requests to vLLM as sent."""

@@ -25,7 +25,7 @@ from ..kv_offload.shared_store import SharedStore
 from .peer_transport import dial, listen, remove_socket
 from .store_threads import StoreThreads
 from .transfer_limits import TransferLimits
-from .transfer_node import TransferNode, link_stats
+from .transfer_node import TransferNode
 
 START_TIMEOUT_S = 30.0
 STATS_TIMEOUT_S = 1.0
@@ -74,16 +74,31 @@ class TransferManager:
         return self.node.is_clean and not self.storage.queued_writes
 
     def stats(self, counts: Counter[str] | None = None) -> dict[str, Any]:
-        """Return ``TransferNode.stats``, with the link of writes to storage, ``addresses`` and ``epoch`` for
-        peers, and ``kv``, a digest that is equal for workers that can exchange KV. ``counts``: counters of
-        the worker, which are added."""
-        stats, storage = self.node.stats(), self.storage
-        queued_bytes = storage.queued_writes * self._identity.block_bytes
-        stats["links"]["storage write"] = link_stats(queued_bytes, storage.written_bytes)
+        """Return the use of buffers, the state of each link by its name, and counters, for operators. For
+        gateways: ``addresses`` and ``epoch``; ``block_s``, the mean seconds of the read of a block (0 if
+        unknown); and ``kv``, a digest that is equal for workers that can exchange KV. ``counts``: counters of
+        the worker, which are added. ``queued_s`` of reads: estimated seconds until a new read would begin,
+        ``None`` if unknown.
+        """
+        node, reads, storage = self.node, self.node.reads, self.storage
+        block_bytes, sent = self._identity.block_bytes, node.counts["bytes_sent"]
         # Copies, because other threads count meanwhile.
-        merged = Counter(stats["counts"]) + Counter(storage.counts) + Counter(counts)
+        merged = Counter(node.counts) + Counter(storage.counts) + Counter(counts)
         return {
-            **stats,
+            "slots": node.buffers.slots,
+            "slots_used": node.buffers.used,
+            "leases_waiting": node.buffers.waiting,
+            "links": {
+                "storage read": {
+                    "queued_bytes": len(reads) * block_bytes,
+                    "queued_s": reads.queued_s(node.loop.time()),
+                    "moved_bytes": reads.moved_bytes,
+                },
+                "storage write": _link(storage.queued_writes * block_bytes, storage.written_bytes),
+                "compute network": _link(node.queued_send_bytes, sent),
+            },
+            "received_bytes": node.counts["bytes_fetched"] + node.counts["bytes_taken"],
+            "block_s": reads.block_s,
             "addresses": list(self.addresses),
             "epoch": self.epoch,
             "kv": self._identity.digest().hex(),
@@ -144,6 +159,10 @@ class TransferManager:
             for address in self.addresses:
                 remove_socket(address)
             await self.node.close()
+
+
+def _link(queued_bytes: int, moved_bytes: int) -> dict[str, float | None]:
+    return {"queued_bytes": queued_bytes, "queued_s": None, "moved_bytes": moved_bytes}
 
 
 def fetch_stats(address: str) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ process is not taken for a dead peer."""
 
 class TransferNode(TransferContext):
     """All transfers of one engine. Create it in its event loop, which owns all of it except ``changed``.
-    ``load``, ``offer``, ``expect``, ``post`` and ``stats`` are also for other threads. The first three raise
+    ``load``, ``offer``, ``expect`` and ``post`` are also for other threads. The first three raise
     ``ValueError`` once the node is closing."""
 
     def __init__(self, identity: KvIdentity, limits: TransferLimits, **options: Any) -> None:
@@ -106,27 +106,6 @@ class TransferNode(TransferContext):
     def is_clean(self) -> bool:
         """Whether nothing is open, and no buffer or queued read is left over."""
         return not (self._transfers() or len(self.reads) or self.buffers.used or self.buffers.waiting)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the use of buffers, the state of each link by its name, and counters, for operators.
-
-        ``queued_s`` of a link: estimated seconds until a new item would begin; ``None`` if unknown.
-        ``block_s``: seconds of the read of a block; 0 if unknown.
-        """
-        buffers, reads = self.buffers, self.reads
-        queued_bytes = len(reads) * buffers.block_bytes
-        return {
-            "slots": buffers.slots,
-            "slots_used": buffers.used,
-            "leases_waiting": buffers.waiting,
-            "links": {
-                "storage read": link_stats(queued_bytes, reads.moved_bytes, reads.queued_s(self.loop.time())),
-                "compute network": link_stats(self.queued_send_bytes, self.counts["bytes_sent"]),
-            },
-            "received_bytes": self.counts["bytes_fetched"] + self.counts["bytes_taken"],
-            "block_s": reads.block_s,
-            "counts": dict(self.counts),
-        }
 
     # -- for transfers and connections ------------------------------------------------
 
@@ -226,7 +205,3 @@ class TransferNode(TransferContext):
                 self.counts["prompts_evicted"] += 1
                 lacking -= len(prompt.slots)
                 prompt.stop(EVICTED)
-
-
-def link_stats(queued_bytes: int, moved_bytes: int, queued_s: float | None = None) -> dict[str, float | None]:
-    return {"queued_bytes": queued_bytes, "queued_s": queued_s, "moved_bytes": moved_bytes}

@@ -32,7 +32,6 @@ from .transfer_jobs import (
     FillJob,
     PushJob,
     SaveJob,
-    StreamJob,
     TransferJobs,
     TransferResults,
 )
@@ -166,16 +165,14 @@ class TransferPlanner:
             return
         end = self._ready_end(entry)
         first = (end - external_tokens) // self._block_tokens
-        skip, ids = (
-            first - entry.first * self._per_full,
-            list(block_ids[first : -(-end // self._block_tokens)]),
-        )
+        skip = first - entry.first * self._per_full
+        fill = FillJob(entry.ask, request_id, skip, list(block_ids[first : -(-end // self._block_tokens)]))
         if entry.is_pushed or not self._streams:
-            self._orders.fills.append(FillJob(entry.ask, request_id, skip, ids))
+            self._orders.fills.append(fill)
             self.counts["tokens_taken" if entry.is_pushed else "tokens_read"] += external_tokens
             entry.phase, entry.is_filling = TransferPhase.FILLING, True
         else:
-            self._orders.streams.append(StreamJob(entry.ask, skip, ids))
+            self._orders.streams.append(fill)
             self.counts["tokens_streamed"] += external_tokens
             entry.phase, entry.fetches = TransferPhase.RUNNING, 0
         self._close(entry)

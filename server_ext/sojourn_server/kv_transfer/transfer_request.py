@@ -22,11 +22,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-MAX_TRANSFER_BYTES = 200
-"""Maximum bytes of a transfer's id. ``context_name`` adds 33 bytes, and ``MAX_ID_BYTES`` allows 256."""
-MAX_CONTEXT_BYTES = MAX_TRANSFER_BYTES + 33
+import msgspec
+
+Name = Annotated[str, msgspec.Meta(max_length=4096, pattern="^[^\\ud800-\\udfff]+$")]
+"""A text of at least one character, without halves of surrogate pairs, which UTF-8 cannot encode."""
 
 
 class TransferRole(Enum):
@@ -38,16 +39,22 @@ class TransferRole(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferParams:
-    """Validated ``kv_transfer_params`` of a request. The module's docstring explains the fields."""
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """``kv_transfer_params`` of a request. The module's docstring explains the fields."""
 
-    role: TransferRole = TransferRole.WHOLE
-    transfer: str = ""
-    peer: str = ""
-    decode_reads: bool = False
-    context: str = ""
-    stored: int = 0
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    transfer: Name = ""
+    peer: Name = ""
+    decode_reads: bool | None = None
+    context: Name = ""
+    stored: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def role(self) -> TransferRole:
+        if self.do_remote_decode:
+            return TransferRole.PREFILL
+        return TransferRole.DECODE if self.do_remote_prefill else TransferRole.WHOLE
 
 
 WHOLE_REQUEST = TransferParams()
@@ -56,25 +63,18 @@ WHOLE_REQUEST = TransferParams()
 def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     """Validate ``kv_transfer_params`` and return them; ``WHOLE_REQUEST`` if no other engine takes part.
     Raises ``ValueError`` if a value is invalid."""
-    given = given or {}
-    for name in ("do_remote_decode", "do_remote_prefill", "decode_reads"):
-        if not isinstance(given.get(name), bool | None):
-            raise ValueError(f"{name} is {given[name]!r:.80}; expected true or false")
-    prefill, decode = given.get("do_remote_decode"), given.get("do_remote_prefill")
-    if prefill and decode:
+    try:
+        params = msgspec.convert(given or {}, TransferParams)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+    if params.do_remote_decode and params.do_remote_prefill:
         raise ValueError("do_remote_decode and do_remote_prefill are both set; an engine does one of them")
-    if not prefill and not decode:
+    if params.role is TransferRole.WHOLE:
         return WHOLE_REQUEST
-    transfer = _text(given, "transfer", MAX_TRANSFER_BYTES)
-    if prefill:
-        peer, decode_reads = _text(given, "peer", 4096), bool(given.get("decode_reads"))
-        role = TransferRole.PREFILL
-        return TransferParams(role=role, transfer=transfer, peer=peer, decode_reads=decode_reads)
-    stored = given.get("stored", 0)
-    if not isinstance(stored, int) or isinstance(stored, bool) or stored < 0:
-        raise ValueError(f"stored is {stored!r:.80}; expected a number of blocks")
-    context = _text(given, "context", MAX_CONTEXT_BYTES)
-    return TransferParams(role=TransferRole.DECODE, transfer=transfer, context=context, stored=stored)
+    for name in ("transfer", "peer" if params.do_remote_decode else "context"):
+        if not getattr(params, name):
+            raise ValueError(f"{name} is missing")
+    return params
 
 
 def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
@@ -106,17 +106,6 @@ def tail_key(context: str) -> bytes:
     ``context``: the prompt's ``context_name``. Such a block is pushed but not stored, and no other transfer
     uses its key."""
     return hashlib.blake2b(f"tail of {context}".encode(), digest_size=32).digest()
-
-
-def _text(given: Mapping[str, Any], name: str, max_bytes: int) -> str:
-    value = given.get(name)
-    if not isinstance(value, str) or not value or len(value.encode(errors="replace")) > max_bytes:
-        raise ValueError(f"{name} is {value!r:.80}; expected a text of at most {max_bytes} bytes")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} is not valid UTF-8 text") from None
-    return value
 
 
 class RequestView(Protocol):

@@ -13,10 +13,8 @@ The engine then computes the affected KV.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ..kv_offload.transfer_thread import TransferThread
 from .block_load import BlockLoad, ReadingPeer
 from .block_saver import BlockSaver
-from .transfer_jobs import ExpectJob, FetchJob, FillJob, PushJob, StreamJob, TransferJobs, TransferResults
+from .transfer_jobs import ExpectJob, FetchJob, FillJob, PushJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
@@ -77,7 +75,6 @@ class TransferWorker:
         layerwise: bool = True,
         max_held_blocks: int = sys.maxsize,
         patience_s: float = MANAGER_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``slots``: number of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own
         errors. With ``strict`` they are raised instead, for tests. ``layerwise``: whether a request may run
@@ -102,7 +99,7 @@ class TransferWorker:
         """Requests whose fill job has ended since the last ``take_received``."""
         self._not_filled: set[int] = set()
         """Ids of blocks that fill jobs could not fill since the last ``take_not_filled``."""
-        self._streams: list[tuple[StreamJob, BlockLoad]] = []
+        self._streams: list[tuple[FillJob, BlockLoad]] = []
         self._step_pushes: list[_ActivePush] = []
         self._pushes: dict[str, _ActivePush] = {}
         self._held: set[str] = set()
@@ -116,7 +113,7 @@ class TransferWorker:
         self._push_lane = TransferThread("paths-give")
         self._fill_lane = TransferThread("paths-take")
         self._saving = BlockSaver(
-            manager.storage, kv, patience_s=patience_s, clock=clock, counts=self.counts, attempt=self._do,
+            manager.storage, kv, patience_s=patience_s, counts=self.counts, attempt=self._do,
             max_held_blocks=max_held_blocks,
         )  # fmt: skip
 
@@ -255,12 +252,8 @@ class TransferWorker:
             except ValueError:  # another request waits for it
                 self.counts["prompts_twice"] += 1
             return
-        peer = None
-        if job.peer:
-            total = max(job.total, len(job.keys))
-            peer = ReadingPeer(job.peer, job.context, total)
-        name = f"{job.context}#{job.ask}"
-        self._sources[job.ask] = self._node.load(name, job.keys, peer)
+        peer = ReadingPeer(job.peer, job.context, job.total) if job.peer else None
+        self._sources[job.ask] = self._node.load(f"{job.context}#{job.ask}", job.keys, peer)
 
     def _take_source(self, ask: int) -> BlockLoad | IncomingPrompt | None:
         self._unanswered.discard(ask)
@@ -270,7 +263,7 @@ class TransferWorker:
         if source is not None:
             source.end()
 
-    def _fill_layer(self, stream: StreamJob, load: BlockLoad, layer: int) -> list[int]:
+    def _fill_layer(self, stream: FillJob, load: BlockLoad, layer: int) -> list[int]:
         """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
         blocks = load.wait_layer(layer, MANAGER_TIMEOUT_S)
         after = self._kv.fence()
@@ -282,9 +275,7 @@ class TransferWorker:
         filled: list[int] = []
         try:
             if source is not None:
-                blocks: list[memoryview] = []
-                with contextlib.suppress(ValueError):  # the transfer was given up meanwhile
-                    blocks = source.blocks()
+                blocks = source.blocks()
                 for layer in range(len(self._kv)):
                     filled = self._kv.scatter(
                         layer, blocks, fill.skip, fill.block_ids, part=layer, after=after
