@@ -37,7 +37,7 @@ from ..launch.serve_command import (
     listen_address,
     policy_settings,
 )
-from ..policies.preset_store import DEFAULT_PRESET, PresetError
+from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, check_free_port, print_line, print_note
 
 _OPTION_CLASSES = (ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
@@ -78,10 +78,7 @@ def serve(
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
     settings = _settings(sojourn_option)
-    try:
-        options |= policy_settings({name: options[name] for name in _POLICY_OPTIONS}, settings, engine_args)
-    except InvalidOption as error:
-        raise CliError(str(error), "see sojourn serve --help") from None
+    options |= policy_settings({name: options[name] for name in _POLICY_OPTIONS}, settings, engine_args)
     for name in ("policy_file", "profile_file"):
         if options[name] is not None and not Path(options[name]).is_file():
             raise CliError(f"{options[name]} is not a file", "give the path of a file that exists")
@@ -167,10 +164,7 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
     following ones. If ``model`` is a flag, the model comes from the ``--config`` file."""
     is_named = not model.startswith("-")
     engine_args = args if is_named else [model, *args]
-    try:
-        from_file = EngineFlags.read(engine_args).from_file
-    except InvalidOption as error:
-        raise CliError(str(error), "see vllm serve --help") from None
+    from_file = EngineFlags.read(engine_args).from_file
     for flag in map(flag_name, from_file):
         if flag in own_flags:
             raise CliError(
@@ -203,13 +197,8 @@ def _uses_hidden_states(options: Mapping[str, Any]) -> bool:
     policy, file = options["policy"], options["policy_file"]
     if policy == STOCK_POLICY:
         return False
-    try:
-        if file is None:
-            preset = load_preset(policy)
-        else:
-            preset = read_preset(Path(file), allowed_modules=options["allow_policy_modules"] or "")
-    except (PresetError, OSError) as error:
-        raise CliError(str(error), "see sojourn serve --help") from None
+    allowed = options["allow_policy_modules"] or ""
+    preset = load_preset(policy) if file is None else read_preset(Path(file), allowed_modules=allowed)
     return preset.output_length.reads_hidden_states
 
 
@@ -254,24 +243,16 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
     from sojourn_server.policies.retention_policies import RetentionPolicy
-    from sojourn_server.vllm.plugin_settings import (
-        PluginSettings,
-        SettingsError,
-        check_scheduling,
-        missing_tiers,
-    )
+    from sojourn_server.vllm.plugin_settings import PluginSettings, check_scheduling, missing_tiers
 
     if policy == STOCK_POLICY:
         return []
-    try:
-        settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
-        settings.profile()
-        settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
-        preset = settings.preset()
-        check_scheduling(preset, flags.value("--scheduling-policy") or "")
-        missing = missing_tiers(preset, flags.kv_connector(), allowed=settings.allow_missing_tiers)
-    except (SettingsError, PresetError) as error:
-        raise CliError(str(error), "see sojourn serve --help") from None
+    settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
+    settings.profile()
+    settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
+    preset = settings.preset()
+    check_scheduling(preset, flags.value("--scheduling-policy") or "")
+    missing = missing_tiers(preset, flags.kv_connector(), allowed=settings.allow_missing_tiers)
     notes = []
     if role == "decode" and (preset.placement.is_used or type(preset.retention) is not RetentionPolicy):
         notes.append(
