@@ -186,10 +186,7 @@ def gateway(
 
 
 _ONLY_WITH_PAIRS = ("--read-side", "--short-queue-s", "--most-prefill-s", "--high-tokens-ratio")
-_NOT_WITH_PAIRS = (
-    "--engines", "--policy", "--policy-file", "--allow-policy-modules", "--waiting-order",
-    "--silent-program-s",
-)  # fmt: skip
+_NOT_WITH_PAIRS = ("--engines", "--policy", "--policy-file", "--allow-policy-modules", "--waiting-order")
 
 
 def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[str]) -> bool:
@@ -208,7 +205,7 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
     for flag in _NOT_WITH_PAIRS:
         if flag in others:
-            why = "pairs are chosen by load alone, and each engine has one role"
+            why = "pairs have one rule, the engine that is done soonest, and each engine has one role"
             raise CliError(f"{flag} and --prefill are both given; {why}", f"remove {flag}")
     return True
 
