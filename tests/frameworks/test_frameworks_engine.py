@@ -1,4 +1,5 @@
-"""Every scenario of every framework against the real engine, seen with the engine's eyes."""
+"""A scenario of each row of every framework against the real engine, seen with the engine's eyes. The others
+tell the fake server the same kinds of facts."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 import sojourn
-from scenario_modules import Model, outcome, runnable_scenarios
+from scenario_modules import Model, one_of_each_row, outcome
 from scenario_types import RETRY, ProgramFact, Scenario, ToolFact
 from scripted_engine import Engine, ScriptedEngine, get
 from sojourn.instrumentation import FRAMEWORKS
@@ -31,7 +32,7 @@ def test_the_engine_starts(engine: Engine) -> None:
     assert get(engine.url, "/sojourn/v1/capabilities")["name"] == "sojourn"
 
 
-@pytest.mark.parametrize("scenario", runnable_scenarios(), ids=lambda scenario: scenario.id)
+@pytest.mark.parametrize("scenario", one_of_each_row(), ids=lambda scenario: scenario.id)
 def test_the_engine_knows_everything(scenario: Scenario, engine: Engine) -> None:
     plain = Model(scenario)
     with ScriptedEngine(engine.url, plain) as proxy:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import sojourn
-from scenario_modules import Model, outcome, runnable_scenarios
+from scenario_modules import Model, one_of_each_row, outcome
 from scenario_types import Scenario
 from sojourn.testing import FakeServer
 
@@ -43,6 +43,7 @@ BROKEN = {
     ),
 }  # fmt: skip
 """What raises, by framework."""
+SCENARIOS = one_of_each_row()
 COUNTED = ("internal_error", "resolver_error", "inject_error")
 
 
@@ -55,15 +56,6 @@ def nothing_left_over() -> Iterator[None]:
         handler.tree._close(run)
 
 
-def of_each_row(framework: str) -> list[Scenario]:
-    """The framework's first scenario of each row."""
-    rows: dict[str, Scenario] = {}
-    for scenario in runnable_scenarios():
-        if scenario.framework == framework:
-            rows.setdefault(scenario.row, scenario)
-    return list(rows.values())
-
-
 @cache
 def without_us(scenario: Scenario) -> tuple[str, Any]:
     with FakeServer(Model(scenario)) as server:
@@ -72,7 +64,11 @@ def without_us(scenario: Scenario) -> tuple[str, Any]:
 
 @pytest.mark.parametrize(
     ("framework", "broken"),
-    [(framework, name) for framework, names in BROKEN.items() for name in names if of_each_row(framework)],
+    [
+        (name, broken)
+        for name in dict.fromkeys(one.framework for one in SCENARIOS)
+        for broken in BROKEN.get(name, ())
+    ],
 )
 def test_a_fault_of_ours_never_reaches_the_user(
     monkeypatch: pytest.MonkeyPatch, framework: str, broken: str
@@ -81,7 +77,7 @@ def test_a_fault_of_ours_never_reaches_the_user(
         raise RuntimeError("ours")
 
     counted = 0
-    for scenario in of_each_row(framework):
+    for scenario in (one for one in SCENARIOS if one.framework == framework):
         plain = without_us(scenario)
         with FakeServer(Model(scenario)) as server, monkeypatch.context() as patched:
             sojourn.init(server.url, probe_timeout_s=5)

@@ -203,6 +203,21 @@ def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(
     assert "accepted by a replica 2 times" in refused.message
 
 
+def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
+    it = with_replicas(core(most_failures=9), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(seen(first), 0.0)
+    second = it.take(routing_events.RequestFailed("r0", first), 1.0)[-1].replica_id
+    it.take(seen(first), 1.1)
+    assert {first, second} == {"a", "b"}
+    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", second), 2.0)] == [
+        ProbeReplica
+    ], "second may be dead"
+    refused = only(it.take(seen(second), 3.0))
+    assert (refused.status, refused.code) == (502, "replicas_failed")
+    assert len(it.waiting) == 0
+
+
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
     it = with_replicas(core(lease_s=10.0), "a", "b")
     home = only(it.take(asked("r0", "p"), 0.0)).replica_id
