@@ -56,10 +56,14 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert [file.key for file in jobs.spills] == cold[::-1]
     assert {planner.host.get(each).rank for each in cold} == {RetentionRank.IDLE}  # type: ignore[union-attr]
     planner.take_results(OffloadResults(spilled=dict.fromkeys(cold, CopyResult.MOVED)))
+    assert [*planner.disk] == cold[::-1], "the end is the first to go"
     assert {planner.host.get(each).rank for each in cold} == {RetentionRank.COLD}  # type: ignore[union-attr]
     assert not planner.take_jobs().spills
+    for number in range(1000, 1080):
+        planner.plan_save(key(number), 2)
+    assert in_host(planner, cold) == [True] * 20 + [False] * 10
     planner.write_to_disk(cold, 0)
-    assert {planner.host.get(each).rank for each in cold} == {0}, "it is there"  # type: ignore[union-attr]
+    assert {planner.host.get(each).rank for each in cold[:20]} == {0}, "it is there"  # type: ignore[union-attr]
 
 
 def test_a_write_that_fails_is_not_repeated_until_it_is_ordered_again() -> None:

@@ -86,7 +86,8 @@ class OffloadResults:
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Number of a store job that has ended → its result."""
     spilled: dict[BlockKey, CopyResult] = field(default_factory=dict)
-    """Key → result of its copy from host to disk."""
+    """Key → result of its copy from host to disk. The last written comes first, as in a context, so that its
+    end is evicted first."""
     staged: dict[BlockKey, CopyResult] = field(default_factory=dict)
     """Key → result of its copy from disk to host."""
     probed: dict[int, int] = field(default_factory=dict)

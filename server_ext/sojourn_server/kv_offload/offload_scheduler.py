@@ -579,6 +579,8 @@ class OffloadScheduler:
                 self.host.end_fill(entry)
         for key, copy_result in results.spilled.items():
             self._spilled(key, copy_result)
+        if not self.disk_closed:
+            self._know([key for key, moved in results.spilled.items() if moved is CopyResult.MOVED])
         for key, copy_result in results.staged.items():
             self._staged(key, copy_result)
         for job, on_disk in results.probed.items():
@@ -687,8 +689,6 @@ class OffloadScheduler:
         written = copy_result is CopyResult.MOVED
         self.counts["spilled" if written else f"spill_{copy_result.value}"] += 1
         if not self.disk_closed:
-            if written:
-                self._know([key])
             self.host.set_on_disk(entry, written)
             self._rerank(entry, self._requested_writes.pop(key, entry.rank))
         self.host.unpin(entry, used=False)

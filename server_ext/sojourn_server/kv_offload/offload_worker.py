@@ -260,13 +260,12 @@ class OffloadWorker:
         self._stores[job] = store
 
     def _spill(self, files: Sequence[FileCopy], lost: Set[int]) -> int:
-        moved_bytes = 0
-        for file in files:
-            copy_result = CopyResult.MISSING if file.slot in lost else self._put(file)
-            moved_bytes += self._device.block_bytes * (copy_result is CopyResult.MOVED)
-            with self._lock:
-                self._results.spilled[file.key] = copy_result
-        return moved_bytes
+        copy_results = {
+            file.key: CopyResult.MISSING if file.slot in lost else self._put(file) for file in files
+        }
+        with self._lock:
+            self._results.spilled.update(reversed(copy_results.items()))
+        return [*copy_results.values()].count(CopyResult.MOVED) * self._device.block_bytes
 
     def _put(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None

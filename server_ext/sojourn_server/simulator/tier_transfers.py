@@ -58,16 +58,18 @@ class TierTransfers(HostTransfers):
         for job, copies in jobs.stores.items():
             self.to_host.begin(job, len(copies) * self.block_bytes, begins_s)
         # Blocks that this step saves are in host memory when it begins, and may be spilled.
-        for lane, files in ((self.to_disk, jobs.spills), (self.from_disk, jobs.stages)):
-            for file in files:
-                lane.begin(file.key, self.block_bytes, begins_s)
+        if spills := [file.key for file in reversed(jobs.spills)]:
+            self.to_disk.begin(spills, len(spills) * self.block_bytes, begins_s)
+        for file in jobs.stages:
+            self.from_disk.begin(file.key, self.block_bytes, begins_s)
         return begins_s
 
     def get_finished(self, now: float) -> KVConnectorOutput | None:
         """Return, as a worker would, the transfers that have ended by ``now`` and were not returned before.
         ``None`` if there are none."""
         self._results.stored.update(dict.fromkeys(self.to_host.take_done(now), CopyResult.MOVED))
-        self._results.spilled.update(dict.fromkeys(self.to_disk.take_done(now), CopyResult.MOVED))
+        for keys in self.to_disk.take_done(now):
+            self._results.spilled.update(dict.fromkeys(keys, CopyResult.MOVED))
         self._results.staged.update(dict.fromkeys(self.from_disk.take_done(now), CopyResult.MOVED))
         loaded = set(self.to_device.take_done(now))
         if not self._results and not loaded:
