@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,25 +44,9 @@ STOP_TOKEN = 2
 """Stop token of every request: it ends an output that is shorter than ``max_tokens``."""
 
 
-_LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "torch_dtype": "bfloat16",
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "rope_theta": 500000.0,
-    "hidden_act": "silu",
-}
-"""Model configuration in the shape of Llama-3.1-8B, with a smaller vocabulary: vLLM's configuration needs a
-model. The context limit is raised if an engine needs more."""
+MODEL_FOLDER = Path(__file__).parent / "engine_model"
+"""Configuration in the shape of Llama-3.1-8B, with a smaller vocabulary: vLLM's configuration needs a model.
+The context limit is raised if an engine needs more."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -296,9 +279,10 @@ def _transfer_config(options: SimulatedEngineOptions, page_bytes: int) -> KVTran
 
 @cache
 def _model_config(max_model_len: int) -> ModelConfig:
-    shape = _LLAMA_8B | {"max_position_embeddings": max(131072, max_model_len)}
-    with tempfile.TemporaryDirectory(prefix="sojourn-bare-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
-        return ModelConfig(
-            model=folder, skip_tokenizer_init=True, max_model_len=max_model_len, dtype="bfloat16"
-        )
+    return ModelConfig(
+        model=str(MODEL_FOLDER),
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        dtype="bfloat16",
+        hf_overrides={"max_position_embeddings": max(131072, max_model_len)},
+    )

@@ -103,8 +103,21 @@ def run_simulation(
 
     clock = VirtualClock()
     engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas or 1)]
-    log = _new_run_log(spec, policy, shape, engines[0])
-
+    log = RunLog(
+        policy=policy.name,
+        programs_wanted=spec.programs,
+        hardware=shape.hardware,
+        model=shape.model,
+        trace=spec.workload,
+        seed=spec.seed,
+        loop="open" if spec.rate_per_s is not None else "closed",
+        rate_per_s=spec.rate_per_s,
+        limit=bool(policy.bound),
+        pool_blocks=engines[0].options.blocks - 1,
+        host_blocks=engines[0].options.host_blocks,
+        disk_blocks=engines[0].options.disk_blocks,
+        block_size=shape.block_size,
+    )
     simulation = Simulation(
         [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
         clock,
@@ -134,7 +147,13 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
     notes: dict[str, None] = {}
     planned = set()
     sources: dict[str, str] = {}
-    _check_disk_is_used(specs)
+    asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
+    if asked and not any(chosen_policy(spec).own_tiers for spec in specs):
+        named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
+        raise SimulatorError(
+            f"disk_ratio is {asked:g}, but none of {named} has a disk; "
+            f"expected a policy with {DISK_POLICIES_HINT}"
+        )
     for spec in specs:
         policy = chosen_policy(spec)
         name = policy.name
@@ -192,16 +211,6 @@ def device_for_run(spec: RunSpec, policy: SimulatorPolicy | None = None) -> tupl
     )
 
 
-def _check_disk_is_used(specs: Sequence[RunSpec]) -> None:
-    asked = next((spec.disk_ratio for spec in specs if spec.disk_ratio), 0.0)
-    if asked and not any(chosen_policy(spec).own_tiers for spec in specs):
-        named = ", ".join(dict.fromkeys(spec.policy for spec in specs))
-        raise SimulatorError(
-            f"disk_ratio is {asked:g}, but none of {named} has a disk; "
-            f"expected a policy with {DISK_POLICIES_HINT}"
-        )
-
-
 def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> int:
     """Number of KV blocks on the disk. Raises ``SimulatorError`` for a disk that the engine would reject."""
     if not policy.own_tiers or not spec.disk_ratio:
@@ -251,26 +260,6 @@ def _build_engine(
             sojourn=policy.settings,
         ),
         clock,
-    )
-
-
-def _new_run_log(
-    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, engine: SimulatedEngine
-) -> RunLog:
-    return RunLog(
-        policy=policy.name,
-        programs_wanted=spec.programs,
-        hardware=shape.hardware,
-        model=shape.model,
-        trace=spec.workload,
-        seed=spec.seed,
-        loop="open" if spec.rate_per_s is not None else "closed",
-        rate_per_s=spec.rate_per_s,
-        limit=bool(policy.bound),
-        pool_blocks=engine.options.blocks - 1,
-        host_blocks=engine.options.host_blocks,
-        disk_blocks=engine.options.disk_blocks,
-        block_size=shape.block_size,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from sojourn_server.policies.cluster_preset import (
 )
 from sojourn_server.policies.preset import load_preset, preset_names, read_preset
 from sojourn_server.policies.preset_store import PresetError
-from sojourn_server.policies.toml_document import did_you_mean
+from sojourn_server.policies.toml_document import did_you_mean, load_toml
 
 from .request_router import UNLIMITED_S, PassThroughRouter, RequestRouter
 from .thunderagent_router import ThunderAgentRouter
@@ -47,7 +48,7 @@ class SimulatorPolicy:
     """Whether the engine uses sojourn's connector for host memory and disk, instead of vLLM's.
     ``RunSpec.disk_ratio`` has an effect only then."""
     bound: Literal["", "host", "device"] = ""
-    """The memory that never fills up, if this is a bound (see ``BOUNDS``); empty for a policy."""
+    """The memory that never fills up, if this is a bound; empty for a policy."""
     paper: str = ""
     """Paper or source, with sections."""
     leaves_out: str = ""
@@ -78,69 +79,16 @@ class SimulatorPolicy:
         return preset.placement.needs_tiers
 
 
-BASELINES = {
-    baseline.name: baseline
-    for baseline in (
-        SimulatorPolicy(
-            name="stock",
-            paper="vLLM 0.32: requests first come, first served; prefix caching; blocks LRU",
-            leaves_out="nothing: it is the engine's own class",
-        ),
-        SimulatorPolicy(
-            name="lru-offload",
-            host_cache=True,
-            paper="vLLM 0.32 with its OffloadingConnector to host memory (LRU), outputs offloaded as well as "
-            "prompts (offload_prompt_only: false)",
-            leaves_out="nothing but the copies themselves, which are modelled",
-        ),
-        SimulatorPolicy(
-            name="infercept",
-            preset="infercept",
-            host_cache=True,
-            paper="InferCept (arXiv 2402.01869) §3.2, §4.1–4.4: preserve, swap or discard by least waste, "
-            "with T̂ = time since the call",
-            leaves_out="the swap budget of a step and swapping in parts: vLLM's connector writes through, so "
-            "a context that is no longer preserved is both discarded and swapped",
-        ),
-        SimulatorPolicy(
-            name="thunderagent",
-            request_router=ThunderAgentRouter,
-            paper="ThunderAgent's public router (a7eef77; arXiv 2602.13692): pauses and resumes, 5 s tick",
-            leaves_out="tokens guessed from characters, and what programs share; output counted while "
-            "generated",
-        ),
-        SimulatorPolicy(
-            name="thunderagent-offload",
-            request_router=ThunderAgentRouter,
-            host_cache=True,
-            paper="MORI §5, TA+O: ThunderAgent's router before an engine with a host cache of its own, "
-            "neither aware of the other",
-            leaves_out="as thunderagent; vLLM's connector stands in for HiCache",
-        ),
-    )
-}
-"""Baselines that are no presets, or need more than a preset says, by name, in the order of tables."""
+@cache
+def baselines() -> dict[str, SimulatorPolicy]:
+    """Baselines and bounds, read from ``baselines.toml``, by name."""
+    document = load_toml((Path(__file__).parent / "baselines.toml").read_text(encoding="utf-8"))
+    found = {}
+    for name, fields in document.items():
+        router = ThunderAgentRouter if fields.pop("thunderagent", False) else PassThroughRouter
+        found[name] = SimulatorPolicy(name=name, request_router=router, **fields)
+    return found
 
-
-BOUNDS = {
-    bound.name: bound
-    for bound in (
-        SimulatorPolicy(
-            name="free-io",
-            bound="host",
-            host_cache=True,
-            paper="DualPath §7 'Oracle': as lru-offload with endless host memory and free copies",
-        ),
-        SimulatorPolicy(
-            name="unlimited",
-            bound="device",
-            paper="stock with a KV pool that is never full: nothing is ever computed again",
-        ),
-    )
-}
-"""Lower bounds on the number of recomputed tokens, which limit what policies can gain: none is recomputed.
-Their latencies are no bounds: they serve requests in order of arrival, and another order may have a shorter
-mean TTFT or completion time."""
 
 HOST_SUFFIX = "+host"
 """Suffix that adds sojourn's host and disk tiers to a preset. Presets with a placement policy have these
@@ -150,7 +98,8 @@ tiers without the suffix."""
 def policy_names() -> list[str]:
     """Return the names of baselines, presets and bounds, in this order. ``find_policy`` also accepts
     ``+host`` and files."""
-    return list(dict.fromkeys([*BASELINES, *preset_names(), *BOUNDS]))
+    named = [name for name, policy in baselines().items() if not policy.bound]
+    return list(dict.fromkeys([*named, *preset_names(), *baselines()]))
 
 
 def find_policy(name: str) -> SimulatorPolicy:
@@ -165,8 +114,8 @@ def find_policy(name: str) -> SimulatorPolicy:
         return replace(policy, name=policy.name + HOST_SUFFIX, host_cache=True, own_tiers=True)
     if name.endswith(".toml"):
         return _policy_from_file(name)
-    if name in BASELINES or name in BOUNDS:
-        return {**BASELINES, **BOUNDS}[name]
+    if name in baselines():
+        return baselines()[name]
     if name in preset_names():
         below = load_preset(name).placement.is_used
         return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)

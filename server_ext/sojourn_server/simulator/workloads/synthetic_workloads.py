@@ -1,35 +1,9 @@
 """Synthetic workloads with the statistics of the papers' tables.
 
-The published statistics hold over many programs. All other values are chosen here. The field ``source`` of
-every program is ``synthetic:NAME``. The same name, count and seed give the same programs. The names:
-
-    continuum-swe-bench         Continuum Table 1. Chosen: number of turns normal; tool times log-normal, up
-                                to the harness' own limit; token totals gamma, independent of turns; one tool
-    continuum-bfcl              the same table and choices, tokens × 0.4 (§6.1, see ``BFCL_SCALE``)
-    continuum-…:X               one of the two above with X as ``OUTPUT_SHARE``, above 0 and below 1
-    dualpath-32k, -48k, -64k    DualPath Table 2 (see ``_dualpath_program``); tools take no time, as in its §7
-    saga-ten-tenants            SAGA §9.1, §2.1 and Table 1 (see ``_ten_tenants``)
-    latency-cv:X                SAGA Table 10 and §9.1. X: coefficient of variation of tool times, 0.5 to 3.0.
-                                Chosen: tool times log-normal (mean 1.2 s); steps exponential between bounds
-    reasoning-math              DeepSeek-R1 on competition problems, one request each. Published: three
-                                quarters are solved within 8K, limit 16K (OpenR1-Math-220k: huggingface.co/
-                                blog/open-r1/update-2); mean 6,000 (OpenThoughts-114k, of the same model:
-                                …/update-1). Chosen: log-normal; prompts of 40 to 200 tokens
-    reasoning-mix               four agent types, equally likely (chosen), one request each: two kinds of
-                                chats, reasoning-math, and the same model on AIME: mean 12K (card of
-                                DeepSeek-R1-0528), limit 32,768 (card of DeepSeek-R1), as wide as
-                                reasoning-math. Outputs of chats: means of Tetris §1, exponential like the
-                                outputs of services in ServeGen (arXiv 2505.09999). Prompts of chats: means of
-                                WildChat (arXiv 2405.01470) Table 1, exponential (chosen)
-    reasoning-agent             thinks, calls a tool, and continues. Published: 23 steps on average, "over 50"
-                                in long ones, with search, browser and code for tools (moonshotai.github.io/
-                                Kimi-Researcher). Chosen: 2 to 50 steps, exponential in between; outputs of
-                                ``R1_OUTPUT``; equally likely tools, with SAGA's latencies (Table 1); first
-                                prompt of 2–4K tokens (SAGA §2.1), results of 100 to 1,000; its reasoning
-                                stays in the context
-
-Tetris uses long outputs from NuminaMath and SWE-bench, but states no lengths; those of ``reasoning-…`` are
-from the other sources. Programs share no prompts, since no paper states how much they share.
+The published statistics hold over many programs. All other values are chosen here. docs/traces.md has the
+names, with what is published and what is chosen. The field ``source`` of every program is ``synthetic:NAME``.
+The same name, count and seed give the same programs. Programs share no prompts, since no paper states how
+much they share.
 """
 
 from __future__ import annotations
