@@ -54,7 +54,9 @@ OVERRIDDEN: Mapping[str, tuple[str, ...]] = {
     "CPUOffloadingSpec": ("__init__", "get_manager", "get_worker"),
     "OffloadingWorker": ("submit_store", "submit_load", "get_finished", "wait", "shutdown"),
     "AsyncModelRunnerOutput": ("get_output",),
-    "LRUCachePolicy": ("__init__", "clear", "evict", "on_request_finished", "remove"),
+    "LRUCachePolicy": (
+        "__init__", "clear", "evict", "mark_evictable", "mark_non_evictable", "on_request_finished", "remove",
+    ),
     "KVCacheManager": ("allocate_slots", "get_num_common_prefix_blocks"),
     "SingleTypeKVCacheManager": (
         "allocate_new_blocks", "cache_blocks", "get_num_blocks_to_allocate", "get_num_skipped_tokens",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
@@ -40,25 +40,11 @@ MAX_WANTED_SHARE = 0.25
 _PLAIN, _WANTED = RetentionRank.PLAIN, RetentionRank.WANTED
 
 
-class _Kept(set[OffloadKey]):
-    """Chunks that are not evicted: the set's own, and those that only ``programs`` have used. vLLM's policies
-    only ask whether a chunk is in it."""
-
-    def __init__(
-        self,
-        keys: Iterable[OffloadKey],
-        owners: Mapping[OffloadKey, ProgramId | None],
-        programs: Collection[ProgramId],
-    ) -> None:
-        super().__init__(keys)
-        self._owners, self._programs = owners, programs
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or self._owners.get(key) in self._programs  # type: ignore[call-overload]
-
-
 class ProgramCachePolicy(LRUCachePolicy):
-    """Orders the chunks that only one program has used by that program."""
+    """Orders the chunks that only one program has used by that program.
+
+    Chunks of programs above ``PLAIN`` are not evictable for vLLM's class, which would otherwise visit all of
+    them at each eviction."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -77,7 +63,9 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._owner: dict[OffloadKey, ProgramId | None] = {}
         """Chunk → the only program that has used it; ``None``: several have, or a request without one."""
         self._owned: dict[ProgramId, dict[OffloadKey, None]] = {}
-        """Program → the chunks that it alone has used, in context order."""
+        """Program → the chunks that it alone has used, in context order. Least recently used first."""
+        self._kept: set[ProgramId] = set()
+        """Programs with chunks whose rank is above ``PLAIN``."""
         self._ended: OrderedDict[ProgramId, None] = OrderedDict()
         """Ended programs. Eviction starts with the first one, and in each context with the last chunk."""
 
@@ -117,6 +105,7 @@ class ProgramCachePolicy(LRUCachePolicy):
         """Handle the end of a program: from now on, the chunks that it alone has used are evicted first."""
         self._wanted_since_s.pop(program_id, None)
         self._ended.setdefault(program_id)
+        self._attempt(self._keep, self._kept - {program_id})
         if len(self._ended) > MAX_ENDED_PROGRAMS:
             oldest, _ = self._ended.popitem(last=False)
             self._owner.update(dict.fromkeys(self._owned.pop(oldest, {})))
@@ -134,21 +123,31 @@ class ProgramCachePolicy(LRUCachePolicy):
         super().on_request_finished(key_groups, insertion_only_keys, reused_keys, req_context)
         self._attempt(self._used_all, key_groups, self._programs.pop(req_context.req_id, None))
 
+    def mark_evictable(self, key: OffloadKey) -> None:
+        if self._owner.get(key) not in self._kept:
+            super().mark_evictable(key)
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        if self._owner.get(key) not in self._kept:
+            super().mark_non_evictable(key)
+
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         """Evict and return ``n`` chunks that are not ``protected`` nor worth more than those to be stored;
         none, and ``None``, if there are fewer."""
         ranks: dict[ProgramId, RetentionRank] = self._attempt(self._ranks_of_programs) or {}
+        above = {name: rank for name, rank in ranks.items() if rank > _PLAIN}
+        self._attempt(self._keep, above.keys())
         newcomer = self._newcomer
-        low = sorted(
-            (name for name, rank in ranks.items() if rank < _PLAIN and rank <= newcomer),
-            key=lambda name: ranks[name],
-        )
+        in_order = sorted((name for name in ranks if ranks[name] <= newcomer), key=ranks.__getitem__)
+        low = [name for name in in_order if name not in above]
         first = dict(self._attempt(self._of_programs, n, protected, [*self._ended, *low]) or ())
         rest: list[tuple[OffloadKey, ChunkStatus]] | None = [] if len(first) == n else None
-        for limit in dict.fromkeys((_PLAIN, newcomer)):
-            if rest is None and newcomer >= limit >= _PLAIN:
-                above = {name for name, rank in ranks.items() if rank > limit}
-                rest = super().evict(n - len(first), _Kept({*protected, *first}, self._owner, above))
+        if rest is None and newcomer >= _PLAIN:
+            rest = super().evict(n - len(first), {*protected, *first})
+        for name in in_order[len(low) :]:
+            if rest is None:
+                self._attempt(self._keep, self._kept - {name})
+                rest = super().evict(n - len(first), {*protected, *first})
         if rest is None:
             return None
         for key in first:
@@ -178,6 +177,9 @@ class ProgramCachePolicy(LRUCachePolicy):
                 raise
             self._off = True
             self._forget_all()
+            for key, chunk in self.chunks.items():
+                if chunk.ref_cnt == 0:
+                    super().mark_evictable(key)
             logger.exception("sojourn: the eviction order of host memory failed; it is vLLM's from now on")
             return None
 
@@ -186,11 +188,25 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._owned.clear()
         self._ended.clear()
         self._wanted_since_s.clear()
+        self._kept.clear()
+
+    def _keep(self, program_ids: Set[ProgramId]) -> None:
+        """Make evictable the chunks of all programs but these."""
+        for names, mark in (
+            (self._kept - program_ids, super().mark_evictable),
+            (program_ids - self._kept, super().mark_non_evictable),
+        ):
+            for key in (key for name in names for key in self._owned.get(name, ())):
+                if self.chunks[key].ref_cnt == 0:
+                    mark(key)
+        self._kept = set(program_ids)
 
     def _used_all(self, key_groups: Sequence[Sequence[OffloadKey]], program_id: ProgramId | None) -> None:
-        for key in (key for keys in key_groups for key in keys):
-            if self.get(key) is None:
-                continue
+        keys = [key for keys in key_groups for key in keys if self.get(key) is not None]
+        self._keep(self._kept - {program_id, *(self._owner.get(key) for key in keys)})
+        if keys and program_id in self._owned:
+            self._owned[program_id] = self._owned.pop(program_id)
+        for key in keys:
             owner = self._owner.setdefault(key, program_id)
             if owner is not None and owner == program_id:
                 self._owned.setdefault(owner, {})[key] = None
@@ -200,12 +216,13 @@ class ProgramCachePolicy(LRUCachePolicy):
 
     def _ranks_of_programs(self) -> dict[ProgramId, RetentionRank]:
         """Return the programs with chunks of their own whose rank is not ``PLAIN``."""
-        ranks = {name: rank for name in self._owned if (rank := self.rank(name)) is not _PLAIN}
+        alive = (name for name in self._owned if name not in self._ended)
+        ranks = {name: rank for name in alive if (rank := self.rank(name)) is not _PLAIN}
         room, now = MAX_WANTED_SHARE * self.cache_capacity, self.clock()
         for name, since_s in list(self._wanted_since_s.items()):
             if now - since_s > MAX_WANTED_S:
                 del self._wanted_since_s[name]
-            elif (room := room - len(self._owned.get(name, ()))) >= 0:
+            elif (room := room - self.held_chunks(name)) >= 0:
                 ranks[name] = _WANTED
         return ranks
 
