@@ -1,4 +1,4 @@
-"""A real mini agent with real bash against a server that plays back answers."""
+"""The adapter of mini-swe-agent: what it patches, attaches to and puts back. ``scenarios_mini`` has runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 import sojourn
 from old_release import run_with_release
 from sojourn.testing import FakeServer, ToolUse
-from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart, ToolStop
+from sojourn.wire_events import ProgramStart, ToolStart
 
 
-def bash(command: str, id: str | None = None) -> ToolUse:
-    return ToolUse("bash", {"command": command}, id)
+def bash(command: str) -> ToolUse:
+    return ToolUse("bash", {"command": command})
 
 
 SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
@@ -42,28 +42,23 @@ def offline_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sojourn.shutdown()
 
 
-def make_agent(
-    server: FakeServer, cwd: Path, *, kind: Any = None, model: str = "openai/m", **options: Any
-) -> Any:
+def make_agent(server: FakeServer, cwd: Path, *, kind: Any = None) -> Any:
     from impatient_environment import ImpatientEnvironment
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.models.litellm_model import LitellmModel
 
     settings = {"api_base": server.base_url, "api_key": "x", "num_retries": 0, "max_retries": 0}
     return (kind or DefaultAgent)(
-        options.pop("model_class", LitellmModel)(
-            model_name=model, model_kwargs=settings | options.pop("model_kwargs", {})
-        ),
+        LitellmModel(model_name="openai/m", model_kwargs=settings),
         ImpatientEnvironment(cwd=str(cwd)),
         system_template="You are an agent.",
         instance_template="Do {{task}}.",
-        **options,
     )
 
 
-def only_attached(url: str, **options: Any) -> None:
+def only_attached(url: str) -> None:
     """A session that attaches to no agent by itself: what a test attaches to is attached to once."""
-    sojourn.init(url, **options)
+    sojourn.init(url)
     sojourn.uninstrument("mini_swe_agent")
 
 
@@ -75,57 +70,6 @@ def attached(agent: Any) -> Any:
 
 def told(server: FakeServer, kind: type) -> list[Any]:
     return [event for event in server.program_events() if isinstance(event, kind)]
-
-
-def test_one_run_is_one_program_with_its_tool_calls(tmp_path: Path) -> None:
-    ids = [f"call-{number}" for number in range(5)]
-    script = [
-        [bash("echo hi", ids[0]), bash("cd . && test -f nothing", ids[1])],  # run one after the other
-        bash("sleep 60", ids[2]),  # longer than the environment's limit
-        bash("touch made", ids[3]),
-        SUBMIT._replace(id=ids[4]),
-    ]
-    with FakeServer(script) as server:
-        only_attached(server.url)
-        result = attached(make_agent(server, tmp_path)).run("it")
-        assert sojourn.flush(60)
-    assert result["exit_status"] == "Submitted"
-    assert (tmp_path / "made").exists()
-    (start,), (end,) = told(server, ProgramStart), told(server, ProgramEnd)
-    assert (start.name, start.agent_type) == ("DefaultAgent", "DefaultAgent")
-    assert (end.program_id, end.status) == (start.program_id, "ok")
-    starts, stops = told(server, ToolStart), told(server, ToolStop)
-    assert [event.tool_class for event in starts] == ["echo", "test", "sleep", "touch", "echo"]
-    assert {event.tool for event in starts} == {"bash"}
-    assert [event.call_id for event in starts] == [event.call_id for event in stops] == ids
-    assert [event.status for event in stops] == ["ok", "nonzero", "timeout", "ok", "ok"]
-    assert 0.1 <= stops[2].duration_s < 60
-    ordered = [type(event) for event in server.program_events()]
-    assert [kind for kind in ordered if kind in (ToolStart, ToolStop)] == [ToolStart, ToolStop] * 5
-    assert {request.context.program_id for request in server.requests} == {start.program_id}
-    assert {request.headers["x-session-id"] for request in server.requests} == {start.program_id}
-
-
-@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m"])
-def test_the_users_own_fields_win_and_stay(tmp_path: Path, model: str) -> None:
-    own = {
-        "extra_body": {"mine": 1, "vllm_xargs": {"replay_ids": [1, 2, 3]}},
-        "extra_headers": {"x-mine": "yes"},
-        "temperature": 0.5,
-    }
-    with FakeServer([SUBMIT]) as server:
-        only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path, model=model, model_kwargs=own))
-        agent.run("it")
-        (request,) = server.requests
-    assert (request.body["mine"], request.body["temperature"]) == (1, 0.5)
-    assert request.headers["x-mine"] == "yes"
-    assert request.body["vllm_xargs"]["replay_ids"] == [1, 2, 3]
-    assert request.context is not None
-    assert own["extra_body"] == {
-        "mine": 1,
-        "vllm_xargs": {"replay_ids": [1, 2, 3]},
-    }  # the settings are not touched
 
 
 def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
