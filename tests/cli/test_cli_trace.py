@@ -58,7 +58,7 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
 @pytest.mark.parametrize(
     ("content", "source", "output", "message", "step"),
     [
-        ("{}", "otle", "o.jsonl", "--from otle is unknown", "did you mean otel?"),
+        ("{}", "otle", "o.jsonl", "--from otle is unknown; did you mean 'otel'?", "use one of"),
         (
             "{}",
             "aider",

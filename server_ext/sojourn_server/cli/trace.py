@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 import time
 from contextlib import closing
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..policies.toml_document import did_you_mean
 from .console import CliError, api_key_option, output_file, print_line, print_note, url_option
 from .live_client import LiveClient
 
@@ -46,9 +46,8 @@ def import_(
 
     read = IMPORT_FORMATS.get(source)
     if read is None:
-        near = difflib.get_close_matches(source, IMPORT_FORMATS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(IMPORT_FORMATS)}"
-        raise CliError(f"--from {source} is unknown", hint)
+        message = f"--from {source} is unknown{did_you_mean(source, IMPORT_FORMATS)}"
+        raise CliError(message, f"use one of {', '.join(IMPORT_FORMATS)}")
     if not output.name.endswith((".jsonl", ".jsonl.gz")):
         raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
     imported = read(files)
@@ -128,12 +127,10 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
     ends = [turn["arrived_s"] + turn["seconds"]["wall"] for one in programs for turn in one["ledger"]]
     since_s = max(ends, default=0.0) - last_s
     for program in sorted(programs, key=lambda one: [turn["arrived_s"] for turn in one["ledger"][:1]]):
-        tenant = program.get("tenant")
-        pid = trace.process(f"tenant {tenant}" if tenant else "programs")
-        add_ledger_program(trace, pid, program, since_s=since_s)
+        add_ledger_program(trace, _process(trace, program.get("tenant")), program, since_s=since_s)
     engine = trace.process(f"engine {client.shown_url}")
-    pids = {one["program_id"]: one.get("tenant") for one in programs}
-    decisions = _add_decisions(trace, client, engine, pids, since_s)
+    tenants = {one["program_id"]: one.get("tenant") for one in programs}
+    decisions = _add_decisions(trace, client, engine, tenants, since_s)
     return {
         "source": client.shown_url,
         "clock": "engine's monotonic seconds",
@@ -143,6 +140,10 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
         "programs_known": listed.get("total"),
         "decisions": decisions,
     }
+
+
+def _process(trace: PerfettoTrace, tenant: str | None) -> int:
+    return trace.process(f"tenant {tenant}" if tenant else "programs")
 
 
 def _add_decisions(
@@ -160,11 +161,9 @@ def _add_decisions(
             for decision in answer["decisions"]:
                 if decision["at_s"] < since_s:
                     continue
-                program_id = decision["program_id"]
-                pid = engine
+                program_id, pid = decision["program_id"], engine
                 if program_id in tenants:
-                    tenant = tenants[program_id]
-                    pid = trace.process(f"tenant {tenant}" if tenant else "programs")
+                    pid = _process(trace, tenants[program_id])
                 else:
                     program_id = None
                 trace.add_instant(pid, program_id, decision["kind"], decision["at_s"], decision)
