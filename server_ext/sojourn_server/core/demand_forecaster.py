@@ -60,10 +60,7 @@ class DemandForecaster:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._pool = state.pool
-        self._lengths = state.histories.output_lengths
-        self._hints_off = state.histories.hints_off
-        self._host_link = state.host_link
-        self._request_states = state.requests.states
+        self._histories = state.histories
         self.predictor = state.preset.output_length
         """Policy that predicts remaining tokens. The simulator may set a policy that knows the true
         lengths."""
@@ -122,13 +119,13 @@ class DemandForecaster:
             return
         if reason in (TurnFinishReason.ERROR, TurnFinishReason.ABORTED):
             return
-        self._lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
+        self._histories.output_lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
         hinted = request_state.hint.output_tokens
         # An output cut at its maximum length cannot refute a hint of at least that length.
         if hinted and (reason is not TurnFinishReason.LENGTH or hinted < output_tokens):
             # The difference of logarithms avoids a division: a hint may exceed the range of floats.
             off = abs(math.log(output_tokens) - math.log(hinted))
-            self._hints_off.observe(program.agent_type or "", off)
+            self._histories.hints_off.observe(program.agent_type or "", off)
         if (predicted := request_state.predicted_output_tokens) is not None:
             self._state.recorder.observe("sojourn_output_length_ratio", output_tokens / predicted)
         errors = [
@@ -142,7 +139,7 @@ class DemandForecaster:
 
     def store_prediction(self, event: OutputLengthPredicted, now: float) -> None:
         """Store a neural network's prediction of a request's remaining tokens."""
-        request_state = self._request_states.get(event.request_id)
+        request_state = self._state.requests.states.get(event.request_id)
         if request_state is None:
             return
         at_tokens, most_tokens, remaining = event.at_tokens, event.most_tokens, event.remaining
@@ -173,7 +170,7 @@ class DemandForecaster:
         """Count the demand of all running requests anew. Choose a request to offload before a forecast
         shortage comes. ``None``: no request is offloaded."""
         if event.link is not None:
-            self._host_link.observe(event.link)
+            self._state.host_link.observe(event.link)
         self.changes += 1
         views = [self.with_predictions(view, now) for view in event.running]
         self.counted = {view.request_id: view for view in views}
@@ -194,7 +191,7 @@ class DemandForecaster:
 
     def with_predictions(self, view: RunningRequestView, now: float) -> RunningRequestView:
         """Fill in a request's service, predicted remaining output and recovery cost."""
-        request_state = self._request_states.get(view.request_id)
+        request_state = self._state.requests.states.get(view.request_id)
         if request_state is None:
             return view
         offload_s = self._preempted_view(view.context_tokens, 0).offload_s
@@ -318,19 +315,12 @@ class DemandForecaster:
         return self._pool.blocks - used_blocks + sum(max(0, view.blocks - fixed) for view in running)
 
     def _preempted_view(self, tokens: int, copied_tokens: int) -> PreemptedRequestView:
-        link, reload = self._host_link, self._state.reload
+        link, reload, store_s, load_s = self._state.host_link, self._state.reload, None, None
         recompute_s = reload.seconds(tokens) if reload.known else math.inf
-        if not self._pool.host_blocks:  # vLLM's own connector stores no KV of preempted requests
-            return PreemptedRequestView(tokens, recompute_s, None, None, copied_tokens)
-        return PreemptedRequestView(
-            tokens,
-            recompute_s,
-            link.store_s_per_token or 0.0,  # 0: the size of KV is unknown, so copies are tried and measured
-            link.load_s_per_token or 0.0,
-            copied_tokens,
-            link.stores_queued_s,
-            link.loads_queued_s,
-        )
+        if self._pool.host_blocks:  # 0: the size of KV is unknown, so copies are tried and measured
+            store_s, load_s = link.store_s_per_token or 0.0, link.load_s_per_token or 0.0
+        queued_s = link.stores_queued_s, link.loads_queued_s
+        return PreemptedRequestView(tokens, recompute_s, store_s, load_s, copied_tokens, *queued_s)
 
     def _remaining(
         self, request_state: RequestState, output_tokens: int, most_tokens: int, now: float
@@ -361,9 +351,9 @@ class DemandForecaster:
             request_state.request_id,
             output_tokens,
             most_tokens,
-            self._lengths.sorted_lengths(agent_type, request_state.tool, MIN_OUTPUT_SAMPLES),
+            self._histories.output_lengths.sorted_lengths(agent_type, request_state.tool, MIN_OUTPUT_SAMPLES),
             request_state.hint.output_tokens,
-            self._hints_off.mean(agent_type or "", MIN_JUDGED_HINTS),
+            self._histories.hints_off.mean(agent_type or "", MIN_JUDGED_HINTS),
             tuple(max(1.0, left - written) for left in predicted if left > written) or None,
             *self.prediction_errors,
         )

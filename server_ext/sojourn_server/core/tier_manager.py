@@ -44,6 +44,7 @@ from ..policies.policy_protocols import DecisionReason
 from ..policies.policy_views import ProgramGrowthView
 from ..programs.idleness import IdlenessTracker
 from ..programs.program_state import ProgramState
+from ..programs.program_status import OVER_STATUSES
 from ..programs.statements import SURE_SPREAD, TTL, within
 from ..programs.windowed_history import estimated_durations
 from ..programs.workflow_history import agent_type_name
@@ -152,15 +153,11 @@ class TierManager:
         """A simulation may set a policy that knows the programs' futures."""
         self.places = self.policy.is_used
         """Whether programs are placed; False after the policy has failed or was switched off."""
-        self.limits = state.limits
+        self.limits, self._state = state.limits, state
         self._pool = state.pool
         self._reload = state.reload
-        self._host_link = state.host_link
-        self._contexts = state.contexts
-        self._actions = state.actions
         self._histories = state.histories
         self._places: dict[ProgramId, PlacedProgram] = {}
-        self._requests = state.requests.states
         self._arrivals = 0
         """Arrival number of the newest request."""
         self._event = False
@@ -277,7 +274,7 @@ class TierManager:
                 if not parent.children:
                     parent.tools_ended_s = now
             self._event = True
-            self._actions.append(
+            self._state.actions.append(
                 EngineAction(EngineActionKind.PLACE, program_id, DecisionReason.END, Tier.WAITING)
             )
 
@@ -347,12 +344,15 @@ class TierManager:
         the device for each program with an admitted request."""
         self.places = self.policy.is_used
         for request_state in requests:
+            program = request_state.program
+            if program is None or program.status in OVER_STATUSES:
+                continue
             self.arrived(request_state, now)
             request_state.waits_since_s = request_state.arrived_s
             if request_state.admitted:
                 move = self.admitted(request_state, now, request_state.prompt)
-                if move is not None and request_state.program is not None:
-                    yield request_state.program, move
+                if move is not None:
+                    yield program, move
 
     def _ask(self, now: float) -> Iterator[Moved]:
         self._event = False
@@ -370,12 +370,12 @@ class TierManager:
         self._ask_at_s = now + (wait_s if exchanges < MAX_EXCHANGES else 0.0)
 
     def _view(self) -> PlacementView:
-        pool, load_s = self._pool, self._host_link.load_s_per_token
+        pool, load_s = self._pool, self._state.host_link.load_s_per_token
         trees = {tier: PrefixTree() for tier in Tier}
         on_device = trees[Tier.DEVICE]
         untracked_tokens = sum(
             max(0, request.prompt_tokens - on_device.add(request.prompt) * pool.block_size)
-            for request in self._requests.values()
+            for request in self._state.requests.states.values()
             if request.running and not self._is_placed(request)
         )
         shown = [place for place in self._places.values() if place.tier is not Tier.WAITING or place.waiting]
@@ -399,7 +399,7 @@ class TierManager:
             host=TierCapacity(
                 capacity_blocks=pool.host_blocks,
                 load_s_per_block=None if load_s is None else load_s * pool.tokens_per_block,
-                load_queue_s=self._host_link.loads_queued_s,
+                load_queue_s=self._state.host_link.loads_queued_s,
             ),
             disk=TierCapacity(capacity_blocks=pool.disk_blocks),
             on_device=groups[Tier.DEVICE],
@@ -421,12 +421,12 @@ class TierManager:
         if place.running:
             return max((request.prompt for request in place.running.values()), key=len)
         has_kv = place.context_blocks and place.tier is not Tier.WAITING
-        return self._contexts.get(place.program.id) or () if has_kv else ()
+        return self._state.contexts.get(place.program.id) or () if has_kv else ()
 
     def _next_prompt(self, place: PlacedProgram) -> Sequence[Any]:
         """Hashes of the blocks that a program without KV in a tier needs on the device."""
         longest = max((request.prompt for request in place.waiting.values()), key=len, default=())
-        return longest or self._contexts.get(place.program.id) or ()
+        return longest or self._state.contexts.get(place.program.id) or ()
 
     def _apply(self, move: TierMove, now: float) -> Iterator[Moved]:
         place = self._places[move.program_id]
