@@ -191,7 +191,7 @@ def queue_s(it: World, engine: PairEngine) -> float:
     """What the books have waiting for the NIC of its node."""
     core = core_of(it)
     now: float = asyncio.get_running_loop().time()  # the decider's clock
-    return max(0.0, core.strategy.pairs.nics[core.strategy._nodes[engine.at_node]].busy_until_s - now)
+    return max(0.0, core.strategy.pairs.nics[engine.at_node].busy_until_s - now)
 
 
 async def test_a_nodes_queue_is_that_of_all_its_engines() -> None:

@@ -110,7 +110,7 @@ def test_z_counts_of_the_queue_no_more_than_can_run() -> None:
 def test_phase_2(case: str, engines: list[tuple[int, ...]], chosen: int | None) -> None:
     views = [engine(n, *load) for n, load in enumerate(engines)]
     found = choose_decode(views, request(0, 10), most_tokens=100)
-    assert (found.number if found is not None else None) == chosen, case
+    assert (found.name if found is not None else None) == chosen, case
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_the_three_classes_of_prefill_engines(
         for number, (count, busy_s) in enumerate(zip(tokens, queue_s, strict=True))
     ]
     found = choose_prefill(engines, request(0, 10), short_queue_s=3.0, most_tokens=100, now=5.0)
-    assert (found.number if found is not None else None) == chosen, case
+    assert (found.name if found is not None else None) == chosen, case
 
 
 @pytest.mark.parametrize(
@@ -377,8 +377,8 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
         assert len(pairs.in_flight) == len(waiting) + len(paired)
         for view in available(pairs):
             # Suspended or not: a request that has not ended still takes memory.
-            there = [pair.request for pair in paired.values() if pair.decode == view.number]
-            assert view.free_kv_tokens <= kept[view.number] - sum(one.kv_tokens for one in there)
+            there = [pair.request for pair in paired.values() if pair.decode == view.name]
+            assert view.free_kv_tokens <= kept[view.name] - sum(one.kv_tokens for one in there)
             assert view.most_requests >= view.requests >= len(there)
             assert view.free_kv_tokens >= 0
     for number in sorted(suspended):

@@ -86,7 +86,9 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     it.take(routing_events.RequestFinished("c", 10, "d1"), 200.0)
     it.take(routing_events.ProgramEnded("p", "t"), 300.0)
     assert not only(it.take(asked("d", 6600, "p"), 300.0)).decode_reads
-    assert it.strategy.pairs.nics[1].busy_until_s <= 300.0  # nothing of an ended program is looked for
+    assert (
+        it.strategy.pairs.nics["node-d1"].busy_until_s <= 300.0
+    )  # nothing of an ended program is looked for
 
 
 def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
@@ -157,7 +159,7 @@ def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None
         assert it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0) == []
     [view] = it.strategy.pairs.decode.values()
     assert (view.free_kv_tokens, view.requests) == (100, 2)
-    assert it.strategy.pairs.prefill[0].tokens == 1200  # c waits there for memory
+    assert it.strategy.pairs.prefill["p1"].tokens == 1200  # c waits there for memory
     assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
 
 

@@ -9,10 +9,16 @@ line up by the tenants' shares of capacity (SAGA §6), else by arrival.
 from __future__ import annotations
 
 import math
-from itertools import chain, count, zip_longest
+from itertools import chain, zip_longest
 
 from ..policies.fairness_policies import AgentFairShare
-from ..policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS, PairScheduler, PdRequest
+from ..policies.prefill_decode.engine_pair_scheduler import (
+    FULL_BLOCK_TOKENS,
+    DecodeEngine,
+    PairScheduler,
+    PdRequest,
+    PrefillEngine,
+)
 from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole
@@ -25,8 +31,6 @@ ROLE_MISSING_TIMEOUT_S = 5.0
 """Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts
 engines. An engine that misses one or two polls returns within this time. An engine that has to load its
 model does not."""
-MAX_NODES = 4096
-"""If this many nodes are known, a new node displaces all nodes without engines."""
 
 
 class PairStrategy(RoutingStrategy):
@@ -43,19 +47,6 @@ class PairStrategy(RoutingStrategy):
         self._expects_engines = expects_engines
         self._missing_since_s: float | None = None
         """Time of the first tick that found a role without engines."""
-        self._numbers: dict[str, int] = {}
-        """Number of each engine that the pair scheduler knows, by replica id. An engine that is registered
-        anew gets a new number."""
-        self._names: dict[int, str] = {}
-        """The same engines by number."""
-        self._places: dict[int, tuple[str, int]] = {}
-        """(node, KV tokens) of these engines, as the pair scheduler knows them."""
-        self._open: set[int] = set()
-        """Engines that accept new requests."""
-        self._nodes: dict[str, int] = {}
-        """Number of each node in the pair scheduler, by the node's name. A node without engines is kept,
-        since an engine may return while reads are still queued at the node's NIC."""
-        self._new_number, self._new_node = count(), count()
         self._engines_changed = False
         """True if an engine started or stopped accepting requests since the last ``dispatch``."""
 
@@ -115,7 +106,7 @@ class PairStrategy(RoutingStrategy):
         program = request.program
         # The last token of a prompt is always computed.
         stored = min(program.context_tokens if program is not None else 0, tokens - 1)
-        home = self._numbers.get(program.home or "") if program is not None and program.cached else None
+        home = program.home if program is not None and program.cached else None
         hit_blocks = stored // FULL_BLOCK_TOKENS
         self.pairs.submit(PdRequest(request.request_id, tokens, hit_blocks, kv_tokens, home, stored))
         request.queue_key = (request.number,)
@@ -153,10 +144,9 @@ class PairStrategy(RoutingStrategy):
             turns = zip_longest(*(queues[tenant].requests for tenant in tenants))
             self.pairs.line_up([one.request_id for one in chain(*turns) if one is not None])
         for pair in self.pairs.dispatch(now):
-            decode, prefill = self._names[pair.decode], self._names[pair.prefill]
             request = self._core.requests[str(pair.request.request_id)]
             self._queue.remove(request)
-            self._core.place(request, Placement(decode, "pair", prefill, pair.decode_reads), now)
+            self._core.place(request, Placement(pair.decode, "pair", pair.prefill, pair.decode_reads), now)
 
     def expire(self, now: float) -> None:
         self.tenants.update(now)
@@ -176,68 +166,47 @@ class PairStrategy(RoutingStrategy):
     # -- engines --------------------------------------------------------------------
 
     def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
-        seen = replica.seen
+        seen, name = replica.seen, replica.replica_id
         assert isinstance(seen, PairEngineRegistered)
-        self._add_node(seen.node, seen.block_s)
-        number = self._numbers.get(replica.replica_id)
-        if number is not None and self._places.get(number) != (seen.node, seen.capacity_tokens):
-            self._remove(replica)  # the pair scheduler gets a new engine; requests stay at this engine
+        self.pairs.add_node(seen.node, seen.block_s)
+        if self._engine(replica) is None:
+            self._engines_changed = True
+            if seen.role is PairRole.PREFILL:
+                self.pairs.add_prefill(name, seen.node)
+            else:
+                # A node's engines are a group (§6.1).
+                self.pairs.add_decode(name, seen.node, seen.node, seen.capacity_tokens)
+        decode = self.pairs.decode.get(name)
+        if decode is not None:
+            self._engines_changed |= decode.kv_tokens != seen.capacity_tokens
+            decode.free_kv_tokens += seen.capacity_tokens - decode.kv_tokens
+            decode.kv_tokens, decode.most_requests = seen.capacity_tokens, seen.max_running or math.inf
         self.health_changed(replica, now)
-        if seen.role is PairRole.DECODE and (number := self._numbers.get(replica.replica_id)) is not None:
-            self.pairs.decode[number].most_requests = seen.max_running or math.inf
 
-    def _add_node(self, name: str, block_s: float) -> None:
-        """Add a node to the pair scheduler, or update the speed of its storage NIC."""
-        if name not in self._nodes:
-            if len(self._nodes) >= MAX_NODES:
-                used = {getattr(one.seen, "node", "") for one in self._core.fleet.values()}
-                for unused in self._nodes.keys() - used:
-                    del self.pairs.nics[self._nodes.pop(unused)]
-            self._nodes[name] = next(self._new_node)
-        self.pairs.add_node(self._nodes[name], block_s)
+    def _engine(self, replica: Replica) -> PrefillEngine | DecodeEngine | None:
+        return self.pairs.prefill.get(replica.replica_id) or self.pairs.decode.get(replica.replica_id)
 
     def health_changed(self, replica: Replica, now: float) -> None:
         """Make an engine available to the pair scheduler, or stop sending new requests to it. The pair
         scheduler still counts the requests of an unavailable engine, since they use memory."""
-        seen, number = replica.seen, self._numbers.get(replica.replica_id)
-        assert isinstance(seen, PairEngineRegistered)
-        is_prefill, is_up = seen.role is PairRole.PREFILL, replica.health is ReplicaHealth.UP
-        if is_up == (number in self._open):
+        engine, is_up = self._engine(replica), replica.health is ReplicaHealth.UP
+        if engine is None or engine.is_suspended is not is_up:
             return
         self._engines_changed = True
-        if number is None:
-            number = self._numbers[replica.replica_id] = next(self._new_number)
-            self._names[number] = replica.replica_id
-            self._places[number] = (seen.node, seen.capacity_tokens)
-            node = self._nodes[seen.node]
-            if is_prefill:
-                self.pairs.add_prefill(number, node)
-            else:
-                # A node's engines are a group (§6.1).
-                self.pairs.add_decode(number, node, node, seen.capacity_tokens)
-                self.pairs.decode[number].most_requests = seen.max_running or math.inf
-        elif is_up:
-            (self.pairs.prefill.get(number) or self.pairs.decode[number]).is_suspended = False
+        if is_up:
+            engine.is_suspended = False
         else:
-            self.pairs.suspend(self.pairs.prefill.get(number) or self.pairs.decode[number])
-        (self._open.add if is_up else self._open.discard)(number)
+            self.pairs.suspend(engine)
 
     def lost(self, replica: Replica, now: float) -> None:
-        self._remove(replica)
-
-    def _remove(self, replica: Replica) -> None:
-        """Remove an engine from the pair scheduler. Requests that have both engines stay there; all others
-        are queued again."""
-        number = self._numbers.pop(replica.replica_id, None)
-        if number is None:
-            return
-        del self._names[number], self._places[number]
-        self._open.discard(number)
-        is_prefill = number in self.pairs.prefill
-        self.pairs.suspend(self.pairs.prefill.pop(number) if is_prefill else self.pairs.decode.pop(number))
-        self._engines_changed = True
+        """Requests that have both engines stay there; all others are queued again."""
+        engine = self._engine(replica)
+        if engine is not None:
+            self.pairs.suspend(engine)
+            self.pairs.prefill.pop(replica.replica_id, None)
+            self.pairs.decode.pop(replica.replica_id, None)
+            self._engines_changed = True
 
     def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
-        node = self._nodes.get(event.node)
-        if node is not None:
-            self.pairs.report(node, event.queue_s, now)
+        if event.node in self.pairs.nics:
+            self.pairs.report(event.node, event.queue_s, now)

@@ -187,17 +187,12 @@ _MUST_BE_EQUAL = (
 def dominant_kind(
     engines: Iterable[tuple[EngineKind, PairRole]], ours: EngineKind | None
 ) -> EngineKind | None:
-    """Choose the kind to serve. ``ours``, the served kind, stays while it has both roles. Else it is the kind
-    with the most engines, those with both roles first."""
+    """Choose the kind to serve: one with both roles, if possible ``ours``, the served kind, else one with the
+    most engines."""
     roles: dict[EngineKind, list[PairRole]] = {}
     for kind, role in engines:
         roles.setdefault(kind, []).append(role)
-
-    def weight(kind: EngineKind) -> tuple[bool, bool, int]:
-        has_both = len(set(roles[kind])) == len(PairRole)
-        return has_both, has_both and kind == ours, len(roles[kind]) * 2 + (kind == ours)
-
-    return max(roles, key=weight, default=None)
+    return max(roles, key=lambda kind: (len({*roles[kind]}), kind == ours, len(roles[kind])), default=None)
 
 
 def nic_queue_event(node: str, engines: Iterable[Mapping[str, LinkStats]]) -> NicQueueReported | None:

@@ -1,7 +1,7 @@
 """Assigns a prefill engine, a decode engine and a read side to requests (DualPath §6.1; mechanisms D4–D6).
 
-An engine is one device; a node is one machine, whose engines share its storage NIC. The caller numbers the
-engines and nodes. Of equally good engines, the one with the lowest number is chosen.
+An engine is one device; a node is one machine, whose engines share its storage NIC. The caller names the
+engines and nodes. Of equally good engines, the one with the lowest name is chosen.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 FULL_BLOCK_TOKENS = 64
 """Tokens of a Full Block, with all layers: the unit of storage (DualPath §4.1, A.5)."""
+Name = int | str
+"""Of an engine or a node; all of one kind."""
 SPEED_WINDOW_S = 60.0
 """Seconds of engines' work over which their speed is averaged, with exponential weights."""
 MIN_SPEED_S = 1.0
@@ -29,16 +31,16 @@ class PdRequest(NamedTuple):
     """Number of the prompt's first Full Blocks whose KV is in storage."""
     kv_tokens: int = 0
     """KV tokens that the request needs on the decode engine: the prompt and, if known, the output."""
-    home: int | None = None
-    """Number of the prefill engine that has KV of the prompt's beginning; ``None``: no engine is known."""
+    home: Name | None = None
+    """The prefill engine that has KV of the prompt's beginning; ``None``: no engine is known."""
     home_tokens: int = 0
     """Prompt tokens whose KV that engine has."""
 
-    def prefill_tokens(self, engine: int) -> int:
+    def prefill_tokens(self, engine: Name) -> int:
         """Return the tokens that a prefill engine would read or compute."""
         return self.tokens - (self.home_tokens if engine == self.home else 0)
 
-    def read_blocks(self, engine: int) -> int:
+    def read_blocks(self, engine: Name) -> int:
         """Return the Full Blocks to read from storage if a prefill engine gets the request."""
         held = self.home_tokens // FULL_BLOCK_TOKENS if engine == self.home else 0
         return max(0, self.hit_blocks - held)
@@ -48,8 +50,9 @@ class EnginePair(NamedTuple):
     """A request's engines, and the side of its storage read."""
 
     request: PdRequest
-    prefill: int
-    decode: int
+    prefill: Any
+    decode: Any
+    """Names of the engines."""
     decode_reads: bool
     """Whether the decode engine's node reads the stored blocks. If not, the prefill engine's node does."""
 
@@ -116,7 +119,7 @@ class StorageNic:
 class PrefillEngine:
     """A prefill engine, and its load: the assigned requests that are not prefilled yet."""
 
-    number: int
+    name: Name
     nic: StorageNic
     tokens: int = 0
     """Prompt tokens of the assigned requests, without those whose KV the engine has."""
@@ -131,10 +134,10 @@ class PrefillEngine:
 class DecodeEngine:
     """A decode engine, and its load: the assigned requests that have not ended."""
 
-    number: int
+    name: Name
     nic: StorageNic
-    group: int
-    """Number of the engine's group. The engines of a group share a queue. All engines of a node are in one
+    group: Name
+    """The engine's group. The engines of a group share a queue. All engines of a node are in one
     group."""
     kv_tokens: int
     """KV memory in tokens."""
@@ -175,10 +178,10 @@ def choose_prefill(
     that has its context, unless another one is ahead by more tokens than that. In the paper no engine has it.
     """
 
-    def rank(engine: PrefillEngine) -> tuple[bool, int, int]:
-        reads = engine.number != request.home or request.read_blocks(engine.number) > 0
+    def rank(engine: PrefillEngine) -> tuple[bool, int, Any]:
+        reads = engine.name != request.home or request.read_blocks(engine.name) > 0
         is_slow = reads and engine.nic.busy_until_s - short_queue_s > now
-        return (is_slow, engine.tokens + request.prefill_tokens(engine.number), engine.number)
+        return (is_slow, engine.tokens + request.prefill_tokens(engine.name), engine.name)
 
     return min((e for e in engines if not e.is_suspended and e.tokens <= most_tokens), key=rank, default=None)
 
@@ -212,10 +215,10 @@ def choose_decode(
     chosen, then with the fewest requests.
     """
 
-    def rank(engine: DecodeEngine) -> tuple[bool, int, int, int]:
+    def rank(engine: DecodeEngine) -> tuple[bool, int, int, Any]:
         is_high = engine.tokens + request.tokens > most_tokens
         load = (engine.tokens, engine.requests) if is_high else (engine.requests, engine.tokens)
-        return (is_high, *load, engine.number)
+        return (is_high, *load, engine.name)
 
     return min(
         (one for one in engines
@@ -230,7 +233,7 @@ class _RequestInFlight:
     """A submitted request that has not ended."""
 
     request: PdRequest
-    group: int | None = None
+    group: Name | None = None
     """The decode group in whose queue the request waits, or waited; ``None``: in none yet."""
     prefill: PrefillEngine | None = None
     decode: DecodeEngine | None = None
@@ -251,10 +254,10 @@ class PairScheduler:
     """
 
     def __init__(self, rules: PrefillDecodeRules) -> None:
-        self.nics: dict[int, StorageNic] = {}
+        self.nics: dict[Name, StorageNic] = {}
         """Node → its storage NIC."""
-        self.prefill: dict[int, PrefillEngine] = {}
-        self.decode: dict[int, DecodeEngine] = {}
+        self.prefill: dict[Name, PrefillEngine] = {}
+        self.decode: dict[Name, DecodeEngine] = {}
         self.most_prefill_tokens = math.inf
         """β in tokens, at present."""
         self.decode_reads = READ_SIDE_POLICIES[rules.read_side]
@@ -272,17 +275,17 @@ class PairScheduler:
 
     # -- the fleet ---------------------------------------------------------------------
 
-    def add_node(self, node: int, block_s: float) -> None:
+    def add_node(self, node: Name, block_s: float) -> None:
         """Add a node whose storage NIC reads a Full Block in ``block_s`` seconds, or change its speed."""
         self.nics.setdefault(node, StorageNic(block_s)).block_s = block_s
 
-    def add_prefill(self, number: int, node: int) -> None:
-        """Add a prefill engine, whose number no earlier one had."""
-        self.prefill[number] = PrefillEngine(number, self.nics[node])
+    def add_prefill(self, name: Name, node: Name) -> None:
+        """Add a prefill engine."""
+        self.prefill[name] = PrefillEngine(name, self.nics[node])
 
-    def add_decode(self, number: int, node: int, group: int, kv_tokens: int) -> None:
-        """Add a decode engine with KV memory for ``kv_tokens`` tokens, whose number no earlier one had."""
-        self.decode[number] = DecodeEngine(number, self.nics[node], group, kv_tokens, kv_tokens)
+    def add_decode(self, name: Name, node: Name, group: Name, kv_tokens: int) -> None:
+        """Add a decode engine with KV memory for ``kv_tokens`` tokens."""
+        self.decode[name] = DecodeEngine(name, self.nics[node], group, kv_tokens, kv_tokens)
 
     def suspend(self, engine: PrefillEngine | DecodeEngine) -> None:
         """Make an engine unavailable, until its ``is_suspended`` is reset or for good. The requests that have
@@ -318,14 +321,14 @@ class PairScheduler:
         flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
-            self._leave_prefill(flight, flight.request.prefill_tokens(flight.prefill.number))
+            self._leave_prefill(flight, flight.request.prefill_tokens(flight.prefill.name))
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage."""
         self._waiting.pop(request_id, None)
         self._leave_engines(self.in_flight.pop(request_id))
 
-    def report(self, node: int, queue_s: float, now: float) -> None:
+    def report(self, node: Name, queue_s: float, now: float) -> None:
         """Record a node's report that ``queue_s`` seconds of reads are queued at its storage NIC."""
         nic = self.nics[node]
         # An idle NIC keeps the time at which it became idle.
@@ -336,7 +339,7 @@ class PairScheduler:
     def dispatch(self, now: float) -> list[EnginePair]:
         """Assign engines to waiting requests. Returns the pairs that became complete, in order of completion.
         The requests of these pairs can start now."""
-        groups: dict[int, list[DecodeEngine]] = {}
+        groups: dict[Name, list[DecodeEngine]] = {}
         for one in self.decode.values():
             if not one.is_suspended:
                 groups.setdefault(one.group, []).append(one)
@@ -347,7 +350,7 @@ class PairScheduler:
             del self._waiting[flight.request.request_id]
         return [self._pair(flight, now) for flight in ready]
 
-    def _place(self, groups: Mapping[int, Sequence[DecodeEngine]]) -> None:
+    def _place(self, groups: Mapping[Name, Sequence[DecodeEngine]]) -> None:
         """Queue the requests for which a decode group has a large enough engine and is below its request
         limit. Queued requests count for their group. Otherwise all requests of a burst would go to one."""
         tokens = {group: sum(one.tokens for one in engines) for group, engines in groups.items()}
@@ -380,17 +383,17 @@ class PairScheduler:
             if engine is None:
                 break
             flight.prefill = engine
-            engine.tokens += request.prefill_tokens(engine.number)
+            engine.tokens += request.prefill_tokens(engine.name)
             if not engine.requests:
                 engine.since_s = now
             engine.requests += 1
             if flight.decode is not None:
                 yield flight
 
-    def _assign_decode(self, groups: Mapping[int, Sequence[DecodeEngine]]) -> Iterator[_RequestInFlight]:
+    def _assign_decode(self, groups: Mapping[Name, Sequence[DecodeEngine]]) -> Iterator[_RequestInFlight]:
         """Assign queued requests to decode engines, and yield those that have both engines. The requests of a
         group come in the order of its queue."""
-        queues: dict[int | None, list[_RequestInFlight]] = {}
+        queues: dict[Name | None, list[_RequestInFlight]] = {}
         for flight in self._waiting.values():
             if flight.decode is None:
                 queues.setdefault(flight.group, []).append(flight)
@@ -411,7 +414,7 @@ class PairScheduler:
         """Stop counting a request on its prefill engine, if it has one. ``computed_tokens``: of its prompt, 0
         if not computed."""
         if flight.prefill is not None:
-            flight.prefill.tokens -= flight.request.prefill_tokens(flight.prefill.number)
+            flight.prefill.tokens -= flight.request.prefill_tokens(flight.prefill.name)
             self._left.append((flight.prefill, computed_tokens))
 
     def _leave_engines(self, flight: _RequestInFlight) -> None:
@@ -443,7 +446,7 @@ class PairScheduler:
         request, prefill, decode = flight.request, flight.prefill, flight.decode
         assert prefill is not None
         assert decode is not None
-        decode_reads, blocks = False, request.read_blocks(prefill.number)
+        decode_reads, blocks = False, request.read_blocks(prefill.name)
         if blocks:
             one, other = prefill.nic, decode.nic
             decode_reads = one is not other and self.decode_reads(
@@ -451,4 +454,4 @@ class PairScheduler:
             )
             nic = other if decode_reads else one
             nic.busy_until_s = max(nic.busy_until_s, now) + blocks * nic.block_s
-        return EnginePair(request, prefill.number, decode.number, decode_reads)
+        return EnginePair(request, prefill.name, decode.name, decode_reads)
