@@ -14,7 +14,7 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import ProgramFact, Scenario, ToolFact, fact
 from sojourn.testing import Reply, ToolUse
 
 ABSENT = {"cancel": "a crew runs its tools in threads, which Python cannot cancel"}
@@ -143,8 +143,7 @@ def scenario(
     return Scenario("crewai", row, ("crewai",), script, play, programs, name=name)
 
 
-UPPER = (ToolFact("upper"),)
-TEAM = ProgramFact("team", nodes=("writer", "writer"), tools=UPPER)
+TEAM = fact("team", "writer writer", "upper")
 
 
 def one_tool() -> list[Reply]:
@@ -157,53 +156,46 @@ def two_tools() -> list[Reply]:
     return [uses, final("done")] if native() else [use("upper"), use("count"), final("done")]
 
 
+def limited_answers() -> list[Reply]:
+    return [*one_tool(), final("two")]
+
+
+def failing_tool() -> list[Reply]:
+    return [use("broken"), final("done")]
+
+
+def asked_team() -> list[Reply]:
+    return [use("ask"), final("inner says"), final("done")]
+
+
+def in_threads(base_url: str, model: str) -> Any:
+    return kickoff(base_url, model, "first", "second", in_thread=True)
+
+
+# With calls as text CrewAI tries a tool three times, and answers have one call.
+TRIES, TURNS = (1, 2) if native() else (3, 3)
+BROKEN = fact("team", "writer writer", *[ToolFact("broken", "timeout")] * TRIES)
+TWO_TOOLS = fact("team", "writer " * TURNS, "count", "upper")
+NESTED = fact("outer", "writer writer", "ask"), fact("inner", "helper", parent="outer")
+FLOW = fact("flow", "-"), fact("crew", "writer writer", "upper", parent="flow")
+
 SCENARIOS = [
     scenario(
-        "sync",
-        lambda: [*one_tool(), final("two")],
-        limited,
-        ProgramFact("team", nodes=("first", "first", "second"), tools=UPPER).limited(8),
-        name="limit",
+        "sync", limited_answers, limited, fact("team", "first first second", "upper", limit=8), name="limit"
     ),
     scenario("sync", one_tool, kickoff, TEAM),
     scenario("async", one_tool, in_async, TEAM),
     scenario("stream", one_tool, partial(kickoff, stream=True), TEAM),
-    scenario(
-        "error",
-        lambda: [use("broken"), final("done")],
-        kickoff,
-        # With calls as text CrewAI tries a tool three times.
-        ProgramFact(
-            "team", nodes=("writer",) * 2, tools=(ToolFact("broken", "timeout"),) * (1 if native() else 3)
-        ),
-    ),
+    scenario("error", failing_tool, kickoff, BROKEN),
     scenario(
         "parallel",
         lambda: [final("one"), final("two")],
-        lambda base_url, model: kickoff(base_url, model, "first", "second", in_thread=True),
-        ProgramFact("team", nodes=("first", "second")),
+        in_threads,
+        fact("team", "first second"),
         name="tasks",
     ),
-    scenario(
-        "sub_agent",
-        lambda: [use("ask"), final("inner says"), final("done")],
-        nested,
-        ProgramFact("outer", nodes=("writer", "writer"), tools=(ToolFact("ask"),)),
-        ProgramFact("inner", parent="outer", nodes=("helper",)),
-    ),
-    scenario("sync", lambda: [final("hi")], lone_agent, ProgramFact("loner", nodes=("loner",)), name="agent"),
-    scenario(
-        "sync",
-        lambda: ["the plan", *one_tool()],
-        flow,
-        ProgramFact("flow", nodes=(None,)),
-        ProgramFact("crew", parent="flow", nodes=("writer", "writer"), tools=UPPER),
-        name="flow",
-    ),
-    scenario(
-        "parallel",
-        two_tools,
-        kickoff,
-        ProgramFact("team", nodes=("writer",) * (2 if native() else 3), tools=(ToolFact("count"), *UPPER)),
-    ),
+    scenario("sub_agent", asked_team, nested, *NESTED),
+    scenario("sync", lambda: [final("hi")], lone_agent, fact("loner", "loner"), name="agent"),
+    scenario("sync", lambda: ["the plan", *one_tool()], flow, *FLOW, name="flow"),
+    scenario("parallel", two_tools, kickoff, TWO_TOOLS),
 ]
