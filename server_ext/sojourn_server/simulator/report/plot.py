@@ -4,8 +4,8 @@ policy."""
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,18 @@ _METRICS = {
     "program completion, P95, est. of all, s (hollow: at least)": "completion_estimate_s.p95",
 }
 """Title → metric (see ``read_metric``)."""
+STYLE_FILE = Path(__file__).with_name("plot.mplstyle")
 # Okabe and Ito's palette without yellow (too pale on white).
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
-_SETTINGS: dict[Any, Any] = {
-    "font.size": 9.0, "axes.titlesize": 10.0, "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True,
-    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-    "svg.hashsalt": "sojourn",  # else the ids of an SVG differ each time
-    "svg.fonttype": "none",
-}  # fmt: skip
 
 
-@contextmanager
-def plot_settings() -> Iterator[None]:
+def plot_settings() -> AbstractContextManager[None]:
     """Context in which matplotlib uses the settings of sojourn's plots instead of the user's."""
-    import matplotlib
+    from matplotlib import style
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
-        yield
+    context: AbstractContextManager[None] = style.context(STYLE_FILE, after_reset=True)
+    return context
 
 
 def write_plot(rows: Sequence[RunRow], folder: Path, swept: ParameterSweep | None = None) -> list[Path]:
