@@ -148,9 +148,19 @@ class _DemoRun:
     """Runs arms with the same tasks and settings. ``facts``: what a reader needs to repeat the run."""
 
     def __init__(
-        self, directory: Path, *, policy: str, model: str, programs: int, max_num_seqs: int, seed: int,
-        url: str | None, kv_host_gib: float | None, resident: float, quick: bool,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        *,
+        policy: str,
+        model: str,
+        programs: int,
+        max_num_seqs: int,
+        seed: int,
+        url: str | None,
+        kv_host_gib: float | None,
+        resident: float,
+        quick: bool,
+    ) -> None:
         from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
         from sojourn_server.demo.demo_tasks import load_tasks
         from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
@@ -193,11 +203,13 @@ class _DemoRun:
             "kv_host_gib": kv_host_gib,
             "smoke": quick,
             "machine": {
-                "system": platform.platform(), "processor": processor_name(), "cores": os.cpu_count(),
+                "system": platform.platform(),
+                "processor": processor_name(),
+                "cores": os.cpu_count(),
             },
             "versions": {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
             "command": shlex.join(["sojourn", *redacted(sys.argv[1:])]),
-        }  # fmt: skip
+        }
 
     def arm(self, name: str) -> ArmRecord:
         """Run one arm, ``stock`` or ``sojourn``, on a server of its own unless there is a URL."""

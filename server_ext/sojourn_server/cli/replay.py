@@ -87,12 +87,7 @@ def replay(
     chosen = first_programs(load_programs(trace), programs)
     # With logging set up, httpx logs every request at INFO: thousands of lines.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        tally, about = asyncio.run(_run(chosen, options, url, model, dialect, api_key or None))
-    except KeyboardInterrupt:
-        raise CliError(
-            "interrupted", "run it again; a replay has no state to resume", exit_code=130
-        ) from None
+    tally, about = asyncio.run(_run(chosen, options, url, model, dialect, api_key or None))
     document = {"trace": Path(trace).name, **about, **tally.document()}
     console.print(tally.table())
     for note in tally.notes():
@@ -114,8 +109,6 @@ async def _run(
     dialect: str,
     api_key: str | None,
 ) -> tuple[ReplayTally, dict[str, Any]]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.replay.completions_client import CompletionsClient
     from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
@@ -133,23 +126,14 @@ async def _run(
         announcer: ProgramAnnouncer = (
             SdkAnnouncer(client.url, api_key) if dialect == "sojourn" else NullAnnouncer()
         )
-        columns = (
-            TextColumn("replay"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("programs, {task.fields[turns]} turns, {task.fields[failed]} failed"),
-            TimeElapsedColumn(),
-        )
         try:
-            with Progress(*columns, console=console, transient=True) as progress:
-                bar = progress.add_task("replay", total=len(programs), turns=0, failed=0)
+            with console.status("replay") as status:
 
                 def show(tally: ReplayTally) -> None:
-                    progress.update(
-                        bar,
-                        completed=len(tally.programs),
-                        turns=len(tally.turns),
-                        failed=len(tally.programs) - len(tally.finished),
+                    ended, turns = len(tally.programs), len(tally.turns)
+                    failed = ended - len(tally.finished)
+                    status.update(
+                        f"replay: {ended} of {len(programs)} programs, {turns} turns, {failed} failed"
                     )
 
                 run = Replay(programs, client, served, announcer, options, on_progress=show)
