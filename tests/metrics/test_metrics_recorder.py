@@ -122,7 +122,7 @@ def test_a_flood_of_tool_names_makes_at_most_32_series_and_grows_nothing() -> No
     assert (OTHER_TOOL,) in found
     assert len(found) <= MAX_TOOLS + 1
     assert sum(histogram["count"] for histogram in found.values()) == 100_000
-    assert len(recorder._histogram_at) <= MAX_TOOLS + 1
+    assert len(recorder._cell_at) <= MAX_TOOLS + 1
 
 
 @pytest.mark.parametrize("hostile", ["\ud800", "x" * 10_000, "new\nline", '"', ""])

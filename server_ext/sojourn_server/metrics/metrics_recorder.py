@@ -32,15 +32,9 @@ GaugeRows = Mapping[str, Iterable[tuple[Mapping[str, str], float]]]
 """Gauge name → its (labels, value) pairs, read from the engine's state when draining."""
 
 
-class _Counter:
-    __slots__ = ("labels", "total")
+class _Cell:
+    """What one series of a counter or histogram has grown by. A counter uses ``sum`` alone."""
 
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.labels = labels
-        self.total: float = 0
-
-
-class _Histogram:
     __slots__ = ("bounds", "buckets", "count", "labels", "sum")
 
     def __init__(self, labels: dict[str, str], bounds: tuple[float, ...]) -> None:
@@ -50,7 +44,7 @@ class _Histogram:
 
     def reset(self) -> None:
         self.buckets = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
+        self.sum: float = 0
         self.count = 0
 
 
@@ -66,27 +60,18 @@ class MetricsRecorder:
         self.strict = strict
         self._tools: set[str] = set()
         """Tools that became label values. They stay, so that a time series keeps its meaning."""
-        self._counters: dict[str, dict[tuple[str, ...], Any]] = {}
-        self._histograms: dict[str, dict[tuple[str, ...], Any]] = {}
+        self._cells: dict[str, dict[tuple[str, ...], _Cell]] = {}
         # Cache: arguments of a call → its cell. It holds only calls whose labels are stored unchanged, so
         # tool names that are counted as "other" do not fill it.
-        self._counter_at: dict[tuple[Any, ...], Any] = {}
-        self._histogram_at: dict[tuple[Any, ...], Any] = {}
+        self._cell_at: dict[tuple[Any, ...], _Cell] = {}
         self._totals: dict[tuple[str, ...], float] = {}
         """(Counter, label values) → the total of the last ``count_total``."""
 
     def count(self, name: str, n: float = 1, **labels: str) -> None:
         """Add ``n`` ≥ 0 to the counter ``name``."""
-        at = (name, *labels.items())
-        cell = self._counter_at.get(at)
-        if cell is None:
-            cell = self._find_cell(name, MetricKind.COUNTER, labels, at)
-            if cell is None:
-                return
-        if not 0 <= n < math.inf:
-            self._drop("bad_value", f"{name} incremented by {n}")
-            return
-        cell.total += n
+        cell = self._cell(name, MetricKind.COUNTER, labels, n)
+        if cell is not None:
+            cell.sum += n
 
     def count_total(self, name: str, total: float, **labels: str) -> None:
         """Add to the counter ``name`` what ``total``, which someone else counts, has grown since the last
@@ -99,18 +84,11 @@ class MetricsRecorder:
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to the histogram ``name``, in the unit that the name ends with."""
-        at = (name, *labels.items())
-        cell = self._histogram_at.get(at)
-        if cell is None:
-            cell = self._find_cell(name, MetricKind.HISTOGRAM, labels, at)
-            if cell is None:
-                return
-        if not 0 <= value < math.inf:
-            self._drop("bad_value", f"{name} observed {value}")
-            return
-        cell.buckets[bisect_left(cell.bounds, value)] += 1
-        cell.sum += value
-        cell.count += 1
+        cell = self._cell(name, MetricKind.HISTOGRAM, labels, value)
+        if cell is not None:
+            cell.buckets[bisect_left(cell.bounds, value)] += 1
+            cell.sum += value
+            cell.count += 1
 
     def drain(self, gauges: GaugeRows | None = None) -> dict[str, Any]:
         """Return and clear all increments since the last drain, with the current ``gauges``, as JSON data.
@@ -121,41 +99,34 @@ class MetricsRecorder:
         """
         kept_gauges = self._checked(gauges or {})
         counters: dict[str, Any] = {}
-        for name, counter_cells in self._counters.items():
-            rows = []
-            for counter in counter_cells.values():
-                if counter.total:
-                    rows.append([counter.labels, counter.total])
-                    counter.total = 0
-            if rows:
-                counters[name] = rows
         histograms: dict[str, Any] = {}
-        for name, histogram_cells in self._histograms.items():
-            rows = []
-            for cell in histogram_cells.values():
-                if cell.count:
-                    rows.append(
-                        [cell.labels, {"buckets": cell.buckets, "sum": cell.sum, "count": cell.count}]
-                    )
-                    cell.reset()
-            if rows:
-                histograms[name] = rows
+        for name, cells in self._cells.items():
+            for cell in cells.values():
+                if METRIC_CATALOG[name].kind is MetricKind.COUNTER and cell.sum:
+                    counters.setdefault(name, []).append([cell.labels, cell.sum])
+                elif cell.count:
+                    counts = {"buckets": cell.buckets, "sum": cell.sum, "count": cell.count}
+                    histograms.setdefault(name, []).append([cell.labels, counts])
+                cell.reset()
         return {"counters": counters, "histograms": histograms, "gauges": kept_gauges}
 
-    def _find_cell(self, name: str, kind: MetricKind, labels: dict[str, str], at: tuple[Any, ...]) -> Any:
-        """Return the counter's or histogram's cell for these labels; ``None`` for a dropped measurement."""
-        found = self._resolve(name, kind, labels)
-        if found is None:
-            return None
-        spec, values = found
-        counts = kind is MetricKind.COUNTER
-        cells = (self._counters if counts else self._histograms).setdefault(name, {})
-        key = tuple(values.values())
-        cell = cells.get(key)
+    def _cell(self, name: str, kind: MetricKind, labels: dict[str, str], value: float) -> _Cell | None:
+        """Return the cell for these labels; ``None`` for a dropped measurement."""
+        at = (name, kind, *labels.items())
+        cell = self._cell_at.get(at)
         if cell is None:
-            cell = cells[key] = _Counter(values) if counts else _Histogram(values, spec.buckets)
-        if values == labels:
-            (self._counter_at if counts else self._histogram_at)[at] = cell
+            found = self._resolve(name, kind, labels)
+            if found is None:
+                return None
+            spec, values = found
+            cells, key = self._cells.setdefault(name, {}), tuple(values.values())
+            cell = cells.get(key) or _Cell(values, spec.buckets)
+            cells[key] = cell
+            if values == labels:
+                self._cell_at[at] = cell
+        if not 0 <= value < math.inf:
+            self._drop("bad_value", f"{name} grew by {value}")
+            return None
         return cell
 
     def _resolve(
