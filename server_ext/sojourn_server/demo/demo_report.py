@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from rich.table import Table
 
 from ..metrics.summary_statistics import summarise
-from .demo_agent import DemoProgramRecord, DemoTurnRecord
+from .demo_agent import DemoTurnRecord
 from .demo_run import STOCK, ArmRecord
 
 RATIOS = {
@@ -85,7 +86,7 @@ def arm_figures(arm: ArmRecord) -> dict[str, Any]:
         "wall_s": _rounded(arm.wall_s),
         "decisions": dict(arm.decisions),
         "tiers": dict(arm.tiers),
-        "details": [_program(program) for program in arm.programs],
+        "details": [_all_rounded(asdict(program)) for program in arm.programs],
     }
 
 
@@ -222,25 +223,13 @@ def _any_failed(arms: Mapping[str, Mapping[str, Any]]) -> bool:
     return any(figures["programs_failed"] for figures in arms.values())
 
 
-def _program(program: DemoProgramRecord) -> dict[str, Any]:
-    return {
-        "task": program.task,
-        "arrived_s": _rounded(program.arrived_s),
-        "ended_s": _rounded(program.ended_s),
-        "fixed": program.fixed,
-        "error": program.error,
-        "turns": [
-            {
-                "start_s": _rounded(turn.start_s),
-                "first_tool_s": _rounded(turn.first_tool_s),
-                "end_s": _rounded(turn.end_s),
-                "prompt_tokens": turn.prompt_tokens,
-                "cached_tokens": turn.cached_tokens,
-                "output_tokens": turn.output_tokens,
-            }
-            for turn in program.turns
-        ],
-    }
+def _all_rounded(value: Any) -> Any:
+    """Return plain data with all of its numbers rounded."""
+    if isinstance(value, dict):
+        return {name: _all_rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_all_rounded(one) for one in value]
+    return _rounded(value) if isinstance(value, float) else value
 
 
 def _rounded(value: float | None) -> float | None:
