@@ -8,12 +8,12 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
-from api_test_engines import HungEngine, ScriptedEngine, outcomes
+from api_test_engines import HungEngine, ScriptedEngine, engine_answers, outcomes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn.wire_codec import EventBatch, OutcomeBatch, decode_batch
 from sojourn_server.api import event_intake
-from sojourn_server.api.engine_rpc import EngineUnavailableError
+from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError
 from sojourn_server.api.event_intake import (
     MAX_EVENTS_PER_CALL,
     EventIntake,
@@ -126,6 +126,16 @@ async def test_an_event_that_grows_beyond_the_limit_costs_itself_alone(
     answer = await intake.submit(decode_batch(text.encode()), 5)
     assert [outcome.outcome.value for outcome in answer.outcomes] == ["rejected", "applied"]
     assert "longer than 80 bytes" in answer.outcomes[0].reason
+
+
+async def test_an_empty_batch_is_answered_and_tells_a_stock_engine() -> None:
+    time = VirtualTime()
+    intake = intake_of(CountingEngine(time), time)
+    assert await intake.submit(batch_of("e", 0), 5) == OutcomeBatch(outcomes=[])
+    failing = intake_of(ScriptedEngine(engine_answers(events=EngineError("stock"))), time)
+    with pytest.raises(EngineError, match="stock"):
+        await failing.submit(batch_of("e", 0), 5)
+    assert_empty(failing)
 
 
 async def test_a_batch_that_waits_too_long_leaves_the_queue() -> None:
