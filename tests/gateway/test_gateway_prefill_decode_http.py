@@ -142,11 +142,12 @@ async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
 
 async def test_an_engine_that_reports_no_kv_has_failed() -> None:
     async with pairs(2, 1) as (it, prefill, [decode]):
-        prefill[0].says_nothing = True
+        mute, other = sorted(prefill, key=lambda engine: engine.name)
+        mute.says_nothing = True
         answers = [await it.chat(f"p{number}") for number in range(4)]
         assert [answer.status for answer in answers] == [200] * 4
-        assert prefill[0].requests, "it was tried"
-        assert {one["kv_transfer_params"]["at"] for one in decode.requests} == {prefill[1].name}
+        assert mute.requests, "it was tried"
+        assert {one["kv_transfer_params"]["at"] for one in decode.requests} == {other.name}
 
 
 @pytest.mark.parametrize("leg", ["first", "second"])
@@ -184,11 +185,10 @@ async def test_a_drained_engine_finishes_its_requests_and_gets_no_new_ones(role:
             assert (await it.chat(f"p{number}")).status == 200
         assert (len(victim.requests), len(other.requests)) == (1, 3)
         await it.drain(other.name, key=ADMIN)
-        refused = await it.chat("p")
-        assert (refused.status, refused.headers["Retry-After"]) == (503, "5")
-        assert f"no {role} engine" in (await refused.json())["error"]["message"]
+        waits = asyncio.ensure_future(it.chat("p"))
+        await until(lambda: core_of(it).waiting)
         await it.drain(victim.name, "stay", ADMIN)
-        assert (await it.chat("p")).status == 200
+        assert (await waits).status == 200
 
 
 @pytest.mark.parametrize(("role", "how"), [("prefill", "gone"), ("decode", "gone"), ("decode", "refused"),
@@ -214,8 +214,6 @@ async def test_the_health_route_reports_a_missing_role(role: str, how: str) -> N
                 return {name: document[name] for name in counts} == counts
 
         await until(told)
-        if how != "suspect":
-            assert (await it.chat()).status == 503
 
 
 async def test_engines_are_shown_with_what_they_do_and_how_their_links_are() -> None:

@@ -93,7 +93,7 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
         ({"model": "m", "decode": None}, "decode is there without prefill; expected both"),
         ({"model": "m", "pairs": {"store": "/kv"}}, "pairs is there without prefill and decode"),
         ({**PAIRS, "engines": {}}, "engines and prefill are both set; expected only one: prefill and"),
-        ({**PAIRS, "policy": "sojourn"}, "policy and prefill are both set; expected only one: pairs have one"),
+        ({**PAIRS, "policy": "sojourn"}, "policy and prefill are both set; expected only one: pairs have"),
         ({**PAIRS, "pairs": {}}, "pairs.store is None; expected the directory that engines of all pairs"),
         ({**PAIRS, "pairs": {"store": "kv"}}, "pairs.store is 'kv'; expected an absolute path"),
         ({**PAIRS, "pairs": {"stor": "/kv"}}, "there is no key pairs.stor; did you mean pairs.store?"),

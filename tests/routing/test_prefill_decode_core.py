@@ -51,12 +51,9 @@ def stored(it: RoutingCore) -> int:
     return program.context_tokens if program is not None else 0
 
 
-def core(
-    *names: str, pairs: PairScheduler | None = None, expects: bool = False, **limits: Any
-) -> RoutingCore:
+def core(*names: str, pairs: PairScheduler | None = None, **limits: Any) -> RoutingCore:
     pairs = pairs or PairScheduler(PrefillDecodeRules(most_tokens_s=math.inf))
-    strategy = PairStrategy(pairs, expects_engines=expects)
-    made = RoutingCore(strategy, RoutingLimits(**limits))
+    made = RoutingCore(PairStrategy(pairs), RoutingLimits(**limits))
     for name in names:
         made.take(seen(name), 0.0)
     return made
@@ -128,17 +125,6 @@ def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
     assert only(it.take(routing_events.RequestFinished("a", 5, done.replica_id), 3.0)).request_id == "d"
 
 
-@pytest.mark.parametrize(("there", "absent"), [("p1", "decode"), ("d1", "prefill"), ("", "prefill")])
-def test_without_both_roles_new_requests_are_rejected_with_a_retry_time(there: str, absent: str) -> None:
-    it = core(*([there] if there else []))
-    refused = only(it.take(asked("a"), 1.0))
-    assert (refused.status, refused.code) == (503, "no_room")
-    assert refused.retry_after_s
-    assert f"no {absent} engine" in refused.message
-    assert not it.requests
-    assert not it.programs
-
-
 @pytest.mark.parametrize("how", ["failed", "drained"])
 def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None:
     it = core()
@@ -163,15 +149,16 @@ def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None
     assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
 
 
-def test_a_supervised_missing_role_is_waited_for() -> None:
-    it = core(expects=True)
-    for name in ("p1", "d1"):
-        it.take(seen(name), 0.0)
-    it.take(asked("a"), 1.0)
-    it.take(routing_events.ReplicaGone("d1", "1"), 2.0)
-    for second in range(3, 100):
-        it.take(seen("p1"), float(second))
-        assert it.take(routing_events.Tick(), float(second)) == []
+@pytest.mark.parametrize("there", ["p1", "d1"])
+def test_a_missing_role_is_waited_for(there: str) -> None:
+    it = core(there, wait_s=60.0)
+    assert it.take(asked("a"), 1.0) == []
+    for second in range(2, 30):
+        assert it.take(seen(there), float(second)) == it.take(routing_events.Tick(), float(second)) == []
+    [sent] = it.take(seen("d1" if there == "p1" else "p1"), 30.0)
+    assert (sent.request_id, sent.prefill_id, sent.replica_id) == ("a", "p1", "d1")
+    it.take(routing_events.ReplicaGone(there, "1"), 31.0)
+    assert it.take(seen("p2" if there == "p1" else "d2"), 40.0)
 
 
 def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> None:

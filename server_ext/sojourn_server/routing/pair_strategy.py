@@ -22,31 +22,18 @@ from ..policies.prefill_decode.engine_pair_scheduler import (
 from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole
-from .routing_limits import QUEUE_FULL_RETRY_S
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
 from .tenant_shares import TenantShares
 from .waiting_queues import WaitingQueue
 
-ROLE_MISSING_TIMEOUT_S = 5.0
-"""Seconds that requests wait while a role (prefill or decode) has no engine, if no supervisor starts
-engines. An engine that misses one or two polls returns within this time. An engine that has to load its
-model does not."""
-
 
 class PairStrategy(RoutingStrategy):
-    """Lets the pair scheduler ``pairs`` choose the engines.
-
-    ``expects_engines``: whether a supervisor starts missing engines. If True, requests wait for a missing
-    engine. If False and a role (prefill or decode) has no engines, new requests are rejected at once, and
-    waiting requests after ``ROLE_MISSING_TIMEOUT_S``."""
+    """Lets the pair scheduler ``pairs`` choose the engines. While there are none of a role, requests wait."""
 
     unit = "pair of engines"
 
-    def __init__(self, pairs: PairScheduler, *, expects_engines: bool = False) -> None:
+    def __init__(self, pairs: PairScheduler) -> None:
         self.pairs = pairs
-        self._expects_engines = expects_engines
-        self._missing_since_s: float | None = None
-        """Time of the first tick that found a role without engines."""
         self._engines_changed = False
         """True if an engine started or stopped accepting requests since the last ``dispatch``."""
 
@@ -56,16 +43,6 @@ class PairStrategy(RoutingStrategy):
         self._queue = WaitingQueue(by_tenant=True)
 
     # -- queries --------------------------------------------------------------------
-
-    def missing_role(self) -> str:
-        if self._expects_engines:
-            return ""
-        present = {
-            one.seen.role
-            for one in self._core.fleet.values()
-            if isinstance(one.seen, PairEngineRegistered) and one.health is not ReplicaHealth.DRAINING
-        }
-        return next((role.value for role in PairRole if role not in present), "")
 
     def longest_tokens(self) -> int:
         """Return the longest context that both roles can hold."""
@@ -150,18 +127,6 @@ class PairStrategy(RoutingStrategy):
 
     def expire(self, now: float) -> None:
         self.tenants.update(now)
-        missing = self.missing_role()
-        if not missing:
-            self._missing_since_s = None
-            return
-        if self._missing_since_s is None:
-            self._missing_since_s = now
-        if now - self._missing_since_s < ROLE_MISSING_TIMEOUT_S:
-            return
-        message = f"no {missing} engine for {ROLE_MISSING_TIMEOUT_S:g} s; try again soon"
-        for request in list(self._core.waiting.values()):
-            self._core.close(request, now)
-            self._core.reject(request.request_id, 503, "no_room", message, QUEUE_FULL_RETRY_S)
 
     # -- engines --------------------------------------------------------------------
 

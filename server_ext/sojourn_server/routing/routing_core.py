@@ -104,10 +104,6 @@ class RoutingStrategy:
         more wait."""
         return True
 
-    def missing_role(self) -> str:
-        """Return what is missing so that no request can be served; empty: nothing."""
-        return ""
-
     def shares_used(self) -> dict[str, float]:
         """Return, by tenant, the fraction of the capacity that its requests in flight use ÷ its share of the
         capacity. Empty if tenants do not share capacity."""
@@ -252,9 +248,6 @@ class RoutingCore:
         request_id, longest = event.request_id, self.strategy.longest_tokens() if event.exact else 0
         if request_id in self.requests:
             self.reject(request_id, 409, "duplicate_request", "a request with this id is in progress")
-        elif missing := self.strategy.missing_role():
-            message = f"no {missing} engine is registered; try again soon"
-            self.reject(request_id, 503, "no_room", message, QUEUE_FULL_RETRY_S)
         elif longest and event.context_tokens > longest:
             message = f"the prompt has {event.context_tokens:,} tokens; the longest served has {longest:,}"
             self.reject(request_id, 400, "context_too_long", message)

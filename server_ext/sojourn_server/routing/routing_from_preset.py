@@ -34,12 +34,9 @@ def build_routing_core(preset: ClusterPreset, limits: RoutingLimits | None = Non
     return RoutingCore(strategy, limits, ProgramEstimator(preset.size_quantile))
 
 
-def build_pair_core(
-    rules: PrefillDecodeRules, limits: RoutingLimits | None = None, *, expects_engines: bool = False
-) -> RoutingCore:
-    """Build a core for pairs of a prefill and a decode engine. ``limits``: ``None`` for the defaults.
-    ``expects_engines``: a supervisor starts missing engines."""
-    return RoutingCore(PairStrategy(PairScheduler(rules), expects_engines=expects_engines), limits)
+def build_pair_core(rules: PrefillDecodeRules, limits: RoutingLimits | None = None) -> RoutingCore:
+    """Build a core for pairs of a prefill and a decode engine. ``limits``: ``None`` for the defaults."""
+    return RoutingCore(PairStrategy(PairScheduler(rules)), limits)
 
 
 def routing_reasons(preset: ClusterPreset | PrefillDecodeRules) -> tuple[str, ...]:

@@ -338,18 +338,16 @@ def build_gateway(
     *,
     limits: RoutingLimits | None = None,
     poll_s: float = POLL_S,
-    expects_engines: bool = False,
     peers: Peers | None = None,
 ) -> tuple[Gateway, GatewayApplication]:
     """Build a gateway. Return it with its ASGI application.
 
     ``engines``: their URLs; with the roles of prefill and decode engines. ``rules``: how requests are routed.
     ``limits``: bounds of the routing core. ``poll_s``: seconds between two polls of an engine.
-    ``expects_engines``: whether further engines of pairs may be named later, so that requests wait for them.
     ``peers``: the other gateways. Raises ``ValueError`` for wrong rules or options.
     """
     if isinstance(rules, PrefillDecodeRules):
-        core = build_pair_core(rules, limits, expects_engines=expects_engines)
+        core = build_pair_core(rules, limits)
     else:
         core = build_routing_core(rules, limits)
     roles = engines if isinstance(engines, Mapping) else dict.fromkeys(engines)

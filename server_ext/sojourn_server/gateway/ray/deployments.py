@@ -197,7 +197,6 @@ def build_ray_gateway(config: RayConfig, own_url: str) -> tuple[Gateway, Starlet
         load_tenant_keys(tenants, read_key(config.keys.api, "keys.api")),
         options,
         limits=limits,
-        expects_engines=True,
         peers=Peers(own_url),
     )
 
