@@ -27,6 +27,7 @@ from sojourn_server.routing.pair_strategy import PairStrategy
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     FirstByteSent,
+    KvReported,
     PairEngineRegistered,
     PrefillFinished,
     RequestFinished,
@@ -72,7 +73,7 @@ class Router:
             self._take(seen)
 
     def know(self, question: RoutingQuery) -> None:
-        """Tell the core that a request was answered before, so that its KV is in storage."""
+        """Tell the core that a request was answered before, so that its KV is in storage, and there alone."""
         name = f"before {question.name}"
         self._take(self._asked(name, question))
         (send,) = self._sent.values()
@@ -80,6 +81,7 @@ class Router:
         self._take(PrefillFinished(request_id=name, replica_id=send.prefill_id))
         self._take(FirstByteSent(request_id=name, replica_id=send.replica_id))
         self._take(RequestFinished(request_id=name, replica_id=send.replica_id))
+        self._take(KvReported(replica_id=send.prefill_id, instance=send.prefill_id, programs=()))
 
     async def answer(
         self, http: httpx.AsyncClient, model: str, question: RoutingQuery, transfer: str, tokens: int
