@@ -71,9 +71,7 @@ OUTPUTS = (
     b"Let us see.\n```bash\ntimeout 60 pytest -q <<'EOF' | tail\nx\nEOF\n```\n<|im_end|>",
 )
 FRAMES = tuple(path.read_bytes() for path in sorted((GOLDEN / "paths").glob("*.bin")))
-MESSAGES = tuple(
-    frame[HEAD_BYTES : HEAD_BYTES + decode_head(frame[:HEAD_BYTES]).message_bytes] for frame in FRAMES
-)
+MESSAGES = tuple(frame[HEAD_BYTES : HEAD_BYTES + decode_head(frame[:HEAD_BYTES])[0]] for frame in FRAMES)
 PARAMS = (
     {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_reads": True, "epoch": "e"},
     {"do_remote_prefill": True, "transfer": "t", "context": "t.0", "epoch": "e", "stored": 12},

@@ -89,9 +89,9 @@ class SimulatedStream:
     async def write(self, parts: Sequence[bytes | memoryview]) -> None:
         # Encoded, so that nodes can only send messages that the wire format allows.
         data, world = b"".join(bytes(part) for part in parts), self.engine.world
-        head = decode_head(data[:HEAD_BYTES])
-        message = decode(data[HEAD_BYTES : HEAD_BYTES + head.message_bytes])
-        await self.engine.occupy("compute", head.payload_bytes)
+        message_bytes, payload_bytes = decode_head(data[:HEAD_BYTES])
+        message = decode(data[HEAD_BYTES : HEAD_BYTES + message_bytes])
+        await self.engine.occupy("compute", payload_bytes)
         if self.is_closed:
             raise ConnectionResetError("the connection has ended")
         world.messages.append((self.engine.name, self.peer.name, message))
@@ -143,7 +143,7 @@ class Engine:
         return self.node.buffers
 
     def load(self, load: str, wanted: Sequence[bytes], **peer: Any) -> int:
-        of = ReadingPeer(**{"transfer": load, "total": len(wanted), **peer}) if peer else None
+        of = ReadingPeer(**{"total": len(wanted), **peer}) if peer else None
         return len(self._keep(lambda: self.node.load(load, wanted, of)).keys)
 
     def end_load(self, load: str) -> None:

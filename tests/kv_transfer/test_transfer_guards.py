@@ -14,7 +14,7 @@ def test_a_dial_that_is_not_answered_fails_and_the_next_is_another() -> None:
     world, p, _ = two_engines()
     world.lose = lambda sender, receiver, message: isinstance(message, HelloMessage)
     p.offer("t", "d", CONTEXT)
-    assert p.wait(PushEnded, "t").why == "d does not answer"
+    assert p.wait(PushEnded, "t").why == "cannot reach d: it does not answer"
     world.lose = lambda sender, receiver, message: False
     p.push("u", "d", CONTEXT)
     assert p.wait(PushEnded, "u").complete

@@ -81,7 +81,7 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     here, there = pair
     (to,) = there.addresses
     mine = here.node.load("mine", CONTEXT[:3])
-    theirs = here.node.load("t", CONTEXT[3:], peer=ReadingPeer(address=to, transfer="t", total=9))
+    theirs = here.node.load("t", CONTEXT[3:], peer=ReadingPeer(to, 9))
     for layer in range(LAYERS):
         blocks = mine.wait_layer(layer, PATIENCE_S) + theirs.wait_layer(layer, PATIENCE_S)
         found = [bytes(block) for block in blocks]
@@ -197,7 +197,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(store: MemoryStore, 
         assert process.stdout.readline() == b"listening\n"
         here = manager(store, "p")
         to = f"unix:{path}"
-        load = here.node.load("t", CONTEXT, peer=ReadingPeer(address=to, transfer="t", total=9))
+        load = here.node.load("t", CONTEXT, peer=ReadingPeer(to, 9))
         push = here.node.offer("u", to, [b"tail"])
         assert load.wait_layer(0, PATIENCE_S)
         os.kill(process.pid, signal.SIGKILL)
@@ -220,6 +220,7 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(store: MemoryStore, 
     with closing(manager(MemoryStore(), "d", [to])), pytest.raises(OSError, match="another process listens"):
         manager(MemoryStore(), "e", [to])
     assert threads_of("e") == []
+    path.unlink()
     path.write_text("not a socket")
     with pytest.raises(OSError, match="already in use"):
         manager(MemoryStore(), "e", [to])
@@ -277,8 +278,8 @@ class Stuck:
         self.socket.sendall(encode(message))
 
     def _heard(self) -> WireMessage:
-        head = decode_head(self._exactly(HEAD_BYTES))
-        return decode(self._exactly(head.message_bytes))
+        message_bytes, _ = decode_head(self._exactly(HEAD_BYTES))
+        return decode(self._exactly(message_bytes))
 
     def _exactly(self, count: int) -> bytes:
         assert self.socket is not None

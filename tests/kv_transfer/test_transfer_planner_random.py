@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs, TransferResults
 from sojourn_server.kv_transfer.transfer_planner import MAX_FETCHES, TransferPlanner
-from sojourn_server.kv_transfer.transfer_request import ScheduledRequest, context_name
+from sojourn_server.kv_transfer.transfer_request import context_name
 
 LENGTHS = st.integers(1, 5 * FULL_TOKENS)
 
@@ -160,14 +160,14 @@ class Planning(RuleBasedStateMachine):
 
     @rule(data=st.data(), chunk=st.integers(1, 200))
     def step(self, data: st.DataObject, chunk: int) -> None:
-        step = []
+        step = {}
         for name, life in self.lives.items():
             if life.stage == "running" and data.draw(st.booleans()):
                 self.learn(life, self.concurrent_steps - 1)
                 known = life.request.num_tokens + life.unknown
                 life.computed = min(life.computed + chunk, known)
                 life.ids = list(range(1, 1 + -(-life.computed // BLOCK_TOKENS)))
-                step.append(ScheduledRequest(name, life.computed))
+                step[name] = life.computed
                 life.unknown += life.computed == known
         self.planner.scheduled(step, lambda name: self.lives[name].ids)
         self.orders()
@@ -195,10 +195,6 @@ class Planning(RuleBasedStateMachine):
             self.saved[save.request] = max(self.saved.get(save.request, 0), save.place + 1)
             assert len(save.block_ids) == PER_FULL
             assert 0 not in save.block_ids
-            if save.request in orders.holds:
-                assert not save.before
-            else:
-                assert len(save.before) == save.place * PER_FULL
         for request in orders.holds:
             self.saved.pop(request, None)
         self.worker.carry_out(orders)

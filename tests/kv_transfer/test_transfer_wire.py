@@ -66,9 +66,9 @@ def test_what_is_written_and_read_are_the_golden_bytes(name: str) -> None:
     message, payload = EXAMPLES[name]
     golden = (GOLDEN / f"{name}.bin").read_bytes()
     assert encode(message, len(payload)) + payload == golden
-    head = decode_head(golden[:HEAD_BYTES])
-    assert head.payload_bytes == len(payload)
-    end = HEAD_BYTES + head.message_bytes
+    message_bytes, payload_bytes = decode_head(golden[:HEAD_BYTES])
+    assert payload_bytes == len(payload)
+    end = HEAD_BYTES + message_bytes
     assert decode(golden[HEAD_BYTES:end]) == message
     assert golden[end:] == payload
 

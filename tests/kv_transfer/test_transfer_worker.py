@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,3 +218,24 @@ def test_open_pushes_hold_at_most_what_the_buffers_do(make: Make, tmp_path: Path
     settle(p, d)
     through(p, d, prompt(4, 2 * FULL_TOKENS), "fourth")
     assert p.worker.counts["pushes_refused"] == 1
+
+
+def test_a_store_without_room_gets_a_block_in_a_later_step_and_the_end_of_a_request_does_not_wait(
+    make: Make, store: MemoryStore
+) -> None:
+    engine, gate = make("e", limits={"max_waiting_writes": 3}), threading.Event()
+    store.before = lambda what, key: (what == "put" and gate.wait(60.0)) and None
+    tokens = prompt(1, 6 * FULL_TOKENS)
+    running = engine.add(Request("r", tokens), max_tokens=100_000)
+    engine.add(Request("s", prompt(2, 2 * FULL_TOKENS)))
+    run(lambda: "s" in engine.done and "s" not in engine.jobs, engine)
+    assert engine.worker.counts["writes_refused"] > 0
+    gate.set()
+    keys = full_keys(tokens)
+    run(lambda: set(keys) <= set(store.blocks), engine)
+    assert running.request.output
+    engine.abort("r")
+    settle(engine)
+    for at, key in enumerate(keys):
+        rows = [kv_of(tokens[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
+        assert store.blocks[key] == b"".join(each.tobytes() for each in rows)

@@ -31,7 +31,6 @@ from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
-from sojourn_server.kv_transfer.transfer_request import ScheduledRequest
 from sojourn_server.kv_transfer.transfer_worker import TransferWorker
 
 LAYERS = 3
@@ -303,7 +302,7 @@ class ToyEngine:
     def _plan(self) -> Step:
         self._planned += 1
         works = self._schedule()
-        planned = [ScheduledRequest(work.job.name, work.first + work.count) for work in works]
+        planned = {work.job.name: work.first + work.count for work in works}
         self.planner.scheduled(planned, lambda name: self.jobs[name].ids)
         for work in works:
             work.job.computed += work.count

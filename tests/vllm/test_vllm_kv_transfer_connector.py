@@ -275,7 +275,7 @@ def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: 
             worker.wait_for_save()
             sent |= worker.get_finished(set())[0] or set()
         assert sent == {"r"}, "its blocks are free again"
-        late = SaveJob(request="s", place=0, key=keys[0], parent=b"", block_ids=ids, before=[])
+        late = SaveJob(request="s", place=0, key=keys[0], parent=b"", block_ids=ids)
         worker.handle_preemptions(StepOrders(TransferJobs(saves=[late])))
         worker.wait_for_save()
         assert not list((tmp_path / "store").glob("**/*.kv"))

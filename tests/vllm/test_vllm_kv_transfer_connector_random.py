@@ -269,9 +269,7 @@ class Worker:
             if save.request in refused:
                 continue
             at_last = save.request in holds
-            if (not at_last and self.draw.random() < 0.1) or not bad.isdisjoint(
-                {*save.before, *save.block_ids}
-            ):
+            if not at_last and (bad or self.draw.random() < 0.1):
                 refused[save.request] = save.place
                 continue
             content = self.blocks[save.block_ids[-1]]

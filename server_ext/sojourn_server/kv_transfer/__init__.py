@@ -6,7 +6,7 @@ Theory of operation
 The package may import ``kv_offload``, but neither torch nor vLLM. It has two halves.
 
 **Jobs** (``transfer_request``, ``transfer_jobs``, ``transfer_planner``, ``rank_transfers``,
-``transfer_worker``, ``block_saver``). The planner, beside vLLM's scheduler, decides which transfers a
+``transfer_worker``). The planner, beside vLLM's scheduler, decides which transfers a
 request needs. It gives each step's jobs to the workers, and gets their results with a later step.
 
 **Transfers** (``transfer_manager`` and the modules below). A worker has one ``TransferManager``: a

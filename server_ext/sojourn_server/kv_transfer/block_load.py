@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .peer_connection import TransferFailed
-from .transfer import GIVEN_UP, Transfer, TransferContext, TransferOutcome
+from .transfer import GIVEN_UP, STALLED, Transfer, TransferContext, TransferOutcome
 from .transfer_wire import AbortMessage, DataMessage, FailedMessage, ReadMessage, WireMessage
 
 UNEXPECTED_DATA = "the peer sent unexpected data"
 
 
 class ReadingPeer(NamedTuple):
-    """A peer that reads blocks from storage for this engine, and the transfer for which it reads them."""
+    """A peer that reads blocks from storage for this engine."""
 
     address: str
-    transfer: str
     total: int
     """Number of blocks of the whole prompt, for which the peer reserves buffers."""
 
@@ -88,7 +87,7 @@ class BlockLoad(Transfer):
                         await self.news()
                     except TimeoutError:
                         node.counts["stalls"] += 1
-                        self._give_up_peer(self.why_stalled)
+                        self._give_up_peer(STALLED)
             with node.changed:
                 self.layers_loaded += bool(self.slots)
                 node.changed.notify_all()
@@ -100,11 +99,7 @@ class BlockLoad(Transfer):
         if self.outcome is None and why == GIVEN_UP:
             self.node.counts["loads_aborted"] += 1
         if self.conn is not None:
-            self.conn.post(FailedMessage(transfer=self.wire_name, index=0, reason=why))
-
-    @property
-    def wire_name(self) -> str:
-        return self.peer.transfer if self.peer is not None else self.name
+            self.conn.post(FailedMessage(transfer=self.name, index=0, reason=why))
 
     def received(self, message: WireMessage, payload: bytes) -> None:
         if isinstance(message, DataMessage):
@@ -127,7 +122,7 @@ class BlockLoad(Transfer):
         try:
             self.conn = await self.node.peers.reach(peer.address)
             total = max(peer.total, len(self.keys))
-            await self.conn.send(ReadMessage(transfer=peer.transfer, keys=self.keys, total=total))
+            await self.conn.send(ReadMessage(transfer=self.name, keys=self.keys, total=total))
         except TransferFailed as error:
             self.lost(str(error))
 
@@ -146,7 +141,7 @@ class BlockLoad(Transfer):
     def _give_up_peer(self, why: str) -> None:
         """End the peer's part of the transfer."""
         if self.conn is not None:
-            self.conn.post(FailedMessage(transfer=self.wire_name, index=0, reason=why))
+            self.conn.post(FailedMessage(transfer=self.name, index=0, reason=why))
         self.lost(why)
 
     def _cut(self, place: int) -> None:

@@ -46,7 +46,6 @@ class IncomingPrompt(Transfer):
 
     kind = "prompt"
     received_as = "taken"
-    why_stalled = "its peer sent no data of it"
 
     def __init__(self, node: TransferContext, name: str) -> None:
         self.is_expected = False

@@ -83,11 +83,11 @@ class PeerConnection:
     async def receive(self) -> tuple[AnyWireMessage, bytes]:
         """Return the next message and its payload. Raises ``OSError`` or ``EOFError`` if the connection ends,
         and ``PeerWireError`` for an invalid message."""
-        head = decode_head(await self.stream.read(HEAD_BYTES))
-        message = decode(await self.stream.read(head.message_bytes))
-        if head.payload_bytes and not isinstance(message, DataMessage):
+        message_bytes, payload_bytes = decode_head(await self.stream.read(HEAD_BYTES))
+        message = decode(await self.stream.read(message_bytes))
+        if payload_bytes and not isinstance(message, DataMessage):
             raise PeerWireError(f"{type(message).__name__} has no payload")
-        payload = await self.stream.read(head.payload_bytes) if head.payload_bytes else b""
+        payload = await self.stream.read(payload_bytes) if payload_bytes else b""
         self.unanswered = 0
         return message, payload
 
@@ -190,12 +190,9 @@ class PeerTable:
             if not isinstance(answer, WelcomeMessage):
                 raise PeerWireError(f"{type(answer).__name__} is not allowed here now")
         except (OSError, EOFError, ValueError, TransferFailed) as error:
-            why = f"cannot reach {address}: {error}"
+            why = f"cannot reach {address}: {str(error) or 'it does not answer'}"
             if isinstance(error, TransferFailed):
                 why = str(error)
-            elif isinstance(error, TimeoutError):
-                node.counts["stalls"] += 1
-                why = f"{address} does not answer"
             self._dialled.pop(address, None)
             if conn is not None:
                 self.drop(conn, why)

@@ -61,13 +61,6 @@ async def listen(
     return server, f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
 
-def remove_socket(address: str) -> None:
-    """Remove the file of a Unix socket."""
-    if address.startswith("unix:"):
-        with contextlib.suppress(OSError):
-            os.unlink(address.removeprefix("unix:"))
-
-
 class SocketStream:
     """One connection as a stream of bytes."""
 

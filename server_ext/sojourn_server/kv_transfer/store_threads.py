@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ..kv_offload.block_file import OffloadError
 from ..kv_offload.shared_store import SharedStore
@@ -31,18 +31,6 @@ ReadEnded = Callable[[BufferSlot, str | None], None]
 ResultT = TypeVar("ResultT")
 
 
-class Storage(Protocol):
-    """The store of blocks, as the event loop sees it (``StoreThreads``)."""
-
-    def read(self, key: bytes, memory: memoryview) -> asyncio.Future[str | None]:
-        """Read a block, after earlier reads. The result is the reason of a failure, or ``None``."""
-        ...
-
-    async def look_up(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` are stored."""
-        ...
-
-
 class StorageReads:
     """Reads blocks from storage into slots, one at a time, in the order of requests.
 
@@ -51,7 +39,7 @@ class StorageReads:
     """
 
     def __init__(
-        self, storage: Storage, buffers: BufferPool, limits: TransferLimits, counts: Counter[str]
+        self, storage: StoreThreads, buffers: BufferPool, limits: TransferLimits, counts: Counter[str]
     ) -> None:
         self.moved_bytes = 0
         self.block_s = 0.0

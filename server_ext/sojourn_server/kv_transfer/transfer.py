@@ -15,7 +15,7 @@ from ..metrics.rate_limited_log import RateLimitedLog
 from .peer_connection import PeerConnection, PeerTable, TransferFailed
 from .peer_transport import SocketStream
 from .staging_buffers import BufferPool, BufferSlot
-from .store_threads import Storage, StorageReads
+from .store_threads import StorageReads, StoreThreads
 from .transfer_limits import TransferLimits
 from .transfer_wire import DataMessage, WireMessage
 
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 GIVEN_UP = "the engine has given it up"
 """Reason of a transfer that its engine has cancelled, for example for an aborted request."""
+STALLED = "the peer has sent nothing for too long"
 LEASE_EXPIRED = "the lease on its buffers has expired"
 
 ResultT = TypeVar("ResultT")
@@ -52,7 +53,7 @@ class TransferContext:
         limits: TransferLimits,
         *,
         name: str,
-        storage: Storage,
+        storage: StoreThreads,
         dial: Callable[[str], Coroutine[Any, Any, SocketStream]],
     ) -> None:
         """``name``: this engine's name, for peers and logs. ``dial`` connects to an address."""
@@ -116,8 +117,6 @@ class Transfer:
     kind = ""
     received_as = ""
     """Name of the count of received bytes."""
-    why_stalled = "the peer shows no progress"
-    """Reason of a transfer that has waited for too long."""
 
     def __init__(self, node: TransferContext, name: str) -> None:
         self.name = name
@@ -175,11 +174,6 @@ class Transfer:
         self.conn = None
         self.stop(why)
 
-    @property
-    def wire_name(self) -> str:
-        """Id of the transfer in messages."""
-        return self.name
-
     # -- life -------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -210,7 +204,7 @@ class Transfer:
             why = self._why_ended or GIVEN_UP
         except TimeoutError:
             self.node.counts["stalls"] += 1
-            why = self.why_stalled
+            why = STALLED
         except TransferFailed as error:
             why = str(error)
         finally:

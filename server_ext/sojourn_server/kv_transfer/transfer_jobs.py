@@ -54,8 +54,8 @@ class PushJob(NamedTuple):
 
 
 class SaveJob(NamedTuple):
-    """Store a Full Block that this step fills. The block of a finished request (``TransferJobs.holds``) is
-    full already, and may be stored in a later step."""
+    """Store a Full Block that this step fills, or one of a finished request (``TransferJobs.holds``), unless
+    it is known to be stored."""
 
     request: str
     place: int
@@ -63,9 +63,6 @@ class SaveJob(NamedTuple):
     key: bytes
     parent: bytes
     block_ids: list[int]
-    before: list[int]
-    """Ids of the engine blocks before this Full Block in the context. If one of them was not filled, this
-    block is not stored either."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from ..kv_offload.shared_store import SharedStore
-from .peer_transport import dial, listen, remove_socket
+from .peer_transport import dial, listen
 from .store_threads import StoreThreads
 from .transfer_limits import TransferLimits
 from .transfer_node import TransferNode
@@ -156,8 +156,6 @@ class TransferManager:
         finally:
             for server in self._servers:
                 server.close()
-            for address in self.addresses:
-                remove_socket(address)
             await self.node.close()
 
 

@@ -59,8 +59,8 @@ class TransferNode(TransferContext):
 
     def load(self, name: str, keys: Sequence[bytes], peer: ReadingPeer | None = None) -> BlockLoad:
         """Start to load the leading blocks of ``keys`` that are stored, from storage or through a ``peer``
-        that reads them. Returns a handle to wait for them; its ``end`` must be called. If the peer reads for
-        another load of the transfer, this engine reads the blocks."""
+        that reads them for the transfer ``name``. Returns a handle to wait for them; its ``end`` must be
+        called. If a peer reads for another load of the transfer, this engine reads the blocks."""
         load = BlockLoad(self, name, keys, peer)
         self._post_start(self._start_load, load)
         return load
@@ -112,12 +112,11 @@ class TransferNode(TransferContext):
     def forget(self, transfer: Transfer) -> None:
         """Remove a transfer that has ended."""
         self.loads.discard(transfer)
-        name = transfer.wire_name
         tables: tuple[dict[str, Any], ...] = (self.fetches, self.pushes, self.prompts)
         with self.changed:
             for table in tables:
-                if table.get(name) is transfer:
-                    del table[name]
+                if table.get(transfer.name) is transfer:
+                    del table[transfer.name]
 
     def received(self, conn: PeerConnection, message: AnyWireMessage, payload: bytes) -> None:
         """Handle a message of an identified peer."""
@@ -153,10 +152,10 @@ class TransferNode(TransferContext):
             raise ValueError(f"the transfer manager of {self.name} is closed")
 
     def _start_load(self, load: BlockLoad) -> None:
-        if load.peer is not None and load.peer.transfer in self.fetches:
+        if load.name in self.fetches:
             load.peer = None
         if load.peer is not None:
-            self.fetches[load.peer.transfer] = load
+            self.fetches[load.name] = load
         self.loads.add(load)
         load.start()
 

@@ -23,7 +23,7 @@ a preemption vLLM calls ``ask`` again: the request starts over, and can use the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .rank_transfers import check_peer_ranks
 from .transfer_jobs import (
@@ -42,7 +42,6 @@ from .transfer_request import (
     ExternalMatch,
     FinishOutcome,
     RequestView,
-    ScheduledRequest,
     TransferPhase,
     TransferRequest,
     TransferRole,
@@ -192,10 +191,11 @@ class TransferPlanner:
         if request_id in self._entries:
             self._entries[request_id].is_filling = False
 
-    def scheduled(self, step: Sequence[ScheduledRequest], block_ids: Callable[[str], Sequence[int]]) -> None:
-        """Plan the pushes and saves of a step that vLLM has scheduled. ``step``: its requests. ``block_ids``:
-        function that returns the block ids of a request."""
-        for request_id, tokens_after in step:
+    def scheduled(self, step: Mapping[str, int], block_ids: Callable[[str], Sequence[int]]) -> None:
+        """Plan the pushes and saves of a step that vLLM has scheduled. ``step``: request → number of its
+        tokens that are computed after the step. ``block_ids``: function that returns a request's block
+        ids."""
+        for request_id, tokens_after in step.items():
             entry = self._entries.get(request_id)
             if entry is None:
                 continue
@@ -261,8 +261,11 @@ class TransferPlanner:
             if entry.pushed:
                 self._orders.unreported.append(request_id)
             return FinishOutcome(True, answer)
-        late = self._remaining_saves(entry, block_ids) if well and not entry.pushed else []
-        self._orders.saves += late
+        late = []
+        if well and not entry.pushed:
+            first = max(min([entry.saved, *entry.saved_before]), entry.stored)
+            late = self._save_jobs(entry, block_ids, first, self._keys(entry, first, entry.computed))
+            self._orders.saves += late
         if entry.pushed or late:
             self._orders.holds.append(request_id)
         return FinishOutcome(entry.pushed or bool(late), answer)
@@ -333,24 +336,18 @@ class TransferPlanner:
         keys = self._keys(entry, first, min(entry.computed, (first + self._max_saves) * self._full_tokens))
         if keys:
             ids = list(block_ids(entry.view.request_id))
-            self._orders.saves += self._save_jobs(entry, ids, first, keys, is_late=False)
+            self._orders.saves += self._save_jobs(entry, ids, first, keys)
             entry.saved = max(first, min(first + len(keys), len(ids) // self._per_full))
 
-    def _remaining_saves(self, entry: TransferRequest, ids: Sequence[int]) -> list[SaveJob]:
-        """Return jobs for the blocks of a finished request that are not known to be stored."""
-        first = max(min([entry.saved, *entry.saved_before]), entry.stored)
-        return self._save_jobs(entry, ids, first, self._keys(entry, first, entry.computed), is_late=True)
-
     def _save_jobs(
-        self, entry: TransferRequest, ids: Sequence[int], first: int, keys: Sequence[bytes], is_late: bool
+        self, entry: TransferRequest, ids: Sequence[int], first: int, keys: Sequence[bytes]
     ) -> list[SaveJob]:
         jobs, size = [], self._per_full
         for place, key in enumerate(keys[: max(0, len(ids) // size - first)], first):
             own = list(ids[place * size : (place + 1) * size])
-            before = [] if is_late else list(ids[: place * size])
             parent = self._key(entry, place - 1) if place else b""
             if NULL_BLOCK not in own:
-                jobs.append(SaveJob(entry.view.request_id, place, key, parent, own, before))
+                jobs.append(SaveJob(entry.view.request_id, place, key, parent, own))
         return jobs
 
     def _open(self, entry: TransferRequest, first: int, is_pushed: bool) -> None:

@@ -111,24 +111,14 @@ def tail_key(context: str) -> bytes:
 class RequestView(Protocol):
     """The attributes of vLLM's request that the planner reads."""
 
-    @property
-    def request_id(self) -> str: ...
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the prompt and of the output so far."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-    @property
-    def prompt_token_ids(self) -> Sequence[int] | None: ...
-    @property
-    def block_hashes(self) -> Sequence[bytes]:
-        """Chain hashes of the request's full engine blocks, in order."""
-        ...
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+    request_id: str
+    num_tokens: int
+    """Number of tokens of the prompt and of the output so far."""
+    num_prompt_tokens: int
+    prompt_token_ids: Sequence[int] | None
+    block_hashes: Sequence[bytes]
+    """Chain hashes of the request's full engine blocks, in order."""
+    kv_transfer_params: Mapping[str, Any] | None
 
 
 class ExternalMatch(NamedTuple):
@@ -152,14 +142,6 @@ class FinishOutcome(NamedTuple):
     """Whether vLLM must keep the blocks for now, because a transfer still uses them."""
     answer: dict[str, Any] | None
     """``None`` if the prompt was not pushed, or if the request did not complete normally."""
-
-
-class ScheduledRequest(NamedTuple):
-    """A request in the step that is being planned."""
-
-    request_id: str
-    tokens_after: int
-    """Number of the request's computed tokens after this step."""
 
 
 class TransferPhase(Enum):

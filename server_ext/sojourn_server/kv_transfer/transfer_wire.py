@@ -25,7 +25,6 @@ Both sides may send Abort to end a transfer. A side that waits for the other sen
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
 
 import msgspec
 from sojourn.errors import InputError
@@ -148,13 +147,6 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyWireMessage] = msgspec.msgpack.Decoder(AnyWireMessage)
 
 
-class FrameHead(NamedTuple):
-    """Decoded head of a frame: the lengths of the message and of the payload that follow."""
-
-    message_bytes: int
-    payload_bytes: int
-
-
 def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
     """Return the head and the message of a frame that is followed by ``payload_bytes`` bytes of payload.
     Raises ``PeerWireError`` if a part is too large."""
@@ -163,9 +155,9 @@ def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
     return _HEAD.pack(_MAGIC, WIRE_VERSION, 0, len(body), payload_bytes) + body
 
 
-def decode_head(data: bytes) -> FrameHead:
-    """Return the lengths in the head of a frame. Raises ``PeerWireError`` for an invalid head, another wire
-    version, or lengths above the limits."""
+def decode_head(data: bytes) -> tuple[int, int]:
+    """Return the lengths of the message and of the payload that follow the head of a frame. Raises
+    ``PeerWireError`` for an invalid head, another wire version, or lengths above the limits."""
     if len(data) != HEAD_BYTES:
         raise PeerWireError(f"a head of {len(data)} bytes; expected {HEAD_BYTES}")
     magic, version, _, message_bytes, payload_bytes = _HEAD.unpack(data)
@@ -177,7 +169,7 @@ def decode_head(data: bytes) -> FrameHead:
             "all engines"
         )
     _check_lengths(message_bytes, payload_bytes)
-    return FrameHead(message_bytes, payload_bytes)
+    return message_bytes, payload_bytes
 
 
 def decode(data: bytes) -> AnyWireMessage:

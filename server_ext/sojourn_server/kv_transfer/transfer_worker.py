@@ -13,7 +13,6 @@ The engine then computes the affected KV.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
 from .block_load import BlockLoad, ReadingPeer
-from .block_saver import BlockSaver
-from .transfer_jobs import ExpectJob, FetchJob, FillJob, PushJob, TransferJobs, TransferResults
+from .transfer_jobs import ExpectJob, FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
@@ -73,17 +71,14 @@ class TransferWorker:
         log: Callable[[str, BaseException], None] = lambda what, error: None,
         strict: bool = False,
         layerwise: bool = True,
-        max_held_blocks: int = sys.maxsize,
-        patience_s: float = MANAGER_TIMEOUT_S,
     ) -> None:
         """``slots``: number of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own
         errors. With ``strict`` they are raised instead, for tests. ``layerwise``: whether a request may run
-        once the first layer of its blocks has arrived. ``max_held_blocks``: maximum number of engine blocks
-        that finished requests pin together until their blocks are saved. ``patience_s``: seconds after which
-        these are given up if the store accepts none."""
+        once the first layer of its blocks has arrived."""
         self.counts: Counter[str] = Counter()
         self._layerwise = layerwise
         self._node = manager.node
+        self._storage = manager.storage
         self._kv = kv
         self._slots = slots
         self._log = log
@@ -106,16 +101,13 @@ class TransferWorker:
         """Finished requests whose blocks vLLM keeps until ``take_sent`` returns them."""
         self._unreported: set[str] = set()
         """Finished requests whose push must not be reported to vLLM."""
+        self._saves: list[SaveJob] = []
         self._fills: list[FillJob] = []
         self._bad: set[int] = set()
         """Ids of blocks of this step that were not filled."""
         self._reports = TransferResults()
         self._push_lane = TransferThread("paths-give")
         self._fill_lane = TransferThread("paths-take")
-        self._saving = BlockSaver(
-            manager.storage, kv, patience_s=patience_s, counts=self.counts, attempt=self._do,
-            max_held_blocks=max_held_blocks,
-        )  # fmt: skip
 
     # -- a step -----------------------------------------------------------------------
 
@@ -123,8 +115,7 @@ class TransferWorker:
         """Begin a step's jobs. Call it before the forward pass, and also in steps without a forward pass."""
         self._bad = set(step.not_filled)
         self._streams, self._step_pushes = [], []
-        self._fills = step.fills
-        self._saving.begin_step(step.saves, step.holds)
+        self._saves, self._fills = step.saves, step.fills
         for request in filter(self._pushes.__contains__, step.aborts):
             self._do("end a push", self._pushes[request].invalidate)
         jobs: list[FetchJob | ExpectJob] = [*step.fetches, *step.expects]
@@ -182,7 +173,7 @@ class TransferWorker:
                 self._do("end a push", push.invalidate)
         for _, load in self._streams:
             self._do("release blocks", load.end)
-        self._reports.stored.update(self._saving.end_step(self._bad))
+        self._save_blocks()
         for fill in self._fills:
             source = self._take_source(fill.ask)
             self._fill_lane.submit(partial(self._fill_blocks, fill, source, self._kv.fence()))
@@ -191,10 +182,10 @@ class TransferWorker:
     # -- results ------------------------------------------------------------------------
 
     def take_sent(self) -> set[str]:
-        """Return the finished requests whose pushes and saves have ended, so that vLLM may free their blocks.
+        """Return the finished requests whose pushes have ended, so that vLLM may free their blocks.
         Each request is returned once."""
         pushing = {request for request, push in self._pushes.items() if push.is_open}
-        sent = {request for request in self._held if request not in pushing and request not in self._saving}
+        sent = self._held - pushing
         self._held -= sent
         for request in sent | (self._unreported - pushing):
             self._unreported.discard(request)
@@ -233,8 +224,7 @@ class TransferWorker:
     @property
     def open_operations(self) -> int:
         """Number of open asks, pushes, and finished requests whose blocks are kept."""
-        found = len(self._sources) + len(self._filled)
-        return found + len(self._pushes) + len(self._held) + len(self._saving)
+        return len(self._sources) + len(self._filled) + len(self._pushes) + len(self._held)
 
     def close(self) -> None:
         """Stop all threads."""
@@ -252,8 +242,8 @@ class TransferWorker:
             except ValueError:  # another request waits for it
                 self.counts["prompts_twice"] += 1
             return
-        peer = ReadingPeer(job.peer, job.context, job.total) if job.peer else None
-        self._sources[job.ask] = self._node.load(f"{job.context}#{job.ask}", job.keys, peer)
+        peer, name = (ReadingPeer(job.peer, job.total), job.context) if job.peer else (None, f"{job.ask}")
+        self._sources[job.ask] = self._node.load(name, job.keys, peer)
 
     def _take_source(self, ask: int) -> BlockLoad | IncomingPrompt | None:
         self._unanswered.discard(ask)
@@ -290,6 +280,30 @@ class TransferWorker:
             if source is not None:
                 source.end()
         return len(filled) * self._kv.engine_bytes * len(self._kv)
+
+    # -- saves --------------------------------------------------------------------------
+
+    def _save_blocks(self) -> None:
+        """Hand the store copies of the step's new Full Blocks that it lacks. From the first of a request on
+        that it does not take, its blocks are left to a later step; a finished request's are given up."""
+        refused = self._reports.stored
+        for save in self._saves:
+            is_computed = not self._bad or save.request in self._held
+            if save.request not in refused and not (
+                is_computed and self._do("store a block", self._save, save)
+            ):
+                refused[save.request] = save.place
+
+    def _save(self, save: SaveJob) -> bool:
+        """Save a block. Returns whether the store has the block or will get it."""
+        if self._storage.knows(save.key):
+            return True
+        if not self._storage.has_room:
+            self.counts["writes_refused"] += 1
+            return False
+        self._storage.write(save.key, save.parent, self._kv.gather_full(save.block_ids, self._kv.fence()))
+        self.counts["blocks_given_to_store"] += 1
+        return True
 
     # -- pushes -------------------------------------------------------------------------
 

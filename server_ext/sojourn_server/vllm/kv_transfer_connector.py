@@ -19,7 +19,6 @@ from ..kv_transfer.rank_transfers import combined_status, jobs_of_rank
 from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
 from ..kv_transfer.transfer_manager import TransferManager, fetch_stats
 from ..kv_transfer.transfer_planner import TransferPlanner
-from ..kv_transfer.transfer_request import ScheduledRequest
 from ..metrics.metrics_recorder import MetricsRecorder
 from .compat import KVConnectorRole
 from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
@@ -127,11 +126,11 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
         state = scheduler_output.kv_connector_block_state
-        step = [
-            ScheduledRequest(request_id, self._requests[request_id].num_computed_tokens + count)
+        step = {
+            request_id: self._requests[request_id].num_computed_tokens + count
             for request_id, count in scheduler_output.num_scheduled_tokens.items()
             if request_id in self._requests
-        ]
+        }
         if step and state is not None:
             # A request's list of block ids is long. The planner reads it only if there is KV to save.
             self.planner.scheduled(step, lambda request_id: state.resolve_block_ids(request_id)[0])
@@ -195,7 +194,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
         from ..kv_offload.cpu_device_backend import KvBlockArrays
-        from ..kv_transfer.block_saver import MAX_HELD_SHARE
         from ..kv_transfer.transfer_worker import TransferWorker
 
         settings = self.settings
@@ -221,8 +219,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
             strict=self.strict,
             layerwise=settings.ranks == settings.concurrent_steps == 1,
-            max_held_blocks=int(MAX_HELD_SHARE * settings.blocks),
-            patience_s=settings.limits.patience_s,
         )
         logger.info(
             "sojourn: peers reach this engine at %s; buffers for %d Full Blocks of %d tokens and %d bytes; "
