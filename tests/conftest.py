@@ -57,7 +57,6 @@ else:
 
 LONG = (
     "test_engine_gateway_ray.py",
-    "test_engine_prefill_decode_ray.py",
     "test_engine_models.py",
     "test_engine_kv_transfer.py",
     "test_engine_restarts.py",
