@@ -63,6 +63,7 @@ def pool_config(scheduler: Scheduler, profile: EngineProfile | None, groups: KVC
         tokens_per_block=groups.tokens_per_block,
         fixed_blocks=groups.fixed_blocks,
         block_bytes=size,
+        hidden_size=0 if groups.fixed_blocks else scheduler.vllm_config.model_config.get_hidden_size(),
         max_context_tokens=scheduler.max_model_len,
         dropped_hit_blocks=int(getattr(scheduler, "use_eagle_block_drop", False)),
         step_tokens=scheduler.max_num_scheduled_tokens,
