@@ -29,6 +29,7 @@ from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
 from sojourn_server.simulator.request_router import RequestRouter
 from sojourn_server.simulator.run_log import RunLog
+from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -304,3 +305,12 @@ def test_a_load_waits_for_the_stores_of_the_blocks_it_overwrites():
     assert host.begin_step(loads, 1.0) == 4.0
     assert host.get_finished(5.9).finished_recving is None
     assert host.get_finished(6.0).finished_recving == {"b/0"}
+
+
+def test_engines_share_no_configuration() -> None:
+    one, other = (
+        SimulatedEngine(SimulatedEngineOptions(), lambda: 0.0).scheduler.vllm_config for _ in range(2)
+    )
+    longest = other.model_config.max_model_len
+    one.model_config.max_model_len = 640
+    assert other.model_config.max_model_len == longest
