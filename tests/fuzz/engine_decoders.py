@@ -160,7 +160,7 @@ def written(write: Callable[[Path], Any]) -> bytes:
 
 
 def write_example_block(path: Path) -> None:
-    write_block(FileSystem(), path, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)], parent=b"p" * 16)
+    write_block(FileSystem(), path, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)])
 
 
 def with_header_checksum(data: bytes) -> bytes:

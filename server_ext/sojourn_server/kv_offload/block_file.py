@@ -14,15 +14,11 @@ A header of 128 bytes, then the payload: the KV of each layer, in order. Numbers
         16     8  length of the payload in bytes
         24    16  digest of the ``KvIdentity``
         40    64  key, padded with zeros
-       104    16  first 16 bytes of the parent's key; zeros if there is no parent
-       120     4  zeros
+       104    20  not read; zeros
        124     4  CRC-32 of the first 124 bytes
 
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
 the ``KvIdentity``, and a file copied from another model's store is refused.
-
-The parent is the previous block of the context. No code reads it; it shows an operator which blocks belong
-together.
 
 A file is written under a temporary name and then renamed. If the process dies, the block's file is complete
 or absent. If the machine fails, a renamed file may lack bytes; its length or a checksum reveals that.
@@ -45,11 +41,9 @@ from .file_system import FileSystem
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
-PARENT_BYTES = 16
-"""A block's file stores this many leading bytes of the parent's key. They suffice to identify the parent."""
 
 _MAGIC = b"sjrnKV\r\n"  # broken by any transfer that converts line ends
-_FIELDS = struct.Struct("<8sHHIQ16s64s16s4x")
+_FIELDS = struct.Struct("<8sHHIQ16s64s20x")
 _CHECKSUM = struct.Struct("<I")
 
 # CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11); blake2b would be the slowest part of
@@ -115,19 +109,15 @@ def write_block(
     key: bytes,
     identity: bytes,
     payload: Sequence[memoryview],
-    *,
-    parent: bytes = b"",
 ) -> None:
     """Write a block's file: header and ``payload``, under a temporary name that is then renamed to ``path``.
 
-    ``identity``: digest of the ``KvIdentity``. ``parent``: key of the previous block, empty if there is none.
-    The payload must not change during the call; otherwise reads of the block raise ``BlockCorrupt``. Raises
-    ``OSError``; nothing of the block is left then, if the temporary file could be removed.
+    ``identity``: digest of the ``KvIdentity``. The payload must not change during the call; otherwise reads
+    of the block raise ``BlockCorrupt``. Raises ``OSError``; nothing of the block is left then, if the
+    temporary file could be removed.
     """
     checksum, length = _payload_checksum(payload)
-    fields = _FIELDS.pack(
-        _MAGIC, FORMAT_VERSION, len(key), checksum, length, identity, key, parent[:PARENT_BYTES]
-    )
+    fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(key), checksum, length, identity, key)
     header = fields + _CHECKSUM.pack(_checksum(fields))
     replace_file(files, path, [memoryview(header), *payload])
 
@@ -155,7 +145,7 @@ def read_block(
     if not files.read(path, [memoryview(header), *payload]):
         raise BlockCorrupt(path, "it is cut off, or longer than a block")
     fields = bytes(header[: _FIELDS.size])
-    magic, version, key_bytes, checksum, length, found_identity, found_key, _ = _FIELDS.unpack(fields)
+    magic, version, key_bytes, checksum, length, found_identity, found_key = _FIELDS.unpack(fields)
     found = magic, version, header[_FIELDS.size :], found_identity, found_key[:key_bytes], (checksum, length)
     expected = (
         _MAGIC, FORMAT_VERSION, _CHECKSUM.pack(_checksum(fields)), identity, key, _payload_checksum(payload),

@@ -287,12 +287,12 @@ class SharedStore:
                 return PutOutcome.FULL
             self._files.mkdir(path.parent)
             try:
-                write_block(self._files, path, key, self._digest, payload, parent=parent)
+                write_block(self._files, path, key, self._digest, payload)
             except OSError as error:
                 with self._lock:
                     if error.errno not in _NO_SPACE or not self._count(evict=True):
                         raise
-                write_block(self._files, path, key, self._digest, payload, parent=parent)
+                write_block(self._files, path, key, self._digest, payload)
         except OSError as error:
             if error.errno in _NO_SPACE:
                 self._full_until_ns = self._clock_ns() + DISK_FULL_NS

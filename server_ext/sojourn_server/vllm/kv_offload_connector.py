@@ -7,7 +7,6 @@ vLLM's own scheduler the connector saves and finds no blocks.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.clock = time.monotonic
             self.is_paused: Callable[[], bool] = lambda: False
             self._pause_waits_since_s: float | None = None
-            """Time on ``clock`` since which a pause waits for jobs and copies; -inf if it has given up."""
+            """Time on ``clock`` since which a pause waits for jobs and copies."""
             self.groups: KVCacheGroups | None = None
             """The scheduler's KV cache groups; ``None`` under vLLM's own."""
             self.load_ahead_ended: Callable[[str, int], None] = lambda name, arrived: None
@@ -179,18 +178,16 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if not (paused and pending):
             self._pause_waits_since_s = None
             return pending
-        now = self.clock()
         if self._pause_waits_since_s is None:
-            self._pause_waits_since_s = now
-        if now - self._pause_waits_since_s < PAUSE_WAIT_S:
+            self._pause_waits_since_s = self.clock()
+        if self.clock() - self._pause_waits_since_s < PAUSE_WAIT_S:
             return True
-        if self._pause_waits_since_s > -math.inf:
-            self._pause_waits_since_s = -math.inf
-            logger.warning(
-                "sojourn: a pause has waited %.0f s and goes on, but jobs or copies of KV have not ended; if "
-                "vLLM unmaps the KV now (/sleep), a copy may fail and end the engine",
-                PAUSE_WAIT_S,
-            )
+        self._failure_log.log(
+            logging.WARNING,
+            "sojourn: a pause has waited %.0f s and goes on, but jobs or copies of KV have not ended; if "
+            "vLLM unmaps the KV now (/sleep), a copy may fail and end the engine",
+            PAUSE_WAIT_S,
+        )
         return False
 
     def reset_cache(self) -> bool:
