@@ -39,10 +39,13 @@ def measure_bandwidth(copy_bytes: int = COPY_BYTES, block_bytes: int | None = No
         import torch
 
         if torch.cuda.is_available():
-            return _cuda_bandwidth(torch, copy_bytes)
+            host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=True)
+            device = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
+            return CopyBandwidth(_copy_rate(torch, host, device), _copy_rate(torch, device, host))
         if block_bytes is not None:
             return _host_tier_bandwidth(torch, copy_bytes, block_bytes)
-        rate = _copy_rate(torch, copy_bytes, torch.empty(copy_bytes, dtype=torch.uint8), None)
+        source = torch.ones(copy_bytes, dtype=torch.uint8)
+        rate = _copy_rate(torch, torch.empty_like(source), source)
         return CopyBandwidth(
             rate, rate, "no CUDA device: memory copies within the host, in one piece and not in blocks"
         )
@@ -65,27 +68,15 @@ def describe_hardware() -> str:
     return f"{cores} cores of {processor_name()}"
 
 
-def _cuda_bandwidth(torch: Any, copy_bytes: int) -> CopyBandwidth:
-    host = torch.empty(copy_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(copy_bytes, dtype=torch.uint8, device="cuda")
-    return CopyBandwidth(
-        _copy_rate(torch, copy_bytes, host, device, into_host=True),
-        _copy_rate(torch, copy_bytes, host, device, into_host=False),
-    )
-
-
-def _copy_rate(torch: Any, copy_bytes: int, host: Any, device: Any, *, into_host: bool = True) -> float:
-    source = device if device is not None else torch.ones(copy_bytes, dtype=torch.uint8)
-    target = host
-    if not into_host:
-        source, target = host, device
+def _copy_rate(torch: Any, target: Any, source: Any) -> float:
+    """Bytes per second of a copy from ``source`` to ``target``."""
 
     def copy() -> None:
         target.copy_(source, non_blocking=True)
-        if device is not None:
+        if target.is_cuda or source.is_cuda:
             torch.cuda.synchronize()
 
-    return copy_bytes / _median_seconds(copy)
+    return float(target.nbytes) / _median_seconds(copy)
 
 
 def _host_tier_bandwidth(torch: Any, copy_bytes: int, block_bytes: int) -> CopyBandwidth:
