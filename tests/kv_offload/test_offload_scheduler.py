@@ -64,6 +64,8 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert in_host(planner, cold) == [True] * 20 + [False] * 10
     planner.write_to_disk(cold, 0)
     assert {planner.host.get(each).rank for each in cold[:20]} == {0}, "it is there"  # type: ignore[union-attr]
+    planner.plan_save(key(2000), 2)
+    assert in_host(planner, cold[:20]) == [True] * 19 + [False]
 
 
 def test_a_write_that_fails_is_not_repeated_until_it_is_ordered_again() -> None:

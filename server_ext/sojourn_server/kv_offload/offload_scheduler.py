@@ -321,16 +321,16 @@ class OffloadScheduler:
         self.set_rank(free, rank, only=_WANTED)
         return True
 
-    def write_to_disk(self, keys: Iterable[BlockKey], rank: RetentionRank) -> None:
-        """Request that blocks in host memory are written to disk, in this order, as soon as the disk allows.
-        Each gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
+    def write_to_disk(self, keys: Sequence[BlockKey], rank: RetentionRank) -> None:
+        """Request that a context's blocks in host memory are written to disk as soon as the disk allows. Each
+        gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
         already on disk gets the rank now. Without a disk, nothing changes."""
-        for key in keys:
-            entry = self.host.get(key)
-            if entry is not None and entry.on_disk:
+        entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
+        for entry in reversed(entries):  # the end of the context is evicted first
+            if entry.on_disk:
                 self._rerank(entry, rank)
-            elif entry is not None and not self.disk_closed:
-                self._requested_writes[key] = rank
+        if not self.disk_closed:
+            self._requested_writes.update((entry.key, rank) for entry in entries if not entry.on_disk)
 
     def persist(
         self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
