@@ -180,21 +180,16 @@ class Replay:
         builder = PromptBuilder(program, outline=outline, ids=self._ids)
         fitting, reason = self._count_fitting_turns(builder)
         if not fitting:
-            return ReplayedProgram(program.program_id, finished=False, completion_s=None, reason=reason)
+            return ReplayedProgram(program.program_id, reason=reason)
         started = self._clock()
-        async with self._announcer.program(_agent_type(program), program_id, parent_id):
+        agent_type = program.agent_type or program.group or program.source or "replay"
+        async with self._announcer.program(agent_type, program_id, parent_id):
             for index, turn in enumerate(program.turns[:fitting]):
                 try:
                     await self._turn(builder, index, program.program_id)
                 except RequestError as error:
                     self.tally.add_error(error)
-                    return ReplayedProgram(
-                        program.program_id,
-                        finished=False,
-                        completion_s=None,
-                        reason=error.reason,
-                        turns=index,
-                    )
+                    return ReplayedProgram(program.program_id, reason=error.reason, turns=index)
                 turns_done[index].set()
                 self._on_progress(self.tally)
                 if index + 1 < fitting:  # the tool of the last turn delays nothing
@@ -232,7 +227,8 @@ class Replay:
         if forced is not None and not self._options.oracle_lengths:
             # The last output token's KV is never computed, so the next prompt may have another token there.
             forced = [*forced[:-1], STOP_ID]
-            most_tokens = min(self._declared_tokens, self._max_output_tokens(len(prompt)))
+            room = (self._served.max_context_tokens or len(prompt) + DEFAULT_OUTPUT_BUDGET) - len(prompt)
+            most_tokens = min(self._declared_tokens, max(1, room))
             body = {**body, "stop_token_ids": [STOP_ID]}
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
@@ -263,12 +259,6 @@ class Replay:
         )
         self.tally.turns.append(outcome)
 
-    def _max_output_tokens(self, prompt_tokens: int) -> int:
-        """Return how many output tokens fit in the server's context after a prompt of ``prompt_tokens``
-        tokens; ``DEFAULT_OUTPUT_BUDGET`` if the server does not report its maximum context."""
-        limit = self._served.max_context_tokens or prompt_tokens + DEFAULT_OUTPUT_BUDGET
-        return max(1, limit - prompt_tokens)
-
     async def _gap(self, turn: TraceTurn) -> None:
         """Wait until the next turn is due. Report the tool call of the gap, if there is one. It lasts as long
         as in the trace, or for the whole gap if the trace has no duration."""
@@ -296,8 +286,3 @@ def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[
         chosen |= more
         grew = bool(more)
     return [program for program in programs if program.program_id in chosen]
-
-
-def _agent_type(program: TraceProgram) -> str:
-    """Return the agent type under which a program is reported to the server."""
-    return program.agent_type or program.group or program.source or "replay"

@@ -25,10 +25,6 @@ OUTPUTS_UNKNOWN = (
 )
 
 
-_LABEL_WIDTH = 12
-"""Minimum width of the label column. It leaves room for large numbers in a terminal of 80 columns."""
-
-
 class ReplayedTurn(NamedTuple):
     """Measurements of one turn that the server answered."""
 
@@ -52,8 +48,8 @@ class ReplayedProgram(NamedTuple):
     """Result of one program that ended or was skipped."""
 
     program_id: str
-    finished: bool
-    completion_s: float | None
+    finished: bool = False
+    completion_s: float | None = None
     """Seconds from the program's start to its last token, including tool times; ``None`` if unfinished."""
     reason: str = ""
     """Why the program did not finish."""
@@ -135,8 +131,8 @@ class ReplayTally:
         """Return the figures of ``document`` as a table."""
         document = self.document()
         table = Table(title="replay", title_justify="left")
-        # Long reasons wrap, so that the figures stay on one line.
-        table.add_column("", overflow="fold", min_width=_LABEL_WIDTH)
+        # Long reasons wrap, so that large figures stay on one line in a terminal of 80 columns.
+        table.add_column("", overflow="fold", min_width=12)
         for name in ("mean", "p50", "p90", "p95", "p99"):
             table.add_column(name, justify="right", no_wrap=True)
         for label, field in (
