@@ -46,7 +46,6 @@ from sojourn_server.routing.routing_limits import SILENT_PROGRAM_S, RoutingLimit
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-IN_TURN = 'routing = "round-robin"'
 TENANTS = {"ka": "alice", "kb": "bob"}
 START = {"type": "program_start", "seq": 0, "agent_type": "coder"}
 TOOL = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
@@ -102,23 +101,6 @@ async def test_events_that_may_ride_leave_the_body_as_it_came() -> None:
         assert dict(fakes[0].raw_headers[-1])[b"content-length"] == str(len(body)).encode()
         assert fakes[0].requests[-1] == json.loads(body)
         assert fakes[0].events == []
-
-
-async def test_events_that_ride_go_to_the_home_of_their_program() -> None:
-    async with engines(2) as fakes, world(fakes, preset=IN_TURN) as it:
-        homes = {name: (await it.chat(name)).headers["X-Sojourn-Replica"] for name in ("p", "q", "r")}
-        assert homes["p"] != homes["q"]
-        tool = {**TOOL, "program_id": "q"}
-        answer = await it.chat(**riding("x", {**TOOL, "program_id": "p"}, tool, {**STOP, "program_id": "x"}))
-        at = of(fakes, answer.headers["X-Sojourn-Replica"])
-        other = next(fake for fake in fakes if fake is not at)
-        here, there = sorted(("p", "q"), key=lambda name: homes[name] != at.name)
-        assert rode(at) == []
-        await until(lambda: (at.of(here), at.of("x")) == (["tool_start"], ["tool_stop"]))
-        await until(lambda: other.of(there) == ["tool_start"])
-        assert "em" in other.emitters
-        answer = await it.chat(**riding("x", {**STOP, "program_id": "x", "seq": 4}))
-        assert rode(of(fakes, answer.headers["X-Sojourn-Replica"])) == [("tool_stop", "x")]
 
 
 @pytest.mark.parametrize("is_known", [False, True])

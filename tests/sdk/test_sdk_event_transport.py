@@ -49,18 +49,6 @@ def test_programs_still_open_are_released_at_the_close_and_by_a_second_init(name
             assert peer.bodies[2:] == [{field: "left open"}], "it went on in the second session"
 
 
-def test_thunderagent_is_told_the_end_of_an_implicit_program_and_sglang_knows_none():
-    with JsonServer() as peer:
-        sojourn.init(peer.url, dialect="thunderagent")
-        fields = sojourn.request_fields()
-        sojourn.shutdown()
-        assert peer.posts == [("/programs/release", fields, None)]
-        sojourn.init(peer.url, dialect="sglang")
-        assert sojourn.request_fields() == {}
-        sojourn.shutdown()
-        assert len(peer.posts) == 1
-
-
 def ended(script):
     """The ids that a transport was told, in order."""
     return [json.loads(body)["id"] for body in script.bodies]

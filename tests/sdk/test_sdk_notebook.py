@@ -13,7 +13,7 @@ import sojourn
 from openai import OpenAI
 from sojourn.program import process_programs
 from sojourn.testing import FakeServer
-from sojourn.wire_events import ProgramEnd, ToolStart
+from sojourn.wire_events import ProgramEnd
 
 
 class Notebook:
@@ -91,23 +91,3 @@ def test_an_open_program_is_cancelled_when_the_process_ends(python, server, tmp_
     ended = [(e.program_id, e.status) for e in server.program_events() if isinstance(e, ProgramEnd)]
     assert ended == [(q, "cancelled"), (p, "cancelled")]
     assert path.read_text().strip() == p
-
-
-def test_the_children_of_a_fork_belong_to_it_and_do_not_end_it(python, server):
-    code = f"""
-    import os, sojourn
-    sojourn.init({server.url!r})
-    p = sojourn.program("agent", id="p").open()
-    pid = os.fork()
-    if pid == 0:
-        with sojourn.tool_call("kid"): pass
-        sojourn.flush(5)
-        sojourn.runtime.session().exit()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    p.end()
-    """
-    python(code)
-    events = server.program_events()
-    assert [(e.tool, e.program_id) for e in events if isinstance(e, ToolStart)] == [("kid", "p")]
-    assert [e.status for e in events if isinstance(e, ProgramEnd)] == ["ok"]
