@@ -7,13 +7,13 @@ import platform
 import re
 import shlex
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from sojourn.errors import InputError
 
+from sojourn_server.launch.launch_environment import installed_versions
 from sojourn_server.traces.trace_file import read_bytes, write_packed
 from sojourn_server.traces.trace_schema import TraceError
 
@@ -54,12 +54,7 @@ def made_with(arguments: Sequence[str]) -> Provenance:
     their last part, so that user folders stay private."""
     given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
     command = shlex.join(given)
-    versions = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)}
     machine: dict[str, str | int] = {
         "system": platform.system(),
         "processor": processor_name(),
