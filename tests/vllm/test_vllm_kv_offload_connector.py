@@ -486,24 +486,6 @@ def test_vllm_is_asked_for_the_layout_of_the_settings_where_layers_are_alike(
     assert get_kv_connector_cache_layout(config) == asked
 
 
-def test_more_host_memory_than_there_is_is_named_with_whose_it_is(engine: Any, monkeypatch: Any) -> None:
-    from sojourn_server.launch.launch_environment import MachineMemory
-    from sojourn_server.vllm import kv_connector_settings
-    from sojourn_server.vllm.kv_connector_settings import KVOffloadSettings
-    from sojourn_server.vllm.plugin_settings import SettingsError
-
-    scheduler, caches = engine.scheduler, engine.scheduler.kv_cache_config
-    monkeypatch.setattr(caches, "kv_cache_tensors", [SimpleNamespace(size=64 * caches.num_blocks)])
-    memory = MachineMemory(total_bytes=1 << 20, available_bytes=0, owner="the control group of this process")
-    monkeypatch.setattr(kv_connector_settings, "read_memory", lambda: memory)
-    extra: dict[str, Any] = {"host_bytes": 1 << 20}
-    monkeypatch.setattr(scheduler.vllm_config.kv_transfer_config, "kv_connector_extra_config", extra)
-    assert KVOffloadSettings.read(scheduler.vllm_config, caches).host_slots == (1 << 20) // 64
-    extra["host_bytes"] += 1
-    with pytest.raises(SettingsError, match="expected at most what the control group of this process has"):
-        KVOffloadSettings.read(scheduler.vllm_config, caches)
-
-
 # -- host memory under "auto" ----------------------------------------------------------
 
 

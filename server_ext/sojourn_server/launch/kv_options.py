@@ -212,17 +212,12 @@ def offload_transfer_config(
 
 
 def prefill_decode_transfer_config(
-    options: PrefillDecodeOptions,
-    *,
-    hostname: str,
-    port: int | None,
-    block_tokens: str | None = None,
-    host: Mapping[str, Any] | None = None,
+    options: PrefillDecodeOptions, *, hostname: str, port: int | None, block_tokens: str | None = None
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
 
     ``hostname``: this machine's name. ``port``: port of the engine's HTTP server; ``None`` for a Unix socket.
-    ``block_tokens``: value of ``--block-size``, if given. ``host``: settings of the connector of host memory.
+    ``block_tokens``: value of ``--block-size``, if given.
     """
     role, node = options.role, hostname if options.node is None else options.node
     refuse({
@@ -254,9 +249,13 @@ def prefill_decode_transfer_config(
         "store_bytes": int(options.store_gib * GIB),
         "buffer_bytes": int(options.buffer_gib * GIB),
     }
-    if host is not None:
-        return _transfer_config(PAIR_CONNECTOR, {**extra, "host": host})
     return _transfer_config(PREFILL_DECODE_CONNECTOR, extra)
+
+
+def with_host_memory(pair: Mapping[str, Any], host: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine the ``--kv-transfer-config`` of a prefill engine with that of host memory."""
+    pair, host = pair["kv_connector_extra_config"], host["kv_connector_extra_config"]
+    return _transfer_config(PAIR_CONNECTOR, {**pair, "host": host})
 
 
 def _transfer_config(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:

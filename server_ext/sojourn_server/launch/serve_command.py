@@ -29,6 +29,7 @@ from .kv_options import (
     host_size_gib,
     offload_transfer_config,
     prefill_decode_transfer_config,
+    with_host_memory,
 )
 from .launch_environment import LaunchEnvironment
 from .redaction import redacted
@@ -438,17 +439,15 @@ def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnviron
             tiers.any and pair.role == "decode",
         "--tier-backend vllm and --role: host memory of a pair is sojourn's": tiers.backend == "vllm",
     })  # fmt: skip
-    host = None
+    config = prefill_decode_transfer_config(
+        pair, hostname=facts.hostname, port=port, block_tokens=flags.value("--block-size")
+    )
     if tiers.any:
         # Not in the layout with blocks outermost, since both engines need the same one.
         auto_bytes, stock = auto_host_bytes(facts.available_bytes or 0, flags), options.policy == STOCK_POLICY
-        host = offload_transfer_config(
-            replace(tiers, backend="sojourn"), cpu_build=True, stock=stock, auto_bytes=auto_bytes
-        )["kv_connector_extra_config"]
-    block_tokens = flags.value("--block-size")
-    config = prefill_decode_transfer_config(
-        pair, hostname=facts.hostname, port=port, block_tokens=block_tokens, host=host
-    )
+        tiers = replace(tiers, backend="sojourn")
+        host = offload_transfer_config(tiers, cpu_build=True, stock=stock, auto_bytes=auto_bytes)
+        config = with_host_memory(config, host)
     ranks = flags.value("--data-parallel-size")
     refuse({
         "--role sets --kv-transfer-config; give one of the two": flags.has("--kv-transfer-config"),

@@ -23,7 +23,6 @@ from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, blocks_per
 from ..kv_transfer.peer_transport import parse_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.transfer_limits import TransferLimits
-from ..launch.launch_environment import read_memory
 from ..launch.weights_fingerprint import UnknownWeights, processor_digest, weights_fingerprint
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes
@@ -145,7 +144,7 @@ class KVOffloadSettings(KVConnectorSettings):
         host_bytes, because, block_bytes = options.host_bytes, "", kv["block_bytes"]
         if host_bytes == "auto":
             host_bytes, because = _auto_host_bytes(options, kv_cache_config, block_bytes)
-        _check_bytes("host_bytes (--kv-host-gib)", host_bytes, block_bytes, kv_cache_config)
+        _check_bytes("host_bytes (--kv-host-gib)", host_bytes, block_bytes)
         if on_disk:
             _check_bytes("disk_bytes (--kv-disk-gib)", options.disk_bytes, block_bytes)
         return cls(**kv, options=options, host_slots=host_bytes // block_bytes, host_because=because)
@@ -208,7 +207,7 @@ class KVTransferSettings(KVConnectorSettings):
             kv = _describe_kv(vllm_config, kv_cache_config, per_full)
             block_bytes, ranks, identity = kv["block_bytes"], kv["ranks"], kv["identity"]
             _check_bytes("store_bytes (--kv-store-gib)", options.store_bytes, block_bytes)
-            _check_bytes("buffer_bytes (--kv-buffer-gib)", options.buffer_bytes, block_bytes, kv_cache_config)
+            _check_bytes("buffer_bytes (--kv-buffer-gib)", options.buffer_bytes, block_bytes)
             limits = TransferLimits(
                 slots=options.buffer_bytes // block_bytes,
                 patience_s=options.patience_s,
@@ -321,21 +320,11 @@ def _auto_host_bytes(
     return host_bytes, f"{host_bytes / _GIB:.2f} GiB, {why}"
 
 
-def _check_bytes(
-    name: str, given_bytes: int, block_bytes: int, kv_cache_config: KVCacheConfig | None = None
-) -> None:
-    """Raise ``SettingsError`` if a size has no room for one block, or exceeds the machine's memory: with
-    ``kv_cache_config``, unless that has no tensors (the simulator)."""
+def _check_bytes(name: str, given_bytes: int, block_bytes: int) -> None:
+    """Raise ``SettingsError`` if a size has no room for one block."""
     if given_bytes < block_bytes:
         raise SettingsError(
             f"{name} is {given_bytes}; expected at least one block of this model, {block_bytes}"
-        )
-    if kv_cache_config is None or not kv_cache_config.kv_cache_tensors:
-        return
-    memory = read_memory()
-    if given_bytes > memory.total_bytes:
-        raise SettingsError(
-            f"{name} is {given_bytes}; expected at most what {memory.owner} has, {memory.total_bytes}"
         )
 
 

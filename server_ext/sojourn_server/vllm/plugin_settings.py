@@ -222,10 +222,8 @@ def missing_tiers(preset: Preset, connector: str | None, *, allowed: bool) -> Mi
         return None
     if connector == VLLM_CONNECTOR:
         because = "vLLM's connector copies KV as it is computed, and loads it for requests alone"
-    elif connector is None:
+    elif connector in (None, PREFILL_DECODE_CONNECTOR):
         because = "the engine has no host memory for KV: add --kv-host-gib"
-    elif connector == PREFILL_DECODE_CONNECTOR:
-        because = "the store of its pair keeps KV, and is read for each request"
     else:
         because = f"{connector} keeps KV outside of sojourn's control: give --kv-host-gib instead"
     if "placement" in mechanisms and not allowed:
