@@ -133,7 +133,7 @@ def follow_graph(data: bytes, folder: Path) -> Any:
     if isinstance(event, AegReport) and graphs.follow(event.graph_hash, event.graph):
         known = graphs.get(event.graph_hash)
         assert known is not None
-        for node in (START, END, *known.aeg.nodes):
+        for node in (START, END, *known.nodes):
             known.following(node)
 
 
