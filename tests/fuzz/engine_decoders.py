@@ -28,11 +28,11 @@ from sojourn_server.core.request_hints import read_identity
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
     BlockCorrupt,
+    FileSystem,
     KvIdentity,
     read_block,
     write_block,
 )
-from sojourn_server.kv_offload.file_system import FileSystem
 from sojourn_server.kv_transfer.peer_transport import parse_address
 from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_blocks import BLOCK_BYTES, identity, payload
-from sojourn_server.kv_offload.block_file import HEADER_BYTES
-from sojourn_server.kv_offload.file_system import FileSystem, StoredFile
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem, StoredFile
 from sojourn_server.kv_offload.shared_store import PutOutcome, SharedStore
 
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES

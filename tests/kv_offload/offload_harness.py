@@ -16,10 +16,9 @@ import torch
 from block_contexts import as_context
 from fake_cuda import FakeCuda
 from kv_blocks import identity
-from sojourn_server.kv_offload.block_file import HEADER_BYTES
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
-from sojourn_server.kv_offload.file_system import FileSystem
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, PersistStatus, TierLimits

@@ -14,11 +14,11 @@ from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
     BlockCorrupt,
+    FileSystem,
     byte_views,
     read_block,
     write_block,
 )
-from sojourn_server.kv_offload.file_system import FileSystem
 
 KEY = key(1)
 DIGEST = identity().digest()

@@ -1,4 +1,5 @@
-"""The file format of one Full Block: the KV of all layers for a fixed number of tokens.
+"""The file format of one Full Block: the KV of all layers for a fixed number of tokens. Also the file
+operations of a store.
 
 A file's name is the block's key in hex. The key is the chain hash of all tokens up to the block's end.
 
@@ -30,14 +31,13 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
-
-from .file_system import FileSystem
+from typing import NamedTuple, Protocol
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
@@ -68,6 +68,64 @@ class Buffer(Protocol):
     """Contiguous memory: bytes, bytearray, memoryview, a numpy array, a CPU tensor's ``numpy()``."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+class StoredFile(NamedTuple):
+    mtime_ns: int
+    size: int
+    path: str
+
+
+class FileSystem:
+    """All file operations of a store; tests replace them to inject faults. Only the owner may access new
+    files and folders. Methods raise ``OSError``."""
+
+    def write(self, path: Path, content: Sequence[memoryview]) -> None:
+        """Write a new file. After an error, a partly written file may remain."""
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            for part in content:
+                file.write(part)
+
+    def read(self, path: Path, buffers: Sequence[memoryview]) -> bool:
+        """Fill ``buffers`` with a file. Returns false if the file has another length."""
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size != sum(part.nbytes for part in buffers):
+                return False
+            return all(file.readinto(part) == part.nbytes for part in buffers)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename ``source`` to ``target``, replacing an existing file."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def mkdir(self, path: Path) -> None:
+        """Make a folder and its missing parents. No error if the folder exists."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def set_mtime(self, path: Path, mtime_ns: int) -> None:
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+
+    def stat(self, path: Path) -> tuple[int, int]:
+        """Return (size in bytes, modification time in nanoseconds)."""
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+
+    def scan(self, path: Path) -> list[StoredFile]:
+        """Return the files of all folders in ``path``; no links."""
+        found = []
+        with os.scandir(path) as folders:
+            for folder in [each.path for each in folders if each.is_dir(follow_symlinks=False)]:
+                with os.scandir(folder) as entries:
+                    for entry in entries:
+                        try:
+                            status = entry.stat(follow_symlinks=False)
+                        except FileNotFoundError:  # deleted meanwhile
+                            continue
+                        if stat.S_ISREG(status.st_mode):
+                            found.append(StoredFile(status.st_mtime_ns, status.st_size, entry.path))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

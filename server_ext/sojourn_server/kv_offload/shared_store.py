@@ -22,6 +22,11 @@ A file's modification time is the time of its last use. When the files exceed th
 deletes the oldest ones. A block is a little older than its parent, so that the end of a context is deleted
 before its beginning.
 
+KV reveals prompts and determines a model's answers, so a store belongs to one user. Its folder is made with
+mode 0700 and checked once, when it is opened (``check_private``). A user who can rename folders in the
+store's root can replace the store later. So choose a root that others cannot write, or a sticky one such as
+``/tmp``.
+
 By default a root with only stores of other identities is refused. After a change of model or block size, a
 second set of blocks on the disk is usually a mistake.
 
@@ -44,6 +49,7 @@ import errno
 import json
 import os
 import re
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -59,14 +65,15 @@ from .block_file import (
     HEADER_BYTES,
     BlockCorrupt,
     Buffer,
+    FileSystem,
     KvIdentity,
     OffloadError,
+    StoredFile,
     byte_views,
     read_block,
     replace_file,
     write_block,
 )
-from .file_system import FileSystem, StoredFile, check_private
 
 FULL_BLOCK_TOKENS = 64
 """Default number of tokens of a Full Block (DualPath §4.1)."""
@@ -179,6 +186,21 @@ def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None)
             closest = store, differences
     if closest is not None:
         raise IncompatibleStore(*closest)
+
+
+def check_private(store: Path) -> None:
+    """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``."""
+    me, status = os.geteuid(), store.lstat()
+    if stat.S_ISLNK(status.st_mode) or status.st_uid != me or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder"
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(
+            errno.EPERM,
+            f"{store} is {kind} of user {status.st_uid} with mode {mode:04o}; expected a folder of "
+            f"user {me}, who runs this, that only its owner can write, because others can change the KV: "
+            f"name another directory, or delete what others wrote and run chmod go-w {store}",
+            str(store),
+        )
 
 
 class SharedStore:
