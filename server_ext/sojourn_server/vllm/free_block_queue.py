@@ -21,8 +21,8 @@ The order of eviction is:
 5. blocks with several owners
 
 vLLM calls this queue in places where no hook can catch an error of sojourn. The queue therefore catches its
-own errors. After an error it forgets all programs and keeps vLLM's order for good. An error of the scorer
-reduces only the blocks that it could not score to vLLM's order (``NO_SCORE``).
+own errors, also of the policy that scores. After an error it forgets all programs and keeps vLLM's order for
+good.
 """
 
 from __future__ import annotations
@@ -59,9 +59,6 @@ Score = tuple[float, ...]
 """Eviction score of a bucket; the lowest is evicted first."""
 NEWEST_TURN = math.inf
 """``Bucket.used_s`` of the blocks of a program's newest turn."""
-NO_SCORE: Score = (-math.inf,)
-"""Score of a bucket that could not be scored. Such buckets come first, by least recent use as in stock
-vLLM."""
 Standing = tuple[float, ...] | None
 """The inputs of a bucket's score, apart from its scale; ``None`` for an unknown program."""
 
@@ -86,11 +83,8 @@ class Bucket:
 class EvictionScorer:
     """Scores buckets by the preset's eviction policy, and keeps a queue's scores up to date."""
 
-    def __init__(
-        self, program_scheduler: ProgramScheduler, report_failure: Callable[[Exception, str], None]
-    ) -> None:
+    def __init__(self, program_scheduler: ProgramScheduler) -> None:
         self._program_scheduler = program_scheduler
-        self._report_failure = report_failure
         self._branches = BranchReuseRate()
         self._scale_changes = 0
 
@@ -118,9 +112,6 @@ class EvictionScorer:
         """Return the score of a standing. Equal standings have equal scores until the scale changes."""
         return self._program_scheduler.owner_score(standing, self._branches.share)
 
-    def score_failed(self, error: Exception) -> None:
-        self._report_failure(error, "the eviction score failed; what it cannot score is evicted first")
-
 
 class EvictionHeap:
     """Heap of buckets by score, lowest first. If ``rescaled``, the next read computes all scores again."""
@@ -137,13 +128,9 @@ class EvictionHeap:
         self._pushes += 1
         self._live += bucket.place is None
         is_newest = bucket.used_s == NEWEST_TURN
-        bucket.standing = None
-        try:
-            left = None if is_newest else AbandonedBranch(bucket.used_s, len(bucket.blocks))
-            bucket.standing = self.scorer.standing(bucket.program_id, left)
-        except Exception as error:
-            self.scorer.score_failed(error)
-        bucket.place = self._score(bucket), is_newest, self._pushes
+        left = None if is_newest else AbandonedBranch(bucket.used_s, len(bucket.blocks))
+        bucket.standing = self.scorer.standing(bucket.program_id, left)
+        bucket.place = self.scorer.score(bucket.standing), is_newest, self._pushes
         heapq.heappush(self._heap, (bucket.place, bucket))
         if len(self._heap) > 4 * self._live + 64:
             self._heap = sorted(self._valid())
@@ -174,17 +161,10 @@ class EvictionHeap:
             self.rescaled = False
             entries = []
             for (_, is_newest, number), bucket in self._valid():
-                bucket.place = self._score(bucket), is_newest, number
+                bucket.place = self.scorer.score(bucket.standing), is_newest, number
                 entries.append((bucket.place, bucket))
             heapq.heapify(entries)
             self._heap = entries
-
-    def _score(self, bucket: Bucket) -> Score:
-        try:
-            return self.scorer.score(bucket.standing)
-        except Exception as error:
-            self.scorer.score_failed(error)
-            return NO_SCORE
 
 
 def _or_stock(stock: Callable[..., Any] | None = None) -> Callable[[Method], Method]:

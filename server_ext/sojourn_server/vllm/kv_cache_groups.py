@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv_offload.context_keys import ContextKeys, GroupLayout
@@ -130,22 +129,12 @@ class KVCacheGroups:
             else:  # nearly all placeholders are first: a long list need not be read from its beginning
                 yield [block for block in blocks[-MAX_READ_BLOCKS:] if not block.is_null]
 
-    def cached_blocks(self, request: Request, *, contiguous: bool = False) -> list[KVCacheBlock]:
-        """Return the request's blocks that have a hash, one group after the other; if ``contiguous``, only
-        those before their group's first block without one."""
-        choose = takewhile if contiguous else filter
+    def cached_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """Return the request's blocks that have a hash, one group after the other."""
         groups = self._manager.get_blocks(request.request_id).blocks
-        return [block for group in groups for block in choose(_has_hash, group)]
-
-    def reusable(self, request: Request) -> tuple[list[KVCacheBlock], Sequence[Any]]:
-        """Return (cached blocks from which a preempted request can continue, block hashes that they
-        cover)."""
-        if self.is_single:
-            # Blocks behind a block without a hash cannot be found again.
-            contiguous = self.cached_blocks(request, contiguous=True)
-            return contiguous, request.block_hashes[: len(contiguous)]
-        prefix = self.cached_prefix(request.block_hashes)
-        return prefix.blocks, request.block_hashes[: prefix.hashes]
+        return [
+            block for group in groups for block in group if block.block_hash is not None and not block.is_null
+        ]
 
     def uncomputed(self, request: Request) -> set[int]:
         """Return the ids of the request's blocks whose hash covers tokens that are not computed yet."""
@@ -202,17 +191,6 @@ class KVCacheGroups:
         return CachedPrefix(found, count)
 
     # -- blocks below the device ---------------------------------------------------
-
-    def split(self, blocks: Sequence[KVCacheBlock]) -> list[Sequence[KVCacheBlock]]:
-        """Return cached blocks as one list for each group, groups of window blocks first."""
-        if self.is_single:
-            return [blocks]
-        by_suffix: dict[bytes, list[KVCacheBlock]] = {
-            each.suffix: [] for each in sorted(self._layouts, key=lambda each: each.keeps_all)
-        }
-        for block in blocks:
-            by_suffix[self.key_of(block)[-GROUP_BYTES:]].append(block)
-        return list(by_suffix.values())
 
     def is_of_window(self, key: BlockKey) -> bool:
         return key[-GROUP_BYTES:] in self._windows
@@ -322,7 +300,3 @@ def _content_hash(block: KVCacheBlock) -> BlockKey:
 def _group_key(block: KVCacheBlock) -> BlockKey:
     key: BlockKey = block.block_hash
     return key
-
-
-def _has_hash(block: KVCacheBlock) -> bool:
-    return block.block_hash is not None and not block.is_null

@@ -150,7 +150,7 @@ class SchedulerAdapter(EngineView):
         self._scorer: EvictionScorer | None = None
         """Scores of blocks; set if the preset evicts by program."""
         if preset.eviction.by_program:
-            self._scorer = EvictionScorer(self.program_scheduler, self.report_failure)
+            self._scorer = EvictionScorer(self.program_scheduler)
         self._queue = self._pool.free_block_queue = ProgramFreeBlockQueue(
             self._pool.free_block_queue,
             owners=self.program_scheduler.owners,
@@ -413,7 +413,7 @@ class SchedulerAdapter(EngineView):
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
         cached = self._cached_blocks(request, program_id)[0] if program_id is not None else []
-        reusable, hashes = self._groups.reusable(request)
+        reusable, hashes = self._groups.cached_prefix(request.block_hashes)
         copied = (self._offload.count_copied(reusable) or 0) if self._offload is not None else 0
         link = self._offload.offload_costs(len(reusable) - copied) if self._offload is not None else None
         actions = self.handle(
@@ -421,7 +421,7 @@ class SchedulerAdapter(EngineView):
                 request.request_id,
                 tokens=request.num_computed_tokens,
                 block_ids=[block.block_id for block in cached],
-                copied_tokens=copied * len(hashes) * self._groups.hash_tokens // max(1, len(reusable)),
+                copied_tokens=copied * hashes * self._groups.hash_tokens // max(1, len(reusable)),
                 link=link,
             ),
             self._clock(),
