@@ -51,24 +51,6 @@ def test_a_program_waits_until_those_before_it_can_still_grow(make_engine):
     assert running(crowd(make_engine, "continuum-paper")) == {"r0", "r1", "r2"}
 
 
-def test_admission_resumes_when_a_program_ends(make_engine):
-    engine = crowd(make_engine)
-    engine.abort("r0")
-    engine.step()
-    assert running(engine) == {"r1", "r2"}
-    assert status(engine, "P2") == "reasoning"
-    engine.run()
-    assert engine.ask("stats")["requests"] == 0
-
-
-def test_requests_without_a_program_need_no_admission(make_engine):
-    engine = crowd(make_engine)
-    engine.add("plain", prompt(9, 64), max_tokens=5)
-    engine.step()
-    assert "plain" in running(engine)
-    assert status(engine, "P2") == "gated"
-
-
 def test_a_leased_program_is_not_asked_again(make_engine, clock):
     """Also where the room would not do for it any more: it is the third to have come."""
     engine = make_engine("continuum", blocks=101, max_model_len=2048)
@@ -96,18 +78,6 @@ def test_what_a_program_shares_with_those_inside_needs_no_room(make_engine, shar
         for _ in range(20):
             engine.step()
     assert running(engine) == inside
-
-
-def test_an_idle_engine_admits_despite_leases(make_engine, clock):
-    """C8 under the preset with the gate: the earlier program is only leased, and nothing runs."""
-    engine = make_engine("continuum", blocks=101, max_model_len=2048)
-    hint = {"kv_retention_ttl_seconds": 300}
-    engine.add("a1", prompt(1, 800), program_id="A", context=hint)
-    engine.run()
-    assert engine.ask("stats")["leases"] == 1
-    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=10)
-    engine.step()
-    assert running(engine) == {"b1"}
 
 
 def test_leases_of_later_programs_are_room_for_an_earlier_one(make_engine, clock):

@@ -81,23 +81,8 @@ def end(queue: Any, program_id: str) -> list[int]:
     return [block_id for block_id in changed if block_id not in queue.owners.of]
 
 
-def cached(queue: Any, count: int, program_id: str) -> list[Any]:
-    """``count`` blocks taken from the queue, hashed and owned by the program."""
-    blocks = queue.popleft_n(count)
-    for block in blocks:
-        give_hash(block)
-    own(queue, blocks, program_id)
-    return blocks
-
-
 def ids(blocks: Iterable[Any]) -> list[int]:
     return [block.block_id for block in blocks]
-
-
-# --- each defect once --------------------------------------------------------
-
-
-# --- against a model ---------------------------------------------------------
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from sojourn_server.launch.serve_command import WORKER_CLASSES
 from sojourn_server.predictors.background_trainer import LengthPrediction
-from sojourn_server.predictors.length_trainer import LengthTrainer
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
 from sojourn_server.vllm import hidden_state_capture, length_predictor
 from sojourn_server.vllm import scheduler_adapter as adapter_module
@@ -399,100 +397,3 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
     engine.run()
     stats = engine.ask("stats")["output_lengths"]
     assert stats == {"outputs": 1, "network_off": None, "without_off": None, "network": None}
-
-
-# -- from one end to the other ---------------------------------------------------------------------
-
-
-class AtOnce(Listener):
-    """The student without its thread: it has learned all there is before the next step."""
-
-    def __init__(self, hidden_size: int, *, model: str, points: int, file: Any) -> None:
-        super().__init__()
-        self.student = LengthTrainer(hidden_size)
-        self.points = points
-
-    def queue_hidden_states(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
-        written = dict(requests)
-        for name, left in self.student.observe_and_predict(requests, states, self.points).items():
-            self.new[name] = LengthPrediction(written[name], left)
-
-    def ended(self, request_id: str, tokens: int | None) -> None:
-        if tokens is None:
-            self.student.output_aborted(request_id)
-        else:
-            self.student.ended(request_id, tokens)
-        for _ in range(4):
-            self.student.train()
-
-
-LENGTHS = (60, 240)
-
-
-@pytest.mark.parametrize("telling", [True, False])
-def test_informative_states_improve_forecasts_and_others_are_ignored(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, telling: bool
-) -> None:
-    monkeypatch.setattr(adapter_module, "captures_hidden_states", lambda config: True)
-    monkeypatch.setattr(length_predictor, "BackgroundTrainer", AtOnce)
-    engine = make_engine("tetris-learned", blocks=600, max_num_seqs=16)
-    hidden = engine.scheduler.vllm_config.model_config.get_hidden_size()
-    noise = torch.Generator().manual_seed(0)
-    directions = torch.randn(2, hidden, generator=noise)
-    draw = random.Random(0)
-    wanted: dict[str, int] = {}
-
-    def states(ids: list[str]) -> torch.Tensor:
-        rows = torch.randn(len(ids), hidden, generator=noise)
-        for row, name in zip(rows, ids, strict=True):
-            if telling:
-                row += 2 * directions[int(wanted[name] > 120)]
-        return rows.bfloat16()
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    original = engine.scheduler.update_from_output
-    steps = 0
-
-    def update(planned: Any, output: ModelRunnerOutput) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps % 4 == 0:
-            setattr(output, OUTPUT_ATTRIBUTE, HiddenStateRows(tuple(output.req_ids), states(output.req_ids)))
-        return original(planned, output)
-
-    engine.scheduler.update_from_output = update
-    engine.tokens = lambda request: (
-        STOP_TOKEN if request.num_output_tokens + 1 >= wanted[request.request_id] else DUMMY_TOKEN
-    )
-    try:
-        for number in range(120):
-            name = f"r{number}"
-            wanted[name] = round(draw.choice(LENGTHS) * draw.lognormvariate(0, 0.1))
-            engine.add(name, range(number * 50, number * 50 + 20), max_tokens=400, program_id=name)
-            while len(engine.scheduler.requests) >= 16:
-                engine.step()
-        engine.run()
-    finally:
-        torch.set_num_threads(threads)
-    known = engine.ask("stats")["output_lengths"]
-    assert known["outputs"] == 120
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    if telling:
-        assert known["network_off"] < 0.8 * known["without_off"]
-    else:
-        assert known["network_off"] > 0.9 * known["without_off"]
-    wanted["last"] = 240
-    engine.add("last", range(20), max_tokens=400, program_id="last")
-    for _ in range(5):
-        engine.step()
-    request_state = program_scheduler.state.requests.states["last"]
-    assert request_state.network_prediction is not None
-    written = request_state.network_predicted_at_tokens
-    forecaster = program_scheduler.forecaster
-    view = forecaster._output_view(request_state, written, 400)
-    asked = forecaster.predictor.remaining(view, 0.0)
-    without = forecaster.predictor.remaining(view._replace(network_prediction=None), 0.0)
-    assert (asked == without) == (not telling)
-    if telling:
-        assert asked[1] > 120 > without[1], "it is none of the short ones, and that was told"

@@ -67,18 +67,6 @@ def test_kv_that_a_request_must_not_read_is_not_lost(make_engine):
     assert [each.hint for each in explained.advice] == [None]
 
 
-def test_a_lease_ends_with_its_time(make_engine, clock):
-    engine = make_engine(blocks=65)
-    engine.add("a1", prompt(1, 300), program_id="A")
-    engine.run()
-    engine.tell(tool("A", 1))
-    assert engine.ask("stats")["blocks"]["leased"] == 18
-    clock.now += 10.1
-    stats = engine.ask("stats")
-    assert stats["leases"] == 0
-    assert (stats["blocks"]["running"], stats["blocks"]["leased"]) == (0, 0)
-
-
 def test_the_references_of_a_lease_make_no_prefix_common_to_all_requests(make_engine):
     """Cascade attention would otherwise let a request without a system prompt read the KV of this prompt."""
     manager = make_engine("fixed-ttl").scheduler.kv_cache_manager
@@ -271,23 +259,6 @@ def test_the_length_predictor_learns_from_known_ends_only(make_engine, clock, mo
     assert ended == [learned]
 
 
-def test_an_expired_lease_stays_while_its_program_waits_to_be_scheduled(make_engine, clock):
-    """Continuum §5.2: the follow-up has arrived, only not been admitted yet."""
-    engine = make_engine(blocks=65, max_num_seqs=1)
-    engine.add("a1", prompt(1, 300), program_id="A")
-    engine.run()
-    engine.tell(tool("A", 1))
-    engine.add("b1", prompt(2, 300), max_tokens=50)
-    engine.step()
-    engine.add("a2", [*prompt(1, 300), 7, *prompt(3, 20)], program_id="A")
-    clock.now += 60.0
-    engine.step()
-    assert engine.ask("stats")["leases"] == 1
-    engine.run()
-    assert engine.ask("stats")["leases"] == 0
-    assert cached_tokens(engine, "A")[-1] == 288
-
-
 def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engine, clock):
     """C8: no deadlock, and no waiting for a lease to run out while the engine stands still."""
     engine = make_engine(blocks=65, settings={"lease_budget_fraction": 1.0})
@@ -302,17 +273,6 @@ def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engin
     released = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "release"]
     assert [d["program_id"] for d in released] == ["P3", "P2", "P1", "P0"], "latest arrival first"
     assert {d["reason"] for d in released} == {"pressure"}
-
-
-def test_a_running_request_reclaims_leases_before_a_preemption(make_engine, clock):
-    engine = make_engine(blocks=33, settings={"lease_budget_fraction": 1.0})
-    engine.add("a1", prompt(1, 256), program_id="A")
-    engine.run()
-    engine.tell(tool("A", 1))
-    engine.add("b1", prompt(2, 240), program_id="B", max_tokens=200)
-    engine.run()
-    assert engine.ask("program", program_id="B")["ledger"][0]["preemptions"] == 0
-    assert engine.ask("stats")["leases"] == 0
 
 
 def test_leases_stay_within_their_budget(make_engine, clock):
@@ -373,26 +333,6 @@ def test_a_reset_counts_for_the_device_even_if_vllms_connector_was_not_reset(mak
     scheduler.connector = None
     assert adapter.program_scheduler.context("A") is None
     assert len(adapter._queue.owners.of) == 0
-
-
-def test_aborts_in_every_phase_leave_nothing_behind(make_engine, clock):
-    engine = make_engine(blocks=65, max_num_batched_tokens=128, max_num_seqs=1)
-    engine.add("prefilling", prompt(1, 400), program_id="A")
-    engine.add("waiting", prompt(2, 400), program_id="B")
-    engine.step()
-    assert engine.scheduler.requests["prefilling"].num_computed_tokens == 128
-    engine.abort("waiting")
-    engine.abort("prefilling")
-    engine.add("decoding", prompt(3, 100), program_id="C", max_tokens=50)
-    for _ in range(5):
-        engine.step()
-    engine.abort("decoding")
-    engine.step()
-    stats = engine.ask("stats")
-    assert stats["requests"] == 0
-    assert stats["leases"] == 0
-    assert engine.pool.get_num_free_blocks() == 64
-    assert [p["turns"] for p in engine.ask("programs")["programs"]] == [0, 0, 0]
 
 
 def test_no_client_can_stretch_a_lease_for_ever(make_engine, clock):

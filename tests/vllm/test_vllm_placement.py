@@ -286,32 +286,6 @@ def test_the_peeked_request_is_popped_though_another_is_admitted_meanwhile() -> 
         queue.peek_request()
 
 
-@pytest.mark.parametrize(
-    ("policy", "host_blocks"), [("sojourn", 0), ("sojourn", 600), ("mori", 600), (None, 0)]
-)
-def test_a_prefix_that_programs_share_counts_once(
-    make_engine: Any, clock: Any, policy: str | None, host_blocks: int
-) -> None:
-    """20 programs run at once on 200 blocks. Each has 33 blocks, and all have the first 30 in common."""
-    below = {"host_blocks": host_blocks, "own_tiers": True} if host_blocks else {}
-    engine = make_engine(policy, blocks=201, **below)
-    for number in range(20):
-        named = {} if policy is None else {"program_id": f"P{number}"}
-        asked = [*prompt(1, 30 * BLOCK), *prompt(2 + number, 3 * BLOCK)]
-        engine.add(f"p{number}", asked, max_tokens=60, **named)
-    most = 0
-    while engine.scheduler.requests:
-        engine.step()
-        clock.now += 0.1
-        most = max(most, len(running(engine)))
-    assert most == 20
-    if policy is not None:
-        tiers = engine.scheduler.sojourn.program_scheduler.tiers
-        view = tiers._view()
-        assert sum(each.context_blocks for each in view.on_device) == 30 + 20 * 6, "all are on the device"
-        assert view.device.untracked_blocks == 0
-
-
 # -- labels (M5) ---------------------------------------------------------------------------------------
 
 
@@ -356,23 +330,6 @@ def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> 
     assert set(ranks(worker, "A")) == {RetentionRank.WORTHLESS}
 
 
-def test_what_is_demoted_is_the_first_that_the_device_reuses(worker: Worker) -> None:
-    """A, which went down, has used the device last; B's blocks stay all the same, and find room."""
-    engine = worker.engine
-    worker.turn("b1", prompt(2, 160), "B")
-    worker.turn("a1", prompt(1, 320), "A")
-    program_scheduler = engine.scheduler.sojourn.program_scheduler
-    from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
-
-    move = TierMove("A", Tier.HOST, MoveTiming.NOW, MoveReason.OVER_CAPACITY)
-    for moved in program_scheduler.tiers._apply(move, worker.clock.now):
-        program_scheduler._moved(*moved, worker.clock.now)
-    worker.step()
-    worker.turn("c1", prompt(3, 320), "C")
-    worker.turn("b2", [*prompt(2, 160), *prompt(4, 16)], "B")
-    assert program(engine, "B")["ledger"][-1]["tokens"]["device"] == 160
-
-
 @pytest.fixture
 def on_disk(make_engine: Any, clock: Any) -> Worker:
     """A has acted for so long that its 30 blocks belong on disk, for which B has run."""
@@ -410,18 +367,6 @@ def test_a_program_promoted_from_disk_is_read_from_disk(on_disk: Worker) -> None
     assert engine.ask("stats")["tiers"]["disk"]["used"] == 60, "and B has gone there"
 
 
-def test_host_memory_evicts_blocks_of_ended_programs_first(make_engine: Any, clock: Any) -> None:
-    """Otherwise a program that ends while idle would keep its host memory from busy programs."""
-    worker = Worker(make_engine("mori", **SHAPE), clock)
-    demoted(worker)
-    worker.turn("s1", prompt(9, 320), None)  # takes what A still has on the device
-    keys = worker.engine.scheduler.sojourn.program_scheduler.state.contexts.get("A")
-    end(worker.engine, "A")
-    worker.step()
-    host = planner(worker.engine).host
-    assert {host.get(key).rank for key in keys} == {RetentionRank.WORTHLESS}
-
-
 # -- failures ----------------------------------------------------------------------------------------------
 
 
@@ -445,32 +390,6 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
     assert engine.scheduler.connector.off
     assert not engine.scheduler.sojourn._queue.broken
     assert engine.scheduler.sojourn.failures == 0, "the tiers' failure is not the adapter's"
-
-
-def test_where_the_policy_fails_everybody_is_let_in(
-    make_engine: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
-
-    engine = make_engine("mori", settings={"strict": False}, **SHAPE)
-    worker = Worker(engine, clock)
-    engine.add("a1", prompt(1, 480), program_id="A", max_tokens=100)
-    worker.step()
-    engine.add("b1", prompt(2, 320), program_id="B", max_tokens=2)
-    worker.step()
-    assert waits(engine) == ["b1"]
-    assert not engine.scheduler.waiting
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("broken on purpose")
-
-    monkeypatch.setattr(RelativeIdlenessPlacement, "moves", broken)
-    engine.add("c1", prompt(3, 320), program_id="C", max_tokens=2)
-    worker.step(2)
-    assert engine.scheduler.sojourn.failures == 1
-    assert engine.scheduler.waiting, "they are handed out, as far as there is room"
-    worker.until_idle()
-    assert engine.scheduler.sojourn.failures == 1
 
 
 def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:

@@ -10,8 +10,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from sojourn_server.core.events_and_actions import RequestChosen, VictimNeeded
@@ -203,81 +202,44 @@ class Timed(Device):
         )
 
 
-class Untouched:
-    """Stock vLLM in the same time."""
-
-    def __init__(self, engine: Any, clock: Any) -> None:
-        self.engine, self.clock = engine, clock
-        self.steps = 0
-        self.times: Counter[str] = Counter()
-
-    def step(self) -> None:
-        self.steps += 1
-        planned = self.engine.plan()
-        self.times.update(planned.preempted_req_ids or ())
-        self.clock.now += STEP_S + TOKEN_S * planned.total_num_scheduled_tokens
-        self.engine.update_from_output(planned)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
+class Wish(NamedTuple):
     """A program of one request."""
 
-    kind: str = "chat"
-    tokens: int = 20
+    kind: str
+    tokens: int
     """That it writes, unless the engine ends it."""
-    most: int = 1500
-    hinted: int | None = None
 
 
-@dataclass
-class Run:
+class Run(NamedTuple):
     """What became of them."""
 
-    steps: int = 0
-    took_s: float = 0.0
-    times: Counter[str] = field(default_factory=Counter)
-    written: dict[str, int] = field(default_factory=dict)
-    in_order: list[str] = field(default_factory=list)
+    times: Counter[str]
+    written: dict[str, int]
 
 
-Engine = Timed | Untouched
-
-
-def serve(
-    on: Engine,
-    wishes: Sequence[Wish],
-    *,
-    names: str = "r",
-    at_once: int = 16,
-    each_step: Callable[[], None] = lambda: None,
-) -> Run:
-    """``at_once`` of them, the next as one ends, until all have ended or were aborted in ``each_step``."""
-    engine, run = on.engine, Run()
-    steps, began, times = on.steps, on.clock.now, on.times.copy()
+def serve(on: Timed, wishes: Sequence[Wish], *, each_step: Callable[[], None] = lambda: None) -> Run:
+    """16 of them, the next as one ends, until all have ended or were aborted in ``each_step``."""
+    engine, written = on.engine, {}
+    steps, times = on.steps, on.times.copy()
     requests: dict[str, Any] = {}
-    by_name = {f"{names}{number}": wish for number, wish in enumerate(wishes)}
+    by_name = {f"r{number}": wish for number, wish in enumerate(wishes)}
     engine.tokens = lambda request: (
         STOP_TOKEN if request.num_output_tokens + 1 >= by_name[request.request_id].tokens else DUMMY_TOKEN
     )
     waiting = list(by_name)[::-1]
     while waiting or requests:
-        while waiting and len(requests) < at_once:
+        while waiting and len(requests) < 16:
             name = waiting.pop()
-            wish = by_name[name]
-            context: dict[str, Any] = {"sojourn": {"agent_type": wish.kind}}
-            if wish.hinted is not None:
-                context["expected_output_length"] = wish.hinted
-            prompt = some_tokens(name, 20)
-            requests[name] = engine.add(name, prompt, max_tokens=wish.most, program_id=name, context=context)
+            context = {"sojourn": {"agent_type": by_name[name].kind}}
+            requests[name] = engine.add(
+                name, some_tokens(name, 20), max_tokens=1500, program_id=name, context=context
+            )
         on.step()
         each_step()
         for name in [name for name in requests if name not in engine.scheduler.requests]:
-            run.written[name] = requests.pop(name).num_output_tokens
-            run.in_order.append(name)
+            written[name] = requests.pop(name).num_output_tokens
         assert on.steps - steps < 40_000, f"nothing ends any more: {sorted(requests)}"
-    run.steps, run.took_s, run.times = on.steps - steps, on.clock.now - began, on.times - times
-    return run
+    return Run(on.times - times, written)
 
 
 @pytest.fixture
@@ -304,14 +266,14 @@ def some_tokens(name: str, count: int) -> list[int]:
     return [draw.randrange(9, 30_000) for _ in range(count)]
 
 
-def mixed(count: int, seed: int = 0, **more: Any) -> list[Wish]:
+def mixed(count: int) -> list[Wish]:
     """A third think long."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     wishes = []
     for _ in range(count):
         kind, mean = draw.choice((("chat", 40), ("chat", 40), ("solver", 400)))
         tokens = max(2, min(1200, round(draw.lognormvariate(math.log(mean) - 0.32, 0.8))))
-        wishes.append(Wish(kind=kind, tokens=tokens, **more))
+        wishes.append(Wish(kind, tokens))
     return wishes
 
 

@@ -248,12 +248,6 @@ def test_a_quota_that_is_never_reached_changes_no_step(
         assert random_load(ours, seed) == random_load(stock, seed)
 
 
-def test_without_a_quota_the_scheduler_is_left_alone(make_engine: Callable[..., Any]) -> None:
-    engine = make_engine("observe")
-    assert engine.scheduler.sojourn.quota is None
-    assert "_reserve_prefill_lookahead" not in vars(engine.scheduler)
-
-
 def test_a_failure_of_the_quota_is_not_the_engines(
     make: Callable[..., Any], make_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

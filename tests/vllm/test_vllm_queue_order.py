@@ -16,21 +16,6 @@ def prompt(start: int, tokens: int) -> range:
     return range(start * 1000, start * 1000 + tokens)
 
 
-def test_waiting_requests_go_by_preemption_then_lease_then_programs_arrival(make_engine, clock):
-    engine = make_engine("fixed-ttl", blocks=129, max_num_seqs=1)
-    for name in ("OLD", "HELD"):
-        engine.add(f"{name}1", prompt(ord(name[0]), 64), program_id=name)
-        engine.run()
-    engine.tell({"type": "tool_start", "program_id": "HELD", "seq": 1, "call_id": "c", "tool": "bash"})
-    engine.add("busy", prompt(1, 32), max_tokens=30)
-    engine.step()
-    engine.add("new1", prompt(2, 64), program_id="NEW")
-    engine.add("plain", prompt(3, 64))
-    engine.add("OLD2", prompt(4, 64), program_id="OLD")
-    engine.add("HELD2", [*prompt(ord("H"), 64), 7, 1, 2], program_id="HELD")
-    assert [r.request_id for r in engine.scheduler.waiting] == ["HELD2", "OLD2", "new1", "plain"]
-
-
 def test_user_priority_comes_before_ours(make_engine):
     engine = make_engine("continuum", blocks=129, max_num_seqs=1, scheduling_policy="priority")
     engine.add("first", prompt(1, 32), program_id="A", priority=5)
