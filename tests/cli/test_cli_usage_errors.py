@@ -53,6 +53,15 @@ def test_the_server_may_be_named_by_the_environment(
     assert result.returncode > 0
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    result = run_sojourn("plan-pd", "--json", str(tmp_path / ("x" * 300)))
+    assert result.stderr.splitlines()[-2:] == [
+        f"error: {tmp_path / ('x' * 300)}: File name too long",
+        "next: make room or name another place, and run it again",
+    ]
+    assert result.returncode == 1
+
+
 def test_no_words_still_show_the_help() -> None:
     result = run_sojourn()
     assert "Usage:" in result.stdout + result.stderr

@@ -21,6 +21,8 @@ from .cli_error import CliError as CliError
 
 console = Console(stderr=True)
 """Console on stderr for progress, tables and errors, so that the output of ``--json -`` can be piped."""
+PLACE_STEP = "make room or name another place, and run it again"
+"""Next step after an error because a file cannot be written."""
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLES = ("VLLM_API_KEY", "SOJOURN_API_KEY")
 """Environment variables that may hold the API key: vLLM's first, then that of the SDK and the gateway."""
@@ -117,9 +119,7 @@ def write_json(document: Any, target: str) -> None:
         write_file(Path(target), text)
 
 
-def write_file(
-    path: Path, text: str, next_step: str = "make room or name another place, and run it again"
-) -> None:
+def write_file(path: Path, text: str, next_step: str = PLACE_STEP) -> None:
     """Write a file atomically. Raises ``CliError`` if it cannot be written."""
     from sojourn_server.traces.atomic_files import write_atomically
 

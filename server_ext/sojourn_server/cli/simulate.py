@@ -403,24 +403,16 @@ def _show(
     from sojourn_server.simulator.report.results_table import render
 
     console.print(render(result.rows, swept))
-    try:
-        if save is not None:  # first, since the other files can be made from it
-            save_runs(save, result.logs, made, result.missing_runs)
-            print_line(f"wrote {save}")
-        if json is not None:
-            write_json(document(result.rows, made, swept, result.missing_runs), json)
-            if json != "-":
-                print_line(f"wrote {json}")
-        if plot is not None:
-            for path in write_plot(result.rows, plot, swept):
-                print_line(f"wrote {path}")
-    except OSError as error:
-        where = error.filename2 or error.filename or "the output"
-        raise CliError(
-            f"{where}: {error.strerror or error}",
-            "make room or name another place, and run it again",
-            exit_code=1,
-        ) from None
+    if save is not None:  # first, since the other files can be made from it
+        save_runs(save, result.logs, made, result.missing_runs)
+        print_line(f"wrote {save}")
+    if json is not None:
+        write_json(document(result.rows, made, swept, result.missing_runs), json)
+        if json != "-":
+            print_line(f"wrote {json}")
+    if plot is not None:
+        for path in write_plot(result.rows, plot, swept):
+            print_line(f"wrote {path}")
     if explain is not None:
         _explain(result, explain)
     if failed := sorted({log.policy for log in result.logs if log.hook_failures}):

@@ -90,10 +90,7 @@ def export(
         with closing(LiveClient(url, api_key)) as client:
             notes = _add_engine(trace, client, last_s)
     document = trace.document(max_events=max_events, notes=notes)
-    try:
-        write_perfetto(perfetto, document)
-    except OSError as error:
-        raise CliError(f"{perfetto}: {error.strerror or error}", "name another file") from None
+    write_perfetto(perfetto, document)
     cut = document["otherData"]["cut_events"]
     print_line(f"{perfetto}: {len(document['traceEvents'])} events; open it at https://ui.perfetto.dev")
     if cut:

@@ -11,6 +11,7 @@ from sojourn.errors import InputError
 from typer.core import TyperGroup
 
 from .cli_error import CliError
+from .console import PLACE_STEP
 
 # The library is click, or in later releases of typer a copy of it, so its classes have no fixed module.
 _UsageError: Any = typer.BadParameter.__base__
@@ -59,6 +60,11 @@ def _as_cli_errors(context: Any = None) -> Iterator[None]:
         raise CliError(text[:1].lower() + text[1:], f"see {path} --help") from error
     except CliError:
         raise
+    except OSError as error:
+        if error.filename is None:  # of the output, for main
+            raise
+        where = error.filename2 or error.filename
+        raise CliError(f"{where}: {error.strerror or error}", PLACE_STEP, exit_code=1) from error
     except Exception as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         known = next((_NEXT_STEPS[name] for name in kinds if name in _NEXT_STEPS), None)
