@@ -66,3 +66,12 @@ def test_no_words_still_show_the_help() -> None:
     result = run_sojourn()
     assert "Usage:" in result.stdout + result.stderr
     assert "next:" not in result.stderr
+
+
+def test_ctrl_c_ends_a_start_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sojourn_server.cli.build_app", interrupted)
+    result = run_sojourn("top", "--once")
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
