@@ -16,7 +16,7 @@ from sojourn_server.kv_transfer.rank_transfers import (
     rank_address,
     split_addresses,
 )
-from sojourn_server.kv_transfer.transfer_jobs import ExpectJob, FetchJob, PushJob, TransferJobs
+from sojourn_server.kv_transfer.transfer_jobs import FetchJob, PushJob, TransferJobs
 from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle, through
 
 RANKS = 2
@@ -137,8 +137,7 @@ def test_each_worker_listens_at_an_address_of_its_own() -> None:
 
 def test_a_worker_gets_the_address_of_its_counterpart() -> None:
     jobs = TransferJobs(
-        expects=[ExpectJob(1, "c")],
-        fetches=[FetchJob(3, [b"k"], "tcp:h:1,tcp:h:2", "c", 1), FetchJob(4, [b"k"])],
+        fetches=[FetchJob(3, [b"k"], "c", "tcp:h:1,tcp:h:2", 1), FetchJob(4, [b"k"])],
         pushes=[PushJob("r", "c", "tcp:h:1,tcp:h:2", [b"k"], [1])],
         ends=[7],
     )

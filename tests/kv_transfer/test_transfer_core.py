@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from kv_blocks import BLOCK_BYTES, LAYERS, keys, payload
 from simulated_transfers import (
+    LAYER_BYTES,
+    Engine,
     LoadEnded,
     PromptTransferEnded,
     PushEnded,
+    World,
     assert_clean,
+    layers_of,
     two_engines,
 )
-from sojourn_server.kv_transfer.transfer_wire import DataMessage, NeedMessage
+from sojourn_server.kv_transfer.transfer import TransferOutcome
+from sojourn_server.kv_transfer.transfer_wire import DataMessage, HelloMessage, NeedMessage
 
 CONTEXT = keys(*range(8))
+FOUR = CONTEXT[:4]
 
 
 def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
@@ -52,3 +58,113 @@ def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
     assert there.prompt("t") == [payload(one) for one in CONTEXT]
     assert here.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
+
+
+# -- Each guard of what comes in, and of time: without it something here goes wrong.
+
+
+def test_a_dial_that_is_not_answered_fails_and_the_next_is_another() -> None:
+    world, p, _ = two_engines()
+    world.lose = lambda sender, receiver, message: isinstance(message, HelloMessage)
+    p.offer("t", "d", FOUR)
+    assert p.wait(PushEnded, "t").why == "cannot reach d: it does not answer"
+    world.lose = lambda sender, receiver, message: False
+    p.push("u", "d", FOUR)
+    assert p.wait(PushEnded, "u").complete
+    world.kill("d")
+    p.push("v", "d", FOUR)
+    assert p.wait(PushEnded, "v").why == "cannot reach d: connection refused"
+    assert_clean(p)
+
+
+def test_a_peer_that_lives_and_gives_nothing_loses_its_buffers() -> None:
+    world, p, d = two_engines()
+    lease_s = d.node.limits.lease_s
+    for number in range(20):
+        p.offer(f"t{number}", "d", keys(*range(100 * number, 100 * number + 60)))
+    world.run(lease_s - 1.0)
+    assert d.buffers.used == 60, "a long step is no crime"
+    world.run(2.0)
+    assert not d.node.prompts
+    assert not p.over(PushEnded, "t0").complete
+    assert_clean(p, d)
+
+
+def test_data_that_was_not_asked_for_is_not_taken() -> None:
+    world, p, d = two_engines()
+    world.put(FOUR[0])
+    p.load("t", FOUR, address="d", total=4)
+    assert p.wait(LoadEnded, "t").good == 1
+    p.end_load("t")
+    p.offer("t", "d", FOUR)
+    world.run(0.1)
+    data = DataMessage(transfer="t", layer=0, indices=[0])
+    world.do(p.transfers["push", "t"].conn.send(data, [memoryview(b"x" * LAYER_BYTES)]))
+    assert p.wait(PushEnded, "t").why == "the peer sent unexpected data"
+    assert d.counts["out_of_order"] == 1
+    assert_clean(p, d)
+
+
+def test_a_second_push_of_an_open_transfer_fails_and_the_first_goes_on() -> None:
+    world, p, d = two_engines()
+    p.offer("t", "d", FOUR)
+    first = p.transfers["push", "t"]
+    second = p.offer("t", "d", FOUR)
+    assert "already" in p.wait(PushEnded, "t").why
+    second.end()
+    for layer in range(LAYERS):
+        first.give(layer, layers_of(FOUR, layer))
+    world.run(1.0)
+    assert first.outcome == TransferOutcome(len(FOUR))
+    d.forget("t")
+    assert_clean(p, d)
+
+
+# -- Contexts that no request asks for, while others wait for their buffers.
+
+
+def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8) -> list[bytes]:
+    context = keys(*range(first, first + blocks))
+    sender.push(name, "d", context)
+    return context
+
+
+def test_what_was_left_makes_room_before_others_lose_patience() -> None:
+    world, p, d = two_engines(limits={"slots": 16})
+    for number in range(2):
+        pushed(world, p, f"left{number}", 100 * number)
+    world.run(0.1)
+    assert d.buffers.used == 16
+    for number in range(6):
+        context = pushed(world, p, f"live{number}", 1000 + 10 * number)
+        d.expect(f"live{number}")
+        world.run(1.4, until=lambda name=f"live{number}": d.over(PromptTransferEnded, name) is not None)  # type: ignore[misc]
+        assert d.over(PromptTransferEnded, f"live{number}").complete
+        world.settle()
+        assert p.over(PushEnded, f"live{number}").complete
+        assert d.prompt(f"live{number}") == [payload(one) for one in context]
+    assert d.counts["prompts_evicted"] == 1  # and no more than were in the way
+    d.expect("left1")
+    assert len(d.prompt("left1")) == 8
+    world.run(1.0)
+    assert_clean(p, d)
+
+
+def test_what_a_request_in_the_queue_expects_stays_and_what_nobody_expects_makes_room() -> None:
+    world, p, d = two_engines(limits={"slots": 16})
+    pushed(world, p, "expected", 0)
+    d.expect("expected")
+    world.run(1.0)
+    pushed(world, p, "left", 100)
+    world.run(1.0)
+    pushed(world, p, "next", 200)
+    d.expect("next")
+    world.run(1.4)
+    assert len(d.prompt("next")) == 8
+    assert d.counts["prompts_evicted"] == 1
+    assert "left" not in d.node.prompts
+    d.transfers["prompt", "expected"].blocks()  # taken while the request still waits
+    world.run(40.0)
+    assert len(d.prompt("expected")) == 8
+    world.run(1.0)
+    assert_clean(p, d)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from kv_blocks import BLOCK_BYTES, LAYERS, identity, key, keys, payload
+from kv_blocks import BLOCK_BYTES, identity, key, keys, payload
 from simulated_transfers import (
     Engine,
     LoadEnded,
@@ -209,61 +209,6 @@ def test_storage_that_never_answers_costs_patience_and_few_slots_until_it_does(s
     world.released.set()
     world.settle()
     assert_clean(here, there)
-
-
-# -- aborts in each phase ----------------------------------------------------------------------
-
-
-def phases() -> dict[str, Callable[[Engine, Engine], bool]]:
-    def said(kind: type[WireMessage], times: int = 1) -> Callable[[Engine, Engine], bool]:
-        return lambda here, there: (
-            sum(isinstance(message, kind) for _, _, message in here.world.messages) >= times
-        )
-
-    return {
-        "at once": lambda here, there: True,
-        "greeting": said(HelloMessage),
-        "lined up there": said(ReadMessage),
-        "reading": lambda here, there: len(here.world.reads) >= 3,
-        "streaming": said(DataMessage),
-        "half streamed": said(DataMessage, 7),
-        "loaded": lambda here, there: here.over(LoadEnded, "t") is not None,
-    }
-
-
-@pytest.mark.parametrize("phase", phases())
-def test_a_load_may_be_given_up_in_any_phase(phase: str) -> None:
-    world, here, there = world_of_two()
-    world.put(*CONTEXT)
-    here.load("t", CONTEXT, address="d", total=9)
-    world.run(until=lambda: phases()[phase](here, there))
-    here.end_load("t")
-    world.run(2.0)
-    if phase == "loaded":  # then its transfer goes on, to the peer's mind
-        there.forget("t")
-        world.run(1.0)
-    assert_clean(here, there)
-
-
-@pytest.mark.parametrize("who", ["here", "there"])
-@pytest.mark.parametrize("layers", range(LAYERS + 1))
-def test_a_push_may_be_given_up_in_any_phase_by_either(who: str, layers: int) -> None:
-    for seconds in (0.0, 0.1, 0.3, 1.0):
-        world = World()
-        here, there = world.engine("p", rates={"compute": 1500.0}), world.engine("d")
-        there.expect("t")
-        here.offer("t", "d", WHOLE)
-        here.give("t", WHOLE, layers)
-        world.run(seconds)
-        if who == "here":
-            here.abort("t")
-        else:
-            there.forget("t")
-        world.run(2.0)
-        assert here.over(PushEnded, "t") is not None
-        there.forget("t")
-        world.run(1.0)
-        assert_clean(here, there)
 
 
 def test_a_push_may_be_answered_and_given_up_by_its_peer_at_once() -> None:

@@ -102,20 +102,6 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
 
 
-def test_blocks_that_are_stored_are_read_again() -> None:
-    with closing(manager(MemoryStore(), "d")) as made:
-        parent = b""
-        for one in CONTEXT:
-            made.storage.write(one, parent, [memoryview(payload(one))])
-            parent = one
-        eventually(lambda: made.stats()["counts"].get("write_stored") == 8)
-        load = made.node.load("again", CONTEXT)
-        assert ended(load) == TransferOutcome(8)
-        assert take(load.blocks()) == [payload(one) for one in CONTEXT]
-        load.end()
-        assert_clean(made)
-
-
 def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(store: MemoryStore) -> None:
     gate = threading.Event()
     store.before = lambda what, one: waits_for(gate) if one == key(3) else None
@@ -247,7 +233,6 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
 LARGE = identity(block_bytes=4 << 20, layers=2)
 """One Layer Block of it is more than any socket here takes."""
 SOON = {"patience_s": 2.0}
-NOT_SOON = {"patience_s": 4 * PATIENCE_S, "lease_s": 8 * PATIENCE_S}
 
 
 class Stuck:
@@ -325,30 +310,6 @@ def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck:
         assert here.stats()["counts"]["stalls"] == 1
         assert_clean(here)
     assert threads_of("p") == []
-
-
-def test_another_peer_is_served_while_one_takes_nothing(stuck: Stuck, tmp_path: Path) -> None:
-    """With so much patience that nothing is cut off while the test runs."""
-    here = manager(MemoryStore(LARGE), "p", limits=NOT_SOON)
-    there = manager(MemoryStore(LARGE), "d", [f"unix:{tmp_path}/d.sock"], limits=NOT_SOON)
-    first = here.node.offer("t", stuck.address, CONTEXT)
-    give_all(first)
-    assert stuck.has_stopped.wait(PATIENCE_S)
-    eventually(lambda: here.node.queued_send_bytes > 0)
-    second = here.node.offer("u", there.addresses[0], CONTEXT)
-    give_all(second)
-    prompt = there.node.expect("u")
-    assert ended(prompt) == TransferOutcome(len(CONTEXT))
-    assert ended(second) == TransferOutcome(len(CONTEXT))
-    prompt.end()
-    assert first.outcome is None, "it was not cut off: the other was served beside it"
-    assert len(here.node.peers.conns) == 2
-    # An engine that closes does not wait for it either, and its memory is its own again.
-    assert here.close(PATIENCE_S)
-    assert first.outcome is not None
-    assert_clean(here, there)
-    assert there.close()
-    assert threads_of("p") + threads_of("d") == []
 
 
 # -- What a traffic manager tells of itself, after real transfers.

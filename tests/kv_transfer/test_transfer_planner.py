@@ -11,7 +11,6 @@ from sojourn_server.kv_transfer.transfer_jobs import FillJob, TransferResults
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_request import (
     MATCH_PENDING,
-    NO_MATCH,
     WHOLE_REQUEST,
     ExternalMatch,
     TransferRole,
@@ -102,7 +101,7 @@ def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
     tokens = prompt(1, 400)
     begin(planner, Request("r", tokens, answer_of(tokens)))
     assert planner.ask("r", 64) == MATCH_PENDING
-    (expect,) = planner.take_jobs().expects
+    (expect,) = planner.take_jobs().fetches
     assert planner.ask("r", 64) == MATCH_PENDING
     planner.take_results(TransferResults(ready={expect.ask: 7}))
     assert planner.ask("r", 64) == ExternalMatch(336, is_async=True)
@@ -110,44 +109,6 @@ def test_the_decode_side_waits_for_the_context_and_takes_all_of_it() -> None:
     assert planner.take_jobs().fills == [FillJob(expect.ask, "r", 4, ids(400)[4:])]
     planner.allocated("r", ids(400), 0)
     assert not planner._entries["r"].ask
-
-
-@pytest.mark.parametrize("blocks", [0, 6, 8])
-def test_a_context_that_is_not_whole_is_fetched_from_the_store_instead(blocks: int) -> None:
-    planner = make()
-    tokens = prompt(1, 400)
-    begin(planner, Request("r", tokens, answer_of(tokens)))
-    planner.ask("r", 0)
-    (expect,) = planner.take_jobs().expects
-    planner.take_results(TransferResults(ready={expect.ask: blocks}))
-    assert planner.ask("r", 0) == MATCH_PENDING
-    orders = planner.take_jobs()
-    assert orders.ends == [expect.ask]
-    assert len(orders.fetches) == 1
-    assert not orders.fetches[0].peer
-
-
-@pytest.mark.parametrize("how", ["aborted", "abandoned", "here already", "reads no cache"])
-def test_a_prompt_is_expected_when_its_request_arrives_and_let_go_of_when_it_is_not_needed(how: str) -> None:
-    planner = make()
-    tokens = prompt(1, 400)
-    answer = answer_of(tokens)
-    begin(planner, Request("r", tokens, answer))
-    assert planner.has_jobs, "a step is made for it"
-    (expect,) = planner.take_jobs().expects
-    assert expect.context == answer["context"]
-    if how == "aborted":
-        planner.finished("r", False)
-    elif how == "abandoned":
-        planner.abandon()
-    elif how == "reads no cache":  # the connector is not asked
-        planner.allocated("r", ids(400), 0)
-    else:
-        planner.take_results(TransferResults(ready={expect.ask: 7}))
-        assert planner.ask("r", 400) == NO_MATCH
-    assert planner.take_jobs().ends == [expect.ask]
-    planner.take_results(TransferResults(ready={expect.ask: 7}))  # reported before it was ended
-    assert not planner.take_jobs()
 
 
 def test_each_full_block_is_stored_as_it_fills_but_what_was_found_is_not() -> None:

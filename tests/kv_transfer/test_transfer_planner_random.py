@@ -34,13 +34,12 @@ class FakeWorker:
     def carry_out(self, orders: TransferJobs) -> None:
         assert set(orders.aborts) <= {*orders.holds, *orders.unreported}
         for fetch in orders.fetches:
-            assert fetch.keys
             self._begin(fetch.ask)
-            self.fetches[fetch.ask] = len(fetch.keys)
-        for expect in orders.expects:
-            self._begin(expect.ask)
-            self.prompts.add(expect.ask)
-            assert not expect.context.startswith("foreign")
+            if fetch.keys:
+                self.fetches[fetch.ask] = len(fetch.keys)
+            else:
+                self.prompts.add(fetch.ask)
+                assert not fetch.context.startswith("foreign")
         for ask in orders.ends:
             assert ask in self.fetches or ask in self.prompts, "an ask was ended twice, or never was"
             self.fetches.pop(ask, None)
@@ -264,7 +263,7 @@ class Planning(RuleBasedStateMachine):
     @invariant()
     def whoever_waits_has_something_to_wait_for(self) -> None:
         waits = sum(entry.ask != 0 for entry in self.planner._entries.values())
-        ordered = len(self.planner._orders.fetches) + len(self.planner._orders.expects)
+        ordered = len(self.planner._orders.fetches)
         ended = len(self.planner._orders.ends) + len(
             self.planner._orders.streams + self.planner._orders.fills
         )

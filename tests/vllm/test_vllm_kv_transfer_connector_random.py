@@ -102,9 +102,7 @@ class Worker:
         for ask in jobs.ends:
             self.asks.pop(ask, None)
         for fetch in jobs.fetches:
-            self._begin_fetch(fetch)
-        for expect in jobs.expects:
-            self._begin_expect(expect)
+            (self._begin_fetch if fetch.keys else self._begin_expect)(fetch)
         not_filled = set(jobs.not_filled)
         for stream in jobs.streams:
             not_filled |= self._fill(stream.skip, stream.block_ids, self.asks.pop(stream.ask))

@@ -25,6 +25,8 @@ class BlockPush(Transfer):
         self.keys = list(keys)
         self._inbox: asyncio.Queue[NeedMessage | CompleteMessage | int] = asyncio.Queue()
         """Answers of the peer, and numbers of layers that the engine has given."""
+        self.announced = 0
+        """Number of layers that the engine has begun to ``give``. Belongs to the engine's thread."""
         self._address = address
         self._layers: list[Sequence[memoryview]] = []
         """The layers given so far, each with one buffer per offered block."""
@@ -33,6 +35,8 @@ class BlockPush(Transfer):
     def give(self, layer: int, blocks: Sequence[memoryview]) -> None:
         """Add the next layer of all blocks, from the engine's threads. The memory of ``blocks`` must be
         contiguous, and must not change until ``outcome`` is set."""
+        if self.outcome is not None:
+            return
         assert layer == len(self._layers) < self.node.layers
         assert [block.nbytes for block in blocks] == [self.node.layer_bytes] * len(self.keys)
         self._layers.append(blocks)

@@ -118,10 +118,6 @@ class StoreThreads:
         self._reader, self._writer, self._finder = self._threads = [
             TransferThread(f"kv-{name}") for name in ("read", "write", "look-up")
         ]
-        self._lookup_order = asyncio.Lock()
-        self._lookup: asyncio.Future[int] | None = None
-        """The newest lookup."""
-        self._lookup_hangs = False
 
     # -- for the event loop -------------------------------------------------------------
 
@@ -140,35 +136,24 @@ class StoreThreads:
         return _run_in(self._reader, read)
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` the store has. If a lookup hangs, it and all others return 0 until
-        the store answers."""
-        async with self._lookup_order:
-            if not await self._is_answered():  # the caller of the one before was cancelled, or it hangs
+        """Return how many leading ``keys`` the store has; 0 if a lookup takes ``patience_s``."""
+        found = 0
+        while found < len(keys):
+            some = keys[found : found + LOOKUP_BATCH_KEYS]
+            lookup = _run_in(self._finder, partial(self._leading, some))
+            await asyncio.wait({lookup}, timeout=self._limits.patience_s)
+            if not lookup.done():
+                self.counts["looks_given_up"] += 1
                 return 0
-            found = 0
-            while found < len(keys):
-                some = keys[found : found + LOOKUP_BATCH_KEYS]
-                self._lookup = _run_in(self._finder, partial(self._leading, some))
-                if not await self._is_answered():
-                    return 0
-                found += self._lookup.result()
-                if self._lookup.result() < len(some):
-                    break
-            with self._lock:
-                for key in keys[:found]:
-                    self._note(key)
-                for key in keys[found:]:
-                    self._known.pop(key, None)
-            return found
-
-    async def _is_answered(self) -> bool:
-        """Wait for the newest lookup, but not again for one that hangs. Returns whether it is over."""
-        if self._lookup is not None:
-            timeout_s = 0.0 if self._lookup_hangs else self._limits.patience_s
-            await asyncio.wait({self._lookup}, timeout=timeout_s)
-            self._lookup_hangs = not self._lookup.done()
-            self.counts["looks_given_up"] += self._lookup_hangs
-        return not self._lookup_hangs
+            found += lookup.result()
+            if lookup.result() < len(some):
+                break
+        with self._lock:
+            for key in keys[:found]:
+                self._note(key)
+            for key in keys[found:]:
+                self._known.pop(key, None)
+        return found
 
     def _leading(self, keys: Sequence[bytes]) -> int:
         try:

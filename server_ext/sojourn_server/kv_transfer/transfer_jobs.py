@@ -12,24 +12,17 @@ from typing import NamedTuple
 
 
 class FetchJob(NamedTuple):
-    """Find out how many leading ``keys`` are stored, and read these blocks."""
+    """Find out how many leading ``keys`` are stored, and read these blocks. Without keys: wait for a context
+    that a peer pushes to this engine."""
 
     ask: int
     keys: list[bytes]
     """Keys of consecutive Full Blocks of a context."""
-    peer: str = ""
-    """Address of the peer that reads the blocks and sends them; empty if this engine reads them. The fields
-    below are for the peer."""
     context: str = ""
+    peer: str = ""
+    """Address of the peer that reads the blocks and sends them; empty if this engine reads them."""
     total: int = 0
-    """Number of Full Blocks of the whole context."""
-
-
-class ExpectJob(NamedTuple):
-    """Wait for a context that a peer pushes to this engine."""
-
-    ask: int
-    context: str
+    """Number of Full Blocks of the whole context, for the peer."""
 
 
 class FillJob(NamedTuple):
@@ -71,7 +64,6 @@ class TransferJobs:
     ends, it copies the blocks of ``saves`` and starts ``fills``."""
 
     fetches: list[FetchJob] = field(default_factory=list)
-    expects: list[ExpectJob] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more. They may be asks of the same step."""
     aborts: list[str] = field(default_factory=list)

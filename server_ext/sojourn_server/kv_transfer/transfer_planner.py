@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .rank_transfers import check_peer_ranks
 from .transfer_jobs import (
-    ExpectJob,
     FetchJob,
     FillJob,
     PushJob,
@@ -121,7 +120,7 @@ class TransferPlanner:
             entry.stored = entry.saved = params.stored
             if entry.context == params.context:
                 self._open(entry, 0, is_pushed=True)
-                self._orders.expects.append(ExpectJob(entry.ask, params.context))
+                self._orders.fetches.append(FetchJob(entry.ask, [], params.context))
             else:  # the pushed context has other tokens, as its name shows
                 self.counts["prompts_foreign"] += 1
         return wrong
@@ -313,7 +312,7 @@ class TransferPlanner:
         params, fetch = entry.params, FetchJob(entry.ask, keys)
         if params.decode_reads and not entry.pushed:
             total = self._prompt_blocks(entry)
-            fetch = FetchJob(entry.ask, keys, params.peer, entry.context, total)
+            fetch = FetchJob(entry.ask, keys, entry.context, params.peer, total)
         self._orders.fetches.append(fetch)
         return MATCH_PENDING
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
 from .block_load import BlockLoad, ReadingPeer
-from .transfer_jobs import ExpectJob, FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
+from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
@@ -33,30 +32,6 @@ if TYPE_CHECKING:
 MANAGER_TIMEOUT_S = 30.0
 """Maximum seconds to wait for the transfer manager, after which it counts as dead. A live manager reports
 failures much sooner."""
-
-
-@dataclass(slots=True, eq=False)
-class _ActivePush:
-    """A prompt whose KV this worker sends to a peer."""
-
-    order: PushJob
-    handle: BlockPush | None = None
-    """``None`` until the prompt is offered to the peer. It stays ``None`` if the offer was refused."""
-    invalid: bool = False
-    """Whether the push was cancelled, for example because a block of the prompt was not filled. No further
-    layer is given then, so the peer never has the whole prompt."""
-    given: int = 0
-    """Number of layers handed to the push thread."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the memory of the push is still in use."""
-        return self.handle is not None and self.handle.outcome is None
-
-    def invalidate(self) -> None:
-        self.invalid = True
-        if self.handle is not None:
-            self.handle.end()
 
 
 class TransferWorker:
@@ -95,8 +70,9 @@ class TransferWorker:
         self._not_filled: set[int] = set()
         """Ids of blocks that fill jobs could not fill since the last ``take_not_filled``."""
         self._streams: list[tuple[FillJob, BlockLoad]] = []
-        self._step_pushes: list[_ActivePush] = []
-        self._pushes: dict[str, _ActivePush] = {}
+        self._step_pushes: list[tuple[PushJob, BlockPush]] = []
+        self._pushes: dict[str, BlockPush] = {}
+        """Request → the push of its prompt, until the request is reported or forgotten."""
         self._held: set[str] = set()
         """Finished requests whose blocks vLLM keeps until ``take_sent`` returns them."""
         self._unreported: set[str] = set()
@@ -117,9 +93,8 @@ class TransferWorker:
         self._streams, self._step_pushes = [], []
         self._saves, self._fills = step.saves, step.fills
         for request in filter(self._pushes.__contains__, step.aborts):
-            self._do("end a push", self._pushes[request].invalidate)
-        jobs: list[FetchJob | ExpectJob] = [*step.fetches, *step.expects]
-        for job in jobs:
+            self._do("end a push", self._pushes[request].end)
+        for job in step.fetches:
             self._unanswered.add(job.ask)
             self._do("begin a transfer", self._begin, job)
         for ask in step.ends:
@@ -130,10 +105,8 @@ class TransferWorker:
                 self._streams.append((stream, load))
             else:
                 self._bad.update(stream.block_ids)
-        for push in step.pushes:
-            made = self._pushes[push.request] = _ActivePush(push)
-            self._step_pushes.append(made)
-            self._do("offer a prompt", self._offer, made)
+        for order in step.pushes:
+            self._do("offer a prompt", self._offer, order)
         self._held.update(step.holds)
         self._unreported.update(step.unreported)
 
@@ -148,19 +121,19 @@ class TransferWorker:
             filled = self._do("fill a layer", self._fill_layer, stream, load, layer) or ()
             self._bad.update(stream.block_ids[len(filled) :])
         if self._bad:
-            for push in self._step_pushes:
-                if not self._bad.isdisjoint(push.order.block_ids):
-                    self._do("end a push", push.invalidate)
+            for order, push in self._step_pushes:
+                if not self._bad.isdisjoint(order.block_ids):  # so the peer never has the whole prompt
+                    self._do("end a push", push.end)
 
     def save_layer(self, name: str) -> None:
         """Start to send layer ``name``, which the forward pass has just computed, for this step's pushes."""
         layer = self._kv.index.get(name)
         if layer is None:
             return
-        for push in self._step_pushes:
-            if not push.invalid and push.handle is not None and push.given == layer:
-                push.given += 1
-                self._push_lane.submit(partial(self._push_layer, push, layer, self._kv.fence()))
+        for order, push in self._step_pushes:
+            if push.announced == layer:
+                push.announced += 1
+                self._push_lane.submit(partial(self._push_layer, order, push, layer, self._kv.fence()))
 
     def end_step(self) -> None:
         """End the step: wait until its pushes have copied their KV, copy the blocks to save, and start its
@@ -168,9 +141,9 @@ class TransferWorker:
         pass."""
         if self._step_pushes:
             self._push_lane.end_of_work().wait(MANAGER_TIMEOUT_S)
-        for push in self._step_pushes:
-            if push.given < len(self._kv):  # the forward pass has skipped layers
-                self._do("end a push", push.invalidate)
+        for _, push in self._step_pushes:
+            if push.announced < len(self._kv):  # the forward pass has skipped layers
+                self._do("end a push", push.end)
         for _, load in self._streams:
             self._do("release blocks", load.end)
         self._save_blocks()
@@ -184,7 +157,7 @@ class TransferWorker:
     def take_sent(self) -> set[str]:
         """Return the finished requests whose pushes have ended, so that vLLM may free their blocks.
         Each request is returned once."""
-        pushing = {request for request, push in self._pushes.items() if push.is_open}
+        pushing = {request for request, push in self._pushes.items() if push.outcome is None}
         sent = self._held - pushing
         self._held -= sent
         for request in sent | (self._unreported - pushing):
@@ -233,10 +206,9 @@ class TransferWorker:
 
     # -- asks -------------------------------------------------------------------------
 
-    def _begin(self, job: FetchJob | ExpectJob) -> None:
-        """Start the transfer that brings an ask's blocks. A fetch reads them from the store, through the peer
-        if it is to read them."""
-        if isinstance(job, ExpectJob):
+    def _begin(self, job: FetchJob) -> None:
+        """Start the transfer that brings an ask's blocks."""
+        if not job.keys:
             try:
                 self._sources[job.ask] = self._node.expect(job.context)
             except ValueError:  # another request waits for it
@@ -307,28 +279,30 @@ class TransferWorker:
 
     # -- pushes -------------------------------------------------------------------------
 
-    def _offer(self, push: _ActivePush) -> None:
-        order = push.order
-        held = sum(len(other.order.keys) for other in self._pushes.values() if other.is_open)
+    def _offer(self, order: PushJob) -> None:
+        held = sum(len(push.keys) for push in self._pushes.values() if push.outcome is None)
         try:
             if held and held + len(order.keys) > self._slots:
                 raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
-            push.handle = self._node.offer(order.context, order.address, order.keys)
+            push = self._node.offer(order.context, order.address, order.keys)
         except ValueError:
             self.counts["pushes_refused"] += 1
+        else:
+            self._pushes[order.request] = push
+            self._step_pushes.append((order, push))
 
-    def _push_layer(self, push: _ActivePush, layer: int, after: Any) -> int:
+    def _push_layer(self, order: PushJob, push: BlockPush, layer: int, after: Any) -> int:
         """Copy a layer of a push's blocks, and send the copy. Returns the bytes copied. Runs in
         ``_push_lane``."""
+        if push.outcome is not None:
+            return 0
         try:
-            blocks = self._kv.gather(layer, push.order.block_ids, after)
-            if push.invalid or push.handle is None:
-                return 0
-            push.handle.give(layer, blocks)
+            blocks = self._kv.gather(layer, order.block_ids, after)
+            push.give(layer, blocks)
             return len(blocks) * self._kv.layer_bytes
         except Exception as error:
             self._failed("send a layer", error)
-            self._do("end a push", push.invalidate)
+            self._do("end a push", push.end)
             return 0
 
     # -- errors -------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         """Return a step's orders while the connector is off: jobs that release resources and fill blocks that
         vLLM expects, and once the order to close the links to peers."""
         jobs = self.planner.take_jobs()
-        jobs.fetches, jobs.expects, jobs.pushes, jobs.saves = [], [], [], []
+        jobs.fetches, jobs.pushes, jobs.saves = [], [], []
         stop, self._stop_sent = not self._stop_sent, True
         return StepOrders(jobs, stop=stop)
 
