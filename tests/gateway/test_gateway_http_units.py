@@ -136,7 +136,7 @@ def test_an_engine_with_ranks_is_several_replicas() -> None:
     assert found.ranks == 4
     assert found.registered.capacity_tokens == 1600
     assert found.registered.max_context_tokens == 2048
-    assert found.registered.instance == "1500000000"
+    assert found.registered.instance == "1.5e9"
     assert [a.replica_id for a in rank_addresses("http://h:1", 4)] == ["h:1/0", "h:1/1", "h:1/2", "h:1/3"]
     assert [a.rank for a in rank_addresses("http://h:1", 1)] == [None]
     replicas = ReplicaAddresses()
