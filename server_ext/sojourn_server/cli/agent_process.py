@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from sojourn.config import with_scheme, without_credentials
-from sojourn.errors import install_command
 from sojourn.ids import id_problem
 from sojourn.wire_codec import CAPABILITIES_PATH
 
@@ -165,8 +164,6 @@ def find_command(name: str) -> str:
         return found
     if Path(name).suffix == ".py" and Path(name).is_file():
         remedy = f"run it with Python: sojourn run -- python {name} …"
-    elif name in ("mini", "mini-extra", "mini-swe-agent"):
-        remedy = f"install it into this environment: {install_command('mini-swe-agent')}"
     else:
         remedy = "check the spelling and PATH; the command comes after `--`, e.g. sojourn run -- mini -t '…'"
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)

@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
     from ..metrics.live_frame import LiveFrame
 
-MIN_INTERVAL_S = 0.5
 _PIPED_WIDTH = 120
 """Width where stdout is no terminal. It leaves room for the programs' names."""
-_PROGRAMS = 1000
-"""Maximum number of programs that ``--once`` prints."""
 
 
 def top(
@@ -30,7 +27,7 @@ def top(
     api_key: str | None = api_key_option("The server's API key, or a gateway's"),
     once: bool = typer.Option(False, "--once", help="Print one view and exit"),
     json_output: str | None = json_option("one view (then the command exits)"),
-    interval_s: float = typer.Option(1.0, "--interval", min=MIN_INTERVAL_S, help="Seconds between two views"),
+    interval_s: float = typer.Option(1.0, "--interval", min=0.5, help="Seconds between two views"),
     sort: str = typer.Option(
         "state", help="Column to sort by: state, for, lease, reuse, ctx, kv, turn, ttft, lost"
     ),
@@ -114,11 +111,7 @@ def _print(frame: LiveFrame, url: str, sort: str) -> None:
     width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
     views = sorted_programs(frame, sort=sort)
     lines = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
-    lines += [program_line(view, width, leases=leases) for view in views[:_PROGRAMS]] or [
-        empty_line(frame, url, width)
-    ]
-    if len(views) > _PROGRAMS:
-        lines.append([(f"{len(views) - _PROGRAMS} more programs; --json has all", "bold")])
+    lines += [program_line(view, width, leases=leases) for view in views] or [empty_line(frame, url, width)]
     out = Console(width=width, highlight=False)
     for line in lines:
         out.print(as_text(line), soft_wrap=True)
