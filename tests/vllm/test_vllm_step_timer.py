@@ -43,3 +43,16 @@ def test_every_step_is_timed_from_the_end_of_the_one_before(
     engine.update_from_output(later, sampled=())
     engine.update_from_output(later, sampled=())  # results that come twice are no second step
     assert told[3:] == [(later.total_num_scheduled_tokens, 0.125)]
+
+
+def test_a_turns_seconds_are_divided_at_its_admission_and_its_first_token(
+    make_engine: Any, clock: Any
+) -> None:
+    engine = make_engine(max_num_batched_tokens=64, max_num_seqs=8)
+    engine.add("r", range(100), max_tokens=3, program_id="A")
+    clock.now += 1.0
+    for _ in range(4):  # two for the prompt
+        engine.step()
+        clock.now += 2.0
+    seconds = engine.ask("program", program_id="A")["ledger"][-1]["seconds"]
+    assert seconds == {"wall": 7.0, "queued": 1.0, "prefilling": 2.0, "decoding": 4.0}
