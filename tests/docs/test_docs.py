@@ -256,7 +256,7 @@ def test_all_mechanisms_have_a_row() -> None:
         *(f"S{number}" for number in range(1, 12)),
         *(f"M{number}" for number in range(1, 10)),
         *(f"T{number}" for number in range(1, 7)),
-        *(f"D{number}" for number in range(1, 10)),
+        *(f"D{number}" for number in range(1, 9)),  # D9 is not built
     ]
 
 

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from sojourn_server.kv_offload.cpu_device_backend import block_rows
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 
 SPOIL = "SOJOURN_TEST_SPOIL"
@@ -28,14 +29,15 @@ class WatchedPaths(PathsConnector):
         super().register_kv_caches(kv_caches)
         assert self._worker is not None
         blocks = self._worker._kv
+        rows = [block_rows(name, cache, self.settings.blocks) for name, cache in kv_caches.items()]
         scatter = blocks.scatter
 
         def spoilt(layer: int, *arguments: Any, **options: Any) -> list[int]:
             filled = scatter(layer, *arguments, **options)
             if filled and Path(os.environ[SPOIL]).exists():
-                blocks._layers[layer][filled[0]] = 0
+                rows[layer][filled[0]] = 0
             if filled and Path(os.environ[FAIL]).exists():
-                blocks._layers[layer][filled[len(filled) // 2 :]] = 0
+                rows[layer][filled[len(filled) // 2 :]] = 0
                 return filled[: len(filled) // 2]
             return filled
 

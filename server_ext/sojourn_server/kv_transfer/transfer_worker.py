@@ -97,8 +97,8 @@ class TransferWorker:
         for job in step.fetches:
             self._unanswered.add(job.ask)
             self._do("begin a transfer", self._begin, job)
-        for ask in step.ends:
-            self._do("end a transfer", self._end, self._take_source(ask))
+        for source in filter(None, map(self._take_source, step.ends)):
+            self._do("end a transfer", source.end)
         for stream in step.streams:
             load = self._take_source(stream.ask)
             if isinstance(load, BlockLoad):
@@ -220,10 +220,6 @@ class TransferWorker:
     def _take_source(self, ask: int) -> BlockLoad | IncomingPrompt | None:
         self._unanswered.discard(ask)
         return self._sources.pop(ask, None)
-
-    def _end(self, source: BlockLoad | IncomingPrompt | None) -> None:
-        if source is not None:
-            source.end()
 
     def _fill_layer(self, stream: FillJob, load: BlockLoad, layer: int) -> list[int]:
         """Wait for a layer of a load, and copy it. Returns the ids of the filled blocks."""
