@@ -359,15 +359,19 @@ def test_a_damaged_file_is_removed_and_written_again(tmp_path: Path, change: str
     assert get(store, KEYS[0]) == payload(KEYS[0])
 
 
-def test_a_file_that_cannot_be_read_is_removed(tmp_path: Path) -> None:
-    """Otherwise it would be found and not read, and never be written again."""
+@pytest.mark.parametrize(
+    ("code", "stays"), [(errno.EIO, False), (errno.EMFILE, True)], ids=["medium", "process"]
+)
+def test_a_file_that_cannot_be_read_is_removed(tmp_path: Path, code: int, stays: bool) -> None:
+    """Otherwise it would be found and not read, and never be written again. A process without file descriptors
+    says nothing about the file."""
     files = FaultyFiles()
     store = open_store(tmp_path, files=files)
     put(store, KEYS[0])
-    files.before = broken("read")
+    files.before = broken("read", code=code)
     with pytest.raises(StoreError) as caught:
         get(store, KEYS[0])
-    assert (caught.value.errno, store.has(KEYS[0])) == (errno.EIO, False)
+    assert (caught.value.errno, store.has(KEYS[0])) == (code, stays)
 
 
 def test_what_is_not_a_block_is_left_alone(tmp_path: Path) -> None:

@@ -279,18 +279,21 @@ class SharedStore:
         differently than for ``put``.
 
         After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``; and
-        ``BlockCorrupt`` or ``StoreError``, after which the file has been removed, if that was possible.
+        ``BlockCorrupt`` or ``StoreError``. A file that is damaged has been removed then, if that was possible;
+        one that could not be read for want of file descriptors, for instance, stays.
         """
         path = self._path(key)
         try:
             read_block(self._files, path, key, self._digest, byte_views(buffers))
         except FileNotFoundError as error:
             raise BlockNotFound(key) from error
-        except (BlockCorrupt, OSError) as error:  # otherwise the block would never be written again
+        except BlockCorrupt:  # otherwise the block would never be written again
             self._erase(path)
-            if isinstance(error, OSError):
-                raise StoreError("reading the KV block", path, error) from error
             raise
+        except OSError as error:
+            if error.errno == errno.EIO:
+                self._erase(path)
+            raise StoreError("reading the KV block", path, error) from error
         self.touch([key])
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
