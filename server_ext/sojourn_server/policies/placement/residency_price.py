@@ -43,7 +43,7 @@ URGENT_WORTH = 4.0
 FUTILE_SHARE = 0.4
 """Keeping contexts is futile if more than this share of them is exchanged before the program returns. On
 simulated loads where keeping pays, the share was 0 to 0.1; where computing again is cheap, above 0.9
-(``benchmarks/results/session_replay.md``)."""
+(docs/policy-rules.md, Measured)."""
 SMALL_SHARE = 0.25
 SMALL_PATIENCE_S = 5.0
 """A program whose predicted peak takes at most ``SMALL_SHARE`` of the free blocks waits at most
