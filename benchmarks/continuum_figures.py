@@ -21,9 +21,9 @@ from typing import Any
 from kept_runs import row_and_log, run_arguments, run_kept
 from result_pages import FIRST_WORDS, marked, opening, show, write_page
 from sojourn_server.cli.console import write_json
-from sojourn_server.simulator.report.turn_phases import PHASE_KINDS, totals
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
+from sojourn_server.simulator.report.turn_phases import PHASE_KINDS, totals
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulation_run import RunSpec
 

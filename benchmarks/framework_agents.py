@@ -1,11 +1,6 @@
-"""The agents of ``framework_instructions.py``: one of each framework, in three arms.
+"""The agents of ``framework_instructions.py``: one of each framework, *bare* and with *sojourn*.
 
-A scripted agent makes turns of one LLM request and one tool call, against a server in another process. The
-arms are *bare*, *sojourn* and *empty*. The empty arm has the framework's own extension points and nothing in
-them (callbacks, hooks, subclasses that only call their base, hooks of the HTTP client), so a library that
-uses these points cannot add less. ``least_hooks`` is another lower bound. In place of sojourn, the plain
-``openai`` loop has only what any such SDK needs, which is an id and a hint in the request, and four notes
-with times in a queue without a reader.
+A scripted agent makes turns of one LLM request and one tool call, against a server in another process.
 """
 
 from __future__ import annotations
@@ -15,12 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from functools import cache
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 os.environ.update(
@@ -33,7 +25,7 @@ os.environ.update(
 import sojourn
 
 Run = Callable[[], Any]
-Arm = Literal["bare", "empty", "sojourn"]
+Arm = Literal["bare", "sojourn"]
 Prepare = Callable[[str, Arm], Run]
 """Function that builds the agent for one round, outside the measured time. It maps (base URL, arm) to a
 function that runs the agent. ``sojourn.instrument()`` and ``uninstrument()`` are called before it."""
@@ -54,122 +46,37 @@ def work(text: str) -> str:
     return text
 
 
-def by_hand(
-    ask: Callable[..., Any],
-    arm: Arm,
-    program: Callable[[str], Any] = sojourn.program,
-    tool_call: Callable[[str, str], Any] = sojourn.tool_call,
-) -> Run:
-    """Return an agent loop that calls ``ask(messages=, tools=)``. In the arm ``sojourn``, the loop uses the
-    context managers ``program`` and ``tool_call``. In the arm ``empty``, it uses ``empty_scope`` for both."""
-    if arm == "empty":
-        program = tool_call = empty_scope
+def by_hand(ask: Callable[..., Any], arm: Arm) -> Run:
+    """Return an agent loop that calls ``ask(messages=, tools=)``. In the arm ``sojourn``, the loop uses
+    ``sojourn.program`` and ``sojourn.tool_call``."""
 
     def run() -> None:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
-        with program("bench") if arm != "bare" else nullcontext():
+        with sojourn.program("bench") if arm != "bare" else nullcontext():
             while True:
                 message = ask(messages=messages, tools=[TOOL]).choices[0].message
                 if not message.tool_calls:
                     return
                 (call,) = message.tool_calls
                 messages.append(message.model_dump(exclude_none=True))
-                with tool_call(call.function.name, call.id) if arm != "bare" else nullcontext():
+                with sojourn.tool_call(call.function.name, call.id) if arm != "bare" else nullcontext():
                     result = work(**json.loads(call.function.arguments))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
     return run
 
 
-class _EmptyScope:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-EMPTY_SCOPE = _EmptyScope()
-
-
-def empty_scope(*_: Any) -> _EmptyScope:
-    """Return a scope that does nothing."""
-    return EMPTY_SCOPE
-
-
-def http_hooks(arm: Arm, kind: str = "DefaultHttpxClient") -> dict[str, Any]:
-    """Return arguments for an OpenAI client. In the arm ``empty``, they have an HTTP client of this kind with
-    two empty hooks."""
-    if arm != "empty":
-        return {}
-    import openai
-
-    def nothing(_: Any) -> None: ...
-
-    async def nothing_async(_: Any) -> None: ...
-
-    hook = nothing_async if "Async" in kind else nothing
-    return {"http_client": getattr(openai, kind)(event_hooks={"request": [hook], "response": [hook]})}
-
-
 def openai_loop(base_url: str, arm: Arm) -> Run:
-    from functools import partial
-
-    from openai import OpenAI
-
-    client = OpenAI(base_url=base_url, api_key="none", **http_hooks(arm))
-    return by_hand(partial(client.chat.completions.create, model="m"), arm)
-
-
-PROGRAM: ContextVar[str] = ContextVar("PROGRAM")
-NOTES: deque[tuple[str, str, float]] = deque(maxlen=1000)
-
-
-@contextmanager
-def noted(name: str, call_id: str = "") -> Iterator[None]:
-    """Notes the start and the stop of the block."""
-    NOTES.append((f"{name} start", call_id, time.perf_counter()))
-    try:
-        yield
-    finally:
-        NOTES.append((f"{name} stop", call_id, time.perf_counter()))
-
-
-@contextmanager
-def least_program(name: str) -> Iterator[None]:
-    """Sets the id of the program for the block."""
-    token = PROGRAM.set(name)
-    try:
-        yield
-    finally:
-        PROGRAM.reset(token)
-
-
-def least_loop(base_url: str, arm: Arm) -> Run:
     from openai import OpenAI
 
     client = OpenAI(base_url=base_url, api_key="none")
-
-    def ask(**fields: Any) -> Any:
-        if arm == "bare":
-            return client.chat.completions.create(model="m", **fields)
-        hint = json.dumps({"program_id": PROGRAM.get(), "seq": len(NOTES)})
-        with noted("request"):
-            return client.chat.completions.create(
-                model="m",
-                extra_headers={"X-Program": PROGRAM.get()},
-                extra_body={"vllm_xargs": {"agentic_context": hint}},
-                **fields,
-            )
-
-    return by_hand(ask, arm, least_program, noted)
+    return by_hand(partial(client.chat.completions.create, model="m"), arm)
 
 
 def litellm_loop(base_url: str, arm: Arm) -> Run:
     import litellm
-    from litellm.integrations.custom_logger import CustomLogger
 
     litellm.logging_callback_manager._reset_all_callbacks()
-    if arm == "empty":
-        litellm.callbacks = [CustomLogger()]
 
     def ask(**fields: Any) -> Any:
         return litellm.completion(model="hosted_vllm/m", api_base=base_url, **fields)
@@ -191,20 +98,10 @@ def mini(base_url: str, arm: Arm) -> Run:
                 raise Submitted({"role": "exit", "content": "", "extra": {"exit_status": "Submitted"}})
             return {"output": "x", "returncode": 0, "exception_info": ""}
 
-    class HookedEnvironment(Nothing):
-        def execute(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            return super().execute(*args, **kwargs)
-
-    class HookedModel(LitellmModel):
-        def query(self, *args: Any, **kwargs: Any) -> Any:
-            return super().query(*args, **kwargs)
-
-    empty = arm == "empty"
     own = {"api_base": base_url, "api_key": "none"}
-    model = (HookedModel if empty else LitellmModel)(model_name="openai/m", model_kwargs=own)
+    model = LitellmModel(model_name="openai/m", model_kwargs=own)
     texts = {"system_template": "You are an agent.", "instance_template": "Do {{task}}."}
-    environment = HookedEnvironment() if empty else Nothing()
-    agent = DefaultAgent(model, environment, cost_limit=0, step_limit=0, **texts)
+    agent = DefaultAgent(model, Nothing(), cost_limit=0, step_limit=0, **texts)
     return lambda: agent.run("it")
 
 
@@ -212,8 +109,8 @@ def langchain(base_url: str, arm: Arm) -> Run:
     from langchain.agents import create_agent
     from langchain_core.tools import tool
 
-    agent = create_agent(_chat(base_url, arm), [tool(work)])
-    return lambda: agent.invoke({"messages": [("user", "go")]}, _config(arm))
+    agent = create_agent(_chat(base_url), [tool(work)])
+    return lambda: agent.invoke({"messages": [("user", "go")]}, {"recursion_limit": 1000})
 
 
 def langgraph(base_url: str, arm: Arm) -> Run:
@@ -222,7 +119,7 @@ def langgraph(base_url: str, arm: Arm) -> Run:
     from langgraph.prebuilt import ToolNode, tools_condition
 
     tools = [tool(work)]
-    chat = _chat(base_url, arm).bind_tools(tools)
+    chat = _chat(base_url).bind_tools(tools)
     graph = StateGraph(MessagesState)
     graph.add_node("agent", lambda state: {"messages": [chat.invoke(state["messages"])]})
     graph.add_node("tools", ToolNode(tools))
@@ -230,38 +127,13 @@ def langgraph(base_url: str, arm: Arm) -> Run:
     graph.add_conditional_edges("agent", tools_condition)
     graph.add_edge("tools", "agent")
     compiled = graph.compile()
-    return lambda: compiled.invoke({"messages": [("user", "go")]}, _config(arm))
+    return lambda: compiled.invoke({"messages": [("user", "go")]}, {"recursion_limit": 1000})
 
 
-def _chat(base_url: str, arm: Arm) -> Any:
+def _chat(base_url: str) -> Any:
     from langchain_openai import ChatOpenAI
 
-    # LangChain shares one HTTP client among its models, so the hooked one is shared too.
-    return ChatOpenAI(model="m", base_url=base_url, api_key="none", **_shared_http_hooks(arm))
-
-
-_shared_http_hooks = cache(http_hooks)
-
-
-def _config(arm: Arm) -> Any:
-    """Return a run's config. In the arm ``empty``, it has a handler of chains and tools that does nothing."""
-    if arm != "empty":
-        return {"recursion_limit": 1000}
-    from langchain_core.callbacks import BaseCallbackHandler
-
-    class Nothing(BaseCallbackHandler):
-        run_inline = True
-        ignore_llm = ignore_chat_model = ignore_retriever = ignore_retry = ignore_custom_event = True
-
-        def on_chain_start(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def on_chain_end(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def on_tool_start(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def on_tool_end(self, *args: Any, **kwargs: Any) -> None: ...
-
-    return {"recursion_limit": 1000, "callbacks": [Nothing()]}
+    return ChatOpenAI(model="m", base_url=base_url, api_key="none")
 
 
 def autogen(base_url: str, arm: Arm) -> Run:
@@ -269,25 +141,11 @@ def autogen(base_url: str, arm: Arm) -> Run:
     from autogen_core.tools import FunctionTool
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-    class HookedAgent(AssistantAgent):
-        async def on_messages_stream(self, *args: Any, **kwargs: Any) -> Any:
-            async for each in super().on_messages_stream(*args, **kwargs):
-                yield each
-
-    class HookedTool(FunctionTool):
-        async def run(self, *args: Any, **kwargs: Any) -> Any:
-            return await super().run(*args, **kwargs)
-
     abilities = {"vision": False, "function_calling": True, "json_output": False, "structured_output": False}
     info: Any = {**abilities, "family": "unknown"}
-    hooks = http_hooks(arm, "DefaultAsyncHttpxClient")
-    client = OpenAIChatCompletionClient(
-        model="m", base_url=base_url, api_key="none", model_info=info, **hooks
-    )
-    empty = arm == "empty"
-    tool = (HookedTool if empty else FunctionTool)(work, description="Work.")
-    kind = HookedAgent if empty else AssistantAgent
-    agent = kind("bench", client, tools=[tool], max_tool_iterations=1000)
+    client = OpenAIChatCompletionClient(model="m", base_url=base_url, api_key="none", model_info=info)
+    tool = FunctionTool(work, description="Work.")
+    agent = AssistantAgent("bench", client, tools=[tool], max_tool_iterations=1000)
     return lambda: asyncio.run(agent.run(task="go"))
 
 
@@ -295,7 +153,6 @@ def openai_agents(base_url: str, arm: Arm) -> Run:
     from agents import (
         Agent,
         OpenAIChatCompletionsModel,
-        RunHooks,
         Runner,
         function_tool,
         set_tracing_disabled,
@@ -303,12 +160,9 @@ def openai_agents(base_url: str, arm: Arm) -> Run:
     from openai import AsyncOpenAI
 
     set_tracing_disabled(True)
-    # ``RunHooks`` itself has a method without a body for each hook.
-    hooks = RunHooks() if arm == "empty" else None
-    http = http_hooks(arm, "DefaultAsyncHttpxClient")
-    model = OpenAIChatCompletionsModel("m", AsyncOpenAI(base_url=base_url, api_key="none", **http))
+    model = OpenAIChatCompletionsModel("m", AsyncOpenAI(base_url=base_url, api_key="none"))
     agent = Agent(name="bench", model=model, tools=[function_tool(work)])
-    return lambda: asyncio.run(Runner.run(agent, "go", max_turns=1000, hooks=hooks))
+    return lambda: asyncio.run(Runner.run(agent, "go", max_turns=1000))
 
 
 class Framework(NamedTuple):
@@ -317,13 +171,10 @@ class Framework(NamedTuple):
     package: str
     distribution: str
     prepare: Prepare
-    is_ours: bool = True
-    """Whether ``sojourn.instrument()`` makes the instrumented rounds."""
 
 
 FRAMEWORKS = {
     "openai": Framework("openai", "openai", openai_loop),
-    "least_hooks": Framework("openai", "openai", least_loop, is_ours=False),
     "litellm": Framework("litellm", "litellm", litellm_loop),
     "mini_swe_agent": Framework("minisweagent", "mini-swe-agent", mini),
     "langchain": Framework("langchain", "langchain", langchain),

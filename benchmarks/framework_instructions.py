@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import sojourn
-from framework_agents import FRAMEWORKS, SERVER, Arm, Framework, ServerProcess
+from framework_agents import FRAMEWORKS, SERVER, Arm, ServerProcess
 from result_pages import show as show_table
 
 TARGET_TURN_US = 100.0
@@ -44,7 +44,8 @@ ANSWER_S = 0.01
 """Time that the model takes for an answer."""
 TIMED_ROUNDS = 15
 """Rounds without valgrind, after the warm-up, that give the CPU time of a bare turn."""
-_ARM = re.compile(r"^desc: Trigger: dump (bare|empty|sojourn)$", re.MULTILINE)
+ARMS: tuple[Arm, ...] = ("bare", "sojourn")
+_ARM = re.compile(r"^desc: Trigger: dump (bare|sojourn)$", re.MULTILINE)
 _TOTAL = re.compile(r"^(?:totals|summary): (\d+)$", re.MULTILINE)
 
 
@@ -72,8 +73,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "frameworks": rows,
         "targets": {"turn_us": TARGET_TURN_US},
-        "passed": bool(rows)
-        and all(row["added_us"] <= TARGET_TURN_US for name, row in rows.items() if FRAMEWORKS[name].is_ours),
+        "passed": bool(rows) and all(row["added_us"] <= TARGET_TURN_US for row in rows.values()),
     }
     show(report)
     if options.json:
@@ -81,13 +81,9 @@ def main() -> None:
     sys.exit(0 if report["passed"] else 1)
 
 
-def arms_of(name: str) -> tuple[Arm, ...]:
-    return ("bare", "empty", "sojourn") if FRAMEWORKS[name].is_ours else ("bare", "sojourn")
-
-
-def set_arm(framework: Framework, arm: Arm) -> None:
+def set_arm(arm: Arm) -> None:
     """Instrument the frameworks, or restore them."""
-    if arm == "sojourn" and framework.is_ours:
+    if arm == "sojourn":
         sojourn.instrument()
     else:
         sojourn.uninstrument()
@@ -108,8 +104,8 @@ def run_rounds(name: str, rounds: int, turns: int) -> None:
         sojourn.flush(10)
         print("threads", before, len(os.listdir("/proc/self/task")), flush=True)
         for number in range(WARM_UP_ROUNDS + rounds):
-            for arm in arms_of(name):
-                set_arm(framework, arm)
+            for arm in ARMS:
+                set_arm(arm)
                 run = framework.prepare(f"{url}/v1", arm)
                 gc.collect()
                 gc.disable()
@@ -133,21 +129,18 @@ def one(name: str, rounds: int, turns: int) -> dict[str, Any]:
     counts = counted(name, rounds, turns)
     bare = counts["bare"][0]
     cpu_us = bare_cpu_us(name, turns)
-    figures: dict[str, Any] = {
+    added = counts["sojourn"][0] - bare
+    return {
         "version": version(FRAMEWORKS[name].distribution),
         "rounds": rounds,
         "turns": turns,
         "bare_instructions": bare,
         "bare_cpu_us": round(cpu_us, 1),
+        "added_instructions": added,
+        "added_share": round(added / bare, 5),
+        "added_us": round(added / bare * cpu_us, 1),
+        "added_sdk_threads_instructions": counts["sojourn"][1] - counts["bare"][1],
     }
-    for arm, key in (("sojourn", "added"), ("empty", "empty_added")):
-        if arm in counts:
-            added = counts[arm][0] - bare
-            figures[f"{key}_instructions"] = added
-            figures[f"{key}_share"] = round(added / bare, 5)
-            figures[f"{key}_us"] = round(added / bare * cpu_us, 1)
-            figures[f"{key}_sdk_threads_instructions"] = counts[arm][1] - counts["bare"][1]
-    return figures
 
 
 def counted(name: str, rounds: int, turns: int) -> dict[str, tuple[int, int]]:
@@ -173,7 +166,7 @@ def counted(name: str, rounds: int, turns: int) -> dict[str, tuple[int, int]]:
             if arm and total:
                 dump, _, thread = path.name.rpartition("-")
                 found[arm[1]][dump][before < int(thread) <= after] += int(total[1])
-    if FRAMEWORKS[name].is_ours and not any(sdk for _, sdk in found["sojourn"].values()):
+    if not any(sdk for _, sdk in found["sojourn"].values()):
         raise RuntimeError(f"{name}: the SDK's threads have other numbers than {before + 1} to {after}")
     return {
         arm: (
@@ -187,7 +180,7 @@ def counted(name: str, rounds: int, turns: int) -> dict[str, tuple[int, int]]:
 def bare_cpu_us(name: str, turns: int) -> float:
     """CPU time of the agent's thread per turn of the bare framework, in microseconds: the median."""
     framework, took_ns = FRAMEWORKS[name], []
-    set_arm(framework, "bare")
+    set_arm("bare")
     with ServerProcess(SERVER.format(turns=turns, answer_s=ANSWER_S)) as url:
         for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
             run = framework.prepare(f"{url}/v1", "bare")
@@ -204,18 +197,15 @@ def show(report: dict[str, Any]) -> None:
     """Print the table."""
     head = (
         "framework", "version", "bare, million instructions", "added", "added %", "added µs",
-        "empty hooks %", "empty hooks µs", "the SDK's threads",
+        "the SDK's threads",
     )  # fmt: skip
     lines = []
     for name, row in report["frameworks"].items():
-        has_empty = "empty_added_us" in row
         cells = (
             f"{row['bare_instructions'] / 1e6:.2f}",
             f"{row['added_instructions'] / 1e6:.3f}",
             f"{100 * row['added_share']:.2f}",
             f"{row['added_us']:.0f}",
-            f"{100 * row['empty_added_share']:.2f}" if has_empty else "",
-            f"{row['empty_added_us']:.0f}" if has_empty else "",
             f"{row['added_sdk_threads_instructions'] / 1e6:.3f}",
         )
         lines.append((name, row["version"], *cells))

@@ -1,13 +1,13 @@
-"""Soak test: hours of agents, floods, hostile clients, kills and restarts, with checks for leaks.
+"""Soak test: hours of agents, floods, kills and restarts, with checks for leaks.
 
     python benchmarks/soak.py --hours 2 --out benchmarks/results
 
 Two engines (model ``tiny``, host memory and disk) run behind two gateways with tenants. Engine *a* and
 gateway *a* run throughout. Engine *b* and gateway *b* are killed and restarted at random, under load. A round
-begins with ``--load`` seconds of agents, floods of events and clients that send too much; some are killed. In
-the silence after the load, the servers must release all blocks, leases, requests, copies and connections
-within ``--silence`` seconds. The final memory of a process is compared with its memory at minute ``--settle``
-of its life. ``--seed`` and the round's number determine all choices.
+begins with ``--load`` seconds of agents and floods of events; some agents are killed. In the silence after
+the load, the servers must release all blocks, leases, requests, copies and connections within ``--silence``
+seconds. The final memory of a process is compared with its memory at minute ``--settle`` of its life.
+``--seed`` and the round's number determine all choices.
 """
 
 from __future__ import annotations
@@ -215,10 +215,6 @@ class Soak:
         load_s, seed = self.options.load, f"{self.options.seed}/{number}"
         actions = plan_round(self.options.seed, number, load_s)
         began, started = time.monotonic(), 0
-        others += [
-            Client("hostile", gateway.url, "hostile", f"{seed}/{name}", load_s)
-            for name, gateway in self.gateways.items()
-        ]
         restarts: list[Future[None]] = []
         with ThreadPoolExecutor(2) as pool:
             while (passed := time.monotonic() - began) < load_s:
@@ -236,7 +232,7 @@ class Soak:
                         did.update(self._killed(agents.pop(action.how)))
                     elif action.what == "flood":
                         url = next(one.url for one in self.servers if one.name == action.how)
-                        others.append(Client("flood", url, "hostile", seed, 0.1 * load_s))
+                        others.append(Client("flood", url, "floods", seed, 0.1 * load_s))
                         did["floods of events"] += 1
                     elif action.what.startswith("restart"):
                         server = self.engines["b"] if action.what == "restart engine" else self.gateways["b"]

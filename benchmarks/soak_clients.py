@@ -14,8 +14,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -30,15 +30,11 @@ MOST_TRIES = 4
 """Maximum number of attempts of one turn."""
 TOOL_MEAN_S = {"bash": 0.4, "search": 0.15, "pytest": 2.0}
 MOST_TOOL_S = 8.0
-HOSTILE_AT_ONCE = 6
 FLOOD_CONNECTIONS = 4
 FLOOD_EVENTS = 1000
 FLOOD_PROGRAMS = 4000
 """Number of programs in a flood. All floods use the same programs, so that tables fill up only once and
 memory can be compared over hours."""
-GREEDY_TTL_S = 15.0
-"""Longest lease that hostile clients ask for. They send no heartbeats, so a longer lease would prolong every
-silence."""
 
 
 def tell(word: str) -> None:
@@ -184,87 +180,7 @@ def flood_batch(first: int) -> dict[str, Any]:
     return {"v": 1, "emitter": f"flood-{first}", "events": events}
 
 
-# -- hostile clients: more than a client may send, in complete requests -----------------------------
-
-Attack = Callable[[httpx.AsyncClient, random.Random], Awaitable[None]]
-
-
-async def run_hostile(url: str, key: str, draw: random.Random, until: float) -> None:
-    """Run random attacks, ``HOSTILE_AT_ONCE`` at once, until the time ``until``."""
-    headers = {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0, trust_env=False) as http:
-
-        async def client() -> None:
-            own = random.Random(draw.random())
-            while time.monotonic() < until:
-                attack = own.choice(ATTACKS)
-                with suppress(httpx.HTTPError, TimeoutError):
-                    async with asyncio.timeout(20.0):
-                        await attack(http, own)
-                tell("hostile acts")
-                await asyncio.sleep(own.uniform(0.0, 0.2))
-
-        await asyncio.gather(*(client() for _ in range(HOSTILE_AT_ONCE)))
-
-
-async def bad_body(http: httpx.AsyncClient, draw: random.Random) -> None:
-    broken = draw.choice((b"{", b"[]", b"\xff\xfe", b"[" * 5000, b'{"model": "tiny", "prompt": {}}'))
-    await http.post(draw.choice(("/v1/completions", "/v1/chat/completions")), content=broken)
-
-
-async def bad_events(http: httpx.AsyncClient, draw: random.Random) -> None:
-    events: list[Any] = [
-        {"type": "tool_start", "program_id": "a\u0000b", "seq": 0, "call_id": "c", "tool": "t"},
-        {"type": "tool_start", "program_id": "x" * 5000, "seq": -1},
-        {"type": "nothing"}, 7, None, {"type": "program_start", "program_id": "good", "seq": 2**70},
-    ]  # fmt: skip
-    await http.post("/sojourn/v1/events", json={"v": 1, "emitter": "bad", "events": events})
-    await http.post("/sojourn/v1/events", content=draw.randbytes(400))
-
-
-async def fat_hint(http: httpx.AsyncClient, draw: random.Random) -> None:
-    hint = json.dumps({"program_id": "fat", "sojourn": {"v": 1, "x": "y" * draw.choice((20_000, 1 << 20))}})
-    await http.post("/v1/completions", json=_request(draw, hint, 4))
-
-
-async def greedy(http: httpx.AsyncClient, draw: random.Random) -> None:
-    """Start a program with an extreme priority and a lease, and leave its stream early."""
-    hint = {
-        "program_id": f"greedy-{draw.randrange(300)}",
-        "kv_retention_ttl_seconds": draw.uniform(0.0, GREEDY_TTL_S),
-        "priority": draw.choice((-(2**31), 2**31 - 1)),
-    }
-    body = _request(draw, json.dumps(hint), 1000)
-    async with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
-        lines = 0
-        async for _ in answer.aiter_lines():
-            lines += 1
-            if lines > 30:
-                break
-
-
-async def thousand_tools(http: httpx.AsyncClient, draw: random.Random) -> None:
-    name = f"tools-{draw.randrange(50)}"
-    start = {"type": "tool_start", "program_id": name}
-    events = [{**start, "seq": n, "call_id": f"c{n}", "tool": f"{n:04}" + "t" * 200} for n in range(800)]
-    await http.post("/sojourn/v1/events", json={"v": 1, "emitter": name, "events": events})
-    if draw.random() < 0.5:
-        end = [{"type": "program_end", "program_id": name, "seq": 900, "status": "ok"}]
-        await http.post("/sojourn/v1/events", json={"v": 1, "emitter": name, "events": end})
-
-
-ATTACKS: tuple[Attack, ...] = (bad_body, bad_events, fat_hint, greedy, thousand_tools)
-
-
-def _request(draw: random.Random, hint: str, max_tokens: int) -> dict[str, Any]:
-    first = draw.randrange(1000, 3000)
-    return {
-        "model": "tiny", "prompt": [first + n % 89 for n in range(draw.randint(8, 900))],
-        "max_tokens": max_tokens, "ignore_eos": True, "vllm_xargs": {"agentic_context": hint},
-    }  # fmt: skip
-
-
-KINDS = {"agents": run_agents, "flood": run_flood, "hostile": run_hostile}
+KINDS = {"agents": run_agents, "flood": run_flood}
 
 
 def main() -> None:

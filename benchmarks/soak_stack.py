@@ -19,7 +19,7 @@ from gateway_processes import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn_server.launch.engine_server import EngineServer
 
-TENANT_KEYS = {"agents": "key-of-agents", "hostile": "key-of-the-hostile"}
+TENANT_KEYS = {"agents": "key-of-agents", "floods": "key-of-floods"}
 ADMIN_KEY = "key-of-the-operator"
 STOP_BOUND_S = 75.0
 """Maximum seconds from SIGTERM to the end of a server. A gateway waits up to a minute for streams."""

@@ -263,17 +263,16 @@ def instructions_table(reports: list[dict[str, Any]]) -> str:
         f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
         f"A turn is one LLM request and one tool call. The target was {first['targets']['turn_us']:.0f} µs.",
         "",
-        "| | release | a turn without, million instructions | added | share | that is | of it, empty hooks "
+        "| | release | a turn without, million instructions | added | share | that is "
         "| the SDK's own threads, million |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "|---|---|--:|--:|--:|--:|--:|",
     ]
     for report in reports:
         for name, row in report["frameworks"].items():
-            empty = row.get("empty_added_us")
             lines.append(
                 f"| {name} | {row['version']} | {row['bare_instructions'] / 1e6:.2f} "
                 f"| {row['added_instructions'] / 1e6:.3f} | {row['added_share']:.2%} "
-                f"| {row['added_us']:.0f} µs | {'' if empty is None else f'{max(0.0, empty):.0f} µs'} "
+                f"| {row['added_us']:.0f} µs "
                 f"| {row['added_sdk_threads_instructions'] / 1e6:.3f} |"
             )
     return "\n".join(lines)

@@ -11,8 +11,6 @@ ablation   §7.5: the gain of each part, 1,024 and 2,048 agents, 2P4D
 links      Figure 13: balance between storage NICs, three nodes
 online     §7.4: latencies, and agents per second within the service levels
 loads      §7.3, Figure 7: the three workloads
-lengths    §7.3, Figure 9: longer appends and longer outputs
-ratios     §7.3, Figure 8: 1P1D, 2P1D, 1P2D of the 27B model
 
 Writes prefill_decode_cluster.json and .md into ``--out``. Text between the marks of the .md is written by
 hand and kept. Finished runs are kept in ``--cache``.
@@ -33,14 +31,8 @@ import msgspec
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 from kept_runs import run_arguments, run_kept  # noqa: E402
-from pd_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster, Workload  # noqa: E402
-from pd_simulation import (  # noqa: E402
-    PD_SYSTEMS,
-    PUBLISHED_SYSTEMS,
-    PdOutcome,
-    PdSpec,
-    run_prefill_decode,
-)
+from pd_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster  # noqa: E402
+from pd_simulation import PD_SYSTEMS, PdOutcome, PdSpec, run_prefill_decode  # noqa: E402
 from result_pages import FIRST_WORDS, marked, opening, write_page  # noqa: E402
 from sojourn_server.cli.console import write_json  # noqa: E402
 from sojourn_server.simulator.report.results_file import made_with  # noqa: E402
@@ -82,12 +74,11 @@ class Bench:
         *,
         nodes: tuple[int, int] = (2, 4),
         model: str = "ds-660b",
-        workload: Workload = Workload(),
         **given: Any,
     ) -> PdSpec:
         """A specification, with the number of agents or the duration scaled by ``--share``."""
         cluster = PdCluster(prefill_nodes=nodes[0], decode_nodes=nodes[1], model=PD_MODELS[model])
-        made = PdSpec(cluster=cluster, workload=workload, seed=self.options.seed, **given)
+        made = PdSpec(cluster=cluster, seed=self.options.seed, **given)
         share = self.options.share
         changes: dict[str, Any] = {"until_s": made.until_s * share, "warm_up_s": made.warm_up_s * share}
         if made.until_s == math.inf:
@@ -145,8 +136,8 @@ def section(heading: str, text: str, head: Sequence[str], lines: Sequence[Sequen
 
 
 def scale_table(bench: Bench) -> list[str]:
-    small = bench.compare("scale", PUBLISHED_SYSTEMS)
-    large = bench.compare("scale", PUBLISHED_SYSTEMS, nodes=(48, 96), agents=48_000)
+    small = bench.compare("scale", tuple(PD_SYSTEMS))
+    large = bench.compare("scale", tuple(PD_SYSTEMS), nodes=(48, 96), agents=48_000)
     online = bench.run("scale", [bench.online(0.4, **HOUR), bench.online(8.8, nodes=(44, 88), **HOUR)])
     table_3 = []
     for outcomes, what in ((small, "fitted"), (large, "predicted")):
@@ -292,8 +283,7 @@ def loads_table(bench: Bench) -> list[str]:
     for workload in ("dualpath-32k", "dualpath-48k", "dualpath-64k"):
         for model, nodes in NODES.items():
             size = 2048 if model == "ds-660b" else 1024
-            named = Workload(name=workload)
-            outcomes = bench.compare("loads", agents=size, workload=named, model=model, nodes=nodes)
+            outcomes = bench.compare("loads", agents=size, workload=workload, model=model, nodes=nodes)
             lines.append(
                 [f"{workload}, {model}, {outcomes[0].cluster}, {size:,} agents", *compared(outcomes)]
             )
@@ -304,43 +294,9 @@ def loads_table(bench: Bench) -> list[str]:
     return section("Workloads and models (predicted)", text, ("", *COMPARED_HEAD), lines)
 
 
-def lengths_table(bench: Bench) -> list[str]:
-    lines = []
-    for name, scales in (("append", (1.0, 2.0, 4.0, 8.0)), ("output", (2.0, 4.0, 8.0))):
-        for scale in scales:
-            workload = Workload(**{f"{name}_scale": scale})
-            lines.append(
-                [f"{name} × {scale:g}", *compared(bench.compare("lengths", agents=1024, workload=workload))]
-            )
-    text = (
-        "Published (Figure 9): the longer either, the nearer Basic comes to the others; those change little."
-    )
-    heading = "Longer appends, longer outputs: 2P4D, 660B, 1,024 agents (predicted)"
-    return section(heading, text, ("", *COMPARED_HEAD), lines)
-
-
-def ratios_table(bench: Bench) -> list[str]:
-    lines, took = [], {}
-    for nodes in ((1, 1), (2, 1), (1, 2)):
-        outcomes = bench.compare("ratios", agents=1024, model="ds-27b", nodes=nodes)
-        lines.append([f"{nodes[0]}P{nodes[1]}D", *compared(outcomes)])
-        took |= {f"{TITLES[outcome.system]} {outcome.cluster}": outcome.virtual_s for outcome in outcomes}
-    pairs = (
-        ("Basic 1P1D", "Basic 1P2D"),
-        ("+ scheduling 1P1D", "Basic 2P1D"),
-        ("+ scheduling 2P1D", "+ scheduling 1P2D"),
-    )
-    alike = "; ".join(f"{one} / {other} = {took[one] / took[other]:.2f}" for one, other in pairs)
-    text = (
-        "Published (Figure 8): pairs with as many storage NICs in use take about as long. Here, one over the "
-        f"other: {alike}."
-    )
-    return section("P/D ratios, 1,024 agents (predicted)", text, ("27B", *COMPARED_HEAD), lines)
-
-
 PARTS: dict[str, Callable[[Bench], list[str]]] = {
     "scale": scale_table, "ablation": ablation_table, "links": links_table, "online": online_table,
-    "loads": loads_table, "lengths": lengths_table, "ratios": ratios_table,
+    "loads": loads_table,
 }  # fmt: skip
 """Functions that run the parts, in the order of the page."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS
 from sojourn_server.simulator.workloads.synthetic_workloads import DUALPATH, synthetic_programs
-from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
+from sojourn_server.traces.trace_schema import TraceProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,46 +179,30 @@ Trajectory = tuple[TurnShape, ...]
 """The turns of one agent."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """A synthetic workload, and changes to the lengths of its turns."""
-
-    name: str = "dualpath-64k"
-    append_scale: float = 1.0  # factor of the new prompt tokens of each turn after the first (§7.3)
-    output_scale: float = 1.0
-
-
 @lru_cache(maxsize=8)
-def load_trajectories(workload: Workload, seed: int) -> tuple[Trajectory, ...]:
+def load_trajectories(workload: str, seed: int) -> tuple[Trajectory, ...]:
     """The trajectories of a workload's 500 programs, as many as in DualPath."""
-    programs = synthetic_programs(workload.name, seed=seed)
-    return tuple(filter(None, (shape_trajectory(program, workload) for program in programs)))
+    programs = synthetic_programs(workload, seed=seed)
+    return tuple(filter(None, (trajectory(program, DUALPATH[workload][0]) for program in programs)))
 
 
-def shape_trajectory(program: TraceProgram, workload: Workload) -> Trajectory:
-    """The trajectory of one program. It ends before its first turn beyond the workload's longest context.
+def trajectory(program: TraceProgram, most_tokens: int) -> Trajectory:
+    """The trajectory of one program. It ends before its first turn beyond ``most_tokens``, the workload's
+    longest context.
 
     A turn's cache hit is the prefix that it shares with the program's previous turn, rounded down to Full
     Blocks (A.4). Programs share nothing.
     """
-    most_tokens = DUALPATH[workload.name][0]
     turns: list[TurnShape] = []
-    context = recorded = 0  # tokens after the previous turn: as shaped, and as recorded
-    before: TraceTurn | None = None
+    context = 0
     for turn in program.turns:
-        common = 0 if before is None else min(before.prompt_tokens + before.output_tokens, turn.prompt_tokens)
-        reused = round(context * common / recorded) if recorded else 0
-        new = turn.prompt_tokens - common
-        if turns:
-            new = round(new * workload.append_scale)
-        prompt = max(1, reused + new)
-        output = max(1, round(turn.output_tokens * workload.output_scale))
-        if prompt + output > most_tokens:
-            break
         # The last token of a prompt is always computed.
-        turns.append(TurnShape(min(reused, prompt - 1) // FULL_BLOCK_TOKENS, prompt, output, turn.idle_s))
-        context, recorded = prompt + output, turn.prompt_tokens + turn.output_tokens
-        before = turn
+        hit_tokens = min(context, turn.prompt_tokens - 1)
+        context = turn.prompt_tokens + turn.output_tokens
+        if context > most_tokens:
+            break
+        hit_blocks = hit_tokens // FULL_BLOCK_TOKENS
+        turns.append(TurnShape(hit_blocks, turn.prompt_tokens, turn.output_tokens, turn.idle_s))
     return tuple(turns)
 
 

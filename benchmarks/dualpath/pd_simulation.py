@@ -31,7 +31,7 @@ from heapq import heappop, heappush
 from statistics import fmean
 
 import msgspec
-from pd_cluster import PdCluster, PdModel, Trajectory, Workload, load_trajectories, sample_agents
+from pd_cluster import PdCluster, PdModel, Trajectory, load_trajectories, sample_agents
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
     FULL_BLOCK_TOKENS,
@@ -125,9 +125,6 @@ class PdSystem:
     round robin does."""
     alternates: bool = False  # with round robin: whether the decode side reads every second request
     free_io: bool = False  # whether reads and copies take no time, as in the paper's Oracle
-    knows_lengths: bool = False
-    """Whether the scheduler knows the length of each output. If false, it knows the ``max_tokens`` that
-    clients declare: the workload's longest output, so that no output is cut."""
 
 
 PD_SYSTEMS = {
@@ -135,12 +132,11 @@ PD_SYSTEMS = {
     "layerwise": PdSystem(title="+ layerwise", scheduled=False),
     "dual-path": PdSystem(title="+ dual path", scheduled=False, alternates=True),
     "scheduling": PdSystem(title="+ scheduling"),
-    "oracle-lengths": PdSystem(title="+ known lengths", knows_lengths=True),
     "oracle": PdSystem(title="Oracle", free_io=True),
 }
-"""Systems by name, in the order of the ablation (§7.5). ``scheduling`` is the whole published DualPath,
-``oracle-lengths`` the same with known output lengths."""
-PUBLISHED_SYSTEMS = ("basic", "layerwise", "dual-path", "scheduling", "oracle")
+"""Systems by name, in the order of the ablation (§7.5). ``scheduling`` is the whole published DualPath. No
+scheduler knows the length of an output, only the ``max_tokens`` that clients declare: the workload's longest
+output, so that no output is cut."""
 
 # -- devices -------------------------------------------------------------------------------------
 
@@ -482,8 +478,7 @@ class PdSimulation:
 
     def _submit(self, state: AgentState) -> None:
         hit_blocks, prompt_tokens, output_tokens, _ = state.trajectory[state.turn]
-        declared_tokens = output_tokens if self.system.knows_lengths else self._declared_tokens
-        most_tokens = min(prompt_tokens + declared_tokens, self._max_context_tokens)
+        most_tokens = min(prompt_tokens + self._declared_tokens, self._max_context_tokens)
         if most_tokens > self._largest_tokens:
             raise ValueError(
                 f"a turn needs KV for {most_tokens:,} tokens; expected at most {self._largest_tokens:,}"
@@ -644,7 +639,7 @@ class PdSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     system: str = "scheduling"
     cluster: PdCluster = PdCluster()
-    workload: Workload = Workload()
+    workload: str = "dualpath-64k"
     agents: int = 2000  # concurrent agents or, with rate_per_s, the maximum number of arrivals
     rate_per_s: float | None = None
     """Mean arrivals of agents per second, a Poisson process until ``until_s``; ``None``: all are present at
@@ -707,7 +702,7 @@ def run_prefill_decode(spec: PdSpec) -> PdOutcome:
     return PdOutcome(
         system=spec.system,
         model=spec.cluster.model.name,
-        workload=spec.workload.name,
+        workload=spec.workload,
         cluster=spec.cluster.name,
         agents=len(agents),
         rate_per_s=spec.rate_per_s,

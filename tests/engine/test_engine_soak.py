@@ -24,7 +24,6 @@ def test_a_short_soak_leaks_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert record.failures == []
     assert verdict["holds"], verdict
     assert record.totals["turns"] > 0
-    assert record.totals["hostile acts"] > 0
     assert record.totals["agents' processes killed"] > 0
     told = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))
     assert told["verdict"] == verdict
