@@ -1,4 +1,4 @@
-"""What a request costs the gateway, compared with the same libraries without routing and with other proxies.
+"""What a request costs the gateway, compared with the same libraries without routing.
 
     python benchmarks/gateway_own_cost.py --out benchmarks/results
 
@@ -9,11 +9,10 @@ time at 100 requests/s. In the pauses this process reads memory as an engine's s
 caches hold other data. *Busy* sends 16 at once. The paths take turns in each round.
 
 CPU time is the user and system time of all threads of the process in front. Other work on the machine changes
-it less than latency, and changes its ratios least, so use ``--cpu-only`` on a machine that is not idle.
-``--before`` adds the gateway of another checkout, ``--router`` the executable of vLLM's router, which is
-written in Rust. ``--gateways 4`` adds four gateways that know nothing of each other, and four that do, twice:
-*by session*, each request reaches its program's gateway at once; *in turn*, most reach another, which passes
-them on. Their CPU time is that of all four. Linux only. Latencies need an idle machine with two cores.
+it less than latency, and changes its ratios least. ``--gateways 4`` adds four gateways that know nothing of
+each other, and four that do, twice: *by session*, each request reaches its program's gateway at once; *in
+turn*, most reach another, which passes them on. Their CPU time is that of all four. Linux only. Latencies
+need an idle machine with two cores.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
@@ -47,16 +45,12 @@ AT_ONCE = 16
 BUSY_BLOCK = 25
 """Groups of ``AT_ONCE`` requests of one path in a busy round."""
 AIOHTTP, OURS = "uvicorn and aiohttp pass on", "sojourn gateway"
-BEFORE, ROUTER = "sojourn gateway before", "vLLM router"
 ALONE, PEERS, PASSED_ON = "{} gateways apart", "{} gateways, by session", "{} gateways, in turn"
 PROGRAMS = 8
-ROUTER_READY_S = 60.0
 HEAD = (
     "before the engine", "CPU µs, hot", "CPU µs, cold", "CPU µs, busy", "requests/s of a core",
     "CPU ÷ aiohttp's (hot, cold, busy)", "added p50 ms, hot", "added p50 ms, cold",
 )  # fmt: skip
-LATENCIES = 2
-"""Number of columns at the end that ``--cpu-only`` leaves out."""
 
 
 # -- the client -----------------------------------------------------------------------
@@ -193,48 +187,6 @@ def summary(paths: dict[str, Way]) -> dict[str, dict[str, float]]:
     return found
 
 
-# -- processes ------------------------------------------------------------------------
-
-
-@contextmanager
-def other_checkout(checkout: Path | None) -> Iterator[None]:
-    """Let child processes import sojourn from ``checkout``. With ``None`` they import the same sojourn as
-    this process."""
-    before = os.environ.get("PYTHONPATH")
-    if checkout is not None:
-        folders = ("sdk", "server_ext", "integrations")
-        os.environ["PYTHONPATH"] = os.pathsep.join(str(checkout.resolve() / name) for name in folders)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-        else:
-            os.environ.pop("PYTHONPATH", None)
-
-
-@contextmanager
-def router(executable: Path, port: int, engine: int) -> Iterator[int]:
-    """Run vLLM's router with affinity by session. Yield its process id once it answers requests."""
-    words = ["--worker-urls", f"http://127.0.0.1:{engine}", "--host", "127.0.0.1", "--port", str(port)]
-    words += ["--policy", "consistent_hash", "--prometheus-port", str(free_port()), "--log-level", "error"]
-    running = subprocess.Popen([str(executable), *words], stdout=subprocess.DEVNULL)
-    try:
-        end = time.monotonic() + ROUTER_READY_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                if running.poll() is not None or time.monotonic() > end:
-                    sys.exit("the router does not listen")
-                time.sleep(0.2)
-        yield running.pid
-    finally:
-        running.terminate()
-        running.wait(60)
-
-
 # -- the page -------------------------------------------------------------------------
 
 
@@ -252,17 +204,9 @@ def lines(found: dict[str, dict[str, float]]) -> list[list[str]]:
     return rows
 
 
-def page(
-    found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float, shown: slice
-) -> str:
-    """Return the result page in Markdown. ``shown`` selects the columns."""
+def page(found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float) -> str:
+    """Return the result page in Markdown."""
     direct = found["direct"]
-    told = "Other work ran on the machine, so latencies are left out."
-    if shown.stop is None:
-        told = (
-            f'"Added" is the median latency less that of direct requests, {direct["p50_ms_hot"]:.2f} ms hot '
-            f"and {direct['p50_ms_cold']:.2f} ms cold."
-        )
     return f"""# What a request costs the gateway
 
 {made_by(made, wall_s)}
@@ -271,9 +215,10 @@ Requests of 64 tokens of prompt over an engine that answers at once. *Hot*: {rou
 {HOT_BLOCK} requests, one after the other. *Cold*: {rounds} requests, one every {1000 * PERIOD_S:.0f} ms, the
 CPU caches full of other data. *Busy*: {rounds // 10} blocks of {BUSY_BLOCK} times {AT_ONCE} requests at once;
 a core's requests/s are one second ÷ its CPU time. CPU time is that of the processes in front, user and
-system, in µs a request; medians. {told}
+system, in µs a request; medians. "Added" is the median latency less that of direct requests,
+{direct["p50_ms_hot"]:.2f} ms hot and {direct["p50_ms_cold"]:.2f} ms cold.
 
-{marked(HEAD[shown], [line[shown] for line in lines(found)])}
+{marked(HEAD, lines(found))}
 
 {{by hand}}
 """
@@ -283,14 +228,9 @@ def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--before", type=Path, help="a checkout whose gateway is measured as well")
-    parser.add_argument("--router", type=Path, help="the executable vllm-router, which is measured as well")
     parser.add_argument("--gateways", type=int, help="a number of gateways with peers, measured as well")
-    parser.add_argument("--cpu-only", action="store_true", help="show no latencies: the machine is not idle")
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")
     options = parser.parse_args()
-    if options.before is not None and not (options.before / "server_ext" / "sojourn_server").is_dir():
-        parser.error(f"--before {options.before} is no checkout of sojourn")
     began = time.monotonic()
     with ExitStack() as stack:
         engine = free_port()
@@ -302,7 +242,7 @@ def main() -> None:
             process_id = stack.enter_context(child("--floor", str(port), *words, port=port))
             paths[name] = Way([port], [process_id])
 
-        def gateways(name: str, count: int = 1, checkout: Path | None = None, peers: bool = False) -> None:
+        def gateways(name: str, count: int = 1, peers: bool = False) -> None:
             ports = [free_port() for _ in range(count)]
             urls = [f"http://127.0.0.1:{port}" for port in ports]
             running = []
@@ -310,8 +250,7 @@ def main() -> None:
                 flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port)]
                 flags += ["--log-level", "warning" if count == 1 else "error"]
                 flags += ["--peers", ",".join(urls)] if peers else []
-                with other_checkout(checkout):
-                    running.append(stack.enter_context(process(flags, url, 1)))
+                running.append(stack.enter_context(process(flags, url, 1)))
             pids = [one.pid for one in running]
             if not peers:
                 paths[name] = Way(ports, pids)
@@ -324,23 +263,16 @@ def main() -> None:
 
         floor("uvicorn answers")
         floor(AIOHTTP, str(engine))
-        if options.before is not None:
-            gateways(BEFORE, checkout=options.before)
         gateways(OURS)
         if options.gateways:
             gateways(ALONE.format(options.gateways), options.gateways)
             gateways(PEERS.format(options.gateways), options.gateways, peers=True)
-        if options.router is not None:
-            port = free_port()
-            process_id = stack.enter_context(router(options.router, port, engine))
-            paths[ROUTER] = Way([port], [process_id])
         measure(paths, options.rounds)
         found = summary(paths)
-    shown = slice(-LATENCIES if options.cpu_only else None)
-    show(HEAD[shown], [line[shown] for line in lines(found)])
+    show(HEAD, lines(found))
     if options.out is not None:
         made = made_with(sys.argv)
-        text = page(found, made, options.rounds, time.monotonic() - began, shown)
+        text = page(found, made, options.rounds, time.monotonic() - began)
         write_result(options.out, "gateway_own_cost", made, {"rounds": options.rounds, **found}, text)
 
 

@@ -4,8 +4,8 @@
 
 A turn is one ``request_parts()`` and one tool call's start and stop inside an open program. Turns are
 measured with a server that answers, with one that never answers, without a server, and without ``init()``.
-Also measured: the cost of the openai patch per call against a mock transport, and the time of ``import
-sojourn`` in a fresh interpreter. Uses this machine only.
+Also measured: the time of ``import sojourn`` in a fresh interpreter. ``framework_instructions.py`` measures
+the frameworks' adapters.
 """
 
 from __future__ import annotations
@@ -40,23 +40,21 @@ def main() -> None:
     """Measure and print; exit code 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--turns", type=int, default=2000, help="turns per sink")
-    parser.add_argument("--calls", type=int, default=300, help="openai calls per variant")
     parser.add_argument("--json", metavar="FILE", help="also write the numbers to FILE")
     options = parser.parse_args()
-    report = measure(options.turns, options.calls)
+    report = measure(options.turns)
     show(report)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
     sys.exit(0 if report["passed"] else 1)
 
 
-def measure(turns: int, calls: int) -> dict[str, Any]:
+def measure(turns: int) -> dict[str, Any]:
     """Run all measurements. Return the figures as plain data."""
     sinks = {}
     for name, sink in SINKS.items():
         with sink() as url:
             sinks[name] = turns_against(url, turns)
-    patch = openai_patch(calls)
     imports = import_ms()
     online = [sinks[name] for name in ("answers", "hangs", "refuses")]
     return {
@@ -64,7 +62,6 @@ def measure(turns: int, calls: int) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load_1min": round(os.getloadavg()[0], 2),
         "turns": sinks,
-        "openai_patch_us": patch,
         "import_ms": imports,
         "targets": {"turn_us": TARGET_TURN_US, "blocked": 0, "import_ms": TARGET_IMPORT_MS},
         "passed": all(s["median_us"] <= TARGET_TURN_US for s in online)
@@ -102,44 +99,6 @@ def turns_against(url: str | None, turns: int) -> dict[str, Any]:
     stats = sojourn.stats()
     sojourn.shutdown()
     return {**summary(took_us[100:]), "dropped": stats["dropped_full"] + stats["dropped_send"]}
-
-
-def openai_patch(calls: int) -> dict[str, float]:
-    """Return the median microseconds of a chat call over a mock transport, without and with the patch."""
-    import httpx
-    from openai import OpenAI
-
-    answer = {
-        "id": "x",
-        "object": "chat.completion",
-        "created": 1,
-        "model": "m",
-        "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "ok"}}],
-    }
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
-    client = OpenAI(
-        api_key="k", base_url="http://127.0.0.1:9/v1", http_client=httpx.Client(transport=transport)
-    )
-
-    def once() -> float:
-        before = time.perf_counter_ns()
-        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
-        return (time.perf_counter_ns() - before) / 1000
-
-    with server("ok") as url:
-        sojourn.init(url, dialect="sojourn", hosts=["127.0.0.1:9"])
-        took: dict[bool, list[float]] = {True: [], False: []}
-        with sojourn.program("bench"):
-            for n in range(2 * calls + 100):
-                # Interleaved, so that both variants see the same load of the machine.
-                if n % 2:
-                    sojourn.instrument("openai")
-                else:
-                    sojourn.uninstrument("openai")
-                took[bool(n % 2)].append(once())
-        sojourn.shutdown()
-    bare, patched = (statistics.median(took[on][50:]) for on in (False, True))
-    return {"bare": round(bare, 1), "patched": round(patched, 1), "added": round(patched - bare, 1)}
 
 
 def import_ms(repeats: int = 5) -> dict[str, float]:
@@ -181,8 +140,7 @@ def show(report: dict[str, Any]) -> None:
     keys = ("median_us", "p99_us", "max_us", "blocked", "dropped")
     lines = [(name, *(str(row[key]) for key in keys)) for name, row in report["turns"].items()]
     show_table(head, lines, title=f"One turn on the agent's thread ({where})")
-    patch, imports = report["openai_patch_us"], report["import_ms"]
-    print(f"openai call: {patch['bare']} µs bare, {patch['patched']} µs patched, {patch['added']} µs added")
+    imports = report["import_ms"]
     print(f"import sojourn: {imports['median']} ms median, {imports['worst']} ms worst of 5")
     verdict = "met" if report["passed"] else "missed"
     print(
