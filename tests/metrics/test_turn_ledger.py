@@ -228,7 +228,7 @@ def test_preempted_tokens_are_counted_apart() -> None:
     engine.admit(request, resumed=True)
     engine.finish(request)
     [record] = engine.program_scheduler.state.ledger.of_program("p")
-    assert (record.preemptions, record.recomputed_after_preemption) == (1, 40)
+    assert (record.preemptions, record.recomputed_after_preemption_tokens) == (1, 40)
     assert record.tokens is not None
     assert (record.tokens.new, record.tokens.lost) == (40, {})
     assert engine.counter("sojourn_lost_tokens_total", cause="preempted") == 40

@@ -349,7 +349,7 @@ class ProgramScheduler:
             return
         if not first:
             if event.resumed:
-                record.recomputed_after_preemption += max(0, event.tokens - event.cached_tokens)
+                record.recomputed_after_preemption_tokens += max(0, event.tokens - event.cached_tokens)
             return
         record.admitted_s = now
         self.awaiting_first_token[event.request_id] = record
@@ -475,8 +475,8 @@ class ProgramScheduler:
         self.tiers.turn_finished(program, cached_blocks)
         self.predictor.turn_finished(program, event, now)
         if record is not None:
-            record.continuation_probability = program.continuation_probability
-            record.prediction_source, record.p_reuse = program.prediction_source, program.p_reuse
+            record.goes_on = program.continuation_probability
+            record.tier, record.p_reuse = program.prediction_source, program.p_reuse
         if program.turn_hint.final and self.predictor.believes_final(program):
             self.tiers.forget(program.id, now)
             self.lease_manager.log_keep(
@@ -499,7 +499,7 @@ class ProgramScheduler:
         self.state.ledger.close(record)
         count = self.recorder.count
         count("sojourn_program_turns_total", outcome=record.outcome)
-        if lost := record.recomputed_after_preemption:
+        if lost := record.recomputed_after_preemption_tokens:
             count("sojourn_lost_tokens_total", lost, cause=LossCause.PREEMPTED.value)
         split = record.tokens
         if split is None:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
+
+import msgspec
 
 
 class LossCause(str, Enum):
@@ -240,14 +242,13 @@ class TurnRecord:
     finished_s: float | None = None
     tokens: TokenSplit | None = None
     output_tokens: int = 0
-    recomputed_after_preemption: int = 0
+    recomputed_after_preemption_tokens: int = 0
     preemptions: int = 0
     evictor: str | None = None
     evicted_score: tuple[float, ...] | None = None
-    continuation_probability: float | None = None
-    """``TurnEntry.goes_on``."""
-    prediction_source: str | None = None
-    """``TurnEntry.tier``: a ``PredictionSource``."""
+    goes_on: float | None = None
+    tier: str | None = None
+    """A ``PredictionSource``."""
     p_reuse: float | None = None
     tool_before: str | None = None
     tool_s: float | None = None
@@ -274,49 +275,21 @@ class TurnRecord:
     def as_dict(self, compute_s: Callable[[int], float] | None = None) -> TurnEntry:
         """Return the record as flat JSON data. ``compute_s`` estimates the seconds to compute a number of
         tokens; ``None``: unknown."""
-        seconds, tokens = self.seconds(), self.tokens
-        lost, reused = 0, 0
-        if tokens is not None:
-            lost, reused = sum(tokens.lost.values()), tokens.device + tokens.host
+        tokens = self.tokens
         known = compute_s if tokens is not None else None
-        return {
-            "program_id": self.program_id,
-            "turn": self.turn,
+        lost = sum(tokens.lost.values()) if tokens is not None else 0
+        reused = tokens.device + tokens.host if tokens is not None else 0
+        entry = {name: getattr(self, name, None) for name in TurnEntry.__annotations__}
+        entry |= {
             "request_id": self.client_request_id,
-            "outcome": self.outcome,
             "arrived_s": round(self.arrived_s, 6),
-            "gap_s": self.gap_s,
-            "tool_before": self.tool_before,
             "tool_s": None if self.tool_s is None else round(self.tool_s, 6),
-            "leased": self.leased,
-            "lease_ttl_s": self.lease_ttl_s,
-            "preemptions": self.preemptions,
-            "recomputed_after_preemption_tokens": self.recomputed_after_preemption,
-            "output_tokens": self.output_tokens,
-            "evictor": self.evictor,
-            "evicted_score": self.evicted_score,
-            "goes_on": self.continuation_probability,
-            "tier": self.prediction_source,
-            "p_reuse": self.p_reuse,
-            "seconds": {
-                "wall": round(seconds["wall"], 6),
-                "queued": round(seconds["queued"], 6),
-                "prefilling": round(seconds["prefilling"], 6),
-                "decoding": round(seconds["decoding"], 6),
-            },
-            "tokens": None
-            if tokens is None
-            else {
-                "prompt": tokens.prompt,
-                "device": tokens.device,
-                "host": tokens.host,
-                "new": tokens.new,
-                "tail": tokens.tail,
-                "lost": {cause.value: count for cause, count in tokens.lost.items()},
-            },
+            "seconds": {name: round(cast("float", one), 6) for name, one in self.seconds().items()},
+            "tokens": msgspec.to_builtins(tokens),
             "recompute_estimate_s": round(known(lost), 6) if known else None,
             "saved_estimate_s": round(known(reused), 6) if known else None,
         }
+        return cast("TurnEntry", entry)
 
 
 @dataclass(slots=True)
@@ -337,7 +310,7 @@ class LedgerTotals:
         """Add a finished turn."""
         self.turns += 1
         self.output_tokens += record.output_tokens
-        self.recomputed_after_preemption_tokens += record.recomputed_after_preemption
+        self.recomputed_after_preemption_tokens += record.recomputed_after_preemption_tokens
         if record.tokens is not None:
             self.prompt_tokens += record.tokens.prompt
             self.device_tokens += record.tokens.device
