@@ -25,7 +25,7 @@ from sojourn_server.api.openapi import PREFIX, TYPES, either
 from sojourn_server.api.routes import MAX_DECISIONS, MAX_PROGRAMS, NDJSON, build_router
 from sojourn_server.core import engine_answers
 from sojourn_server.core.engine_answers import Capabilities, ProgramDetail
-from sojourn_server.gateway.http.gateway_route_types import (
+from sojourn_server.gateway.http.status_routes import (
     MAX_LISTED_PROGRAMS,
     GatewayStats,
     MoveList,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,7 +18,7 @@ from starlette.routing import Route
 from ...api import response_merging
 from ...api.api_errors import ApiError
 from ...api.live_stream import MAX_DELTA_S, Audience, LiveHub
-from ...api.openapi import PREFIX
+from ...api.openapi import PREFIX, either
 from ...core.engine_answers import EngineStats, PolicyState
 from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
@@ -27,21 +27,73 @@ from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, Rep
 from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
 from .engine_client import REPLICA, EngineReply
-from .gateway_metrics import GatewayMetrics
-from .gateway_route_types import (
-    MAX_LISTED_PROGRAMS,
-    GatewayStats,
-    MoveList,
-    PolicyStates,
-    ReplicaList,
-    RoutedProgramList,
-)
+from .gateway_metrics import GatewayMetrics, ProgramMove
 from .multi_engine_queries import EngineQueries
 from .peers import Peers
 from .replica_addresses import ReplicaAddress
 from .routing_backend import RoutingBackend
 
 logger = logging.getLogger(__name__)
+
+MAX_LISTED_PROGRAMS = 1000
+"""Maximum number of programs in one answer."""
+
+AnyReplicaStatus = Annotated[Any, either(ReplicaStatus, PairEngineStatus)]
+
+
+class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
+    """The live programs that the client may see: ``total`` in number, of which the answer has ``shown``, the
+    most recently active ones."""
+
+    programs: Sequence[ProgramRouteStatus]
+    shown: int
+    total: int
+    note: str = "ended programs are not listed; GET /sojourn/v1/programs/ID or sojourn top shows them"
+    """What the list leaves out, for people."""
+
+
+class GatewayStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Status of all replicas, and the statistics of their engines."""
+
+    replicas: Sequence[AnyReplicaStatus]
+    engines: dict[str, EngineStats]
+    """Statistics by the engine's URL."""
+    stock: list[str]
+    """URLs of engines that run without sojourn."""
+    silent: list[str]
+    """URLs of engines that did not answer."""
+
+
+class PolicyStates(msgspec.Struct, frozen=True, kw_only=True):
+    """The policies of all engines after a switch."""
+
+    engines: dict[str, PolicyState]
+    """Policy by the engine's URL."""
+    stock: list[str]
+    """URLs of engines that run without sojourn."""
+    silent: list[str]
+    """URLs of engines that did not answer."""
+
+
+class MoveList(msgspec.Struct, frozen=True, kw_only=True):
+    """The latest moves of programs to other replicas, the oldest first."""
+
+    moves: Sequence[ProgramMove]
+
+
+class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas of a gateway."""
+
+    policy: str
+    replicas: Sequence[AnyReplicaStatus]
+    missing: list[str]
+    """Addresses at which no engine answers. On Ray, names of deployments, each once per missing engine."""
+    pairs: dict[str, int] | UnsetType = UNSET
+    """Number of engines that are up, by role (``prefill`` or ``decode``); absent without roles."""
+    read_side: str | UnsetType = UNSET
+    """Name of the policy that chooses which engine of a pair reads KV from storage; absent: unknown."""
+    refused: Mapping[str, str] | UnsetType = UNSET
+    """Addresses of engines that answer but get no requests, with the reasons."""
 
 
 @dataclass(frozen=True, slots=True)
