@@ -40,20 +40,14 @@ HEAD = f"""# Metrics
 Generated from `metrics/metric_catalog.py` and `gateway/http/gateway_metrics.py` by `docs/generate.py`; do not
 edit.
 
-All are in the server's `/metrics`, beside vLLM's own. Each has the label `{ENGINE_LABEL}` in addition: the
-engine's index, as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or
-call id is never a label; for single programs ask `/sojourn/v1/programs` and `/sojourn/v1/decisions`. One
-engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} names, the rest is
-`{OTHER_TOOL}`.
+All are in the server's `/metrics`, beside vLLM's own, with the label `{ENGINE_LABEL}`: the engine's index,
+as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or call id is
+never a label: ask `/sojourn/v1/programs` and `/sojourn/v1/decisions`. One engine adds at most
+{SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} names, the rest is `{OTHER_TOOL}`. Counters without
+that label begin at 0 with the engine's first answer. `sojourn_link_…` and `sojourn_path_…` are of engines
+of a [pair](prefill-decode.md#start-a-pair).
 
-Counters without that label are on the page from the engine's first answer on, also at 0, so that `rate()`
-sees every increment after the first scrape. Increments before it are part of the first value, which `rate()`
-and `increase()` do not count; the alerts for internal errors and dropped measurements ask for it too. Of
-`sojourn_placements_total` only what our own policies can do is there at 0, and the rest once it is counted;
-of `sojourn_link_bytes_total` each link in its own directions. `sojourn_link_…` and `sojourn_path_…` are of
-engines of a [pair](prefill-decode.md#start-a-pair).
-
-Use ratios of rates, not a ratio of totals; for instance, the share of prompt tokens computed again:
+Use ratios of rates, as for the share of prompt tokens computed again:
 
 ```
 sum(rate(sojourn_prompt_tokens_total{{result="lost"}}[5m])) / sum(rate(sojourn_prompt_tokens_total[5m]) > 0)
@@ -78,13 +72,9 @@ ALERTS = """
 ## Boards and alerts
 
 [boards/engine.json](boards/engine.json) and [boards/gateway.json](boards/gateway.json) are boards for Grafana
-10 or newer: import the file and choose the Prometheus that scrapes `/metrics`. Their variables choose
-instances and engines. A panel's description names its metrics. They are written by `docs/generate.py`, so
-change `docs/grafana_boards.py`.
-
-[boards/alerts.yml](boards/alerts.yml) has alert rules for Prometheus: name the file under `rule_files`.
-`page` means look now, `ticket` look today. A panel or a rule over metrics
-that an engine does not have stays empty.
+10 or newer: import the file and choose the Prometheus that scrapes `/metrics`. `docs/grafana_boards.py` makes
+them. [boards/alerts.yml](boards/alerts.yml) has alert rules for Prometheus: name the file under `rule_files`.
+`page` means look now, `ticket` look today.
 
 | alert | severity | fires when | what to do |
 |---|---|---|---|
