@@ -45,7 +45,7 @@ SWEEP_POLICIES = {
 _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 """Options that have an effect on runs loaded with ``--load``."""
 LINE_INTERVAL_S = 15.0
-"""Seconds between two lines of progress outside a terminal."""
+"""Seconds between two lines of progress."""
 
 
 def _workload_help() -> str:
@@ -281,7 +281,7 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
         print_note(note)
     print_line(_announcement(specs))
     try:
-        return run_with_progress(specs, jobs, warm_up_s)
+        return _run_with_progress(specs, jobs, warm_up_s)
     except SuiteInterrupted as interrupt:
         if interrupt.result.rows:
             return interrupt.result
@@ -305,47 +305,29 @@ def _announcement(specs: Sequence[RunSpec]) -> str:
     return f"{runs} run{'s' if runs > 1 else ''}: {loads}; {ends}{' each' if runs > 1 else ''}"
 
 
-def run_with_progress(specs: Sequence[RunSpec], jobs: int | None = None, since_s: float = 0.0) -> SuiteResult:
-    """Call ``run_suite`` and show its progress on stderr: a bar in a terminal, an occasional line elsewhere.
-    SIGTERM interrupts the runs as Ctrl-C does."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
+def _run_with_progress(specs: Sequence[RunSpec], jobs: int | None, since_s: float) -> SuiteResult:
+    """Call ``run_suite`` and print its progress every ``LINE_INTERVAL_S``. SIGTERM interrupts the runs as
+    Ctrl-C does."""
     from sojourn_server.simulator.simulation_suite import run_suite
 
     planned = list(dict.fromkeys(specs))
-    columns = (
-        BarColumn(bar_width=24),
-        TextColumn("{task.percentage:>3.0f}%, {task.fields[ended]} of {task.total} runs, "),
-        TextColumn("{task.fields[finished]} programs finished"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    terminal = sys.stderr.isatty()
-    bar = Progress(*columns, console=console, transient=True, disable=not terminal)
-    with _sigterm_interrupts(), bar as progress:
-        task = progress.add_task("", total=len(planned), ended=0, finished=0)
-        parts = dict.fromkeys(range(len(planned)), 0.0)
-        programs: dict[int, int] = {}
-        started_s = time.monotonic()
-        line_s = started_s + LINE_INTERVAL_S
+    parts = [0.0] * len(planned)
+    started_s = said_s = time.monotonic()
 
-        def move(number: int, now: float, finished: int) -> None:
-            nonlocal line_s
-            spec = planned[number]
-            part = now / spec.until_s if spec.until_s is not None else finished / spec.programs
-            parts[number], programs[number] = min(1.0, part), finished
-            progress.update(task, completed=sum(parts.values()), finished=sum(programs.values()))
-            if not terminal and time.monotonic() >= line_s:
-                line_s = time.monotonic() + LINE_INTERVAL_S
-                done = max(1e-3, sum(parts.values()) / len(planned))
-                left_s = (time.monotonic() - started_s) * (1.0 / done - 1.0)
-                text = f"{100 * done:.0f}% of {len(planned)} runs, about {left_s / 60:,.0f} min left"
-                console.print(text, highlight=False)
+    def move(number: int, now: float, finished: int) -> None:
+        nonlocal said_s
+        spec = planned[number]
+        parts[number] = min(1.0, now / spec.until_s if spec.until_s is not None else finished / spec.programs)
+        if time.monotonic() - said_s >= LINE_INTERVAL_S:
+            said_s = time.monotonic()
+            done = max(1e-3, sum(parts) / len(planned))
+            left_s = (said_s - started_s) * (1.0 / done - 1.0)
+            print_line(f"{100 * done:.0f}% of {len(planned)} runs, about {left_s / 60:,.0f} min left")
 
-        def end(number: int) -> None:
-            parts[number] = 1.0
-            progress.update(task, completed=sum(parts.values()), ended=list(parts.values()).count(1.0))
+    def end(number: int) -> None:
+        parts[number] = 1.0
 
+    with _sigterm_interrupts():
         return run_suite(specs, processes=jobs, since_s=since_s, on_progress=move, on_done=end)
 
 
