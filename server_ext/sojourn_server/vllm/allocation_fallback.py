@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -44,30 +43,17 @@ less frequent."""
 AMPLE_FREE_SHARE = 0.5
 """No forecast is made while more than this share of the pool's blocks is free and no request waits."""
 
-
-SMALL_POOL_BLOCKS = 20_000
-"""Pool size in blocks below which ``count_by_state`` counts all blocks at each call (in at most 2 ms)."""
-
-COUNTING_S_PER_BLOCK = 40e-6
-"""Minimum seconds between two counts of a larger pool, per block of the pool. Counting then takes at most
-0.2 % of the engine's time."""
+COUNTED_BLOCKS = 20_000
+"""Of a larger pool, ``count_by_state`` looks at every nth block, at most this many (about 2 ms)."""
 
 
 class PinnedBlocks:
     """Blocks pinned for programs between their turns, each by one more reference: the pool keeps it."""
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        program_scheduler: ProgramScheduler,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, pool: BlockPool, program_scheduler: ProgramScheduler) -> None:
         self._pool = pool
         self._program_scheduler = program_scheduler
-        self._clock = clock
         self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
-        self._counted: dict[str, int] | None = None
-        self._counted_at = 0.0
 
     def hold(self, program_id: ProgramId, blocks: list[KVCacheBlock]) -> None:
         """Pin distinct, cached ``blocks`` in context order for the program, which has none."""
@@ -83,27 +69,19 @@ class PinnedBlocks:
 
     def count_by_state(self) -> dict[str, int]:
         """Return the number of blocks by state: ``total``, ``running`` (used by requests alone), ``leased``
-        (pinned), ``cached`` (with content, but evictable) and ``free`` (without content). The counts of a
-        large pool may be some seconds old."""
-        pool, now = self._pool, self._clock()
-        age_s = now - self._counted_at
-        is_large = pool.num_gpu_blocks >= SMALL_POOL_BLOCKS
-        if self._counted is not None and is_large and age_s < pool.num_gpu_blocks * COUNTING_S_PER_BLOCK:
-            return self._counted
-        available = pool.get_num_free_blocks()
-        cached = 0
-        if available:
-            cached = sum(1 for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None)
-        total, leased = pool.num_gpu_blocks - 1, self._program_scheduler.leased_blocks
-        self._counted_at = now
-        self._counted = {
+        (pinned), ``cached`` (with content, but evictable) and ``free`` (without content). Those two are
+        estimates in a large pool."""
+        pool, leased = self._pool, self._program_scheduler.leased_blocks
+        available, every = pool.get_num_free_blocks(), -(-pool.num_gpu_blocks // COUNTED_BLOCKS)
+        found = sum(block.ref_cnt == 0 and block.block_hash is not None for block in pool.blocks[::every])
+        total, cached = pool.num_gpu_blocks - 1, min(available, every * found)
+        return {
             "total": total,
             "running": total - available - leased,
             "leased": leased,
             "cached": cached,
             "free": available - cached,
         }
-        return self._counted
 
 
 class DemandMonitor:

@@ -133,17 +133,18 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         the caller must queue again.
 
         Failed and cancelled loads, and those ahead of need, are removed from ``output``, and so are the ids
-        of blocks that were not filled: other requests may have these blocks now, and with several KV cache
-        groups vLLM cannot handle them. Aborted requests stay, because vLLM frees their blocks upon the
-        report."""
+        of blocks that they did not fill: other requests may have these blocks now, and with several KV cache
+        groups vLLM cannot handle them. Those of a pair's transfers stay. Aborted requests stay, because vLLM
+        frees their blocks upon the report."""
         reported = output.finished_recving or set()
         if not reported and not output.invalid_block_ids:
             return set()
+        own = {each for load in self.planner.loads.values() for each in load.block_ids}
         ended = self._attempt(self.planner.end_loads, reported, output.invalid_block_ids)
         if ended is None:
             output.finished_recving = {name for name in reported if not name.startswith(AHEAD)}
             return set()
-        output.finished_recving, output.invalid_block_ids = ended.done, set()
+        output.finished_recving, output.invalid_block_ids = ended.done, output.invalid_block_ids - own
         for name, arrived in ended.ahead.items():
             self._attempt(self.load_ahead_ended, name, arrived)
         return set(ended.failed)

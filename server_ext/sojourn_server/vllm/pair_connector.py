@@ -42,17 +42,6 @@ class PairReport(StepReport[TransferResults]):
         return PairReport(self.results, (*self.others, *other.of_all), host=host)
 
 
-class HostMemory(SojournConnector):
-    def end_loads(self, output: KVConnectorOutput) -> set[str]:
-        """Handle ended loads, as ``SojournConnector`` does, and leave to vLLM the blocks that the pair's
-        transfers have not filled."""
-        own = {each for load in self.planner.loads.values() for each in load.block_ids}
-        others = output.invalid_block_ids - own
-        failed = super().end_loads(output)
-        output.invalid_block_ids |= others
-        return failed
-
-
 class PairConnector(PathsConnector):
     """The extra config has, besides that of ``PathsConnector``, that of ``SojournConnector`` as ``host``."""
 
@@ -62,7 +51,7 @@ class PairConnector(PathsConnector):
         extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
         host = _with_extra(vllm_config, extra.pop("host"))
         super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
-        self.host_memory = HostMemory(host, role, kv_cache_config)
+        self.host_memory = SojournConnector(host, role, kv_cache_config)
         self.filling: set[str] = set()
         """Requests whose blocks a transfer fills while others compute. They cannot give up the load."""
 
