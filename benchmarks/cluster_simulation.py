@@ -14,7 +14,7 @@ tenants  SAGA §9.6: ten tenants at 80 % load, on the paper's model and devices.
          and SAGA's Table 4. Has its own page, cluster_tenants.
 scale    64 replicas and 500 programs: CPU time per virtual second.
 
-Writes cluster_simulation.json, .md and .svg into ``--out``, and the same for cluster_tenants. Text between
+Writes cluster_simulation.json and .md into ``--out``, and the same for cluster_tenants. Text between
 the marks of an .md is written by hand and kept. Finished runs are kept in ``--cache``; an interrupted run
 continues.
 """
@@ -64,7 +64,8 @@ TENANT_POLICIES = (
 """Policies under load. They are whole systems, and SAGA without its gateway's affinity. Its other parts
 change nothing at this load, where nothing is computed again."""
 SEED_POLICIES = ("sojourn/sojourn", "thunderagent/thunderagent", "prefix-affinity/stock")
-"""Policies that are also run with ``--more-seeds``."""
+MORE_SEEDS = (1, 2, 3)
+"""Policies that are also run with these seeds."""
 LESS_POLICIES = TENANT_POLICIES[:2]
 """Policies that are also run at lower load."""
 WHOLE = {"saga-no-": "saga/saga"}
@@ -84,24 +85,21 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = run_arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--traces", type=Path, help="folder of the recorded traces, for mori")
-    parser.add_argument("--workloads", nargs="+", help="for mori, instead: traces, or synthetic:NAME")
     parser.add_argument("--hours", type=float, default=1.0, help="virtual, of each of mori's runs")
-    parser.add_argument("--each", type=int, nargs="+", default=[20, 50, 80], help="mori's programs a replica")
-    parser.add_argument("--scale-programs", type=int, default=500, help="at once, on all of them")
-    parser.add_argument("--scale-s", type=float, default=60.0, help="virtual seconds")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--more-seeds", type=int, nargs="*", default=[], help="of the tenants under load")
     return parser.parse_args(given)
 
 
 MORI_REPLICAS = TENANT_REPLICAS = 3
-SCALE_REPLICAS = 64
+MORI_EACH = (20, 50, 80)
+"""Programs per replica."""
+SCALE_REPLICAS, SCALE_PROGRAMS, SCALE_S = 64, 500, 60.0
 TENANT_PROGRAMS = 48
 """In all."""
 LOAD, LESS_LOAD = 0.8, 0.56
 """Loads of the tenants, as shares of what the best policy does at most. The second is 0.8 of what pays
 30 %."""
-MORI_TRACES = ("kvct_v6_claude_code.jsonl.gz",)
+MORI_TRACE = "kvct_v6_claude_code.jsonl.gz"
 """The recorded trace of MORI's own experiments."""
 LONG_CONTEXTS = "synthetic:dualpath-64k"
 """A second workload for MORI, with few long programs per replica."""
@@ -109,20 +107,17 @@ LONG_CONTEXTS = "synthetic:dualpath-64k"
 
 def mori_specs(options: argparse.Namespace) -> list[RunSpec]:
     """Return the specifications of MORI's runs: for each load in turn, one per policy."""
-    workloads = options.workloads
-    if workloads is None:
-        if options.traces is None:
-            sys.exit("mori needs --traces, a folder of recorded traces, or --workloads")
-        workloads = [*(str(options.traces / name) for name in MORI_TRACES), LONG_CONTEXTS]
+    if options.traces is None:
+        sys.exit("mori needs --traces, a folder of recorded traces")
     return [
         RunSpec(
             policy=policy, workload=workload, hardware="h200", model="qwen3-30b-a3b",
             replicas=MORI_REPLICAS, programs=MORI_REPLICAS * each, until_s=3600.0 * options.hours,
             seed=options.seed,
         )
-        for workload in workloads
+        for workload in (str(options.traces / MORI_TRACE), LONG_CONTEXTS)
         # With contexts of 64,000 tokens, a virtual hour takes a real hour.
-        for each in (options.each[:1] if workload == LONG_CONTEXTS else options.each)
+        for each in (MORI_EACH[:1] if workload == LONG_CONTEXTS else MORI_EACH)
         for policy in MORI_POLICIES
     ]  # fmt: skip
 
@@ -162,7 +157,7 @@ def learn(simulation: Simulation, plans: Iterable[ProgramPlan]) -> None:
 def scale_spec(options: argparse.Namespace) -> RunSpec:
     return RunSpec(
         policy="sojourn/stock", workload="synthetic:continuum-bfcl", replicas=SCALE_REPLICAS,
-        programs=options.scale_programs, until_s=options.scale_s, seed=options.seed,
+        programs=SCALE_PROGRAMS, until_s=SCALE_S, seed=options.seed,
     )  # fmt: skip
 
 
@@ -182,16 +177,16 @@ def main(given: Sequence[str] | None = None) -> None:
 def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
     """Run the parts ``mori`` and ``scale``, and write their page."""
     sections: list[str] = []
-    rows_of: dict[str, list[RunRow]] = {}
+    found: dict[str, Any] = {}
     if "mori" in options.only:
-        rows_of["mori"] = run(mori_specs(options))
-        sections += mori_section(rows_of["mori"])
+        rows = run(mori_specs(options))
+        found["mori"] = msgspec.to_builtins(rows)
+        sections += mori_section(rows)
     if "scale" in options.only:
-        rows_of["scale"] = run([scale_spec(options)])
-        sections += scale_section(rows_of["scale"][0])
-    found = {name: [msgspec.to_builtins(row) for row in rows] for name, rows in rows_of.items()}
-    title = "Several replicas in the simulator"
-    write(options, "cluster_simulation", title, "tokens a second", found, sections, rows_of, began)
+        rows = run([scale_spec(options)])
+        found["scale"] = msgspec.to_builtins(rows)
+        sections += scale_section(rows[0])
+    write(options, "cluster_simulation", "Several replicas in the simulator", found, sections, began)
 
 
 def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
@@ -205,11 +200,7 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
     rows, less_rows = under(LOAD, TENANT_POLICIES), under(LESS_LOAD, LESS_POLICIES)
     rate_per_s = rate_of(at_once, LOAD)
     seed_rows = run(
-        [
-            tenant_spec(options, policy, rate_per_s, seed)
-            for seed in options.more_seeds
-            for policy in SEED_POLICIES
-        ]
+        [tenant_spec(options, policy, rate_per_s, seed) for seed in MORE_SEEDS for policy in SEED_POLICIES]
     )
     found = {
         "rates_per_s": {load: rate_of(at_once, load) for load in (LOAD, LESS_LOAD)},
@@ -220,11 +211,9 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
     }
     sections = at_most_section(at_once)
     sections += tenant_section(rows, LOAD, rate_per_s)
-    if seed_rows:
-        sections += seed_section([*(row for row in rows if row.policy in SEED_POLICIES), *seed_rows])
+    sections += seed_section([*(row for row in rows if row.policy in SEED_POLICIES), *seed_rows])
     sections += tenant_section(less_rows, LESS_LOAD, rate_of(at_once, LESS_LOAD))
-    title = "SAGA's ten tenants in the simulator"
-    write(options, "cluster_tenants", title, "programs in time", found, sections, {"tenants": rows}, began)
+    write(options, "cluster_tenants", "SAGA's ten tenants in the simulator", found, sections, began)
 
 
 def seed_section(rows: Sequence[RunRow]) -> list[str]:
@@ -251,20 +240,16 @@ def write(
     options: argparse.Namespace,
     name: str,
     title: str,
-    drawing: str,
     found: dict[str, Any],
     sections: Sequence[str],
-    rows_of: dict[str, list[RunRow]],
     began: float,
 ) -> None:
-    """Write a page, its JSON and its plot."""
+    """Write a page and its JSON."""
     made = made_with(sys.argv)
     options.out.mkdir(parents=True, exist_ok=True)
     write_json({"made_with": msgspec.to_builtins(made), **found}, str(options.out / f"{name}.json"))
-    drawn = draw(rows_of, options.out / f"{name}.svg")
     parts = [
         opening(title, made, time.monotonic() - began),
-        *([f"![{drawing}]({name}.svg)"] if drawn else []),
         *sections,
         "## Summary",
         "{by hand}",
@@ -397,43 +382,6 @@ def scale_section(row: RunRow) -> list[str]:
         f"{row.virtual_s:,.0f} virtual s took {row.wall_s:,.0f} s, {row.steps:,} steps and {turns:,} turns; "
         f"{row.virtual_s / row.wall_s:.2f} virtual s a second on one core.",
     ]
-
-
-def draw(rows_of: dict[str, list[RunRow]], path: Path) -> bool:
-    """Plot tokens per second by load, and programs in time by policy. Returns False if there is no data."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
-    parts = [name for name in ("mori", "tenants") if name in rows_of]
-    if not parts:
-        return False
-    figure = Figure(figsize=(6.5 * len(parts), 4.0), layout="constrained")
-    axes = figure.subplots(1, len(parts), squeeze=False)[0]
-    for axis, part in zip(axes, parts, strict=True):
-        rows = rows_of[part]
-        if part == "mori":
-            trace = rows[0].trace
-            for policy in dict.fromkeys(row.policy for row in rows):
-                mine = [row for row in rows if (row.policy, row.trace) == (policy, trace)]
-                axis.plot(
-                    [row.programs / (row.replicas or 1) for row in mine],
-                    [row.output_tok_per_s or 0.0 for row in mine],
-                    marker="o",
-                    label=policy,
-                )
-            axis.set(
-                title=trace, xlabel="programs a replica", ylabel="output tokens a second", ylim=(0, None)
-            )
-            axis.legend(frameon=False)
-        else:
-            names = [row.policy for row in rows]
-            shares = [100 * (row.slo_attainment or {}).get(OVERALL, 0.0) for row in rows]
-            axis.barh(names, shares)
-            axis.invert_yaxis()
-            axis.set(title="ten tenants", xlabel="programs in time, %", xlim=(0, 100))
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
-    return True
 
 
 def _met(row: RunRow, tenants: Sequence[str]) -> str:

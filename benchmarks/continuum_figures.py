@@ -4,7 +4,7 @@
 
 Runs the paper's synthetic workloads (Table 1) on A100-80GB with llama-3.1-8b and Poisson arrivals, until all
 programs have finished (§6.1). Delay is a program's time from arrival to last token. Prints a table and writes
-continuum_figures.json, .md and .svg into benchmarks/results. Text between the marks of the .md is written by
+continuum_figures.json and .md into benchmarks/results. Text between the marks of the .md is written by
 hand and kept.
 """
 
@@ -16,10 +16,9 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from kept_runs import row_and_log, run_arguments, run_kept
-from result_pages import FIRST_WORDS, marked, opening, show, write_page
+from result_pages import FIRST_WORDS, marked, opening, write_page
 from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
@@ -61,7 +60,6 @@ def main() -> None:
     found = run_kept(specs, options.cache, options.jobs, row_and_log)
     rows, logs = [row for row, _ in found], [log for _, log in found]
     made = made_with(sys.argv)
-    show_delays(rows)
     plain = document(rows, made)
     plain["published"] = {"least": PUBLISHED[0], "most": PUBLISHED[1], "where": "Continuum §1"}
     plain["seconds_by"] = [{"policy": log.policy, "trace": log.trace, "rate_per_s": log.rate_per_s,
@@ -75,7 +73,7 @@ def main() -> None:
     title = "Continuum's figures in the simulator"
     page = markdown(rows, logs, opening(title, made, time.monotonic() - began))
     write_page(out / "continuum_figures.md", page, FIRST_WORDS)
-    plot(rows, out / "continuum_figures.svg")
+    print(page)
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
@@ -102,17 +100,6 @@ def seconds_by(log: RunLog) -> dict[str, float]:
     return {"mean": sum(sums.values()), **sums}
 
 
-def show_delays(rows: Sequence[RunRow]) -> None:
-    """Print a table of mean delays in seconds, with the factor relative to stock."""
-    names = list(dict.fromkeys(row.policy for row in rows))
-    lines = [
-        [trace.removeprefix("synthetic:continuum-"), f"{rate:g}", *(_cell(mine, name) for name in names)]
-        for (trace, rate), mine in cells(rows).items()
-    ]
-    title = f"mean delay, s, and stock ÷ policy; published {PUBLISHED[0]}–{PUBLISHED[1]}×"
-    show(("workload", "programs/s", *names), lines, title=title)
-
-
 def _cell(rows: dict[str, RunRow], policy: str) -> str:
     mean, times = rows[policy].completion_s.mean, factor(rows, policy)
     text = "–" if mean is None else f"{mean:,.0f}"
@@ -129,7 +116,6 @@ def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], begin: str) -> str:
         f"{first.hardware}, {first.model}, {programs} programs a run arriving Poisson, seed "
         f"{first.seed}; a KV pool of {first.pool_blocks * first.block_size:,} tokens. `unlimited` is stock "
         "with a pool that is never full: a limit, no policy.",
-        "![delay over load](continuum_figures.svg)",
         "## Delay",
         f"Mean seconds from a program's arrival to its last token, and stock ÷ policy. Published (§1): "
         f"{PUBLISHED[0]}× to {PUBLISHED[1]}×.",
@@ -192,41 +178,6 @@ def ablation(rows: Sequence[RunRow]) -> list[str]:
 def _mean(row: RunRow) -> float:
     assert row.completion_s.mean is not None, "an open loop runs until all have finished"
     return row.completion_s.mean
-
-
-def plot(rows: Sequence[RunRow], path: Path) -> None:
-    """Plot delay over load, and below it stock ÷ policy with the published range."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
-    import matplotlib.pyplot as plt
-
-    colours = {
-        policy: f"C{number}" for number, policy in enumerate(dict.fromkeys(row.policy for row in rows))
-    }
-    traces = list(dict.fromkeys(row.trace for row in rows))
-    figure, axes = plt.subplots(2, len(traces), figsize=(4.6 * len(traces), 7), squeeze=False, sharex="col")
-    for place, trace in enumerate(traces):
-        delay, times = axes[0][place], axes[1][place]
-        mine = {rate: found for (name, rate), found in cells(rows).items() if name == trace}
-        for policy, colour in colours.items():
-            rates = [rate for rate in mine if policy in mine[rate]]
-            drawn: dict[str, Any] = {"color": colour, "marker": "o", "label": policy}
-            delay.plot(rates, [mine[rate][policy].completion_s.mean for rate in rates], **drawn)
-            if policy != "stock":
-                times.plot(rates, [factor(mine[rate], policy) for rate in rates], **drawn)
-        times.axhspan(*PUBLISHED, color="#009E73", alpha=0.1, label="published, all set-ups")
-        times.axhline(1.0, color="black", linewidth=0.8)
-        delay.set(title=trace, ylabel="mean delay, s", ylim=(0, None))
-        times.set(xlabel="programs a second", ylabel="stock ÷ policy")
-        for axis in (delay, times):
-            axis.grid(alpha=0.25)
-    axes[0][0].legend(frameon=False)
-    axes[1][0].legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":

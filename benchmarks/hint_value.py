@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as replace_run
 from math import exp, log, nan
-from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from oracle_policies import WORK_ORACLE, know_work
 from result_pages import marked, opening, show, write_result
 from sojourn_server.metrics.summary_statistics import percentile
 from sojourn_server.simulator.client_hints import HintSetting
-from sojourn_server.simulator.report.plot import plot_settings
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import service_s
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
@@ -383,26 +381,7 @@ def page(ratios: Ratios, options: Namespace, begin: str) -> str:
         "the hint: mean and P95 of completion (below 1 is better); programs that had ended when the last one "
         "arrived, and their work, in seconds that it takes alone (above 1 is better)."
     )
-    picture = "![hints](hint_value.svg)"
-    return "\n\n".join([begin, words, marked(HEAD, lines(ratios)), picture, "{by hand}", "\n".join(loads)])
-
-
-def draw(ratios: Ratios, path: Path) -> None:
-    """Mean completion with each hint ÷ without it, one row per load and hint."""
-    rows = [(f"{load}: {hint}", of) for (load, hint), of in ratios.items()][::-1]
-    with plot_settings():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.0, 0.3 * len(rows) + 1.2))
-        axes = figure.add_subplot()
-        for quality, marker in zip(QUALITIES, "o^x", strict=True):
-            known = [(of[quality]["mean"], place) for place, (_, of) in enumerate(rows) if quality in of]
-            axes.plot(*zip(*known, strict=True), marker, label=quality)
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-        axes.set_xlabel("mean completion ÷ without the hint")
-        axes.legend(frameon=False)
-        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    return "\n\n".join([begin, words, marked(HEAD, lines(ratios)), "{by hand}", "\n".join(loads)])
 
 
 def main() -> None:
@@ -421,7 +400,6 @@ def main() -> None:
     }  # fmt: skip
     begin = opening("What a hint is worth", made, time.monotonic() - began)
     write_result(options.out, "hint_value", made, document, page(ratios, options, begin))
-    draw(ratios, options.out / "hint_value.svg")
     show(HEAD, lines(ratios))
 
 

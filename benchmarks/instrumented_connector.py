@@ -54,7 +54,7 @@ class WatchedPaths(PathsConnector):
         """Register the KV caches, then open the control socket."""
         super().register_kv_caches(kv_caches)
         line = socket.socket(socket.AF_UNIX)
-        line.bind(str(Path(os.environ[WATCHES]) / f"{self.settings.store_name}.watch"))
+        line.bind(str(Path(os.environ[WATCHES]) / f"{self.settings.options.store_name}.watch"))
         line.listen()
         threading.Thread(target=self._take_in, args=(line,), daemon=True).start()
 
@@ -74,10 +74,7 @@ class WatchedPaths(PathsConnector):
         assert worker is not None
         assert traffic is not None
         return {
-            "links": {
-                name: {"moved_bytes": link["moved_bytes"], "queued_bytes": link["queued_bytes"]}
-                for name, link in traffic.stats()["links"].items()
-            },
+            "read_bytes": traffic.stats()["links"]["storage read"]["moved_bytes"],
             "open": worker.open_operations,
             "clean": traffic.is_clean,
             "block_bytes": self.settings.identity.block_bytes,

@@ -34,7 +34,6 @@ class Look(NamedTuple):
 
     read_bytes: int
     """Bytes read from storage since the start."""
-    read_queue_bytes: int
     is_idle: bool
     block_bytes: int
     counts: dict[str, int]
@@ -94,10 +93,8 @@ class Engine:
             self._lines.write("\n")
             self._lines.flush()
             told = json.loads(self._lines.readline())
-        reads = told["links"]["storage read"]
         return Look(
-            read_bytes=reads["moved_bytes"],
-            read_queue_bytes=reads["queued_bytes"],
+            read_bytes=told["read_bytes"],
             is_idle=told["clean"] and not told["open"],
             block_bytes=told["block_bytes"],
             counts=told["counts"],

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import math
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from prefill_decode_engines import MEGABYTES_S, PATIENCE_S, Engine, all_idle, loud_model, started
@@ -46,11 +45,9 @@ HIT_TOKENS, ALONE_TOKENS = 6_000, 8_000
 APPEND_TOKENS, OUTPUT_TOKENS = 50, 8
 """New tokens of a request. Together they stay below a Full Block: else it would be stored, and the next arm
 had less to do. An engine stores 32 Full Blocks a step, so fewer outputs would not store all."""
-WINDOW_S = 1.0
-"""Windows in which links are compared."""
 SEED = 0
-SAMPLE_S = 0.1
-"""Seconds between two samples of the links."""
+POLL_S = 0.1
+"""Seconds between two looks at engines that come to rest."""
 MOST_OFF = 1e-3
 """Maximum difference of a logprob. It is not 0, because the order of additions depends on the batch's other
 requests."""
@@ -64,14 +61,6 @@ ARMS: dict[str, Callable[[float, float], bool]] = {
     "decode side": lambda prefill_queue_s, decode_queue_s: True,
     "shorter queue": READ_SIDE_POLICIES["shorter"],
 }
-
-
-class Sample(NamedTuple):
-    """State of the storage links at one time, by engine: bytes read so far, and whether reads are queued."""
-
-    at_s: float
-    read_bytes: dict[str, int]
-    queued: dict[str, bool]
 
 
 # -- one run of one arm -----------------------------------------------------------------
@@ -109,7 +98,7 @@ class Bench:
         while not await asyncio.to_thread(all_idle, self.engines):
             if time.monotonic() > deadline_s:
                 raise RuntimeError("engines do not come to rest")
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(POLL_S)
         for engine in self.engines:
             await asyncio.to_thread(engine.forget)
 
@@ -120,20 +109,15 @@ class Bench:
         router = Router(self.engines, ARMS[arm], pool_tokens(self.options))
         for question in questions:
             router.know(question)
-        samples: list[Sample] = []
         before = {engine.name: engine.look() for engine in self.engines}
         began_s = time.monotonic()
-        with watching(self.engines, samples, began_s):
-            answers = await asyncio.gather(
-                *(
-                    router.answer(
-                        http, self.model, question, f"{arm} {next(self._transfers)}",
-                        OUTPUT_TOKENS,
-                    )
-                    for question in questions
-                )
-            )  # fmt: skip
-            wall_s = time.monotonic() - began_s
+        answers = await asyncio.gather(
+            *(
+                router.answer(http, self.model, question, f"{arm} {next(self._transfers)}", OUTPUT_TOKENS)
+                for question in questions
+            )
+        )
+        wall_s = time.monotonic() - began_s
         off = max(
             self._check(question, answered) for question, answered in zip(questions, answers, strict=True)
         )
@@ -154,17 +138,8 @@ class Bench:
             "mean_first_token_s": mean(answered.first_s for answered in answers),
             "prefilled_s": median(answered.prefilled_s for answered in answers),
             "read_bytes": read,
-            "busy_s": busy_s(samples),
             "max_over_mean": max(read.values()) / mean(read.values()),
-            "windows_max_over_mean": windows(samples, WINDOW_S),
             "most_off": off,
-            "lines": [
-                {
-                    "at_s": round(one.at_s, 3),
-                    "read_bytes": [one.read_bytes[n] - before[n].read_bytes for n in read],
-                }
-                for one in samples
-            ],
         }
 
     def _check(self, question: RoutingQuery, answered: PairResponse) -> float:
@@ -194,56 +169,6 @@ def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
     }
 
 
-@contextlib.contextmanager
-def watching(engines: Sequence[Engine], samples: list[Sample], began_s: float) -> Iterator[None]:
-    """Append samples of the links to ``samples`` in a background task during the ``with`` block."""
-
-    def look() -> Sample:
-        looks = {engine.name: engine.look() for engine in engines}
-        return Sample(
-            time.monotonic() - began_s,
-            {name: one.read_bytes for name, one in looks.items()},
-            {name: one.read_queue_bytes > 0 for name, one in looks.items()},
-        )
-
-    async def go_on() -> None:
-        while True:
-            samples.append(await asyncio.to_thread(look))
-            await asyncio.sleep(SAMPLE_S)
-
-    task = asyncio.get_running_loop().create_task(go_on())
-    try:
-        yield
-    finally:
-        task.cancel()
-        samples.append(look())
-
-
-def busy_s(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the seconds for which each link had queued reads."""
-    found = dict.fromkeys(samples[0].queued, 0.0)
-    for before, after in itertools.pairwise(samples):
-        for name, queued in before.queued.items():
-            found[name] += (after.at_s - before.at_s) * queued
-    return {name: round(seconds, 3) for name, seconds in found.items()}
-
-
-def windows(samples: Sequence[Sample], window_s: float) -> float | None:
-    """Return how unevenly the links read: bytes of the busiest link ÷ mean over the links, per window,
-    averaged over windows with weights in bytes. ``None`` if the run was too short."""
-    weighted, total = 0.0, 0
-    first = samples[0]
-    for sample in samples[1:]:
-        if sample.at_s - first.at_s < window_s:
-            continue
-        read = [sample.read_bytes[name] - first.read_bytes[name] for name in first.read_bytes]
-        if sum(read):
-            weighted += max(read) / mean(read) * sum(read)
-            total += sum(read)
-        first = sample
-    return weighted / total if total else None
-
-
 # -- all of them ------------------------------------------------------------------------
 
 
@@ -267,13 +192,8 @@ def rows_of(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[str
         row: dict[str, Any] = {"case": case, "read by": arm}
         for name in ("wall_s", "first_token_s", "mean_first_token_s", "prefilled_s", "max_over_mean"):
             row[name] = median(run[name] for run in runs)
-        told = [run["windows_max_over_mean"] for run in runs if run["windows_max_over_mean"] is not None]
-        row["windows_max_over_mean"] = median(told) if told else None
-        row["busy_share"] = median(mean(run["busy_s"].values()) / run["wall_s"] for run in runs)
         row["most_off"] = max(run["most_off"] for run in runs)
-        # The samples of one run are enough for the plot.
-        row["lines"] = runs[0]["lines"]
-        row["runs"] = [{key: value for key, value in run.items() if key != "lines"} for run in runs]
+        row["runs"] = runs
         rows.append(row)
     basis = {row["case"]: row for row in rows if row["read by"] == "prefill side"}
     for row in rows:
@@ -284,26 +204,23 @@ def rows_of(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[str
 
 HEAD = (
     "requests", "read by", "all answered s", "times as fast", "first token s", "times as soon",
-    "links busy", "max / mean", "in windows",
+    "max / mean",
 )  # fmt: skip
 
 
 def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
     """Return the cells of a table row."""
-    in_windows = row["windows_max_over_mean"]
     return [
         f"{options.requests} at once" if row["case"] == "burst" else "one alone",
         row["read by"],
         f"{row['wall_s']:.2f}", f"{row['times_as_fast']:.2f}",
         f"{row['first_token_s']:.2f}", f"{row['times_as_soon']:.2f}",
-        f"{row['busy_share']:.0%}", f"{row['max_over_mean']:.2f}",
-        f"{in_windows:.2f}" if in_windows is not None else "–",
+        f"{row['max_over_mean']:.2f}",
     ]  # fmt: skip
 
 
 def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
     """Return the result as Markdown."""
-    name = file_name(options)
     engines = "a prefill and a decode engine" if options.pairs == 1 else f"{options.pairs} of each"
     return (
         f"{opening('Pairs of real engines on slow links', made, wall_s)}\n\n"
@@ -318,40 +235,11 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
         "All arms say the tokens that the same pairs say of the same prompts before anything is stored, when "
         "all of each is computed; logprobs differ from those by "
         f"{max(row['most_off'] for row in rows):.0e} at most.\n\n"
-        f"![read bytes over time]({name}.svg)\n\n"
         f"{marked(HEAD, (cells(row, options) for row in rows))}\n\n"
-        "*First token* is the median of the requests, at the client. *Links busy* is the share of the time "
-        "in which a storage link has something to read, over all links; *max / mean* what the busiest has "
-        f"read in all, and *in windows* in windows of {WINDOW_S:g} s, by bytes.\n\n"
+        "*First token* is the median of the requests, at the client; *max / mean* is what the busiest "
+        "storage link has read over the mean of all.\n\n"
         "{by hand}\n"
     )
-
-
-def plot(rows: Sequence[dict[str, Any]], names: Sequence[str], path: Path) -> None:
-    """Plot the bytes read by each link over time, for each arm, in the first round."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
-    import matplotlib.pyplot as plt
-
-    burst = [row for row in rows if row["case"] == "burst"]
-    figure, axes = plt.subplots(1, len(burst), figsize=(2.4 * len(burst), 2.6), sharex=True, sharey=True)
-    colours = ("#D55E00", "#0072B2", "#E69F00", "#56B4E9")
-    for axis, row in zip(axes, burst, strict=True):
-        lines = row["lines"]
-        for place, name in enumerate(names):
-            axis.plot(
-                [line["at_s"] for line in lines], [line["read_bytes"][place] / 1e6 for line in lines],
-                color=colours[place % len(colours)], label=name, linestyle=("-", "--")[place // 2 % 2],
-            )  # fmt: skip
-        axis.set(title=row["read by"], xlabel="seconds")
-        axis.grid(alpha=0.25)
-    axes[0].set_ylabel("read from storage, MB")
-    axes[0].legend(frameon=False)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 def file_name(options: argparse.Namespace) -> str:
@@ -369,9 +257,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=1, help="engines that prefill, and as many that decode")
     parser.add_argument("--requests", type=int, default=20, help="at once")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, help="folder to write prefill_decode_pair.json, .md and .svg into"
-    )
+    parser.add_argument("--out", type=Path, help="folder to write prefill_decode_pair.json and .md into")
     options = parser.parse_args(arguments)
     if min(options.pairs, options.requests, options.rounds) < 1:
         parser.error("expected at least one pair, one request and one round")
@@ -401,7 +287,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is not None:
         made_of = {"pairs": options.pairs, "requests": options.requests, "rounds": options.rounds}
         document = {"options": made_of, "engines": names, "rows": rows}
-        plot(rows, names, options.out / f"{file_name(options)}.svg")
         text = page(rows, options, made, time.monotonic() - began_s)
         write_result(options.out, file_name(options), made, document, text)
 

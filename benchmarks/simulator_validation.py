@@ -111,14 +111,8 @@ def compare(real: Sequence[Mapping[str, float]], lab: Sequence[Mapping[str, floa
     return {**found, "error": error, "agrees": agrees}
 
 
-def medians(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Return the median of each name's counts. A missing name counts as 0."""
-    names = sorted({name for count in counts for name in count})
-    return {name: statistics.median(count.get(name, 0) for count in counts) for name in names}
-
-
-def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run every policy at every load on both sides. Return their comparisons, and add all turns to ``turns``.
+def measure(scenario: Scenario, profile_file: Path) -> list[dict[str, Any]]:
+    """Run every policy at every load on both sides. Return their comparisons.
 
     Raises ``BenchmarkError`` and ``ServerStartError``.
     """
@@ -126,20 +120,14 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
     plans = plans_of(programs, scenario)
     cells = [(at_once, policy) for at_once in scenario.loads for policy in scenario.policies]
     found: dict[tuple[int, str, str], list[dict[str, float]]] = defaultdict(list)
-    decisions: dict[tuple[int, str, str], list[dict[str, int]]] = defaultdict(list)
-
-    def note(world: str, at_once: int, policy: str, repeat: int, played: RunMeasurements) -> dict[str, float]:
-        turns[f"{world}/{policy}/{at_once}/{repeat}"] = played.turns
-        decisions[at_once, policy, world].append(played.decisions)
-        found[at_once, policy, world].append(figures(played, plans, scenario.block_size))
-        return found[at_once, policy, world][-1]
 
     for repeat in range(scenario.repeats):
         # Every second repeat reverses the order, so that no policy always gets the warmer machine.
         for at_once, policy in cells if repeat % 2 == 0 else reversed(cells):
             started = time.perf_counter()
             played = play_on_engine(scenario, programs, policy, at_once)
-            run = note("real", at_once, policy, repeat, played)
+            run = figures(played, plans, scenario.block_size)
+            found[at_once, policy, "real"].append(run)
             console.print(
                 f"{policy} at {at_once}, run {repeat + 1}: completion {run['completion_mean_s']:.1f} s, "
                 f"{run['regenerated_tokens']:,} tokens again; {time.perf_counter() - started:.0f} s",
@@ -148,13 +136,12 @@ def measure(scenario: Scenario, profile_file: Path, turns: dict[str, Any]) -> li
     for at_once, policy in cells:
         for repeat in range(scenario.lab_repeats):
             played = play_in_simulator(scenario, programs, policy, at_once, profile_file, repeat)
-            note("lab", at_once, policy, repeat, played)
+            found[at_once, policy, "lab"].append(figures(played, plans, scenario.block_size))
     return [
         {
             "policy": policy,
             "at_once": at_once,
             **compare(found[at_once, policy, "real"], found[at_once, policy, "lab"]),
-            "decisions": {world: medians(decisions[at_once, policy, world]) for world in ("real", "lab")},
         }
         for at_once, policy in cells
     ]
@@ -213,30 +200,24 @@ def main() -> None:
     ``JUDGED``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--turns", type=Path, help="write every turn of both worlds here, as JSON")
     parser.add_argument("--smoke", action="store_true", help="the tiny model, one load: two minutes")
-    parser.add_argument("--profile", type=Path, help="an engine profile measured before, in place of one now")
     parser.add_argument("--repeats", type=int, help="of each real run")
     options = parser.parse_args()
     scenario = SMOKE if options.smoke else Scenario()
     if options.repeats is not None:
         scenario = dataclasses.replace(scenario, repeats=options.repeats)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    turns: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        profile_file = options.profile or Path(folder) / "engine.toml"
+        profile_file = Path(folder) / "engine.toml"
         try:
-            if options.profile is None:
-                profile(scenario, profile_file)
-            results = measure(scenario, profile_file, turns)
+            profile(scenario, profile_file)
+            results = measure(scenario, profile_file)
         except (BenchmarkError, subprocess.CalledProcessError) as error:
             raise SystemExit(str(error)) from None
         result = document(scenario, profile_file, results)
     show_results(results)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    if options.turns:
-        options.turns.write_text(json.dumps(turns) + "\n")
     raise SystemExit(0 if result["agrees"] else 1)
 
 

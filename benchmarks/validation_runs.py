@@ -8,8 +8,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -100,8 +99,6 @@ class RunMeasurements:
     """Seconds from each program's arrival to its last token."""
     wall_s: float = 0.0
     preemptions: int = 0
-    decisions: dict[str, int] = field(default_factory=dict)
-    """Number of sojourn's decisions by kind and reason; empty for stock."""
 
 
 def programs_of(scenario: Scenario) -> list[TraceProgram]:
@@ -190,17 +187,12 @@ def play_on_engine(
 ) -> RunMeasurements:
     """Run the programs once on a new server, and return the measurements. Raises ``BenchmarkError`` if a
     program does not finish as planned."""
-    import httpx
     from sojourn_server.demo.demo_run import read_counts
-    from sojourn_server.launch.serve_command import STOCK_POLICY
 
     with server_of(scenario, policy) as server:
         before = read_counts(server.url)
         played = asyncio.run(_replay(scenario, programs, server.url, at_once))
         played.preemptions = round(read_counts(server.url).since(before).preemptions)
-        if policy != STOCK_POLICY:
-            answer = httpx.get(f"{server.url}/sojourn/v1/decisions", params={"limit": 5000}, timeout=30.0)
-            played.decisions = counted(answer.raise_for_status().json()["decisions"])
     return played
 
 
@@ -302,15 +294,12 @@ def play_in_simulator(
     from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
 
-    adapters: list[Any] = []
-
     def prepare(simulation: Any) -> None:
         (replica,) = simulation.replicas
         if repeat:
             seed = f"{scenario.seed}/{policy}/{at_once}/{repeat}"
             replica.latency = Noisy(replica.latency, measured_off(profile_file), seed)
         if replica.engine.adapter is not None:
-            adapters.append(replica.engine.adapter)
             # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
             replica.engine.adapter.reader = SimulatedOutputs()
 
@@ -328,12 +317,7 @@ def play_in_simulator(
             f"the simulation went wrong: {log.notes}, {log.hook_failures} failed hooks, "
             f"{log.refused_hints} refused hints"
         )
-    taken = [each for adapter in adapters for each in adapter.program_scheduler.decisions.since(0, 5000)[0]]
-    return _played(log, counted(decision.as_dict() for decision in taken))
-
-
-def _played(log: Any, decisions: dict[str, int]) -> RunMeasurements:
-    played = RunMeasurements(wall_s=max(program.finished_s for program in log.programs), decisions=decisions)
+    played = RunMeasurements(wall_s=max(program.finished_s for program in log.programs))
     for program in log.programs:
         played.completions_s.append(program.completion_s)
         for turn in program.turns:
@@ -346,8 +330,3 @@ def _played(log: Any, decisions: dict[str, int]) -> RunMeasurements:
                 )
             )  # fmt: skip
     return played
-
-
-def counted(decisions: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the number of decisions by kind and reason."""
-    return dict(sorted(Counter(f"{d['kind']}: {d['reason']}" for d in decisions).items()))
