@@ -29,6 +29,7 @@ from .console import (
 
 if TYPE_CHECKING:
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
+    from sojourn_server.replay.completions_client import CompletionsClient
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 PROGRESS_INTERVAL_S = 10.0
@@ -66,17 +67,17 @@ def profile(
     """Measure prefill, decode and copies of a live, idle server."""
     from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.offload_break_even import offload_break_even
-    from sojourn_server.replay.completions_client import RequestError
+    from sojourn_server.replay.completions_client import CompletionsClient, RequestError
 
     given = EngineLimits(
         max_context_tokens=max_context,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
+    sampling = {"repeats": repeats, "vocabulary": vocabulary, "on_sample": _progress_lines()}
+    client = CompletionsClient(url, api_key=api_key or None, timeout_s=budget_s)
     try:
-        result, notes = asyncio.run(
-            _measure(url, model, api_key or None, given, repeats, budget_s, vocabulary, decode, hardware)
-        )
+        result, notes = asyncio.run(_measure(client, model, given, budget_s, decode, hardware, sampling))
     except RequestError as error:
         raise CliError(f"a measurement failed: {error}", _resume_hint(error)) from None
     break_even = offload_break_even(result)
@@ -108,17 +109,15 @@ def profile(
 
 
 async def _measure(
-    url: str,
+    client: CompletionsClient,
     model: str | None,
-    api_key: str | None,
     given: EngineLimits,
-    repeats: int,
     budget_s: float,
-    vocabulary: int,
     decode: bool,
     hardware: str | None,
+    sampling: dict[str, Any],
 ) -> tuple[EngineProfile, list[str]]:
-    """Return the measured profile, and notes for the user."""
+    """Return the measured profile, and notes for the user. ``sampling``: arguments of each measurement."""
     from sojourn_server.launch.launch_environment import installed_versions
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
     from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
@@ -130,10 +129,9 @@ async def _measure(
     )
     from sojourn_server.profiling.prefill_measurement import measure_prefill
     from sojourn_server.profiling.step_measurement import StepMeasurement, measure_steps
-    from sojourn_server.replay.completions_client import CompletionsClient
     from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 
-    async with CompletionsClient(url, api_key=api_key, timeout_s=budget_s) as client:
+    async with client:
         served = await client.discover(model)
         reported = await read_limits(client, served)
         limit, max_context = served.max_context_tokens, given.max_context_tokens
@@ -159,15 +157,8 @@ async def _measure(
         # The policies of a live engine need the prefill curve, so it comes first; decodes get the rest of the
         # budget, at least half.
         prefill_budget_s = budget_s / 2 if decode else budget_s
-        show = _progress_lines()
         prefill = await measure_prefill(
-            client,
-            served,
-            max_tokens=longest,
-            repeats=repeats,
-            budget_s=prefill_budget_s,
-            vocabulary=vocabulary,
-            on_sample=show,
+            client, served, max_tokens=longest, budget_s=prefill_budget_s, **sampling
         )
         steps = StepMeasurement()
         if decode and prefill.points:
@@ -179,14 +170,12 @@ async def _measure(
                 max_tokens=min(longest, prefill.points[-1][0]),
                 limits=limits,
                 block_size=block_tokens,
-                repeats=repeats,
                 budget_s=budget_s - (time.monotonic() - started),
-                vocabulary=vocabulary,
-                on_sample=show,
+                **sampling,
             )
     if not prefill.points:
         raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
-    local = (urlsplit(url).hostname or "") in _LOCAL_HOSTS
+    local = (urlsplit(client.url).hostname or "") in _LOCAL_HOSTS
     bandwidth = CopyBandwidth(None, None, "the server runs on another machine; profile it there")
     if local:
         kv_bytes = limits.kv_bytes_per_token
