@@ -312,7 +312,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Change all scores and no standing."""
         self.upside_down = not self.upside_down
         if self.by_program:
-            self.queue._heap.scorer.shift = float(self.upside_down)
+            self.queue._order.scorer.shift = float(self.upside_down)
         self.queue.rescale()
 
     @precondition(lambda self: self.taken)

@@ -18,7 +18,7 @@ def lose_a_block(queue: Any) -> None:
 
 
 def forget_all_buckets(queue: Any) -> None:
-    queue._heap.first = lambda: None
+    queue._order.first = lambda: None
 
 
 def miscount(queue: Any) -> None:
@@ -45,11 +45,11 @@ def raises(error: Exception) -> Callable[..., Any]:
 def scores_do_not_compare(queue: Any) -> None:
     mixed = iter([(1.0,), None, ("a",), (2.0,), ({},)] * 1000)
     order = {"standing": lambda *_: (0.0,), "score": lambda *_: next(mixed)}
-    queue._heap.scorer = type("Order", (), {name: staticmethod(call) for name, call in order.items()})()
+    queue._order.scorer = type("Order", (), {name: staticmethod(call) for name, call in order.items()})()
 
 
 def score_fails(queue: Any) -> None:
-    queue._heap.scorer.score = raises(ZeroDivisionError())
+    queue._order.scorer.score = raises(ZeroDivisionError())
 
 
 def fails_within(name: str) -> Callable[[Any], None]:

@@ -27,8 +27,8 @@ good.
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import wraps
@@ -59,6 +59,9 @@ Score = tuple[float, ...]
 """Eviction score of a bucket; the lowest is evicted first."""
 NEWEST_TURN = math.inf
 """``Bucket.used_s`` of the blocks of a program's newest turn."""
+Place = tuple[Score, bool, int]
+"""(Score, whether it is a newest turn, insertion number). Among equal scores, abandoned branches come first,
+then the bucket added first."""
 Standing = tuple[float, ...] | None
 """The inputs of a bucket's score, apart from its scale; ``None`` for an unknown program."""
 
@@ -75,9 +78,8 @@ class Bucket:
         self.blocks: OrderedDict[int, KVCacheBlock] = OrderedDict()
         """Block id → block. Popping the first blocks of a plain dict takes ever longer."""
         self.standing: Standing = None
-        self.place: tuple[Score, bool, int] | None = None
-        """(Score, whether it is a newest turn, insertion number) in the heap, or ``None``. Among equal
-        scores, abandoned branches come first, then the bucket added first."""
+        self.place: Place | None = None
+        """Its place in the ``EvictionOrder``, if it has one."""
 
 
 class EvictionScorer:
@@ -113,58 +115,47 @@ class EvictionScorer:
         return self._program_scheduler.owner_score(standing, self._branches.share)
 
 
-class EvictionHeap:
-    """Heap of buckets by score, lowest first. If ``rescaled``, the next read computes all scores again."""
+class EvictionOrder:
+    """Buckets by score, lowest first. If ``rescaled``, the next read computes all scores again."""
 
     def __init__(self, scorer: EvictionScorer) -> None:
         self.scorer = scorer
-        self._heap: list[tuple[tuple[Score, bool, int], Bucket]] = []
-        """Entries whose place is not the bucket's present one are stale."""
-        self._live = 0
+        self._entries: list[tuple[Place, Bucket]] = []
+        """Sorted: with hundreds of buckets an insertion moves few pointers."""
         self._pushes = 0
         self.rescaled = False
 
     def push(self, bucket: Bucket) -> None:
+        """Add a bucket, or score it anew."""
+        self.forget(bucket)
         self._pushes += 1
-        self._live += bucket.place is None
         is_newest = bucket.used_s == NEWEST_TURN
         left = None if is_newest else AbandonedBranch(bucket.used_s, len(bucket.blocks))
         bucket.standing = self.scorer.standing(bucket.program_id, left)
-        bucket.place = self.scorer.score(bucket.standing), is_newest, self._pushes
-        heapq.heappush(self._heap, (bucket.place, bucket))
-        if len(self._heap) > 4 * self._live + 64:
-            self._heap = sorted(self._valid())
+        place = self.scorer.score(bucket.standing), is_newest, self._pushes
+        insort(self._entries, (place, bucket))
+        bucket.place = place
 
     def forget(self, bucket: Bucket) -> None:
-        self._live -= bucket.place is not None
-        bucket.place = None
+        if bucket.place is not None:
+            _, found = self._entries.pop(bisect_left(self._entries, (bucket.place,)))
+            assert found is bucket, "scores do not compare"
+            bucket.place = None
 
     def first(self) -> tuple[Bucket, Score] | None:
-        self._rescore_all()
-        while self._heap:
-            place, bucket = self._heap[0]
-            if bucket.place is place:
-                return bucket, place[0]
-            heapq.heappop(self._heap)
-        return None
+        entries = self._scored()
+        return (entries[0][1], entries[0][0][0]) if entries else None
 
     def ordered(self) -> list[Bucket]:
-        self._rescore_all()
-        return [bucket for _, bucket in sorted(self._valid())]
+        return [bucket for _, bucket in self._scored()]
 
-    def _valid(self) -> Iterator[tuple[tuple[Score, bool, int], Bucket]]:
-        return (entry for entry in self._heap if entry[1].place is entry[0])
-
-    def _rescore_all(self) -> None:
-        """Compute the score of every bucket again, about 1 µs each, if the scale has changed."""
+    def _scored(self) -> list[tuple[Place, Bucket]]:
         if self.rescaled:
             self.rescaled = False
-            entries = []
-            for (_, is_newest, number), bucket in self._valid():
+            for (_, is_newest, number), bucket in self._entries:
                 bucket.place = self.scorer.score(bucket.standing), is_newest, number
-                entries.append((bucket.place, bucket))
-            heapq.heapify(entries)
-            self._heap = entries
+            self._entries = sorted((bucket.place, bucket) for _, bucket in self._entries if bucket.place)
+        return self._entries
 
 
 def _or_stock(stock: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
@@ -217,7 +208,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._evicted = evicted
         self._failed = failed
         self._before_reuse = before_reuse
-        self._heap = EvictionHeap(scorer) if scorer is not None else None
+        self._order = EvictionOrder(scorer) if scorer is not None else None
         self._all: list[KVCacheBlock] = replaced.popleft_n(replaced.num_free_blocks)
         self._by_id = {block.block_id: block for block in self._all}
         self._forget_programs()
@@ -228,12 +219,12 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self._buckets: dict[ProgramId, dict[float, Bucket]] = {}
         """Program → time of last use → bucket, oldest first, but for ``NEWEST_TURN``. None is empty."""
         self._shared = Bucket(ProgramId(""))
-        """Blocks with several owners, evicted last. Not in the heap."""
+        """Blocks with several owners, evicted last. Not in the ``EvictionOrder``."""
         self._ended = Bucket(ProgramId(""), -math.inf)
         """Blocks whose only program has ended, and unused blocks loaded ahead of need."""
         self._bucket_of: dict[int, Bucket] = {}
-        if self._heap is not None:
-            self._heap = EvictionHeap(self._heap.scorer)
+        if self._order is not None:
+            self._order = EvictionOrder(self._order.scorer)
 
     # -- programs ---------------------------------------------------------------
 
@@ -287,13 +278,13 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_or_stock()
     def rescore(self, program_id: ProgramId) -> None:
-        if self._heap is not None:
+        if self._order is not None:
             for bucket in self._buckets.get(program_id, {}).values():
-                self._heap.push(bucket)
+                self._order.push(bucket)
 
     def rescale(self) -> None:
-        if self._heap is not None:
-            self._heap.rescaled = True
+        if self._order is not None:
+            self._order.rescaled = True
 
     @_or_stock()
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:
@@ -301,13 +292,13 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         own, once the new turn has all its blocks."""
         buckets = self._buckets.get(program_id, {})
         newest = buckets.pop(NEWEST_TURN, None)
-        if newest is None or self._heap is None:
+        if newest is None or self._order is None:
             return
         if used_s in buckets:
             self._merge(buckets[used_s], newest)
         else:
             buckets[used_s], newest.used_s = newest, used_s
-            self._heap.push(newest)
+            self._order.push(newest)
         if len(buckets) > MAX_ABANDONED_BUCKETS:
             # The second-oldest branch joins the oldest, so each block moves at most once.
             oldest, second = list(buckets)[:2]
@@ -321,7 +312,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     @_or_stock(FreeKVCacheBlockQueue.append_n)
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         owners = self.owners
-        if not (owners.orphans or owners.ahead or (self._heap is not None and owners.of)):
+        if not (owners.orphans or owners.ahead or (self._order is not None and owners.of)):
             super().append_n(blocks)
             return
         for block in blocks:
@@ -332,8 +323,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             bucket.blocks[block.block_id] = block
             self._bucket_of[block.block_id] = bucket
             self.num_free_blocks += 1
-            if self._heap is not None and bucket.program_id and bucket.place is None:
-                self._heap.push(bucket)
+            if self._order is not None and bucket.program_id and bucket.place is None:
+                self._order.push(bucket)
 
     @_or_stock(FreeKVCacheBlockQueue.remove)
     def remove(self, block: KVCacheBlock) -> None:
@@ -378,7 +369,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             yield from bucket.blocks.values()
 
     def _ordered(self) -> list[Bucket]:
-        return [*(self._heap.ordered() if self._heap is not None else ()), self._shared]
+        return [*(self._order.ordered() if self._order is not None else ()), self._shared]
 
     def _bucket_for(self, block: KVCacheBlock) -> Bucket | None:
         """Return the bucket in which a free block belongs; ``None``: it belongs in vLLM's list."""
@@ -389,7 +380,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if owner is None:
             is_ended = block_id in self.owners.orphans or block_id in self.owners.ahead
             return self._ended if is_ended else None
-        if self._heap is None:
+        if self._order is None:
             return None
         if isinstance(owner, set):
             return self._shared
@@ -408,7 +399,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         popped = self._pop_from_list(n)
         taken: list[tuple[list[KVCacheBlock], Score | None]] = [(popped.copy(), None)]
         while len(popped) < n:
-            first = self._heap.first() if self._heap is not None else None
+            first = self._order.first() if self._order is not None else None
             bucket, lowest = first or (self._shared, (math.inf,))
             blocks = self._pop_from_bucket(bucket, n - len(popped))
             if not blocks:
@@ -458,11 +449,11 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     def _merge(self, into: Bucket, bucket: Bucket) -> None:
         """Move the blocks of a bucket that ``_buckets`` no longer has to the end of another bucket."""
-        assert self._heap is not None
+        assert self._order is not None
         into.blocks.update(bucket.blocks)
         self._bucket_of.update(dict.fromkeys(bucket.blocks, into))
-        self._heap.forget(bucket)
-        self._heap.push(into)
+        self._order.forget(bucket)
+        self._order.push(into)
 
     def _move(self, block: KVCacheBlock) -> None:
         self._take_out(block)
@@ -484,8 +475,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         return bucket
 
     def _forget_if_empty(self, bucket: Bucket) -> None:
-        if bucket.program_id and not bucket.blocks and self._heap is not None:
-            self._heap.forget(bucket)
+        if bucket.program_id and not bucket.blocks and self._order is not None:
+            self._order.forget(bucket)
             buckets = self._buckets[bucket.program_id]
             del buckets[bucket.used_s]
             if not buckets:
@@ -496,7 +487,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         with ``ref_cnt`` 0: vLLM raises it after taking a block, and lowers it before freeing one."""
         self.broken = True
         self.owners.turn_off()
-        self._heap = None
+        self._order = None
         self._forget_programs()
         free = [block for block in self._all if block.ref_cnt == 0]
         for block in self._all:
