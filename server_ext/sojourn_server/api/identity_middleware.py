@@ -22,12 +22,12 @@ from sojourn.wire_events import ProgramStart
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .api_errors import websocket_refusal
 from .api_keys import ApiKeys
 from .client_identity import SESSION_PATH, ClientIdentity, identify, split_session_path, with_session
 from .engine_rpc import EngineError
 from .event_intake import EventIntake
 from .routes import unauthorised
-from .websocket_refusal import websocket_refusal
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ...api.api_errors import ApiError
+from ...api.api_errors import ApiError, websocket_refusal
 from ...api.body_reader import read_body
 from ...api.client_identity import SESSION_PATH, split_session_path
 from ...api.live_stream import LiveHub
 from ...api.openapi import PREFIX, openapi_response
 from ...api.web_page import page_routes
-from ...api.websocket_refusal import websocket_refusal
 from ...policies.cluster_preset import ClusterPreset
 from ...routing import routing_events
 from ...routing.routing_events import PairRole
@@ -36,7 +35,6 @@ from ...routing.routing_from_preset import (
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
-from .client_access import ClientAccess, engine_authorization
 from .client_apis import (
     ClientApi,
     RequestRejected,
@@ -65,7 +63,7 @@ from .proxy_request import GenerationProxy
 from .replica_addresses import ReplicaAddresses
 from .routing_backend import GatewayAction, RoutingBackend
 from .status_routes import StatusRoutes, json_response
-from .tenant_keys import TenantKeys
+from .tenant_keys import ClientAccess, TenantKeys, engine_authorization
 
 logger = logging.getLogger(__name__)
 

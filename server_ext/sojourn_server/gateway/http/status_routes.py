@@ -24,7 +24,6 @@ from ...metrics.turn_explanation import Explanation
 from ...programs.program_status import OVER_STATUSES
 from ...routing.routing_events import PairRole, ReplicaDrainCancelled, ReplicaDrainStarted
 from ...routing.routing_records import PairEngineStatus, ProgramRouteStatus, ReplicaStatus
-from .client_access import ClientAccess, engine_authorization
 from .client_apis import unavailable_error
 from .engine_client import REPLICA, EngineReply
 from .gateway_metrics import GatewayMetrics, ProgramMove
@@ -32,6 +31,7 @@ from .multi_engine_queries import EngineQueries
 from .peers import Peers
 from .replica_addresses import ReplicaAddress
 from .routing_backend import RoutingBackend
+from .tenant_keys import ClientAccess, engine_authorization
 
 logger = logging.getLogger(__name__)
 

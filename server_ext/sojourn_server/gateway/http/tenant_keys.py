@@ -1,52 +1,25 @@
-"""API keys and their tenants. The key alone decides which tenant a request counts for."""
+"""Keys of a gateway's clients: the file of tenants, and who may use the routes that show its state. The key
+alone decides which tenant a request counts for."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from sojourn.errors import InputError
+from starlette.requests import Request
+from starlette.responses import Response
 
+from ...api.api_errors import ApiError
+from ...api.api_keys import DEFAULT_TENANT as DEFAULT_TENANT
+from ...api.api_keys import TenantKeys as TenantKeys
 from ...policies.toml_document import TomlError, load_toml
+from .client_apis import GATEWAY, GATEWAY_FAILED, INVALID_KEY, api_error
+from .gateway_metrics import GatewayMetrics
 
-DEFAULT_TENANT = "default"
-"""The tenant of all requests if no keys are configured."""
-
-
-class TenantKeys:
-    """Tenants by API key. Without keys all clients are one tenant, and engines check their keys."""
-
-    def __init__(self, keys: Mapping[str, str] | None = None) -> None:
-        self._digests = tuple((_digest(key), tenant) for key, tenant in (keys or {}).items())
-        self.names: tuple[str, ...] = tuple(sorted({*keys.values()})) if keys else (DEFAULT_TENANT,)
-
-    @property
-    def checks(self) -> bool:
-        """Whether the gateway checks keys. It does so if any key is configured."""
-        return bool(self._digests)
-
-    def check_admin(self, admin_key: str | None) -> None:
-        """Raise ``InputError``, whose text contains no key, if the admin key is also a tenant's."""
-        whose = self.tenant_of(None, admin_key) if self.checks and admin_key is not None else None
-        if whose is not None:
-            owner = "the clients'" if self.names == (DEFAULT_TENANT,) else f"{whose}'s"
-            raise InputError(f"the admin key is also {owner} key; expected a key that no client has")
-
-    def tenant_of(self, authorization: str | None, api_key: str | None = None) -> str | None:
-        """Return the tenant of a client's key; ``None``: unknown. ``authorization``: header ``Authorization``
-        (``Bearer KEY``). ``api_key``: header ``X-Api-Key``, which counts without a bearer key."""
-        if not self._digests:
-            return DEFAULT_TENANT
-        scheme, _, token = (authorization or "").partition(" ")
-        shown = _digest(token.strip() if scheme.lower() == "bearer" else api_key or "")
-        found = None  # every key is compared, so that the response time reveals nothing about them
-        for digest, tenant in self._digests:
-            if hmac.compare_digest(shown, digest):
-                found = tenant
-        return found
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def load_tenant_keys(
@@ -81,5 +54,54 @@ def load_tenant_keys(
     return TenantKeys(keys)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+class ClientAccess:
+    """Checks the keys of clients, for all routes except the generation routes."""
+
+    def __init__(self, tenants: TenantKeys, admin_key: str | None, metrics: GatewayMetrics) -> None:
+        """Raises ``InputError`` if the admin key is a tenant's key."""
+        tenants.check_admin(admin_key)
+        self._tenants = tenants
+        self.admin = TenantKeys({admin_key: "admin"}) if admin_key is not None else None
+        self._metrics = metrics
+
+    def guard(self, handle: Handler) -> Handler:
+        """Wrap a handler so that the client's key is checked before the body is read. Its tenant becomes
+        ``request.state.tenant``, which is ``None`` for the admin key."""
+
+        @functools.wraps(handle)
+        async def guarded(request: Request) -> Response:
+            shown, tenant = request.headers.get("authorization"), None
+            try:
+                if self.admin is None or self.admin.tenant_of(shown) is None:
+                    tenant = self._tenants.tenant_of(shown, request.headers.get("x-api-key"))
+                    if tenant is None:
+                        challenge = {"WWW-Authenticate": "Bearer"}
+                        next_step = "send one of the gateway's keys"
+                        self._metrics.refused(INVALID_KEY)
+                        raise ApiError(401, "missing or unknown API key", next_step, challenge)
+                request.state.tenant = tenant
+                response = await handle(request)
+            except ApiError as failure:
+                response = api_error(request.scope["path"], failure)
+            except Exception:
+                self._metrics.refused(GATEWAY_FAILED)
+                raise
+            response.headers.setdefault(GATEWAY, "1")
+            return response
+
+        return guarded
+
+    def only_admin(self, request: Request) -> None:
+        """Raise ``ApiError`` unless the request may see all tenants' data."""
+        if not self.sees_all(request):
+            raise ApiError(403, "this shows every tenant's programs", "send the gateway's admin key")
+
+    def sees_all(self, request: Request) -> bool:
+        """Whether the request has the admin key, or the gateway no keys at all."""
+        return request.state.tenant is None or not (self._tenants.checks or self.admin is not None)
+
+
+def engine_authorization(request: Request) -> str | None:
+    """Return the client's ``Authorization`` header for engines; ``None``: it sent none, or the admin key,
+    which engines never receive."""
+    return request.headers.get("authorization") if request.state.tenant is not None else None
