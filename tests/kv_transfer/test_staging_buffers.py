@@ -19,25 +19,23 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.made = BufferPool(SLOTS, 12, 3)
-        self.asked: list[tuple[asyncio.Task[list[BufferSlot]], int]] = []
+        self.asked: list[tuple[asyncio.Future[list[BufferSlot]], int]] = []
         """Leases that are not granted yet, in order, with their sizes."""
         self.leases: list[list[BufferSlot]] = []
         self.written: list[BufferSlot] = []
 
     @rule(count=st.integers(1, SLOTS))
     def ask(self, count: int) -> None:
-        self.asked.append((self.loop.create_task(self.made.lease(count)), count))
+        async def lease() -> asyncio.Future[list[BufferSlot]]:
+            return self.made.lease(count)
+
+        self.asked.append((self.loop.run_until_complete(lease()), count))
 
     @precondition(lambda self: self.asked)
-    @rule(data=st.data(), at_once=st.booleans())
-    def give_up(self, data: st.DataObject, at_once: bool) -> None:
-        task, _ = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
-        if not at_once:
-            self.loop.run_until_complete(asyncio.sleep(0))
-        task.cancel()
-        self.loop.run_until_complete(asyncio.wait({task}))
-        if not task.cancelled():  # it had been granted
-            self.leases.append(task.result())
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        lease, _ = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
+        assert self.made.end_wait(lease) == []
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -64,11 +62,10 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def bounded(self) -> None:
         made = self.made
-        self.loop.run_until_complete(asyncio.sleep(0))
-        granted = [task for task, _ in self.asked if task.done()]
-        assert granted == [task for task, _ in self.asked[: len(granted)]], "in order"
+        granted = [lease for lease, _ in self.asked if lease.done()]
+        assert granted == [lease for lease, _ in self.asked[: len(granted)]], "in order"
         del self.asked[: len(granted)]
-        self.leases += [task.result() for task in granted]
+        self.leases += [made.end_wait(lease) for lease in granted]
         used = {slot.index for lease in self.leases for slot in lease} | {slot.index for slot in self.written}
         assert sum(map(len, self.leases)) <= len(used), "a slot has one lease"
         assert made.used == len(used) <= SLOTS
@@ -79,9 +76,8 @@ class Machine(RuleBasedStateMachine):
             assert made.lacking > 0, "the first in line fits"
 
     def teardown(self) -> None:
-        for task, _ in self.asked:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.sleep(0))
+        for waiting, _ in self.asked:
+            self.leases.append(self.made.end_wait(waiting))
         for lease in self.leases:
             self.made.release(lease)
         for slot in self.written:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from kv_blocks import BLOCK_BYTES, LAYERS, keys, payload
 from simulated_transfers import (
     LAYER_BYTES,
@@ -88,6 +91,25 @@ def test_a_peer_that_lives_and_gives_nothing_loses_its_buffers() -> None:
     assert not d.node.prompts
     assert not p.over(PushEnded, "t0").complete
     assert_clean(p, d)
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_a_load_that_ends_as_its_buffers_are_granted_gives_them_back(ticks: int) -> None:
+    world = World()
+    engine = world.engine("p", limits={"slots": 4})
+    world.put(*CONTEXT)
+    engine.load("first", FOUR)
+    engine.wait(LoadEnded, "first")
+    engine.load("second", CONTEXT[4:])
+
+    async def end_both() -> None:
+        engine.transfers["load", "first"].end()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        engine.transfers["load", "second"].end()
+
+    world.do(end_both())
+    assert_clean(engine)
 
 
 def test_data_that_was_not_asked_for_is_not_taken() -> None:

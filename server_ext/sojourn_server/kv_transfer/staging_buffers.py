@@ -70,20 +70,22 @@ class BufferPool:
         """Number of further slots that the first waiting lease needs; at most 0 if none waits."""
         return self._queue[0][0] - len(self._free) if self._queue else 0
 
-    async def lease(self, count: int) -> list[BufferSlot]:
-        """Wait for ``count`` slots. The pool must have as many."""
+    def lease(self, count: int) -> asyncio.Future[list[BufferSlot]]:
+        """Ask for ``count`` slots; the pool must have as many. Returns a future, which ``end_wait`` must
+        get back whether or not it is done."""
         granted: asyncio.Future[list[BufferSlot]] = asyncio.get_running_loop().create_future()
         self._queue.append((count, granted))
         self._grant()
-        try:
-            return await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                self._queue = deque(each for each in self._queue if each[1] is not granted)
-                self._grant()
-            else:
-                self.release(granted.result())
-            raise
+        return granted
+
+    def end_wait(self, granted: asyncio.Future[list[BufferSlot]]) -> list[BufferSlot]:
+        """Return the slots that were granted, which ``release`` must get. If there are none yet, leave the
+        queue."""
+        if not granted.cancel():
+            return granted.result()
+        self._queue = deque(each for each in self._queue if each[1] is not granted)
+        self._grant()
+        return []
 
     def release(self, slots: Iterable[BufferSlot]) -> None:
         """End the lease on ``slots``. Slots whose lease has ended already are left out."""
@@ -107,9 +109,8 @@ class BufferPool:
     def _grant(self) -> None:
         while self._queue and self.lacking <= 0:
             count, granted = self._queue.popleft()
-            if not granted.done():  # otherwise its transfer has been cancelled
-                size = self.block_bytes
-                indices = [self._free.pop() for _ in range(count)]
-                granted.set_result(
-                    [BufferSlot(at, self._memory[at * size : (at + 1) * size], self.layers) for at in indices]
-                )
+            size = self.block_bytes
+            indices = [self._free.pop() for _ in range(count)]
+            granted.set_result(
+                [BufferSlot(at, self._memory[at * size : (at + 1) * size], self.layers) for at in indices]
+            )

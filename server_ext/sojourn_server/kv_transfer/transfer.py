@@ -252,17 +252,16 @@ class Transfer:
                 f"a context of {count} Full Blocks does not fit buffers of {node.limits.slots}; make them "
                 "larger"
             )
-        leasing = node.spawn(node.buffers.lease(count))
+        granted = node.buffers.lease(count)
         try:
-            while not leasing.done():
+            while not granted.done():
                 moved = node.moved
-                await asyncio.wait({leasing}, timeout=patience_s)
-                if node.moved == moved and not leasing.done():
+                await asyncio.wait({granted}, timeout=patience_s)
+                if node.moved == moved and not granted.done():
                     node.counts["leases_expired"] += 1
                     raise TransferFailed(LEASE_EXPIRED)
-            self._leased = leasing.result()
         finally:
-            leasing.cancel()
+            self._leased = node.buffers.end_wait(granted)
         return list(self._leased)
 
     def was_read(self, slot: BufferSlot, why: str | None) -> None:
