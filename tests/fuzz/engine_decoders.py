@@ -73,8 +73,8 @@ OUTPUTS = (
 FRAMES = tuple(path.read_bytes() for path in sorted((GOLDEN / "paths").glob("*.bin")))
 MESSAGES = tuple(frame[HEAD_BYTES : HEAD_BYTES + decode_head(frame[:HEAD_BYTES])[0]] for frame in FRAMES)
 PARAMS = (
-    {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_reads": True, "epoch": "e"},
-    {"do_remote_prefill": True, "transfer": "t", "context": "t.0", "epoch": "e", "stored": 12},
+    {"do_remote_decode": True, "transfer": "t", "peer": "tcp:h:1", "decode_reads": True},
+    {"do_remote_prefill": True, "transfer": "t", "context": "t.0", "stored": 12},
 )
 IDENTITY = KvIdentity(
     model="tiny@1 float32",

@@ -44,7 +44,7 @@ def route_request(data: bytes, folder: Path) -> Any:
         sent = _names.request("alice", data, question)
         check_names(sent)
         if decode_only_body(api, sent) is None:
-            prefill_body(api, sent, "t1", "tcp:d:1", 0.25, "epoch")
+            prefill_body(api, sent, "t1", "tcp:d:1", True)
             decode_body(sent, {"do_remote_prefill": True})
         if question.context is not None and question.context.sojourn is not None:
             without_events(sent)

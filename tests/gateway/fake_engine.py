@@ -287,7 +287,7 @@ class FakeEngine:
             gone.cancel()
             if gone.done() and not gone.cancelled():
                 self.gave_up += 1
-                return Response()
+                return Response(status_code=499)
         if name := request.headers.get("x-session-id"):
             self.served.add(name)
         if request.url.path == "/v1/responses" and body.get("store") is not False:

@@ -95,8 +95,8 @@ class PairEngine(FakeEngine):
         if not asked.get("do_remote_decode") or self.says_nothing or answer.status_code != 200:
             return answer
         document = json.loads(bytes(answer.body))
-        told = {"do_remote_prefill": True, **{name: asked[name] for name in ("transfer", "epoch")}}
-        return JSONResponse({**document, "kv_transfer_params": {**told, "at": self.name}})
+        told = {"do_remote_prefill": True, "transfer": asked["transfer"], "at": self.name}
+        return JSONResponse({**document, "kv_transfer_params": told})
 
 
 @asynccontextmanager

@@ -93,7 +93,7 @@ def test_whatever_happens_to_one_worker_answers_are_right_and_nothing_stays(
     def everything() -> bool:
         for name in list(waiting):
             if name not in jobs and dice.random() < 0.1:
-                said = to_prefill(name, d.address, epoch=d.epoch, decode_reads=dice.random() < 0.5)
+                said = to_prefill(name, d.address, decode_reads=dice.random() < 0.5)
                 jobs[name] = p.add(Request(name, tokens[name], said))
             elif name in p.done and name not in d.jobs and name not in d.done:
                 assert jobs[name].request.output == expected(tokens[name], 1)

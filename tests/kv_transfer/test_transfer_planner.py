@@ -57,7 +57,7 @@ def test_a_hit_is_fetched_while_the_request_has_no_blocks_and_then_streamed() ->
 
 def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_over() -> None:
     planner = make()
-    params = to_prefill("t", "unix:d", decode_reads=True, epoch="e1")
+    params = to_prefill("t", "unix:d", decode_reads=True)
     request = begin(planner, Request("r", prompt(1, 400), params))
     assert planner.ask("r", 0) == MATCH_PENDING
     (fetch,) = planner.take_jobs().fetches
@@ -152,9 +152,7 @@ def test_who_says_nothing_does_all_of_it(given: Any) -> None:
 
 
 def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
-    params = parse_transfer_params(
-        {**TO_PREFILL, "decode_reads": True, "epoch": "e", "remote_prefill_cached_tokens": 5}
-    )
+    params = parse_transfer_params({**TO_PREFILL, "decode_reads": True, "remote_prefill_cached_tokens": 5})
     assert (params.role, params.peer, params.decode_reads) == (TransferRole.PREFILL, "unix:/d", True)
     answer = transfer_answer_params(params, "t.1", 3)
     decode = parse_transfer_params({**answer, "remote_prefill_cached_tokens": 5})

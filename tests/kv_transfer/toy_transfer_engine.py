@@ -237,7 +237,6 @@ class ToyEngine:
         first = self.ranks[0]
         self.layers, self.kv, self.manager, self.worker = first.layers, first.kv, first.manager, first.worker
         self.address = ",".join(rank.manager.addresses[0] for rank in self.ranks)
-        self.epoch = ",".join(rank.manager.epoch for rank in self.ranks)
         self.late = late
         """Whether a worker's copies of this step end in a later one."""
         self._reported: Counter[tuple[str, str]] = Counter()
@@ -545,7 +544,7 @@ def expected(tokens: Sequence[int], count: int) -> list[int]:
 def through(p: ToyEngine, d: ToyEngine, tokens: list[int], name: str = "r", **said: Any) -> tuple[Job, Job]:
     """A request's two jobs, on P and then on D with three tokens. Both answers are right, and the engines are
     settled."""
-    said = {"peer": d.address, "epoch": d.epoch, **said}
+    said = {"peer": d.address, **said}
     first = p.add(Request(name, tokens, to_prefill(f"t-{name}", **said)))
     run(lambda: name in p.done, p, d)
     second = d.add(Request(name, tokens, first.answer), max_tokens=3)

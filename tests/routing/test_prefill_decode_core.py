@@ -174,14 +174,6 @@ def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> Non
     assert stored(it) == 720
 
 
-def test_the_expected_epoch_of_a_decode_engine_is_sent() -> None:
-    it = core("p1")
-    it.take(seen("d1", "1", epoch="e1"), 0.0)
-    assert only(it.take(asked("a"), 1.0)).epoch == "e1"
-    again = only(it.take(seen("d1", "2", epoch="e2"), 2.0))
-    assert (again.request_id, again.epoch) == ("a", "e2")
-
-
 def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> None:
     it = core("p1", "d1")
     it.take(asked("a", 640, "p"), 1.0)

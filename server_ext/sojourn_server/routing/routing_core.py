@@ -368,7 +368,7 @@ class RoutingCore:
         if placement.prefill_id:
             seen = replica.seen
             assert isinstance(seen, PairEngineRegistered)
-            pair = (placement.prefill_id, seen.peer, seen.epoch, placement.decode_reads)
+            pair = (placement.prefill_id, seen.peer, placement.decode_reads)
             request.prefill_id, request.prefilled = placement.prefill_id, False
         request.sent = SendRequest(request.request_id, replica.replica_id, placement.reason, *moved, *pair)
         request.replica_id, request.sent_s = replica.replica_id, now

@@ -215,8 +215,6 @@ class SendRequest(msgspec.Struct, frozen=True):
     """Id of the prefill engine; empty: engines do not work in pairs. Then the fields below are empty too."""
     peer: str = ""
     """Address of the decode engine's KV transfer manager, to which the prefill engine sends KV."""
-    epoch: str = ""
-    """Expected instance of the decode engine's KV transfer manager; empty: any."""
     decode_reads: bool = False
     """Whether the decode engine's node reads the prompt's stored blocks, not the prefill engine's."""
 

@@ -56,9 +56,7 @@ def decode_only_body(api: ClientApi, body: bytes) -> bytes | None:
     return decode_body(body, None)
 
 
-def prefill_body(
-    api: ClientApi, body: bytes, transfer: str, peer: str, decode_reads: bool, epoch: str = ""
-) -> bytes:
+def prefill_body(api: ClientApi, body: bytes, transfer: str, peer: str, decode_reads: bool) -> bytes:
     """Return the body for the prefill engine. It asks for an answer of one token, and names the destination
     of the KV. Raises ``InvalidGenerationRequest``.
 
@@ -71,8 +69,6 @@ def prefill_body(
         document.pop(name, None)
     params = {"do_remote_decode": True, "transfer": transfer, "peer": peer, "decode_reads": decode_reads}
     fields: dict[str, Any] = {first: 1, "stream": False, TRANSFER: params}
-    if epoch:
-        params["epoch"] = epoch
     if api is ClientApi.RESPONSES:
         fields["store"] = False
     return _encode(document, fields)

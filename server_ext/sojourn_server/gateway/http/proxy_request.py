@@ -411,7 +411,7 @@ class ProxyRequest:
         rejects the request, return its answer. Raises ``ReplicaRequestError``."""
         # An engine accepts a transfer's name once, and may still hold the name of an earlier attempt.
         transfer = secrets.token_hex(12)
-        body = prefill_body(self._api, self._body, transfer, pair.peer, pair.decode_reads, pair.epoch)
+        body = prefill_body(self._api, self._body, transfer, pair.peer, pair.decode_reads)
         answer = await self._ask(pair.prefill_id, body)
         answer.raise_for_failure()
         if answer.status != 200:
