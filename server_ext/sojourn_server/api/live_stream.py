@@ -24,7 +24,6 @@ from starlette.types import Message, Receive, Scope, Send
 from ..metrics.live_frame import EngineRow, EngineSnapshot, LiveFrame, ProgramRow, merge_rows
 from .api_errors import ApiError
 from .engine_rpc import EngineError, EngineQueryLimiter, EngineRpc
-from .response_merging import encode_json
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +110,7 @@ class EngineLiveSource:
     async def take(self, changed_within_s: float | None) -> SourceFrame:
         """Query all engines at once and merge their programs. ``changed_within_s``: only programs that are
         active or changed within this many seconds (see ``LiveSource.take``); ``None``: all programs."""
-        payload = encode_json({"changed_within_s": changed_within_s})
+        payload = msgspec.json.encode({"changed_within_s": changed_within_s}).decode()
         started_s = time.monotonic()
         answers = await self._ask("snapshot", payload, SNAPSHOT_TIMEOUT_S)
         answer_s = round(time.monotonic() - started_s, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,8 +79,3 @@ def merge_stats(answers: Sequence[Any], engine_ids: Sequence[str]) -> dict[str, 
     if len(answers) == 1:
         return dict(answers[0])
     return {"engines": dict(zip(engine_ids, answers, strict=True))}
-
-
-def encode_json(document: Any) -> str:
-    """Return ``document`` as compact JSON text."""
-    return json.dumps(document, separators=(",", ":"))

@@ -36,13 +36,7 @@ from .engine_rpc import (
 from .event_intake import EventIntake
 from .live_stream import MAX_DELTA_S, Audience, EngineLiveSource, LiveHub
 from .openapi import PREFIX, openapi_response
-from .response_merging import (
-    encode_json,
-    merge_capabilities,
-    merge_program,
-    merge_programs,
-    merge_stats,
-)
+from .response_merging import merge_capabilities, merge_program, merge_programs, merge_stats
 from .web_page import page_routes
 
 logger = logging.getLogger(__name__)
@@ -64,7 +58,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
     live = LiveHub(EngineLiveSource(engine, ask))
 
     async def query(op: str, **parameters: Any) -> list[Any]:
-        found = await ask(op, encode_json(parameters), QUERY_TIMEOUT_S)
+        found = await ask(op, msgspec.json.encode(parameters).decode(), QUERY_TIMEOUT_S)
         return [msgspec.json.decode(answer) for answer in found]
 
     async def query_id(op: str, **name: str) -> list[Any]:
@@ -188,7 +182,7 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
         index = _engine_index(engine_id, ids)
         document = (await query("decisions", since=since, limit=limit))[index]
         if form == "ndjson" or (form is None and NDJSON in request.headers.get("accept", "")):
-            lines = "".join(f"{encode_json(decision)}\n" for decision in document["decisions"])
+            lines = b"".join(msgspec.json.encode(decision) + b"\n" for decision in document["decisions"])
             return Response(lines, media_type=NDJSON, headers={"X-Sojourn-Next": str(document["next"])})
         return JSONResponse({**document, "engine": ids[index], "engines": ids})
 

@@ -6,6 +6,7 @@ engine, unless another one is done sooner.
 
 from __future__ import annotations
 
+import gc
 import logging
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,6 @@ from sojourn.errors import install_command
 from .console import CliError, check_free_port, is_given, print_line, print_note
 
 if TYPE_CHECKING:
-    from sojourn_server.gateway.http.gateway_app import Gateway, GatewayApplication
     from sojourn_server.gateway.http.peers import Peers
     from sojourn_server.gateway.http.tenant_keys import TenantKeys
     from sojourn_server.gateway.ray.ray_config import RayConfig
@@ -164,7 +164,10 @@ def gateway(
             f"other machines can reach {host}, and the gateway checks no keys: every client may use the "
             "engines. Use --tenants or --api-key to check keys."
         )
+    import uvicorn
+
     from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
+    from sojourn_server.gateway.http.gateway_server import GatewayServer, uvicorn_settings
     from sojourn_server.routing.routing_events import PairRole
     from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
     from sojourn_server.routing.routing_limits import RoutingLimits
@@ -182,7 +185,21 @@ def gateway(
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)
     print_line(f"{served} behind {url}; run an agent with: sojourn run --url {url} -- python agent.py")
-    _serve(made, app, host, port, log_level, max_waiting)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level=log_level,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+        **uvicorn_settings(max_waiting),
+    )
+    app.state.server = server = GatewayServer(config, made)
+    # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
+    gc.collect()
+    gc.freeze()
+    server.run()
+    if not server.started:
+        raise SystemExit(3)
 
 
 _ONLY_WITH_PAIRS = ("--read-side", "--short-queue-s", "--most-prefill-s", "--high-tokens-ratio")
@@ -235,32 +252,6 @@ def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
         return [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise CliError(str(error).replace("an engine's", whose), example) from None
-
-
-def _serve(
-    gateway: Gateway, app: GatewayApplication, host: str, port: int, log_level: str, max_waiting: int
-) -> None:
-    import gc
-
-    import uvicorn
-
-    from sojourn_server.gateway.http.gateway_server import GatewayServer, uvicorn_settings
-
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        log_level=log_level,
-        timeout_graceful_shutdown=_STOP_GRACE_S,
-        **uvicorn_settings(max_waiting),
-    )
-    app.state.server = server = GatewayServer(config, gateway)
-    # A full garbage collection would also examine all modules, and hold up all requests for 0.1 s.
-    gc.collect()
-    gc.freeze()
-    server.run()
-    if not server.started:
-        raise SystemExit(3)
 
 
 def _given_options(context: typer.Context, but: str) -> list[str]:

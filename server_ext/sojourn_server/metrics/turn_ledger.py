@@ -81,20 +81,15 @@ class EvictionLog:
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """How many of a prompt's tokens came from each source. The numbers add up to the prompt's length."""
+    """How many of a prompt's tokens came from each source. The numbers add up to the prompt's length.
+    ``TurnTokens`` describes the fields."""
 
     prompt: int
     device: int
-    """Tokens reused from device memory."""
     new: int
-    """Tokens never computed for this program before."""
     tail: int
-    """Tokens computed before and recomputed although nothing was lost. They are in a partial block, which is
-    never cached, or in a cached block that the engine recomputes on purpose."""
     lost: dict[LossCause, int]
-    """Tokens computed before and recomputed, by cause."""
     host: int = 0
-    """Tokens that a KV connector loaded: from host memory, disk or another engine."""
 
 
 def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
