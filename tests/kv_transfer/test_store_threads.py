@@ -101,6 +101,20 @@ async def test_a_lookup_waits_for_one_that_nobody_wants_any_more(
     assert await wanted == 40
 
 
+async def test_a_lookup_waits_in_the_queue_as_long_as_others_are_answered(
+    threads: StoreThreads, store: MemoryStore
+) -> None:
+    leading = store.leading
+
+    def slow(wanted: Sequence[bytes]) -> int:
+        threading.Event().wait(LIMITS.patience_s / 3)
+        return leading(wanted)
+
+    store.leading = slow  # type: ignore[method-assign]
+    store.fill(*keys(*range(8)))
+    assert await asyncio.gather(*(threads.look_up(keys(at)) for at in range(8))) == [1] * 8
+
+
 async def test_one_lookup_that_hangs_costs_patience_once(threads: StoreThreads, store: MemoryStore) -> None:
     gate, asked, leading = threading.Event(), list[bytes](), store.leading
 

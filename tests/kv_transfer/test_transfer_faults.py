@@ -18,6 +18,7 @@ from simulated_transfers import (
     two_engines,
 )
 from sojourn_server.kv_transfer.peer_connection import _FIELD_DESCRIPTIONS
+from sojourn_server.kv_transfer.transfer import STALLED
 from sojourn_server.kv_transfer.transfer_wire import (
     AbortMessage,
     AnyWireMessage,
@@ -307,6 +308,19 @@ def test_peers_with_kv_of_another_kind_are_refused_before_a_byte_of_it(
     # Both logs say it.
     assert f"{_FIELD_DESCRIPTIONS[next(iter(changed))]}: " in caplog.text
     assert f"p: no KV goes to or from d: {pushed.why}" in caplog.text
+    assert_clean(here, there)
+
+
+def test_a_step_that_waits_for_layers_loses_patience_with_a_peer_that_lives() -> None:
+    world, here, there = two_engines()
+    world.put(*CONTEXT)
+    world.lose = lambda sender, receiver, message: isinstance(message, DataMessage) and message.layer > 0
+    began = world.now
+    here.load("t", CONTEXT, address="d")
+    assert here.wait(LoadEnded, "t") == LoadEnded("t", 0, STALLED)
+    assert world.now - began < 2 * PATIENCE_S
+    assert here.taken("t") == []
+    world.run(2 * LEASE_S)
     assert_clean(here, there)
 
 

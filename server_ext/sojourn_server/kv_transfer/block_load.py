@@ -83,8 +83,8 @@ class BlockLoad(Transfer):
                     why = slot.why
                     self._cut(place)
                 else:
-                    try:
-                        await self.news()
+                    try:  # once a layer has arrived, a step of the engine may wait for the next
+                        await self.news(node.limits.patience_s if layer else None)
                     except TimeoutError:
                         node.counts["stalls"] += 1
                         self._give_up_peer(STALLED)

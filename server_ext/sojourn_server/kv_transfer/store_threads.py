@@ -109,6 +109,8 @@ class StoreThreads:
         """Writes by outcome (of ``SharedStore.put``, or ``failed``), and lookups that were given up."""
         self.queued_writes = 0
         self.written_bytes = 0
+        self._lookups = 0
+        """Number of lookups that have ended."""
         self._store = store
         self._limits = limits
         self._lock = threading.Lock()
@@ -136,15 +138,17 @@ class StoreThreads:
         return _run_in(self._reader, read)
 
     async def look_up(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` the store has; 0 if a lookup takes ``patience_s``."""
+        """Return how many leading ``keys`` the store has; 0 if no lookup ends in ``patience_s``."""
         found = 0
         while found < len(keys):
             some = keys[found : found + LOOKUP_BATCH_KEYS]
             lookup = _run_in(self._finder, partial(self._leading, some))
-            await asyncio.wait({lookup}, timeout=self._limits.patience_s)
-            if not lookup.done():
-                self.counts["looks_given_up"] += 1
-                return 0
+            while not lookup.done():
+                before = self._lookups
+                await asyncio.wait({lookup}, timeout=self._limits.patience_s)
+                if not lookup.done() and self._lookups == before:
+                    self.counts["looks_given_up"] += 1
+                    return 0
             found += lookup.result()
             if lookup.result() < len(some):
                 break
@@ -159,8 +163,9 @@ class StoreThreads:
         try:
             return self._store.leading(keys)
         except Exception:
-            self.counts["looks_failed"] += 1
             return 0
+        finally:
+            self._lookups += 1
 
     # -- for the engine's thread --------------------------------------------------------
 

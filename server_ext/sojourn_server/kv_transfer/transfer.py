@@ -229,11 +229,11 @@ class Transfer:
                 message = "%s: a %s of KV (%s) failed, so missing blocks are computed: %s"
                 self.node.warn(message, self.node.name, self.kind, self.name, outcome.why)
 
-    async def news(self) -> None:
+    async def news(self, patience_s: float | None = None) -> None:
         """Wait until ``wake`` is called. If a peer has a part in the transfer, raises ``TimeoutError`` after
-        ``lease_s``."""
+        ``patience_s`` (``None``: ``lease_s``)."""
         self._news = self.node.loop.create_future()
-        async with asyncio.timeout(None if self.conn is None else self.node.limits.lease_s):
+        async with asyncio.timeout(None if self.conn is None else patience_s or self.node.limits.lease_s):
             await self._news
 
     def wake(self) -> None:
