@@ -48,7 +48,7 @@ def build_app() -> typer.Typer:
     """Return the Typer application with every sub-command registered."""
     import typer
 
-    from .usage_errors import Commands
+    from .console import Commands
 
     app = typer.Typer(
         name="sojourn",

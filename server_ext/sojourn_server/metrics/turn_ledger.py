@@ -7,6 +7,7 @@ are queued + prefilling + decoding. Both sums are exact. A loss without a known 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -98,14 +99,8 @@ def common_prefix_length(before: Sequence[Any], now: Sequence[Any]) -> int:
     A chained hash covers all blocks before it. So if two hashes at one index are equal, the lists are equal
     up to this index. Bisection finds the last such index.
     """
-    low, high = 0, min(len(before), len(now))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if before[middle - 1] == now[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    length = min(len(before), len(now))
+    return bisect_left(range(length), True, key=lambda index: before[index] != now[index])
 
 
 def split_tokens(
@@ -138,16 +133,12 @@ def split_tokens(
     if usable > device:
         lost[cause] = usable - device
     rest = prompt - max(device, usable)
-    known = max(0, min(before_tokens, prompt) - max(device, usable))
-    if shared_blocks < min(before_full_blocks, prompt // block_size):
-        changed = min(rest, known)
-        if changed:
-            lost[LossCause.CHANGED] = lost.get(LossCause.CHANGED, 0) + changed
-        tail = 0
-    else:
-        changed = 0
-        tail = min(rest, known)
-    return TokenSplit(prompt, device, rest - changed - tail, tail, lost)
+    known = min(rest, max(0, min(before_tokens, prompt) - max(device, usable)))
+    if shared_blocks >= min(before_full_blocks, prompt // block_size):
+        return TokenSplit(prompt, device, rest - known, known, lost)
+    if known:
+        lost[LossCause.CHANGED] = lost.get(LossCause.CHANGED, 0) + known
+    return TokenSplit(prompt, device, rest - known, 0, lost)
 
 
 class TurnSeconds(TypedDict):

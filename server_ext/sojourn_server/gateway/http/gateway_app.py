@@ -54,7 +54,7 @@ from .engine_client import (
 )
 from .engine_monitor import POLL_S, EngineMonitor
 from .gateway_metrics import GatewayMetrics
-from .generation_request import MAX_BODY_BYTES, MAX_HELD_BYTES, BodyReader
+from .generation_request import MAX_BODY_BYTES, BodyReader
 from .multi_engine_queries import EngineQueries
 from .peers import Peers, is_passed
 from .program_events import ProgramEvents
@@ -78,8 +78,6 @@ class GatewayOptions:
     """Key with which clients may drain replicas and see all tenants' programs."""
     max_body_bytes: int = MAX_BODY_BYTES
     """Maximum bytes of one request body."""
-    max_held_bytes: int = MAX_HELD_BYTES
-    """Maximum total bytes of all request bodies that the gateway holds."""
     session_header: str | None = None
     """Name of a header that names the program, before those that ``client_identity`` lists."""
 
@@ -164,7 +162,7 @@ class Gateway:
             events=self.events,
             metrics=metrics,
             tenants=tenants,
-            bodies=BodyReader(options.max_body_bytes, options.max_held_bytes),
+            bodies=BodyReader(options.max_body_bytes),
             peers=peers,
             queries=self.queries,
             reads_prefixes=preset is not None and preset.routing.reads_prefixes,
