@@ -147,7 +147,6 @@ def test_how_weights_are_loaded_is_part_of_it(folder: Path) -> None:
     assert identity(folder, quantization_config={"moe": "fp8"}) != plain
     assert identity(folder, loader={"qlora_adapter_name_or_path": "/adapter"}) != plain
     assert identity(folder, quantization_config=None) == plain
-    assert identity(folder, loader={"enable_multithread_load": True, "num_threads": 8}) == plain
 
 
 def test_options_are_not_readable_in_it(folder: Path) -> None:

@@ -19,7 +19,6 @@ memory: ``kv_offload.cpu_device_backend`` or ``cuda_device_backend``.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -210,12 +209,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Log an error of sojourn's own and call ``_disable``. If ``strict``, raise the error instead."""
         if self.strict:
             raise error
-        # A lasting defect fails in every step. Each defect is limited by itself: the message names its place.
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f"{type(error).__name__} in {frames[-1].name if frames else 'an unknown place'}"
-        self._failure_log.log(
+        self._failure_log.log(  # a lasting defect fails in every step
             logging.ERROR,
-            f"sojourn: a hook of %s failed ({place}); the engine continues and computes what it cannot load",
+            "sojourn: a hook of %s failed; the engine continues and computes what it cannot load",
             type(self).__name__,
             exc_info=error,
         )

@@ -47,12 +47,6 @@ _NO_KV = KvIdentity(
 
 _MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_dtype")
 """Multi-modal options that change the KV of an image, video or sound, but not vLLM's hash of it."""
-_SPEED_OPTIONS = {
-    "enable_multithread_load", "num_threads", "enable_weights_track", "distributed", "concurrency",
-    "memory_limit",
-}  # fmt: skip
-"""Options of vLLM's loaders that do not change the weights."""
-
 AtLeast1 = Annotated[int, Meta(ge=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 
@@ -425,13 +419,10 @@ def _settings_digest(vllm_config: VllmConfig) -> str:
     """Return a space and a hash of the settings that change the KV of the same weights, if any. Only a hash,
     because the options of a loader may contain passwords."""
     model = vllm_config.model_config
-    loader: Any = getattr(vllm_config.load_config, "model_loader_extra_config", None) or {}
-    if isinstance(loader, dict):
-        loader = {name: value for name, value in loader.items() if name not in _SPEED_OPTIONS}
     settings = {
         "length": _length_settings(model),
         "quantization_config": getattr(model, "quantization_config", None),
-        "loader": loader,
+        "loader": getattr(vllm_config.load_config, "model_loader_extra_config", None),
         "media": _media_settings(model),
     }
     changed = {name: value for name, value in settings.items() if value}

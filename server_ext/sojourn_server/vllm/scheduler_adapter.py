@@ -37,7 +37,7 @@ from ..core.events_and_actions import (
     TurnFinishReason,
     answer_of,
 )
-from ..core.request_hints import NO_IDENTITY, read_identity
+from ..core.request_hints import read_identity
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import plan_items
 from .allocation_fallback import AllocationFallback, DemandMonitor, PinnedBlocks
@@ -202,16 +202,7 @@ class SchedulerAdapter(EngineView):
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
         now = self._clock()
-        try:
-            self._weights.mark(request)
-            self._take_in(request, now)
-        except Exception:
-            if self.program_scheduler.request(request.request_id) is None:
-                tokens, priority = request.num_prompt_tokens, request.priority
-                self.handle(RequestArrived(request.request_id, NO_IDENTITY, tokens, priority), now)
-            raise
-
-    def _take_in(self, request: Request, now: float) -> None:
+        self._weights.mark(request)
         params = request.sampling_params
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
@@ -237,8 +228,7 @@ class SchedulerAdapter(EngineView):
         fallback, now = self._allocation_fallback, self._clock()
         self.connector_is_reset = False
         try:
-            if fallback.victim is not None:
-                fallback.restore_victim()
+            fallback.restore_victim()
             self.handle(Tick(self._pool_blocks - self._queue.num_free_blocks), now)
             if self._offload is not None:  # otherwise it loads nothing
                 self._prefetcher.expire(now)
@@ -262,9 +252,8 @@ class SchedulerAdapter(EngineView):
 
     def after_step(self, output: SchedulerOutput) -> None:
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
-        fallback, now = self._allocation_fallback, self._clock()
-        if fallback.victim is not None:
-            fallback.restore_victim()
+        now = self._clock()
+        self._allocation_fallback.restore_victim()
         self._planned.append((output, now))
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         for each in new:
