@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,7 @@ from sojourn_server.policies.queue_order_policies import (
     StrictProgramFcfs,
     service_level,
 )
-from sojourn_server.policies.retention_policies import FixedRetention, LeastWasteRetention
+from sojourn_server.policies.retention_policies import LeastWasteRetention
 from sojourn_server.programs.windowed_history import ToolHistory
 
 # -- admit --------------------------------------------------------------------------
@@ -80,12 +79,6 @@ def test_only_later_programs_give_way_latest_first() -> None:
     assert LaterProgramsReclaim().release(replace(NEED, blocks=21), HELD, 0.0) is None, "and not for nothing"
 
 
-def test_the_latest_program_reclaims_no_lease_even_if_it_runs() -> None:
-    latest = replace(NEED, program_rank=9, running=True)
-    assert LaterProgramsReclaim().release(latest, HELD, 0.0) is None
-    assert LaterProgramsReclaim().release(replace(latest, idle_s=99.0), HELD, 0.0) is None
-
-
 def test_an_engine_that_stood_idle_breaks_into_what_is_held() -> None:
     idle = replace(NEED, program_rank=9, anything_running=False)
     assert LaterProgramsReclaim().release(replace(idle, idle_s=29.0), HELD, 0.0) is None
@@ -97,11 +90,6 @@ def test_a_preempted_later_program_stands_behind_an_earlier_one() -> None:
     earlier, preempted = WaitingRequestView(False, False, 1, 9), WaitingRequestView(True, False, 2, 3)
     assert StrictProgramFcfs().key(earlier) < StrictProgramFcfs().key(preempted)
     assert ProgramFcfs().key(preempted) < ProgramFcfs().key(earlier)
-
-
-def test_admit_keeps_what_calls_a_tool_until_the_end() -> None:
-    assert FixedRetention(ttl_s=1800.0).keep(TURN, 0.0) == RetentionDecision(1800.0, DecisionReason.FIXED)
-    assert FixedRetention(ttl_s=1800.0).keep(replace(TURN, tool=None), 0.0).ttl_s == 0.0
 
 
 # -- autellix -------------------------------------------------------------------------
@@ -132,22 +120,6 @@ def test_more_service_never_raises(attained_s: float, ran_s: float, more: float,
     assert service_level(attained_s, ran_s + longer) >= service_level(attained_s, ran_s)
 
 
-def test_least_attained_goes_first_and_a_queue_is_fifo() -> None:
-    """PLAS: a later call of a program served little passes an earlier one of a program served much."""
-    calls = [
-        call(1, attained_s=50.0, arrived_s=1.0),
-        call(2, attained_s=0.5, arrived_s=2.0),
-        call(3, attained_s=0.0, arrived_s=3.0),
-        call(4, attained_s=5.0, arrived_s=4.0),
-    ]
-    assert [c.arrival for c in sorted(calls, key=PLAS.key)] == [2, 3, 4, 1]
-
-
-def test_a_preempted_call_has_sunk_by_what_it_ran() -> None:
-    fresh, ran = call(1, attained_s=5.0), call(2, attained_s=5.0, ran_s=4.0, preempted=True)
-    assert (PLAS.key(fresh)[0], PLAS.key(ran)[0]) == (2, 3)
-
-
 def test_waiting_beta_times_its_service_promotes_a_call_to_the_end_of_the_first_queue() -> None:
     starved = call(1, attained_s=10.0, waited_s=30.0, since_s=100.0, arrived_s=100.0)
     assert PLAS.promoted_s(starved) == 100.0 + 8 * 10.0 - 30.0
@@ -155,14 +127,6 @@ def test_waiting_beta_times_its_service_promotes_a_call_to_the_end_of_the_first_
     first_queue = call(2, arrived_s=149.0)
     assert PLAS.key(before) > PLAS.key(first_queue)
     assert PLAS.key(first_queue) < PLAS.key(after) < PLAS.key(call(3, arrived_s=151.0))
-
-
-def test_in_the_first_queue_there_is_nothing_to_be_promoted_to() -> None:
-    assert PLAS.promoted_s(call(1, attained_s=1.0, waited_s=1e6)) == math.inf
-
-
-def test_a_program_that_waited_enough_before_is_promoted_as_it_arrives() -> None:
-    assert PLAS.promoted_s(call(1, attained_s=10.0, waited_s=81.0, since_s=7.0)) == 7.0
 
 
 @given(
@@ -259,12 +223,3 @@ def test_it_is_kept_as_long_as_keeping_wastes_less(
 def test_the_numbers_of_one_turn(changes: dict[str, Any], ttl_s: float, reason: DecisionReason) -> None:
     found = LeastWasteRetention().keep(replace(TURN, **changes), 0.0)
     assert found == RetentionDecision(pytest.approx(ttl_s), reason)
-
-
-def test_queueing_and_history_do_not_enter_into_it() -> None:
-    """What Continuum adds to InferCept."""
-    history = ToolHistory()
-    for _ in range(500):
-        history.observe("bash", 0.01)
-    other = replace(TURN, mean_evicted_wait_s=0.0, memoryfulness=-1.0, history=history)
-    assert LeastWasteRetention().keep(other, 0.0) == LeastWasteRetention().keep(TURN, 0.0)

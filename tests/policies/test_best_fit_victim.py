@@ -137,14 +137,6 @@ def test_it_chooses_like_a_naive_implementation(
         assert chosen in {view.request_id for view in ordered}
 
 
-@given(running=sets, need=shortages, data=st.data())
-def test_the_order_of_the_candidates_does_not_matter(
-    running: list[RunningRequestView], need: BlockShortage, data: st.DataObject
-) -> None:
-    shuffled = data.draw(st.permutations(running))
-    assert BestFitVictim().victim(shuffled, need, 0.0) == BestFitVictim().victim(running, need, 0.0)
-
-
 # -- the rule, by example ---------------------------------------------------------------------------
 
 
@@ -163,22 +155,6 @@ def test_a_program_that_holds_too_little_is_spared() -> None:
         assert policy.victim(running, NEED._replace(available_blocks=90), 0.0) == chosen
 
 
-def test_of_those_that_leave_enough_the_one_that_loses_least_goes() -> None:
-    short = request("short", 0, context_tokens=800, output_tokens=50, remaining=(50.0,))
-    long = request("long", 1, context_tokens=800, output_tokens=50, remaining=(400.0,))
-    room = NEED._replace(available_blocks=80)
-    # Either alone fits. The long one has to wait for fifty steps only, and for the short one that is much.
-    assert BestFitVictim().victim([short, long], room, 0.0) == "long"
-    assert (
-        BestFitVictim().victim([long._replace(program_rank=1), short._replace(program_rank=2)], room, 0.0)
-        == "long"
-    )
-    dear = long._replace(recover_s=1000.0)
-    assert BestFitVictim().victim([short, dear], room, 0.0) == "short", (
-        "nor is its KV to be had again for nothing"
-    )
-
-
 def test_what_fits_to_the_block_fits() -> None:
     """Three equally likely lives do not add up to the last digit: no trillionth of a block decides."""
     lives = ((2000.0,), (2000.0,) * 3, (2000.0,) * 7)
@@ -192,20 +168,3 @@ def test_what_fits_to_the_block_fits() -> None:
                 BestFitVictim().victim([cheap, dear], NEED._replace(available_blocks=blocks + 64), 0.0)
                 == "cheap"
             )
-
-
-def test_ties_go_to_the_latest_request() -> None:
-    running = [request(f"r{at}", at, context_tokens=800, remaining=(500.0,)) for at in range(4)]
-    assert BestFitVictim().victim(running, NEED, 0.0) == "r3"
-    same_program = [view._replace(program_rank=1) for view in running]
-    assert BestFitVictim().victim(same_program, NEED, 0.0) == "r3"
-
-
-def test_the_same_pause_hurts_a_short_answer_more() -> None:
-    """Both would be back after ten seconds of work; of the longer one, that is less for each token."""
-    facts = {"context_tokens": 400, "output_tokens": 100, "recover_s": 10.0}
-    longer = request("longer", 0, remaining=(600.0,), **facts)
-    shorter = request("shorter", 1, remaining=(500.0,), **facts)
-    assert BestFitVictim().victim([longer, shorter], NEED._replace(available_blocks=1000), 0.0) == "longer"
-    older = longer._replace(output_tokens=0, remaining=(500.0,))
-    assert BestFitVictim().victim([older, shorter], NEED._replace(available_blocks=1000), 0.0) == "shorter"

@@ -70,16 +70,6 @@ def test_an_ablation_differs_from_its_whole_in_what_it_names() -> None:
     assert load_cluster_preset("mori-paper").routing == CapacityRouting(size_by="context")
 
 
-def test_the_default_is_made_for_engines_with_the_default_policy() -> None:
-    """With ``saga``'s limit, requests waited at the gateway and moved away from their KV, while the engines
-    would have placed and ordered them: the mean completion of coding agents was a third longer."""
-    preset = load_cluster_preset("sojourn")
-    assert preset.engine == "sojourn"
-    assert preset.send_below_load == 2.0
-    assert preset.stealing.is_used
-    assert preset.sharing.divides_capacity
-
-
 def test_a_preset_that_says_little_gets_what_is_harmless() -> None:
     preset = parse_cluster_preset('routing = "round-robin"', source="mine.toml")
     assert preset.name == "mine.toml"

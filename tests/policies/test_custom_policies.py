@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from sojourn_server.policies.preset import (
-    POLICY_CLASSES,
-    Preset,
     PresetError,
     parse_preset,
     read_preset,
@@ -68,18 +65,6 @@ def test_a_class_beside_the_file_is_used_with_its_options(tmp_path: Path) -> Non
     assert [name.partition("_own_")[0] for name in here] == ["sojourn"]
 
 
-def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> None:
-    found = []
-    for seconds in (1, 2):
-        folder = tmp_path / str(seconds)
-        folder.mkdir()
-        module = MINE.replace("seconds: float = 1.0", f"seconds: float = {seconds}.0")
-        found.append(
-            read_preset(preset(folder, 'admission = "random:Patient"', module, "random")).admission.seconds
-        )
-    assert found == [1.0, 2.0]
-
-
 @pytest.mark.parametrize("allowed", ["sojourn_server", "other, sojourn_server.policies"])
 def test_an_installed_module_that_is_allowed_does_too(allowed: str) -> None:
     place = "sojourn_server.policies.retention_policies:FixedRetention"
@@ -121,18 +106,6 @@ def test_a_class_without_the_methods_is_not_instantiated(tmp_path: Path) -> None
         module = f"class Command:\n    def __init__(self, **options): raise SystemExit('ran')\n    {body}\n"
         with pytest.raises(PresetError, match="may_admit"):
             read_preset(preset(folder, 'admission = { policy = "mine:Command", args = "x" }', module))
-
-
-def test_data_of_the_protocol_may_be_set_when_a_class_is_instantiated(tmp_path: Path) -> None:
-    module = """
-class Late:
-    def __init__(self, is_used=True):
-        self.is_used, self.reserves_prompt_blocks, self.forecasts = is_used, False, False
-    def may_admit(self, entry, now):
-        return True
-"""
-    path = preset(tmp_path, 'admission = { policy = "mine:Late", is_used = false }', module)
-    assert read_preset(path).admission.is_used is False
 
 
 @pytest.mark.parametrize("name", ["../mine", "folder/mine", "{absolute}", "", ".mine", "mi\\u0000ne"])
@@ -191,9 +164,3 @@ def test_text_from_elsewhere_has_nothing_imported(tmp_path: Path) -> None:
     path = preset(tmp_path, 'admission = "mine:Patient"', "raise SystemExit")
     with pytest.raises(PresetError, match="only in a file named by --policy-file"):
         parse_preset(path.read_text(), source=str(path))
-
-
-def test_every_question_says_what_it_needs() -> None:
-    hints = get_type_hints(Preset)
-    for question in POLICY_CLASSES:
-        assert [name for name in vars(hints[question]) if name[0] != "_"], "what a class of one's own needs"

@@ -74,12 +74,6 @@ def test_nothing_held_is_nothing_given() -> None:
         assert policy.release(need(1, 1, running=True, name="a"), held(("a", 1, 9)), 0.0) is None
 
 
-def test_equal_ranks_are_ordered_by_name() -> None:
-    leases = held(("x", 5, 1), ("a", 5, 1), ("m", 5, 1))
-    assert LATEST.release(need(1, 2), leases, 0.0) == ("a", "m")
-    assert LATEST.release(need(1, 2), leases[::-1], 0.0) == ("a", "m")
-
-
 def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None:
     leases = [*held(("late", 1, 10), expires_s=90.0), *held(("soon", 9, 10), expires_s=10.0)]
     assert LeaseReclaimPolicy().release(need(5, 4), leases, 0.0) == ("soon",)

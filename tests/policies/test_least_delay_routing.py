@@ -36,38 +36,7 @@ def to(view: RoutingView, policy: LeastDelayRouting | None = None) -> RoutingDec
     return (policy or LeastDelayRouting()).route(view, replicas, 0.0)
 
 
-ENDS_SOON = ResidentProgramGroup(400, 400, 99, 2.0)
 STAYS = ResidentProgramGroup(300, 300, 20, 100.0)
-
-
-def test_a_program_of_few_turns_and_one_of_many_choose_differently() -> None:
-    there = {"a": (ENDS_SOON,), "b": (STAYS,)}
-    assert to(request(2.0, 100, **there)) == RoutingDecision("b", "least_delay"), (
-        "the other is there as long as it"
-    )
-    assert to(request(50.0, 100, **there)) == RoutingDecision("a", "least_delay"), "the other is gone soon"
-
-
-def test_a_single_turn_request_does_not_wait() -> None:
-    full = (ResidentProgramGroup(950, 950, 1, 10.0),)
-    assert to(request(1.0, 500, a=full, b=full)) == RoutingDecision("a", "least_loaded", passes=True)
-    assert to(request(1.5, 500, a=full, b=full)) == RoutingDecision(None, "no_room")
-
-
-def test_a_replica_with_nothing_to_do_takes_one_in() -> None:
-    full = (ResidentProgramGroup(950, 950, 1, 10.0),)
-    view = request(10.0, 500, a=full, b=full)
-    for changed in ({"in_flight": 0, "queued": 1}, {"in_flight": 1}):
-        replicas = [replica("a", *full), replica("b", *full)._replace(**changed)]
-        assert LeastDelayRouting().route(view, replicas, 0.0).replica_id is None
-    replicas = [replica("a", *full), replica("b", *full)._replace(in_flight=0)]
-    assert LeastDelayRouting().route(view, replicas, 0.0).replica_id == "b"
-
-
-def test_delay_of_and_by_a_request_count_equally() -> None:
-    # Alike for the newcomer, but of these one has nearly done all its turns and the other none.
-    nearly_done, begins = ResidentProgramGroup(200, 200, 990, 10.0), ResidentProgramGroup(200, 200, 0, 10.0)
-    assert to(request(10.0, 100, a=(begins,), b=(nearly_done,))).replica_id == "b"
 
 
 def test_memory_lasts_where_programs_end_at_different_times() -> None:
@@ -120,41 +89,6 @@ def test_the_most_is_what_turn_after_turn_comes_to(programs: list[ResidentProgra
     most = max(sum(tokens(one, at) for one in programs if one.turns_left >= at) for at in turns)
     assert peak_resident_tokens(programs) == pytest.approx(most)
     assert peak_resident_tokens(programs) <= sum(one.size_tokens for one in programs) + 1e-6
-
-
-@given(programs=residents, newcomer=residents.map(lambda some: some[0]))
-def test_one_more_program_never_reduces_the_delay(
-    programs: list[ResidentProgramGroup], newcomer: ResidentProgramGroup
-) -> None:
-    assert mutual_delay(newcomer, ()) == 0.0
-    assert mutual_delay(newcomer, programs) >= mutual_delay(newcomer, programs[1:]) > -1e-9
-    assert mutual_delay(newcomer, programs) == pytest.approx(mutual_delay(newcomer, programs[::-1]))
-
-
-def together(programs: list[ResidentProgramGroup]) -> tuple[ResidentProgramGroup, ...]:
-    """Those alike as one."""
-    found: dict[tuple[float, int], ResidentProgramGroup] = {}
-    for one in programs:
-        before = found.get(
-            (one.turns_left, one.turns), ResidentProgramGroup(0, 0, one.turns, one.turns_left, 0)
-        )
-        found[one.turns_left, one.turns] = before._replace(
-            context_tokens=before.context_tokens + one.context_tokens,
-            size_tokens=before.size_tokens + one.size_tokens,
-            programs=before.programs + 1,
-        )
-    return tuple(found[alike] for alike in sorted(found))
-
-
-alike = residents.map(lambda some: [one for one in some for _ in range(1 + one.turns % 3)])
-
-
-@given(programs=alike, newcomer=residents.map(lambda some: some[0]))
-def test_those_alike_count_as_each_of_them_would(
-    programs: list[ResidentProgramGroup], newcomer: ResidentProgramGroup
-) -> None:
-    assert mutual_delay(newcomer, together(programs)) == pytest.approx(mutual_delay(newcomer, programs))
-    assert peak_resident_tokens(together(programs)) == pytest.approx(peak_resident_tokens(programs))
 
 
 @given(

@@ -28,7 +28,7 @@ from sojourn_server.policies.placement.placement_views import (
 )
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 from sojourn_server.policies.policy_views import EvictionCandidateView, EvictionScoreScale
-from sojourn_server.programs.idleness import Idleness, IdlenessPhase
+from sojourn_server.programs.idleness import Idleness
 
 NOW = 1000.0
 DEVICE, HOST, DISK, WAITING = Tier
@@ -99,15 +99,6 @@ def test_acting_programs_leave_before_reasoning_ones_the_most_idle_first() -> No
     assert lazily(PAPER, seen) == []
 
 
-def test_no_more_leave_than_have_to() -> None:
-    seen = view(
-        program("a", DEVICE, ACTING, 0.9, 60), program("b", DEVICE, ACTING, 0.8, 30),
-        program("c", DEVICE, REASONING, 0.1, 11),
-    )  # fmt: skip
-    assert moved(PAPER, seen) == {"a": HOST}
-    assert PAPER.moves(replace(seen, device=TierCapacity(capacity_blocks=101)), NOW) == ()
-
-
 def test_a_reasoning_victim_finishes_its_turn() -> None:
     """§4.3.1: "If only Reasoning programs remain, … the victim finishes its current inference step"."""
     a, b = program("a", DEVICE, REASONING, 0.7, 60), program("b", DEVICE, REASONING, 0.2, 60)
@@ -120,36 +111,6 @@ def test_a_reasoning_victim_finishes_its_turn() -> None:
     assert moved(PAPER, view(over, b)) == {"a": HOST}
     returned = replace(pending, activity=READY)
     assert moved(PAPER, view(returned, b)) == {"a": HOST}, "its next request came in the meantime, and waits"
-
-
-def test_a_program_stays_if_memory_is_free_again_by_then() -> None:
-    pending = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
-    for activity in (REASONING, ACTING, READY):
-        answer = PAPER.moves(view(replace(pending, activity=activity)), NOW)
-        assert answer == (TierMove(ProgramId("a"), DEVICE, MoveTiming.NOW, MoveReason.KEPT),)
-
-
-def test_a_program_that_starts_to_act_leaves_instead_of_a_pending_one() -> None:
-    pending = program("a", DEVICE, REASONING, 0.7, 60, pending=True)
-    acting = program("b", DEVICE, ACTING, 0.2, 60)
-    assert moved(PAPER, view(pending, acting)) == {"b": HOST, "a": DEVICE}
-
-
-def test_a_program_about_to_run_is_not_demoted() -> None:
-    a, b = program("a", DEVICE, READY, 0.9, 60), program("b", DEVICE, REASONING, 0.1, 60)
-    assert lazily(PAPER, view(a, b)) == ["b"]
-    assert PAPER.moves(view(a, replace(b, activity=READY)), NOW) == ()
-
-
-def test_the_idleness_is_the_one_of_now() -> None:
-    """One that has acted for long overtakes one that was more idle: §4.2, responsive."""
-    a = replace(
-        program("a", DEVICE, ACTING, blocks=60),
-        idleness=Idleness(10.0, 0.0, IdlenessPhase.ACTING, since_s=NOW),
-    )
-    b = program("b", DEVICE, ACTING, 0.5, 60)
-    assert moved(PAPER, view(a, b), NOW + 1.0) == {"b": HOST}
-    assert moved(PAPER, view(a, b), NOW + 11.0) == {"a": HOST}
 
 
 def test_ties_go_to_the_least_recently_active_program() -> None:
@@ -193,25 +154,6 @@ def test_promotion_goes_host_then_returning_then_new_each_in_its_order() -> None
         seen = view(*reversed(line), device=10 * room, disk=10)
         assert list(moved(PAPER, seen)) == [each.program_id for each in line[:room]][:6]
     assert len(moved(PAPER, view(*line, device=80, disk=10))) == 7
-
-
-def test_an_acting_program_is_not_promoted() -> None:
-    """Neither from host memory nor from the Waiting queue: only ready programs are promoted."""
-    assert PAPER.moves(view(program("a", HOST, ACTING), program("b", WAITING, ACTING)), NOW) == ()
-    assert PAPER.moves(view(program("a", HOST, ACTING)), NOW) == ()
-
-
-def test_among_new_programs_the_smallest_goes_first_then_the_earliest() -> None:
-    a, b = newcomer("a", 30), newcomer("b", 20)
-    c = newcomer("c", 20, waiting_since_s=NOW - 5.0)
-    assert list(moved(PAPER, view(a, b, c))) == ["c", "b", "a"]
-
-
-def test_a_program_that_does_not_fit_is_skipped() -> None:
-    """And no program is promoted beyond the capacity (M6)."""
-    there = program("there", DEVICE, REASONING, 0.5, 70)
-    seen = view(there, program("large", HOST, READY, 0.1, 31), program("small", HOST, READY, 0.9, 30))
-    assert moved(PAPER, seen) == {"small": DEVICE}
 
 
 def test_blocks_of_untracked_requests_are_not_available() -> None:
@@ -314,12 +256,6 @@ def test_the_first_candidate_enters_an_empty_device_whatever_its_size() -> None:
     assert lazily(PAPER, view(replace(alone, activity=REASONING), program("b", DEVICE, READY))) == ["giant"]
 
 
-def test_one_that_outgrew_the_device_is_alone_there_at_last() -> None:
-    giant = program("giant", DEVICE, REASONING, 0.1, 120)
-    others = [program(f"p{i}", DEVICE, ACTING, 0.5, 10) for i in range(3)]
-    assert moved(PAPER, view(giant, *others)) == {"p0": HOST, "p1": HOST, "p2": HOST}
-
-
 def test_the_device_does_not_stand_still_for_long() -> None:
     """A parent that fills the device waits for a sub-agent that is new and cannot enter: rule 3."""
     parent = program("parent", DEVICE, ACTING, 0.9, 95, last_active_s=NOW)
@@ -351,12 +287,6 @@ def test_a_long_absent_program_leaves_for_any_ready_one() -> None:
     assert policy.moves(view(gone, away, newcomer("new", 60), device=100), NOW) == (), "nor is it enough"
 
 
-def test_at_a_standstill_only_as_many_leave_as_the_first_in_line_needs() -> None:
-    there = [program(f"p{i}", DEVICE, ACTING, i / 10, 25, last_active_s=NOW) for i in range(4)]
-    ready = program("ready", HOST, READY, 0.5, 30)
-    assert moved(OURS, view(*there, ready), NOW + 5.0) == {"ready": DEVICE, "p3": HOST, "p2": HOST}
-
-
 def test_acting_programs_leave_for_an_overdue_one_however_busy() -> None:
     there = [program("acting", DEVICE, ACTING, 0.1, 50), program("reasoning", DEVICE, REASONING, 0.9, 50)]
     waits = program("waits", HOST, READY, 0.9, 40)
@@ -381,14 +311,6 @@ def test_overdue_programs_wait_for_turns_to_end_and_are_not_overtaken() -> None:
     assert moved(OURS, view(a, b, waits, small), NOW + 130.0) == {"waits": DEVICE, "b": HOST}
 
 
-def test_the_longest_waiting_overdue_program_is_first() -> None:
-    there = program("there", DEVICE, REASONING, 0.1, 60)
-    first = program("first", WAITING, READY, 0.9, 40, waiting_since_s=NOW - 300.0)
-    second = program("second", HOST, READY, 0.0, 40, waiting_since_s=NOW - 299.0)
-    assert moved(OURS, view(there, first, second)) == {"first": DEVICE}
-    assert lazily(OURS, view(there, first, second)) == ["there"], "and the second is already prepared for"
-
-
 def test_overdue_promotions_are_a_gap_apart() -> None:
     """Each has to be computed again: were all served that are overdue, little else would be done."""
     there = [program(f"there-{i}", DEVICE, ACTING, 0.1, 50) for i in range(2)]
@@ -406,26 +328,6 @@ def test_overdue_promotions_are_a_gap_apart() -> None:
     assert moved(policy, room) == {"waits-0": DEVICE}, "with room for it no program leaves"
     both = replace(OURS, overdue_gap_s=0.0)
     assert set(moved(both, served)) == {"waits-0", "waits-1", "there-0", "there-1"}
-
-
-def test_programs_leave_for_an_overdue_new_one_too() -> None:
-    there = program("there", DEVICE, ACTING, 0.9, 80)
-    large, small = newcomer("large", 40, waiting_since_s=NOW - 200.0), newcomer("small", 10)
-    running = program("running", DEVICE, REASONING, 0.5, 1)
-    assert moved(PAPER, view(there, running, large, small)) == {"small": DEVICE}, "the small ones first"
-    assert moved(OURS, view(there, running, large, small)) == {
-        "large": DEVICE,
-        "there": HOST,
-        "small": DEVICE,
-    }
-
-
-def test_a_clock_that_jumped_back_keeps_no_program_waiting() -> None:
-    there = program("there", DEVICE, ACTING, 0.9, 90)
-    assert moved(OURS, view(there, newcomer("new", 50)), NOW - 500.0) == {"new": DEVICE, "there": HOST}
-    waits = program("waits", HOST, READY, 0.9, 40)
-    assert "waits" in moved(OURS, view(there, program("x", DEVICE, REASONING, 0.1, 5), waits), NOW - 500.0)
-    assert PAPER.moves(view(there, waits), -math.inf) == ()
 
 
 # -- labels (M5, §4.3.2) ---------------------------------------------------------------------
@@ -458,13 +360,6 @@ def test_no_placement_never_moves_programs() -> None:
     crowded = view(*[program(f"p{i}", DEVICE, ACTING, 1.0, 90) for i in range(3)], newcomer("new"))
     assert PlacementPolicy().moves(crowded, NOW) == ()
     assert not PlacementPolicy().is_used
-
-
-def test_defaults_are_the_papers_where_it_has_them() -> None:
-    policy = RelativeIdlenessPlacement()
-    assert policy.tick_s == 5.0
-    assert policy == RelativeIdlenessPlacement()
-    assert hash(policy) == hash(RelativeIdlenessPlacement())
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,6 @@ def test_pairs_are_those_of_a_causal_mask() -> None:
     assert StepCosts(9, 0, 0, 3, 9, 9).chunk_s(4, 3) == 21.0
 
 
-def test_a_chunk_ends_where_a_block_does() -> None:
-    quota = PrefillComputeQuota(costs=FLAT, quota_s=0.3, block_tokens=64)
-    assert quota.chunk(40, 500, 0.2, first=False) == 24 + 2 * 64
-    assert quota.chunk(40, 500, 0.02, first=False) == 0
-    assert quota.chunk(40, 500, 0.02, first=True) == 24, "the rest of its block"
-    assert quota.chunk(40, 20, 0.0, first=True) == 20, "or of the prompt"
-
-
 @pytest.mark.parametrize(
     ("case", "waiting", "chunks"),
     [
@@ -56,12 +48,6 @@ def test_the_walk(case: str, waiting: list[tuple[int, int]], chunks: list[int]) 
     step, found = pack(PrefillComputeQuota(costs=FLAT, quota_s=0.3, block_tokens=64), waiting)
     assert found == chunks, case
     assert step.prompts_s == pytest.approx(0.001 * sum(chunks))
-
-
-def test_a_step_in_which_nothing_fits_computes_one_block() -> None:
-    quota = PrefillComputeQuota(costs=StepCosts(0, 0, 1, 0, 0), quota_s=0.3)
-    assert pack(quota, [(10**6, 500), (0, 1)])[1] == [64]
-    assert pack(quota, [(10**6, 30), (10**6, 30)])[1] == [30]
 
 
 waiting_lists = st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 9000)), max_size=30)

@@ -80,11 +80,6 @@ def test_extending_an_extension() -> None:
     assert type(preset.order) is type(load_preset("continuum").order)
 
 
-def test_a_table_replaces_the_base_as_a_whole() -> None:
-    preset = parse_preset('extends = "continuum"\nretention = { policy = "continuum" }', source="x")
-    assert preset.retention == ContinuumRetention()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

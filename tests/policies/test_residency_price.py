@@ -22,7 +22,6 @@ from sojourn_server.policies.placement.residency_price import (
     SMALL_PATIENCE_S,
     URGENT_S,
     ResidencyPricePlacement,
-    ResidencyPricePlan,
 )
 from sojourn_server.programs.idleness import Idleness
 
@@ -148,12 +147,6 @@ def test_a_short_tool_keeps_its_place_and_a_long_one_does_not() -> None:
     assert dict(moves["b"].terms) == pytest.approx({"worth": 1.0, "price": 1 / 10})
 
 
-def test_a_tool_that_takes_longer_than_usual_loses_its_place() -> None:
-    waiting, usual_s = program("b", WAITING, READY, 10), (1.0, 1.0, 1.0, 300.0)
-    assert answer(acting("a", 15, usual_s, NOW, rebuild_s=4.0), waiting) == {}
-    assert "b" in answer(acting("a", 15, usual_s, NOW - 2.0, rebuild_s=4.0), waiting)
-
-
 def test_with_host_memory_a_tool_need_not_be_long() -> None:
     waiting = program("b", WAITING, READY, 10)
     tool = acting("a", 15, (5.0,), rebuild_s=20.0)
@@ -174,11 +167,6 @@ def test_the_least_valuable_makes_way_and_no_more_than_needed() -> None:
     assert set(moves) == {"longer", "b"}
 
 
-def test_a_small_program_does_not_displace_a_large_context() -> None:
-    tool, small = acting("a", 600, (1.0,), rebuild_s=50.0), program("b", WAITING, READY, 10)
-    assert answer(tool, small, device=600) == {}, "50 s of work to run it a second earlier"
-
-
 def test_each_victim_needs_room_of_its_own_below() -> None:
     tools = [acting(f"a{number}", 10, (5.0,), rebuild_s=20.0) for number in range(4)]
     large = program("b", WAITING, READY, 40)
@@ -186,68 +174,6 @@ def test_each_victim_needs_room_of_its_own_below() -> None:
     assert answer(*tools, large, device=40, host=10, load_s=0.001) == {}, "three would be dropped"
     moves = answer(*tools, large, device=40, host=40, load_s=0.001)
     assert {move.to for name, move in moves.items() if name != "b"} == {HOST}
-
-
-def of_many(acting_programs: int, *, waiting: int, on_host: int = 0) -> PlacementView:
-    """A device full of acting programs of one block, and ready ones that are worth more than each of them."""
-    long = (100.0,) * 3
-    return view_of(
-        *(acting(f"a{number:05}", 1, long, rebuild_s=0.01) for number in range(acting_programs)),
-        program("runs", DEVICE, REASONING, 1),
-        *(program(f"h{number:05}", HOST, READY, 1) for number in range(on_host)),
-        *(program(f"w{number:05}", WAITING, READY, 1, returning=True) for number in range(waiting)),
-        device=acting_programs + 1,
-        host=2 * on_host,
-        load_s=1e-5,
-    )
-
-
-@pytest.mark.parametrize(("waiting", "on_host"), [(MAX_EXCHANGES, 0), (256, 0), (0, 500), (256, 500)])
-def test_an_answer_takes_work_for_each_program_and_not_for_each_pair(
-    monkeypatch: pytest.MonkeyPatch, waiting: int, on_host: int
-) -> None:
-    counts = dict.fromkeys(("hold values", "keys", "sizes"), 0)
-
-    def counted(name: str, function: Any) -> Any:
-        def count(*arguments: Any, **named: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments, **named)
-
-        return count
-
-    for owner, method, name in (
-        (ResidencyPricePlan, "_hold_value", "hold values"),
-        (ResidencyPricePlacement, "_promotion_key", "keys"),
-    ):
-        monkeypatch.setattr(owner, method, counted(name, getattr(owner, method)))
-    sizes = property(counted("sizes", ProgramTierView.device_blocks.fget))
-    monkeypatch.setattr(ProgramTierView, "device_blocks", sizes)
-    seen = of_many(400, waiting=waiting, on_host=on_host)
-    moves = ResidencyPricePlacement().moves(seen, NOW)
-    assert sum(move.to is DEVICE for move in moves) == MAX_EXCHANGES, "the next answer goes on"
-    programs = len(seen.on_device) + len(seen.on_host) + len(seen.waiting)
-    per_exchange = 8
-    assert counts["hold values"] <= 2 * programs + per_exchange * MAX_EXCHANGES
-    assert counts["keys"] <= 2 * programs + 4 * MAX_EXCHANGES
-    assert counts["sizes"] <= 4 * programs + per_exchange * MAX_EXCHANGES
-
-
-def test_a_program_below_the_device_that_fits_enters_however_many_before_it_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried: list[None] = []
-    victims_for = ResidencyPricePlan._victims_for
-
-    def counted(plan: ResidencyPricePlan, *arguments: Any) -> Any:
-        tried.append(None)
-        return victims_for(plan, *arguments)
-
-    monkeypatch.setattr(ResidencyPricePlan, "_victims_for", counted)
-    large = [program(f"l{number:03}", HOST, READY, 30) for number in range(3 * MAX_EXCHANGES)]
-    small = program("small", HOST, READY, 2, arrived_s=1.0)
-    busy = program("busy", DEVICE, REASONING, 10)
-    assert answer(busy, *large, small, host=9000).keys() == {"small"}
-    assert len(tried) == 2 * MAX_EXCHANGES, "once before small has entered, and once after"
 
 
 def test_of_many_ready_programs_below_the_device_the_first_may_take_anothers_place() -> None:
@@ -273,22 +199,6 @@ def test_an_engine_that_stands_still_does_not_wait_for_a_cost_to_be_known() -> N
     unknown = acting("a", 15, (), NOW - 6.0, rebuild_s=0.0)
     assert answer(unknown, waiting)["b"].to is DEVICE
     assert answer(unknown, waiting, program("r", DEVICE, REASONING, 1)) == {}, "it does not stand still"
-
-
-def test_an_engine_that_stands_still_does_not_wait_for_long() -> None:
-    """All programs run tools, such as a sub-agent that waits for the device."""
-    waiting = program("b", WAITING, READY, 10)
-    groups: dict[str, Any] = {"waiting": [waiting], "mean_running": 20.0}
-    for elapsed_s, moved in ((4.0, False), (6.0, True)):
-        parents = [acting(f"a{n}", 10, (1.0,), NOW - elapsed_s, rebuild_s=5.0) for n in range(2)]
-        view = PlacementView(
-            device=TierCapacity(capacity_blocks=20),
-            host=TierCapacity(capacity_blocks=0),
-            disk=TierCapacity(capacity_blocks=0),
-            on_device=parents,
-            **groups,
-        )
-        assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
 
 
 def test_where_computing_delays_many_a_place_is_worth_more() -> None:
@@ -622,12 +532,6 @@ def test_who_is_due_soon_or_more_important_than_most_enters_first() -> None:
     assert first(due_s=NOW - URGENT_S - 1.0) == "b0", "its deadline has long passed"
 
 
-def test_one_that_is_less_important_makes_no_other_urgent() -> None:
-    here = acting("a", 15, (1.0,), rebuild_s=2.0)
-    others = (program("r", DEVICE, REASONING, 1), program("low", WAITING, READY, 90, importance=-1))
-    assert not answer(here, *others, program("b", WAITING, READY, 19))
-
-
 def test_an_urgent_program_is_worth_more() -> None:
     for due_s, leaves in ((NOW + 10.0, True), (NOW + 9999.0, False)):
         waiting = program("b", WAITING, READY, 19, due_s=due_s)
@@ -661,13 +565,6 @@ def test_an_overdue_program_does_not_keep_others_out_while_it_waits_for_a_long_t
         found = answer(runs, overdue, other, host=30)
         assert found.keys() == {first}
     assert answer(other, overdue, host=30).keys() == {"overdue"}, "it waits for no turn"
-
-
-def test_the_first_program_enters_an_empty_device_whatever_its_size() -> None:
-    assert "b" in answer(program("b", WAITING, READY, 50))
-    below = [program(f"h{number}", HOST, ACTING, 10, peak=100) for number in range(10)]
-    moves = answer(program("b", WAITING, READY, 5), *below, host=100, shortage_s=NOW - 1.0)
-    assert "b" in moves, "whatever the contexts below will need when they come back"
 
 
 @pytest.mark.parametrize("untracked", [0, 19, 20, 30])

@@ -6,10 +6,16 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
-from sojourn_server.policies.retention_policies import ContinuumRetention, FixedRetention, RetentionPolicy
+from sojourn_server.policies.retention_policies import (
+    MAX_TTL_S,
+    ContinuumRetention,
+    best_ttl_s,
+)
 from sojourn_server.programs.windowed_history import ToolHistory
 
 NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)
@@ -60,11 +66,101 @@ def test_continuum(view: FinishedTurnView, keep: RetentionDecision) -> None:
     assert ContinuumRetention().keep(view, 5.0) == keep
 
 
-def test_fixed_and_none() -> None:
-    assert FixedRetention(ttl_s=7.0).keep(turn(), 0.0) == RetentionDecision(7.0, DecisionReason.FIXED)
-    assert FixedRetention(ttl_s=7.0).keep(turn(tool=None), 0.0) == RetentionDecision(
-        0.0, DecisionReason.NO_TOOL_CALL
-    )
-    assert RetentionPolicy().keep(turn(hinted_ttl_s=40.0), 0.0) == RetentionDecision(
-        0.0, DecisionReason.POLICY_OFF
-    )
+# -- the TTL that Continuum chooses ----------------------------------------------------------------
+
+
+# Durations are eighths and their number a power of two, so that the objective is exact in floating
+# point and ties are ties: a property of the rule then cannot fail by rounding.
+EIGHTHS = st.integers(0, 80).map(lambda n: n / 8)
+SAMPLES = st.lists(EIGHTHS, min_size=16, max_size=16)
+WHOLE = st.integers(0, 40).map(float)
+
+
+def history_of(**tools: list[float]) -> ToolHistory:
+    history = ToolHistory()
+    for key, durations in tools.items():
+        for duration in durations:
+            history.observe(key, duration)
+    return history
+
+
+def choose(
+    rule: ContinuumRetention,
+    history: ToolHistory,
+    *,
+    tool: str = "bash",
+    reload_s: float = 0.0,
+    wait_s: float = 0.0,
+    eta: float = 1.0,
+) -> RetentionDecision:
+    turn = FinishedTurnView(
+        program_id="p", tool=tool, history=history, context_tokens=1,
+        reload_s=reload_s, mean_evicted_wait_s=wait_s, memoryfulness=eta,
+    )  # fmt: skip
+    return rule.keep(turn, 0.0)
+
+
+def brute_force(durations: list[float], benefit_s: float, max_ttl_s: float) -> float:
+    def value(tau: float) -> float:
+        return sum(d <= tau for d in durations) / len(durations) * benefit_s - tau
+
+    candidates = sorted({0.0, *(d for d in durations if d <= max_ttl_s)})
+    return max(candidates, key=lambda tau: (value(tau), -tau))
+
+
+@given(SAMPLES, WHOLE, WHOLE, st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]))
+def test_the_ttl_is_the_argmax(durations: list[float], reload_s: float, wait_s: float, eta: float) -> None:
+    rule = ContinuumRetention(min_samples=0)
+    choice = choose(rule, history_of(bash=durations), reload_s=reload_s, wait_s=wait_s, eta=eta)
+    expected = brute_force(durations, wait_s * eta + reload_s, MAX_TTL_S)
+    assert choice == (expected, DecisionReason.THIS_TOOL if expected else DecisionReason.NOT_WORTH_IT)
+
+
+def test_too_thin_a_history_falls_back_from_tool_to_all_to_exponential() -> None:
+    rule = ContinuumRetention(min_samples=4)
+    history = history_of(slow=[8.0] * 4)
+    assert choose(rule, history, tool="slow", wait_s=20.0).reason is DecisionReason.COLD_START
+    history.observe("fast", 1.0)
+    assert choose(rule, history, tool="slow", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
+    assert choose(rule, history, tool="fast", wait_s=20.0) == (8.0, DecisionReason.ALL_TOOLS)
+    for _ in range(4):
+        history.observe("fast", 1.0)
+    assert choose(rule, history, tool="fast", wait_s=20.0) == (1.0, DecisionReason.THIS_TOOL)
+    assert choose(rule, history, tool="slow", wait_s=20.0).reason is DecisionReason.ALL_TOOLS
+    assert choose(rule, history, tool="unseen", wait_s=20.0).reason is DecisionReason.ALL_TOOLS
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(-1, 1))
+def test_cold_start_is_the_optimum_for_unit_exponential_tools(
+    wait_s: float, reload_s: float, eta: float
+) -> None:
+    choice = choose(ContinuumRetention(), ToolHistory(), wait_s=wait_s, reload_s=reload_s, eta=eta)
+    benefit_s = wait_s + reload_s
+
+    def value(tau: float) -> float:
+        return (1 - math.exp(-tau)) * benefit_s - tau
+
+    assert choice.reason is (DecisionReason.COLD_START if choice.ttl_s > 0.0 else DecisionReason.NOT_WORTH_IT)
+    for step in range(200):
+        assert value(choice.ttl_s) >= value(step * 0.05) - 1e-9
+
+
+def test_nothing_is_ever_kept_longer_than_the_bound() -> None:
+    rule = ContinuumRetention(min_samples=0)
+    assert choose(rule, ToolHistory(), wait_s=1e300).ttl_s == MAX_TTL_S
+    assert choose(rule, history_of(bash=[1.0, MAX_TTL_S, 400.0, 400.0]), wait_s=1e9).ttl_s == MAX_TTL_S
+
+
+def test_of_a_long_history_a_bounded_number_is_tried_and_the_answer_stays_close() -> None:
+    class Counting(list):  # type: ignore[type-arg]
+        reads = 0
+
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            Counting.reads += isinstance(index, int)
+            return super().__getitem__(index)
+
+    durations = Counting(i / 1000 for i in range(50_000))
+    best = best_ttl_s(durations, 60.0)
+    exact = max((((i + 1) / 50_000) * 60.0 - d, -d) for i, d in enumerate(list(durations)))
+    assert (durations.index(best) + 1) / 50_000 * 60.0 - best >= exact[0] - 0.06
+    assert 0 < Counting.reads <= 20_000

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sojourn_server.cli.gateway import _WAITING_ORDERS
+from sojourn_server.policies.cluster_preset import (
+    POLICY_CLASSES,
+    cluster_preset_names,
+    load_cluster_preset,
+    with_waiting_order,
+)
 from sojourn_server.policies.fairness_policies import (
     AgentFairShare,
+    BlockedRequestView,
+    PreemptibleRequestView,
     RunningTaskView,
     SharePolicy,
+    TenantPreemptionPolicy,
+    TenantStanding,
+    UrgencyPreemption,
     WaitingTenantView,
 )
 from sojourn_server.policies.routing_policies import (
     NO_REPLICA,
     CapacityRouting,
+    IdlenessOrder,
+    LargestFirstOrder,
     LeastDelayRouting,
     PrefixAffinityRouting,
     RandomRouting,
@@ -27,6 +42,8 @@ from sojourn_server.policies.routing_policies import (
     SessionAffinityRouting,
     StealDecision,
     StealingPolicy,
+    WaitingOrderPolicy,
+    WaitingProgramView,
     WorkStealing,
 )
 
@@ -213,3 +230,126 @@ def test_a_programs_turns_are_drawn_apart_though_their_ids_differ_in_one_charact
     alike = sum(len(set(drawn[at : at + 4])) == 1 for at in range(0, 400, 4))
     assert alike < 30, "an eighth would be all at one"
     assert 150 < drawn.count("a") < 250
+
+
+# -- the order of requests that wait for capacity --------------------------------------------------
+
+
+VIEWS = [
+    WaitingProgramView(0, False, 0.0, 900, 5000),
+    WaitingProgramView(1, True, 0.9, 100, 900),
+    WaitingProgramView(2, True, 0.2, 800, 1000),
+    WaitingProgramView(3, False, 0.0, 50, 9000),
+    WaitingProgramView(4, True, 0.2, 700, 2000),
+]
+
+
+def order_of(policy: object) -> list[int]:
+    mixed = random.Random(1).sample(VIEWS, len(VIEWS))
+    return [view.number for view in sorted(mixed, key=policy.key)]  # type: ignore[attr-defined]
+
+
+def test_returning_programs_go_first_by_idleness_then_size_and_new_ones_by_size() -> None:
+    assert order_of(IdlenessOrder()) == [4, 2, 1, 3, 0]
+    assert order_of(LargestFirstOrder()) == [3, 0, 4, 2, 1]
+    assert order_of(WaitingOrderPolicy()) == [0, 1, 2, 3, 4]
+
+
+def test_the_flag_names_every_order_and_only_mori_has_its_own() -> None:
+    assert tuple(POLICY_CLASSES["waiting_order"]) == _WAITING_ORDERS
+    for name in cluster_preset_names():
+        preset = load_cluster_preset(name)
+        usual = IdlenessOrder if name.startswith("mori") else WaitingOrderPolicy
+        assert isinstance(preset.waiting_order, usual)
+        assert isinstance(with_waiting_order(preset, "largest-first").waiting_order, LargestFirstOrder)
+
+
+# -- requests that yield to a tenant with more urgent work -----------------------------------------
+
+
+URGENT = BlockedRequestView("u", "urgent", 0.6, 0.1, 100)
+OTHERS = [
+    PreemptibleRequestView("first", "calm", 100, 0.1, 1.0),
+    PreemptibleRequestView("last", "calm", 100, 0.1, 2.0),
+]
+STANDINGS = {"urgent": TenantStanding(0.8, 0.0), "calm": TenantStanding(0.2, 0.5)}
+
+
+def made(blocked: BlockedRequestView = URGENT, others: Any = OTHERS, standings: Any = STANDINGS) -> list[str]:
+    return list(UrgencyPreemption().preempt_less_urgent(blocked, others, standings))
+
+
+def test_unsent_requests_yield_first_then_the_last_sent() -> None:
+    assert made() == ["last"]
+    assert made(others=[*OTHERS, PreemptibleRequestView("queued", "calm", 100, 0.1, None)]) == ["queued"]
+    assert made(URGENT._replace(missing_tokens=150)) == ["last", "first"]
+    assert made(URGENT._replace(missing_requests=2)) == ["last", "first"]
+    large = PreemptibleRequestView("large", "calm", 500, 0.1, 0.5)
+    assert made(URGENT._replace(missing_tokens=300), [*OTHERS, large]) == ["large"], "the others in vain"
+
+
+@pytest.mark.parametrize(
+    ("blocked", "others", "standings"),
+    [
+        (URGENT._replace(waited_s=0.4), OTHERS, STANDINGS),
+        (URGENT._replace(missing_tokens=201), OTHERS, STANDINGS),
+        (URGENT, [], STANDINGS),
+        (URGENT, OTHERS, {"urgent": TenantStanding(0.5, 0.0), "calm": TenantStanding(0.5, 0.5)}),
+        (URGENT, OTHERS, {"urgent": TenantStanding(0.8, 0.7), "calm": TenantStanding(0.2, 0.2)}),
+        (URGENT, OTHERS, {"calm": TenantStanding(0.2, 0.5)}),
+        (URGENT, OTHERS, {"urgent": TenantStanding(0.0, 0.0), "calm": TenantStanding(0.0, 0.5)}),
+    ],
+    ids=["soon", "not-enough", "no-candidates", "equals", "has-its-share", "no-share-yet", "no-shares"],
+)
+def test_no_request_yields(blocked: BlockedRequestView, others: Any, standings: Any) -> None:
+    assert made(blocked, others, standings) == []
+    assert list(TenantPreemptionPolicy().preempt_less_urgent(blocked, others, standings)) == []
+
+
+standings_of = st.fixed_dictionaries(
+    {tenant: st.builds(TenantStanding, st.floats(0, 1), st.floats(0, 2)) for tenant in "abc"}
+)
+
+
+@given(
+    standings=standings_of,
+    others=st.lists(
+        st.builds(
+            PreemptibleRequestView,
+            st.uuids().map(str),
+            st.sampled_from("bc"),
+            st.integers(1, 500),
+            st.floats(0.01, 0.5),
+            st.none() | st.floats(0, 9),
+        ),
+        max_size=8,
+    ),
+    tokens=st.integers(0, 1500),
+    requests=st.integers(0, 4),
+    used=st.floats(0.01, 1),
+)
+def test_a_preempted_tenant_is_less_urgent_better_off_and_frees_enough(
+    standings: dict[str, TenantStanding],
+    others: list[PreemptibleRequestView],
+    tokens: int,
+    requests: int,
+    used: float,
+) -> None:
+    blocked = BlockedRequestView("u", "a", 1.0, used, tokens, requests)
+    names = made(blocked, others, standings)
+    chosen = [other for other in others if other.request_id in names]
+    assert len(names) == len(set(names)) == len(chosen)
+    if not chosen:
+        return
+    assert sum(other.tokens for other in chosen) >= tokens
+    assert len(chosen) >= requests
+    mine = standings["a"]
+    for tenant in {other.tenant for other in chosen}:
+        theirs = standings[tenant]
+        assert theirs.share < mine.share
+        left = theirs.used - sum(other.used for other in chosen if other.tenant == tenant)
+        # So they do not take it back: what one has of its share is no less than what the other has.
+        assert left * mine.share >= (mine.used + used) * theirs.share - 1e-9
+    for other in chosen:
+        rest = [one for one in chosen if one is not other]
+        assert not rest or sum(o.tokens for o in rest) < tokens or len(rest) < requests, "one too many"

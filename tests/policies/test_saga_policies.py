@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +31,7 @@ from sojourn_server.policies.policy_views import (
     WorkflowStepView,
 )
 from sojourn_server.policies.prefetch_policies import LikeliestSuccessorPrefetch
-from sojourn_server.policies.preset import POLICY_CLASSES, PresetError, load_preset, parse_preset, read_preset
+from sojourn_server.policies.preset import POLICY_CLASSES, load_preset
 from sojourn_server.policies.queue_order_policies import QueueOrderPolicy
 from sojourn_server.policies.retention_policies import ToolTypeRetention
 from sojourn_server.policies.workflow_prediction import (
@@ -90,10 +89,6 @@ def test_each_term_alone():
     left = owner(in_abandoned_branch=True)
     seldom, often = (SCALE._replace(branch_reuse=share) for share in (0.1, 0.9))
     assert score(left, seldom) < score(left, often) < score(owner(), often), "another branch"
-
-
-def test_nothing_seen_yet_is_no_division_by_zero():
-    assert math.isfinite(score(EvictionCandidateView(1, False, 5.0), EvictionScoreScale())[1])
 
 
 # -- three tiers (S2) --------------------------------------------------------------------
@@ -297,26 +292,7 @@ def test_leases_end_in_the_eviction_order():
     assert EvictionOrderReclaim().release(need, [], 0.0) is None
 
 
-ABLATIONS = Path(__file__).parents[2] / "benchmarks" / "saga_ablations"
-
 # -- presets ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "question"),
-    [
-        ("saga-no-eviction", "eviction"),
-        ("saga-no-ttl", "retention"),
-        ("saga-no-prefetch", "prefetch"),
-        ("saga-inferred", "workflow_prediction"),
-        ("saga-cold", "workflow_prediction"),
-    ],
-)
-def test_an_ablation_of_saga_differs_in_one_answer(name: str, question: str):
-    whole, part = load_preset("saga-paper"), read_preset(ABLATIONS / f"{name}.toml")
-    assert getattr(whole, question) != getattr(part, question)
-    for other in POLICY_CLASSES.keys() - {question}:
-        assert getattr(whole, other) == getattr(part, other)
 
 
 def test_saga_paper_differs_in_admission_order_and_preemption():
@@ -341,19 +317,3 @@ def test_saga_paper_differs_in_admission_order_and_preemption():
         getattr(ours, name) == getattr(continuum, name)
         for name in differing - {"workflow_prediction", "eviction", "retention"}
     )
-
-
-def test_saga_has_the_papers_defaults():
-    saga = load_preset("saga-paper")
-    assert saga.eviction == WorkflowAwareLruEviction(size=0.2)
-    assert saga.workflow_prediction == ThreeTierPrediction()
-
-
-def test_a_preset_that_asks_for_no_workflow_prediction_has_none():
-    preset = parse_preset('extends = "continuum"', source="x")
-    assert not preset.workflow_prediction.is_used
-    assert not preset.prefetch.is_used
-    with pytest.raises(
-        PresetError, match=r"unknown workflow_prediction policy 'three-tier'; expected .* did you mean"
-    ):
-        parse_preset('extends = "continuum"\nworkflow_prediction = "three-tier"', source="x")

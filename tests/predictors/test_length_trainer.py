@@ -11,7 +11,6 @@ from sojourn_server.policies.forecasting import OutputLengthView, SurvivalPredic
 torch = pytest.importorskip("torch")
 
 from hidden_state_workload import HIDDEN, LENGTHS, POINTS, Output, off, outputs, teach  # noqa: E402
-from sojourn_server.predictors import length_trainer as student_module  # noqa: E402
 from sojourn_server.predictors.length_trainer import (  # noqa: E402
     BATCH_SIZE,
     MIN_EXAMPLES,
@@ -145,14 +144,6 @@ def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> No
 
 
 # -- what it holds ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hidden", [48, 8192, 100_000])
-def test_examples_take_so_much_memory_and_no_more(hidden: int) -> None:
-    made = LengthTrainer(hidden)
-    size = made._states.numel() * 4
-    assert size <= max(student_module.MAX_EXAMPLES_BYTES, BATCH_SIZE * 4 * hidden)
-    assert len(made._states) <= student_module.MAX_EXAMPLES
 
 
 # -- chance -----------------------------------------------------------------------------------------

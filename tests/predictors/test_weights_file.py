@@ -46,15 +46,6 @@ def test_a_network_comes_back_as_it_was(file: Path) -> None:
     assert says(file)["examples"] == "321"
 
 
-def test_a_later_one_takes_its_place_and_nothing_else_is_left(file: Path) -> None:
-    later = LengthNetwork(HIDDEN, seed=8)
-    save_weights(file, later, model="org/m", examples=400)
-    back = load_weights(file, model="org/m", hidden_size=HIDDEN)
-    assert back is not None
-    assert torch.equal(back.first.weight, later.first.weight)
-    assert list(file.parent.iterdir()) == [file]
-
-
 def test_a_file_that_is_not_there_yet_is_no_network(tmp_path: Path) -> None:
     assert load_weights(tmp_path / "no" / "lengths", model="org/m", hidden_size=HIDDEN) is None
 

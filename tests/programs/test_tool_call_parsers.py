@@ -223,17 +223,6 @@ def test_what_only_looks_like_a_call_is_none(text: str) -> None:
     assert parse_tool_calls(text) == ()
 
 
-def test_json_inside_a_shell_block_is_the_commands_business() -> None:
-    text = 'Post it.\n```bash\ncurl -d \'{"name": "f", "arguments": {}}\' localhost\n```\n'
-    assert keys(text) == ["bash:curl"]
-
-
-def test_a_tool_call_carries_no_arguments() -> None:
-    (call,) = parse_tool_calls('<tool_call>{"name":"f","arguments":{"password":"hunter2"}}</tool_call>')
-    assert call == ParsedToolCall("f")
-    assert "hunter2" not in repr(call)
-
-
 @pytest.mark.parametrize(
     ("line", "heads", "main"),
     [
