@@ -204,7 +204,7 @@ class Engine:
             if outcome is not None:
                 del self.open[kind, name]
                 event = next(each for each in KINDS if KINDS[each] == kind)
-                good: Any = outcome.good if event is LoadEnded else outcome.complete
+                good: Any = outcome.good if event is LoadEnded else not outcome.why
                 self.events.append(event(name, good, outcome.why))
         self.world.changed()
 

@@ -140,7 +140,7 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     assert ended(push) is not None
     outcome = ended(prompt)
     assert outcome is not None
-    assert not outcome.complete
+    assert outcome.why
     prompt.end()
     assert_clean(there)
     assert there.close()
@@ -216,7 +216,7 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
     for wrong in ("here", "unix:", "tcp:host", "tcp:host:port", "tcp::80", "tcp:host:99999"):
         with pytest.raises(ValueError, match="not an address"):
             manager(MemoryStore(), "d", [wrong])
-    with pytest.raises(ValueError, match="at most 107 bytes"):
+    with pytest.raises(OSError, match="AF_UNIX path too long"):
         manager(MemoryStore(), "d", ["unix:/" + "x" * 107])
     made = manager(MemoryStore(), "p")
     push = made.node.offer("t", "nixl:decode-0", CONTEXT)

@@ -17,7 +17,6 @@ from sojourn_server.kv_transfer.transfer_request import (
     context_name,
     parse_transfer_params,
     tail_key,
-    transfer_answer_params,
 )
 
 
@@ -77,8 +76,8 @@ def test_the_prefill_side_pushes_with_the_last_chunk_and_is_held_until_that_is_o
     step(planner, "r", 401)
     assert not planner.take_jobs().pushes
     finished = planner.finished("r", True)
-    assert finished.hold
-    assert finished.answer == {
+    assert finished[0]
+    assert finished[1] == {
         "do_remote_prefill": True, "transfer": "t", "context": push.context, "stored": 2,
     }  # fmt: skip
     assert planner.take_jobs().holds == ["r"]
@@ -90,7 +89,7 @@ def answer_of(tokens: list[int], transfer: str = "t") -> dict[str, Any]:
     planner = make()
     begin(planner, Request("p", tokens, to_prefill(transfer)))
     step(planner, "p", len(tokens))
-    answer = planner.finished("p", True).answer
+    answer = planner.finished("p", True)[1]
     assert answer is not None
     assert parse_transfer_params(answer).transfer == transfer
     return answer
@@ -154,7 +153,7 @@ def test_who_says_nothing_does_all_of_it(given: Any) -> None:
 def test_what_is_said_is_read_and_what_is_not_ours_is_let_be() -> None:
     params = parse_transfer_params({**TO_PREFILL, "decode_reads": True, "remote_prefill_cached_tokens": 5})
     assert (params.role, params.peer, params.decode_reads) == (TransferRole.PREFILL, "unix:/d", True)
-    answer = transfer_answer_params(params, "t.1", 3)
+    answer = {"do_remote_prefill": True, "transfer": params.transfer, "context": "t.1", "stored": 3}
     decode = parse_transfer_params({**answer, "remote_prefill_cached_tokens": 5})
     assert (decode.role, decode.context, decode.stored) == (TransferRole.DECODE, "t.1", 3)
 

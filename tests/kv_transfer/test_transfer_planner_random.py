@@ -245,15 +245,15 @@ class Planning(RuleBasedStateMachine):
         if life is None:
             return
         name = life.request.request_id
-        finished = self.planner.finished(name, well, life.ids)
+        hold, answer = self.planner.finished(name, well, life.ids)
         pushed = name in self.worker.pushes
-        assert not (pushed and not finished.hold), "its blocks are being sent"
-        assert (finished.answer is not None) == (pushed and well)
+        assert not (pushed and not hold), "its blocks are being sent"
+        assert (answer is not None) == (pushed and well)
         filling = life.stage == "remote"
-        assert finished.hold or not filling, "its blocks are being filled"
-        assert not (finished.hold and not pushed and not well and not filling), "nobody wants what is left"
+        assert hold or not filling, "its blocks are being filled"
+        assert not (hold and not pushed and not well and not filling), "nobody wants what is left"
         del self.lives[name]
-        if not finished.hold or filling:
+        if not hold or filling:
             self.saved.pop(name, None)
 
     @rule()

@@ -20,7 +20,7 @@ import contextlib
 from .block_load import UNEXPECTED_DATA
 from .peer_connection import PeerConnection, TransferFailed
 from .staging_buffers import BufferSlot
-from .transfer import LEASE_EXPIRED, Transfer, TransferContext, TransferOutcome
+from .transfer import LEASE_EXPIRED, STALLED, Transfer, TransferContext, TransferOutcome
 from .transfer_wire import (
     AbortMessage,
     CompleteMessage,
@@ -31,14 +31,6 @@ from .transfer_wire import (
     ReadMessage,
     WireMessage,
 )
-
-
-def refuse(conn: PeerConnection, message: ReadMessage | OfferMessage, why: str) -> None:
-    """Tell a peer that its request is refused for the reason ``why``."""
-    if isinstance(message, ReadMessage):
-        conn.post(FailedMessage(transfer=message.transfer, index=0, reason=why))
-    else:
-        conn.post(AbortMessage(transfer=message.transfer, reason=why))
 
 
 class IncomingPrompt(Transfer):
@@ -58,7 +50,6 @@ class IncomingPrompt(Transfer):
         """Kinds of the messages that the peer has sent, each at most once."""
         self._read: dict[bytes, BufferSlot] = {}
         """Slots of the blocks that are read from storage."""
-        self._patience: asyncio.Timeout | None = None
         super().__init__(node, name)
 
     # -- what the engine and the peer ask for --------------------------------------------
@@ -66,8 +57,7 @@ class IncomingPrompt(Transfer):
     def expected(self) -> None:
         """Fail if the peer does not offer the prompt within ``patience_s`` seconds from now."""
         self.start()
-        if self._patience is not None and not self._patience.expired() and not self.is_ending:
-            self._patience.reschedule(self.node.loop.time() + self.node.limits.patience_s)
+        self.node.loop.call_later(self.node.limits.patience_s, self._check_offer)
 
     @property
     def is_abandoned(self) -> bool:
@@ -77,9 +67,9 @@ class IncomingPrompt(Transfer):
     def asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
         """Handle a request of a peer, or tell the peer why it is refused."""
         if self.is_ending or OfferMessage in self._asked or type(message) in self._asked:
-            refuse(conn, message, "the transfer is in progress already")
+            conn.post(AbortMessage(transfer=self.name, reason="the transfer is in progress already"))
         elif self.conn not in (None, conn):
-            refuse(conn, message, "another engine sends the prompt")
+            conn.post(AbortMessage(transfer=self.name, reason="another engine sends the prompt"))
         else:
             self.conn = conn
             self._asked.add(type(message))
@@ -100,7 +90,11 @@ class IncomingPrompt(Transfer):
 
     async def run(self) -> None:
         node = self.node
-        while not isinstance(message := await self._message(), OfferMessage):
+        while True:
+            async with asyncio.timeout(node.limits.lease_s):
+                message = await self._inbox.get()
+            if isinstance(message, OfferMessage):
+                break
             await self._stream(message)
         await self._take_offer(message)
         self.conn = None
@@ -120,28 +114,17 @@ class IncomingPrompt(Transfer):
         if self.conn is not None:
             self.conn.post(AbortMessage(transfer=self.name, reason=why))
 
-    async def _message(self) -> ReadMessage | OfferMessage:
-        """Wait for the peer's next message."""
-        limits = self.node.limits
-        async with asyncio.timeout(
-            limits.patience_s if self.is_expected else limits.lease_s
-        ) as self._patience:
-            message = await self._inbox.get()
-        self._patience = None
-        return message
+    def _check_offer(self) -> None:
+        if OfferMessage not in self._asked and not self.is_ending:
+            self.node.counts["stalls"] += 1
+            self.stop(STALLED)
 
     async def _stream(self, message: ReadMessage) -> None:
         """Read blocks from storage and send them to the peer."""
         conn = self.conn
         assert conn is not None
-        try:
-            self.slots = await self.lease_slots(
-                max(message.total, len(message.keys)), self.node.limits.patience_s
-            )
-        except TransferFailed as error:
-            refuse(conn, message, str(error))
-            self.conn = None
-            raise
+        total = max(message.total, len(message.keys))
+        self.slots = await self.lease_slots(total, self.node.limits.patience_s)
         self._read = dict(zip(message.keys, self.slots, strict=False))
         for key, slot in self._read.items():
             self.node.reads.put(slot, key, self.was_read)

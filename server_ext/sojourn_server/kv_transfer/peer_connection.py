@@ -30,17 +30,11 @@ from .transfer_wire import (
     encode,
 )
 
-_FIELD_DESCRIPTIONS = {
-    "model": "the model",
-    "kv_dtype": "the data type of KV (--kv-cache-dtype)",
-    "block_tokens": "the tokens of a Full Block",
-    "block_bytes": "the bytes of a Full Block",
-    "layers": "the number of layers",
-    "hash_scheme": "how blocks are hashed (PYTHONHASHSEED, --prefix-caching-hash-algo, --block-size)",
-    "vllm_version": "the vLLM release, which is the layout within a layer",
-    "tp_rank": "the rank",
-    "tp_size": "the number of ranks",
+_SETTINGS = {
+    "kv_dtype": " (--kv-cache-dtype)",
+    "hash_scheme": " (PYTHONHASHSEED, --prefix-caching-hash-algo, --block-size)",
 }
+"""What sets a field of ``KvIdentity``, where its name does not say it."""
 
 
 class TransferFailed(Exception):
@@ -52,7 +46,7 @@ def incompatibility_reason(ours: KvIdentity, theirs: Mapping[str, str | int]) ->
     ``theirs``: the fields of the peer's ``KvIdentity``."""
     mine = asdict(ours)
     lines = [
-        f"{_FIELD_DESCRIPTIONS.get(name, name)}: {theirs.get(name, 'not said')!r} there, "
+        f"{name}{_SETTINGS.get(name, '')}: {theirs.get(name, 'not said')!r} there, "
         f"{mine.get(name, 'unknown')!r} here"
         for name in [*mine, *sorted(theirs.keys() - mine.keys())]
         if theirs.get(name) != mine.get(name)
@@ -94,10 +88,7 @@ class PeerConnection:
     async def send(self, message: WireMessage, payload: Sequence[memoryview] = ()) -> None:
         """Send a message. Returns when the memory of ``payload`` may be reused, also if the caller is
         cancelled meanwhile. Raises ``TransferFailed`` if the connection has ended."""
-        try:
-            frame = encode(message, sum(part.nbytes for part in payload))
-        except PeerWireError as error:
-            raise TransferFailed(str(error)) from error
+        frame = encode(message, sum(part.nbytes for part in payload))
         sending = self._table.node.spawn(self._send(frame, payload))
         try:
             await asyncio.shield(sending)

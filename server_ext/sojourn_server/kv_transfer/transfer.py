@@ -37,10 +37,6 @@ class TransferOutcome(NamedTuple):
     why: str = ""
     """Why blocks are missing; empty if all have arrived."""
 
-    @property
-    def complete(self) -> bool:
-        return not self.why
-
 
 class TransferContext:
     """What the transfers of one engine share. Its event loop owns all of it, except ``changed``."""

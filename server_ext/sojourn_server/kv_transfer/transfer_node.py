@@ -14,7 +14,7 @@ from typing import Any
 from ..kv_offload.block_file import KvIdentity
 from .block_load import BlockLoad, ReadingPeer
 from .block_push import BlockPush
-from .incoming_prompt import IncomingPrompt, refuse
+from .incoming_prompt import IncomingPrompt
 from .peer_connection import PeerConnection, PeerTable
 from .transfer import Transfer, TransferContext, TransferOutcome
 from .transfer_limits import TransferLimits
@@ -98,9 +98,7 @@ class TransferNode(TransferContext):
             self.peers.drop(conn, CLOSING)
         for service in self._services:
             service.cancel()
-        rest = self.tasks.difference([asyncio.current_task()])
-        if rest:
-            await asyncio.wait(rest, timeout=CLOSE_GRACE_S)
+        await asyncio.sleep(0)  # the others are cancelled with the loop
 
     @property
     def is_clean(self) -> bool:
@@ -167,10 +165,9 @@ class TransferNode(TransferContext):
             push.start()
 
     def _asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
-        if self.is_closing:
-            refuse(conn, message, CLOSING)
-        elif not message.keys or len(set(message.keys)) != len(message.keys):
-            refuse(conn, message, "no blocks, or a duplicate block")
+        if self.is_closing or not message.keys or len(set(message.keys)) != len(message.keys):
+            why = CLOSING if self.is_closing else "no blocks, or a duplicate block"
+            conn.post(AbortMessage(transfer=message.transfer, reason=why))
         else:
             with self.changed:
                 prompt = self.prompts.get(message.transfer) or IncomingPrompt(self, message.transfer)

@@ -24,22 +24,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from .rank_transfers import check_peer_ranks
-from .transfer_jobs import (
-    FetchJob,
-    FillJob,
-    PushJob,
-    SaveJob,
-    TransferJobs,
-    TransferResults,
-)
+from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 from .transfer_request import (
     MATCH_PENDING,
     NO_MATCH,
     WHOLE_REQUEST,
     ExternalMatch,
-    FinishOutcome,
     RequestView,
     TransferPhase,
     TransferRequest,
@@ -47,7 +40,6 @@ from .transfer_request import (
     parse_transfer_params,
     prompt_context,
     tail_key,
-    transfer_answer_params,
 )
 
 MAX_FETCHES = 3
@@ -158,9 +150,7 @@ class TransferPlanner:
                 self._end(entry)
                 entry.phase, entry.is_filling = TransferPhase.RUNNING, False
             return
-        if entry is None or entry.phase is not TransferPhase.READY:
-            self._orders.not_filled += block_ids  # a mistake of the caller: report them as not filled
-            return
+        assert entry is not None
         end = self._ready_end(entry)
         first = (end - external_tokens) // self._block_tokens
         skip = first - entry.first * self._per_full
@@ -240,17 +230,21 @@ class TransferPlanner:
                 saver.saved = min(saver.saved, index)
                 self.counts["saves_put_off"] += 1
 
-    def finished(self, request_id: str, well: bool, block_ids: Sequence[int] = ()) -> FinishOutcome:
-        """Handle a finished request. Returns whether vLLM must keep its blocks, and the parameters for the
-        decode engine. ``well``: whether the request completed normally. If so, and if its prompt was not
-        pushed, the blocks in ``block_ids`` that are not stored yet are saved."""
+    def finished(
+        self, request_id: str, well: bool, block_ids: Sequence[int] = ()
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Handle a finished request. Returns whether vLLM must keep its blocks, because a transfer uses them,
+        and the parameters for the decode engine, if the prompt was pushed. ``well``: whether the request
+        completed normally. If so, and if its prompt was not pushed, the blocks in ``block_ids`` that are not
+        stored yet are saved."""
         entry = self._entries.get(request_id)
         if entry is None:
-            return FinishOutcome(False, None)
+            return False, None
         self._forget(request_id)
-        answer = None
+        answer: dict[str, Any] | None = None
         if entry.pushed and well:
-            answer = transfer_answer_params(entry.params, entry.context, entry.stored)
+            answer = {"do_remote_prefill": True, "transfer": entry.params.transfer}
+            answer |= {"context": entry.context, "stored": entry.stored}
         elif entry.pushed:
             self._orders.aborts.append(request_id)
         if entry.is_filling:
@@ -259,7 +253,7 @@ class TransferPlanner:
             # push must not be reported to vLLM after that.
             if entry.pushed:
                 self._orders.unreported.append(request_id)
-            return FinishOutcome(True, answer)
+            return True, answer
         late = []
         if well and not entry.pushed:
             first = max(min([entry.saved, *entry.saved_before]), entry.stored)
@@ -267,7 +261,7 @@ class TransferPlanner:
             self._orders.saves += late
         if entry.pushed or late:
             self._orders.holds.append(request_id)
-        return FinishOutcome(entry.pushed or bool(late), answer)
+        return entry.pushed or bool(late), answer
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for. Called after an error of sojourn or a cache reset.

@@ -77,11 +77,6 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     return params
 
 
-def transfer_answer_params(params: TransferParams, context: str, stored: int) -> dict[str, Any]:
-    """Return the prefill engine's answer: the ``kv_transfer_params`` for the decode engine."""
-    return {"do_remote_prefill": True, "transfer": params.transfer, "context": context, "stored": stored}
-
-
 def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: int) -> str:
     """Return the name under which two engines transfer a prompt. Prompts with different tokens get different
     names.
@@ -133,15 +128,6 @@ class ExternalMatch(NamedTuple):
 
 NO_MATCH = ExternalMatch(0)
 MATCH_PENDING = ExternalMatch(None)
-
-
-class FinishOutcome(NamedTuple):
-    """What happens to a finished request's blocks, and the ``kv_transfer_params`` for its decode engine."""
-
-    hold: bool
-    """Whether vLLM must keep the blocks for now, because a transfer still uses them."""
-    answer: dict[str, Any] | None
-    """``None`` if the prompt was not pushed, or if the request did not complete normally."""
 
 
 class TransferPhase(Enum):

@@ -158,8 +158,6 @@ def encode(message: WireMessage, payload_bytes: int = 0) -> bytes:
 def decode_head(data: bytes) -> tuple[int, int]:
     """Return the lengths of the message and of the payload that follow the head of a frame. Raises
     ``PeerWireError`` for an invalid head, another wire version, or lengths above the limits."""
-    if len(data) != HEAD_BYTES:
-        raise PeerWireError(f"a head of {len(data)} bytes; expected {HEAD_BYTES}")
     magic, version, _, message_bytes, payload_bytes = _HEAD.unpack(data)
     if magic != _MAGIC:
         raise PeerWireError(f"not a peer of sojourn: it sent {bytes(data[:4])!r}, expected {_MAGIC!r}")

@@ -13,6 +13,7 @@ The engine then computes the affected KV.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -209,10 +210,8 @@ class TransferWorker:
     def _begin(self, job: FetchJob) -> None:
         """Start the transfer that brings an ask's blocks."""
         if not job.keys:
-            try:
+            with contextlib.suppress(ValueError):  # another request waits for it
                 self._sources[job.ask] = self._node.expect(job.context)
-            except ValueError:  # another request waits for it
-                self.counts["prompts_twice"] += 1
             return
         peer, name = (ReadingPeer(job.peer, job.total), job.context) if job.peer else (None, f"{job.ask}")
         self._sources[job.ask] = self._node.load(name, job.keys, peer)
@@ -270,7 +269,6 @@ class TransferWorker:
             self.counts["writes_refused"] += 1
             return False
         self._storage.write(save.key, save.parent, self._kv.gather_full(save.block_ids, self._kv.fence()))
-        self.counts["blocks_given_to_store"] += 1
         return True
 
     # -- pushes -------------------------------------------------------------------------
