@@ -187,8 +187,6 @@ def test_engines_of_no_pair_say_so(make_engine: Any) -> None:
     assert core.ask("stats")["paths"] is None
     assert core.model_executor.asked == 0
     assert Core(make_engine(None).scheduler).ask("capabilities") == {"error": "stock"}
-    foreign = SimpleNamespace(connector=SimpleNamespace(pair_status="somebody else's"))
-    assert Core(foreign).ask("stats") == {"error": "stock"}
 
 
 async def test_a_stock_member_is_asked_again_though_it_knows_no_programs(make_core: Any) -> None:

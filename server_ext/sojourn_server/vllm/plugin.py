@@ -43,11 +43,8 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     reporter = getattr(getattr(self.scheduler, "connector", None), "pair_status", None)
     if reporter is not None:
         from ..core.engine_service import STOCK_OPERATIONS
-        from .kv_transfer_connector import PairStatusReporter
 
-        if not isinstance(reporter, PairStatusReporter):  # another project's connector
-            reporter = None
-        elif operation in STOCK_OPERATIONS:  # their answers contain the worker's status
+        if operation in STOCK_OPERATIONS:  # their answers contain the worker's status
             reporter.refresh_status(self.model_executor)
     call = getattr(self.scheduler, METHOD, None)
     if call is not None:
