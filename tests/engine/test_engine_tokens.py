@@ -13,7 +13,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +78,15 @@ def test_no_hints_and_leases_under_pressure_give_the_tokens_of_stock(
 ) -> None:
     silent, _ = generate(loud_model, {"policy": "continuum"}, hints=False)
     leased, report = generate(loud_model, {"policy": "continuum"}, hints=True)
-    ordered, by_program = generate(loud_model, {"policy": "saga"}, hints=True)
     assert sum(len(tokens) for tokens in stock) >= 1000
     assert len({tuple(tokens) for tokens in stock}) == PROGRAMS, "the programs must differ"
     assert all(len(set(tokens)) > len(tokens) / 2 for tokens in stock), "nor may one repeat itself"
     assert silent == stock
     assert leased == stock
-    assert ordered == stock
     kinds = [(d["kind"], d["reason"]) for d in report["decisions"]]
     assert ("keep", "hinted") in kinds
     assert ("release", "pressure") in kinds, "the leases must have been under pressure"
     assert report["stats"]["device_tokens"] > 0
-    assert by_program["stats"]["device_tokens"] > 0
-    taken = [row["evicted_score"] for row in by_program["ledger"] if row["evicted_score"]]
-    assert taken, "blocks must have been taken in the order by program"
 
 
 @pytest.mark.parametrize(
@@ -143,14 +137,9 @@ def hostile_hint(program: int, turn: int) -> str:
     return texts[(program + turn) % len(texts)]
 
 
-def test_false_and_hostile_hints_give_the_tokens_of_stock(loud_model: str, stock: list[list[int]]) -> None:
-    tokens, report = generate(loud_model, {"policy": "continuum"}, hints=hostile_hint)
-    assert tokens == stock
-    assert any(decision["kind"] == "keep" for decision in report["decisions"])
-
-
-def every_hint(program: int, turn: int, factor: float = 1.0) -> str:
-    """All that a client can say; all numbers are true if ``factor`` is 1."""
+def every_hint(program: int, turn: int) -> str:
+    """All that a client can say: the truth from every other program, half of each number from the others."""
+    factor = 1.0 if program % 2 else 0.5
     ends = (turn + 1 == SHORT["turns"]) is (factor == 1.0)
     ours = {"v": 1, "agent_type": "talker", "node": "talk", "final": ends, "tenant": f"t{program % 2}"}
     numbers = {"deadline_seconds": 30.0, "kv_retention_ttl_seconds": 2.0}
@@ -165,13 +154,16 @@ def every_hint(program: int, turn: int, factor: float = 1.0) -> str:
     return json.dumps(context)
 
 
-@pytest.mark.parametrize("hints", [every_hint, partial(every_hint, factor=0.5), hostile_hint])
-def test_no_hint_changes_a_token_under_the_default_policy(
-    loud_model: str, stock_in_short: list[list[int]], hints: Any
+@pytest.mark.parametrize(
+    ("policy", "hints"), [("sojourn", every_hint), ("sojourn", hostile_hint), ("continuum", hostile_hint)]
+)
+def test_no_hint_changes_a_token(
+    loud_model: str, stock_in_short: list[list[int]], policy: str, hints: Any
 ) -> None:
-    tiers = with_tiers(host_bytes=SHORT_BYTES)
-    tokens, _ = generate(loud_model, {"policy": "sojourn"}, hints=hints, **SHORT, **tiers)
+    tiers = with_tiers(host_bytes=SHORT_BYTES) if policy == "sojourn" else {}
+    tokens, report = generate(loud_model, {"policy": policy}, hints=hints, **SHORT, **tiers)
     assert tokens == stock_in_short
+    assert policy == "sojourn" or any(decision["kind"] == "keep" for decision in report["decisions"])
 
 
 def test_what_was_in_host_memory_gives_the_tokens_of_stock(loud_model: str, stock: list[list[int]]) -> None:
