@@ -120,35 +120,17 @@ final contexts of {context:,.0f} tokens, no host memory. Answers are scripted; p
 are real. A completion is the time from the start of the client's process to its end. With `sojourn` the
 engine's ledger finds {found:.0%} of the prompts' tokens.
 
-![completions](coding_agents.svg)
-
 {marked(HEAD, lines(rounds))}
 
 {{by hand}}
 """
 
 
-def draw(rounds: list[dict[str, Any]], path: Path) -> None:
-    """Draw the share of the sessions that have ended, over time."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "sojourn"
-    from matplotlib.figure import Figure
-
-    axis = Figure(figsize=(6, 3.2)).subplots()
-    for arm in ARMS:
-        ends_s = sorted(value for each in rounds if arm in each for value in each[arm]["completions_s"])
-        axis.ecdf(ends_s or [0.0], label=arm)
-    axis.set(xlabel="seconds", ylabel="share of the sessions ended")
-    axis.legend()
-    axis.figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
-
-
 def main() -> None:
     """Run and print; write the results after each arm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="folder for coding_agents.json, .md and .svg")
+    parser.add_argument("--out", type=Path, required=True, help="folder for coding_agents.json and .md")
     options = parser.parse_args()
     version, rounds = CLIENT.install(), []
     made, started = made_with(sys.argv), time.monotonic()
@@ -159,7 +141,6 @@ def main() -> None:
             wall_s = time.monotonic() - started
             result = {"version": version, "rounds": rounds, "wall_s": round(wall_s)}
             write_result(options.out, "coding_agents", made, result, page(rounds, version, made, wall_s))
-            draw(rounds, options.out / "coding_agents.svg")
     show(HEAD, lines(rounds))
 
 

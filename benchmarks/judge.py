@@ -32,7 +32,6 @@ from judge_page import (
     STOCK,
     Cell,
     Figures,
-    heat_map,
     page,
 )
 from kept_runs import chosen, kept_file, run_kept
@@ -330,8 +329,7 @@ def main() -> None:
     made = made_with(sys.argv)
     text = page(found, made_by(made, time.monotonic() - began))
     write_result(options.out, "judge", made, {"cells": [cell.document() for cell in found]}, text)
-    heat_map(found, options.out / "judge.svg")
-    console.print(f"wrote judge.md, judge.svg and judge.json in {options.out}", highlight=False)
+    console.print(f"wrote judge.md and judge.json in {options.out}", highlight=False)
 
 
 def _is_chosen(point: Point, options: argparse.Namespace) -> bool:

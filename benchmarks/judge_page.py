@@ -1,17 +1,15 @@
-"""The page of ``judge.py``, with a table of aims, a heat map, and the cells, the worst first."""
+"""The page of ``judge.py``, with a table of aims, and the cells, the worst first."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from result_pages import marked
-from sojourn_server.simulator.report.plot import plot_settings
 from sojourn_server.simulator.report.run_row import RunRow
 
 if TYPE_CHECKING:
@@ -171,7 +169,6 @@ def page(cells: Sequence[Cell], made: str) -> str:
         "{by hand}",
         "## Aims",
         marked(("aim", "wanted", "found", "cells that miss it"), aims(cells)),
-        "![policies by load](judge.svg)",
         "## Cells, the worst first",
         f"*Ended*: programs that ended in a closed loop under `{OURS}` and under the best preset. *Ended "
         "work*: what these programs would take alone, over the preset with the most. More tokens with as "
@@ -338,25 +335,3 @@ def kinds_table(cells: Sequence[Cell]) -> str:
 def _spread(ratios: Iterable[float | None]) -> str:
     known = [ratio for ratio in ratios if ratio]
     return f"{geometric_mean(known):.2f} ({min(known):.2f} to {max(known):.2f})" if known else "–"
-
-
-def heat_map(cells: Sequence[Cell], path: Path) -> None:
-    """Draw every policy's measure over that of the cell's best preset: one row per policy, one column per
-    cell, sorted by load."""
-    ordered = sorted(cells, key=lambda cell: (cell.load, cell.host, cell.name))
-    names = list(dict.fromkeys(name for cell in ordered for name in cell.rows))
-    values = [
-        [math.nan if (found := cell.ratio(name, cell.best())) is None else found for cell in ordered]
-        for name in names
-    ]
-    with plot_settings():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(max(6.0, 0.22 * len(ordered) + 2.5), 0.28 * len(names) + 3.2))
-        axes = figure.add_subplot()
-        axes.grid(False)
-        image = axes.imshow(values, aspect="auto", cmap="RdYlGn", vmin=0.5, vmax=1.5)
-        axes.set_yticks(range(len(names)), names)
-        axes.set_xticks(range(len(ordered)), [cell.name for cell in ordered], rotation=90, fontsize=5)
-        figure.colorbar(image, label="over the best preset")
-        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})

@@ -15,7 +15,6 @@ benchmarks/results. Text between the marks of the .md is written by hand and kep
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -61,13 +60,6 @@ LEAST = 0.01
 """Minimum ratio in a geometric mean. Smaller ratios count as this one."""
 
 
-def arguments() -> argparse.Namespace:
-    parser = run_arguments(__doc__)
-    parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
-    parser.add_argument("--sizes", type=int, default=1, help="most pool sizes of a trace to run policies at")
-    return parser.parse_args()
-
-
 class Size:
     """Results of one trace at one pool size."""
 
@@ -102,7 +94,9 @@ def stock_and_orders(spec: RunSpec) -> tuple[RunRow, dict[str, int]]:
 
 
 def main() -> None:
-    options = arguments()
+    parser = run_arguments(__doc__)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
+    options = parser.parse_args()
     began = time.monotonic()
     console = Console(stderr=True)
     names = [find_policy(policy).name for policy in POLICIES]
@@ -143,7 +137,7 @@ def main() -> None:
         sizes = [Size(pool, row, orders) for pool, (row, orders) in zip(pools, recorded, strict=True)]
         found[name] = sizes
         rows += [row for row, _ in recorded]
-        worth = thinned([size for size in sizes if size.counts], options.sizes)
+        worth = [size for size in sizes if size.counts]
         if not worth:
             continue
         compared = run_kept(
@@ -189,15 +183,6 @@ def most_at_once(log: RunLog) -> int:
     return max(accumulate(tokens for _, tokens in sorted(changes)))
 
 
-def thinned(sizes: Sequence[Size], most: int) -> list[Size]:
-    """Return at most ``most`` of the sizes, evenly distributed."""
-    if len(sizes) <= most:
-        return list(sizes)
-    if most == 1:
-        return [sizes[len(sizes) // 2]]
-    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
-
-
 def page(found: dict[str, list[Size]], policies: Sequence[str], begin: str) -> str:
     """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
     first = next(size for sizes in found.values() for size in sizes).stock
@@ -223,18 +208,8 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], begin: str) -> s
                 for name, size in run_at
             ],
         ),
-        f"Of {sum(s.counts for sizes in found.values() for s in sizes)} such sizes "
-        f"{len(run_at)} were run, spread over the range. "
         f"Geometric mean, what is below {LEAST} counted as that: "
         f"{', '.join(f'{policy} {_text(_mean(found, policy))}' for policy in policies)}.",
-        "## Mean completion: stock's over the policy's, at these sizes",
-        marked(
-            ["trace", "pool, tokens", *policies],
-            [
-                [name, f"{size.pool_tokens:,}", *(_text(_sooner(size, policy)) for policy in policies)]
-                for name, size in run_at
-            ],
-        ),
         "## All sizes",
         marked(
             ["trace", "programs/s", "cut", "pool, tokens", "again, LRU", "of prompts", "LRU ÷ Bélády"],
@@ -257,13 +232,6 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], begin: str) -> s
 def _ratio(size: Size, policy: str) -> float | None:
     row = size.rows.get(policy)
     return None if row is None else size.ratio(row.regenerated_tokens)
-
-
-def _sooner(size: Size, policy: str) -> float | None:
-    row = size.rows.get(policy)
-    if row is None or not row.completion_s.mean or not size.stock.completion_s.mean:
-        return None
-    return size.stock.completion_s.mean / row.completion_s.mean
 
 
 def _mean(found: dict[str, list[Size]], policy: str) -> float | None:
