@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
-from engine_tools import scheduler_of
+from engine_tools import said, scheduler_of
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.launch.serve_command import WORKER_CLASSES
+from waiting import wait_until
 
 pytestmark = pytest.mark.engine
 
@@ -18,15 +19,8 @@ REQUESTS = 12
 LENGTHS = [5 + 9 * (number % 7) for number in range(REQUESTS)]
 
 
-class Said(NamedTuple):
-    """What a request came to."""
-
-    tokens: list[int]
-    logprobs: list[float]
-
-
-def say(llm: Any) -> list[Said]:
-    """Outputs of several lengths, more of them than run at once."""
+def say(llm: Any) -> list[tuple[list[int], list[float]]]:
+    """Tokens and logprobs of outputs of several lengths, more of them than run at once."""
     from vllm import SamplingParams
 
     params = [
@@ -43,14 +37,7 @@ def say(llm: Any) -> list[Said]:
         {"prompt_token_ids": [1 + (7919 * (n + 1) * (i + 3)) % 4000 for i in range(20 + 30 * n)]}
         for n in range(REQUESTS)
     ]
-    answers = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-    return [
-        Said(
-            list(answer.token_ids),
-            [by[token].logprob for by, token in zip(answer.logprobs, answer.token_ids, strict=True)],
-        )
-        for answer in answers
-    ]
+    return [said(output.outputs[0]) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
 def hidden_states_of(llm: Any) -> dict[str, Any]:
@@ -61,8 +48,6 @@ def hidden_states_of(llm: Any) -> dict[str, Any]:
 def test_hidden_states_come_out_and_no_token_is_another(
     make_llm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-
     from sojourn_server.predictors import background_trainer
     from sojourn_server.vllm import hidden_state_capture
 
@@ -76,13 +61,10 @@ def test_hidden_states_come_out_and_no_token_is_another(
     stock = say(make_llm(None, **settings))
     llm = make_llm("tetris-learned", sojourn={"strict": True}, worker_cls=WORKER_CLASSES["cpu"], **settings)
     ours = say(llm)
-    assert [one.tokens for one in ours] == [one.tokens for one in stock]
-    assert [one.logprobs for one in ours] == [one.logprobs for one in stock]
-    assert [len(one.tokens) for one in ours] == LENGTHS
-    end_s = time.monotonic() + 200
-    while (known := hidden_states_of(llm))["network"]["examples"] < REQUESTS:
-        assert time.monotonic() < end_s, known
-        time.sleep(0.05)
+    assert ours == stock
+    assert [len(tokens) for tokens, _ in ours] == LENGTHS
+    wait_until(lambda: hidden_states_of(llm)["network"]["examples"] >= REQUESTS, within_s=200)
+    known = hidden_states_of(llm)
     assert known["outputs"] == REQUESTS
     # A state every four steps of each output, but of those from beyond its end.
     assert sum(length // 4 for length in LENGTHS) * 0.5 < known["network"]["examples"] <= sum(LENGTHS)
