@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kv_blocks import BLOCK_BYTES, LAYERS, identity, payload
-from sojourn_server.kv_transfer.block_load import ReadingPeer
+from sojourn_server.kv_transfer.block_transfers import ReadingPeer
 from sojourn_server.kv_transfer.transfer import Transfer
 from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_node import TransferNode

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from kv_blocks import LAYERS, identity, key, keys, payload
 from simulated_transfers import LAYER_BYTES, layers_of
-from sojourn_server.kv_transfer.block_load import ReadingPeer
+from sojourn_server.kv_transfer.block_transfers import ReadingPeer
 from sojourn_server.kv_transfer.transfer import TransferOutcome
 from sojourn_server.kv_transfer.transfer_manager import TransferManager, fetch_stats
 from sojourn_server.kv_transfer.transfer_wire import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
-from sojourn_server.kv_transfer.block_load import BlockLoad
+from sojourn_server.kv_transfer.block_transfers import BlockLoad
 from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle, through
 from transfer_manager_harness import eventually
 

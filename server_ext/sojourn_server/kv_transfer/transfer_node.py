@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..kv_offload.block_file import KvIdentity
-from .block_load import BlockLoad, ReadingPeer
-from .block_push import BlockPush
-from .incoming_prompt import IncomingPrompt
+from .block_transfers import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
 from .peer_connection import PeerConnection, PeerTable
 from .transfer import Transfer, TransferContext, TransferOutcome
 from .transfer_limits import TransferLimits

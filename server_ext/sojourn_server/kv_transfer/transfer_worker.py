@@ -21,13 +21,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
-from .block_load import BlockLoad, ReadingPeer
+from .block_transfers import BlockLoad, ReadingPeer
 from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
-    from .block_push import BlockPush
-    from .incoming_prompt import IncomingPrompt
+    from .block_transfers import BlockPush, IncomingPrompt
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
