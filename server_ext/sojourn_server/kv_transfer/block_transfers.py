@@ -8,16 +8,10 @@ already wait for layers.
 A push offers a prompt's keys to the peer that decodes the request, and sends the blocks that the peer lacks.
 Layers are sent in the order of computation. The engine may ``give`` layers before the peer has answered.
 
-The id of a transfer names the prompt that a peer sends. Its blocks come from storage or from the peer, after
-these messages of the peer:
-
-    Read     the peer asks this engine to read stored blocks, which it needs to compute the prompt:
-             lease for the whole prompt ── read from storage ── stream layers to the peer ──▶ blocks stay
-    Offer    the peer has computed the prompt and offers all its blocks:
-             lease, unless Read has one ── Need (the missing blocks) ── Data ──▶ Complete
-
-A prompt may have both messages, or only an offer. The engine calls ``expect`` to wait for a transfer, before
-or after its data arrives. When all blocks are present, the engine uses them and then calls ``end``.
+The id of a transfer names the prompt that a peer sends. The peer may first ask this engine to read stored
+blocks (``ReadMessage``), which stay here, and then offers the whole prompt (``OfferMessage``). The engine
+calls ``expect`` to wait for a transfer, before or after its data arrives. When all blocks are present, the
+engine uses them and then calls ``end``.
 """
 
 from __future__ import annotations

@@ -21,12 +21,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
-from .block_transfers import BlockLoad, ReadingPeer
+from .block_transfers import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
 from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
     from ..kv_offload.cuda_block_arrays import KvBlocks
-    from .block_transfers import BlockPush, IncomingPrompt
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
@@ -139,10 +138,9 @@ class TransferWorker:
         """End the step: wait until its pushes have copied their KV, copy the blocks to save, and start its
         fill jobs. After that, the step's blocks may be reused. Also call it in steps without a forward
         pass."""
-        if self._step_pushes:
-            self._push_lane.end_of_work().wait(MANAGER_TIMEOUT_S)
+        is_copied = not self._step_pushes or self._push_lane.end_of_work().wait(MANAGER_TIMEOUT_S)
         for _, push in self._step_pushes:
-            if push.announced < len(self._kv):  # the forward pass has skipped layers
+            if not is_copied or push.announced < len(self._kv):  # or the forward pass has skipped layers
                 self._do("end a push", push.end)
         for _, load in self._streams:
             self._do("release blocks", load.end)
