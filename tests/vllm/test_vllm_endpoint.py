@@ -19,10 +19,12 @@ from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge
 from sojourn_server.gateway.http.engine_client import ENGINE_DEAD_MESSAGE
+from sojourn_server.launch.serve_command import SCHEDULER_CLS
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 from sojourn_server.vllm import endpoint
 from sojourn_server.vllm.endpoint import SojournEndpoint, VllmEngine
 from sojourn_server.vllm.plugin import _sojourn_call
+from sojourn_server.vllm.plugin_settings import SettingsError
 from starlette.datastructures import Headers
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 from vllm.plugins.endpoint_plugins.interface import (
@@ -147,6 +149,18 @@ async def test_the_last_line_of_the_start_says_what_to_do_next(
             await asyncio.sleep(0)
     (record,) = caplog.records
     assert record.getMessage().endswith("sojourn run --url http://127.0.0.1:8000 -- python agent.py")
+
+
+async def test_an_engine_with_another_scheduler_than_the_one_asked_for_does_not_start(server: Any) -> None:
+    """Another plugin may set its own in vLLM's configuration. The server would answer without sojourn."""
+    core = FakeCore()
+    client = FakeClient(core)
+    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls="other.Scheduler"))
+    await server(client, scheduler_cls=SCHEDULER_CLS)
+    core.answer = json.dumps({"error": "stock"})
+    await server(client, scheduler_cls=None)
+    with pytest.raises(SettingsError, match=r"runs the scheduler other\.Scheduler, .*VLLM_PLUGINS"):
+        await server(client, scheduler_cls=SCHEDULER_CLS)
 
 
 async def test_a_shutdown_ends_open_requests_with_an_error_and_bounds_the_servers_end(server: Any) -> None:

@@ -74,6 +74,15 @@ def test_sojourns_own_parser_reads_where_vllms_cannot(reader_of, parser, sample)
     assert [call.key for call in reader_of(parser).read([index])] == ["bash:pytest"]
 
 
+def test_a_parser_that_takes_too_long_is_not_asked_again(reader_of, monkeypatch):
+    index = list(SAMPLES).index("hermes")
+    reader = reader_of("hermes")
+    monkeypatch.setattr(tool_call_reader, "MAX_PARSE_CPU_S", -1.0)
+    for _ in range(2):
+        assert [call.key for call in reader.read([index])] == ["bash:pytest"]
+    assert reader._parser is None
+
+
 def test_an_output_with_a_stop_string_is_read_up_to_its_end(reader_of):
     texts = ["</function", ">", "<function=bash><parameter=command>pytest", " invented later"]
     reader = reader_of(None)

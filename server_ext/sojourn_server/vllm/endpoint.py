@@ -31,9 +31,10 @@ from sojourn_server.api.identity_middleware import IdentityMiddleware
 from sojourn_server.api.prometheus_bridge import bridge_for, poll_forever
 from sojourn_server.api.routes import build_router
 
+from ..launch.serve_command import SCHEDULER_CLS
 from .compat import EngineDeadError, envs
 from .plugin import METHOD
-from .plugin_settings import PluginSettings
+from .plugin_settings import PluginSettings, SettingsError
 
 if TYPE_CHECKING:
     from .compat import EngineClient
@@ -78,6 +79,8 @@ class SojournEndpoint:
         if engine_client is None:
             return
         self._engine.connect(engine_client)
+        if getattr(args, "scheduler_cls", None) == SCHEDULER_CLS:
+            await _check_scheduler(self._engine, engine_client)
         _end_requests_with_engine(engine_client, state)
         # The task has a weak reference to the engine and ends with it, or with the event loop.
         self._poller = asyncio.create_task(
@@ -86,6 +89,20 @@ class SojournEndpoint:
         url = server_url(args)
         if url is not None:
             self._announcer = asyncio.create_task(_announce(url, state), name="sojourn-ready")
+
+
+async def _check_scheduler(engine: VllmEngine, engine_client: EngineClient) -> None:
+    """Raise ``SettingsError`` if the engine does not run sojourn's scheduler, which was asked for."""
+    with suppress(EngineUnavailableError):  # vLLM reports that
+        try:
+            await engine.call("capabilities", "{}")
+        except StockEngineError:
+            runs = engine_client.vllm_config.scheduler_config.scheduler_cls
+            raise SettingsError(
+                f"the engine runs the scheduler {runs or 'of vLLM'}, but --scheduler-cls asks for sojourn's: "
+                "another plugin or the platform has replaced it. Leave that plugin out (VLLM_PLUGINS names "
+                "the plugins to load), or serve with --policy stock"
+            ) from None
 
 
 def server_url(args: Namespace) -> str | None:

@@ -80,6 +80,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.sojourn")
 
 MAX_STEPS_IN_FLIGHT = 64
+MAX_STALLED_SHOWN = 10
+STALL_WARNING_S = 300.0
+"""Seconds of empty steps with unfinished requests after which a warning says what they wait for. By default,
+all waits of sojourn's own are shorter."""
 
 
 class SchedulerAdapter(EngineView):
@@ -180,6 +184,10 @@ class SchedulerAdapter(EngineView):
         self._planned: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
         """(Step without results, time when it was planned), oldest first."""
         self._step_ended_s = -math.inf
+        self._last_empty_s = -math.inf
+        """Time of the latest empty step."""
+        self._stalled_s: float | None = None
+        """Time of the first of the present row of empty steps; ``inf`` if the warning is logged."""
         self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -254,6 +262,10 @@ class SchedulerAdapter(EngineView):
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
         now = self._clock()
         self._allocation_fallback.restore_victim()
+        if output.total_num_scheduled_tokens:
+            self._stalled_s = None
+        else:
+            self._step_was_empty(now)
         self._planned.append((output, now))
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         for each in new:
@@ -268,6 +280,32 @@ class SchedulerAdapter(EngineView):
             self._scorer.after_step(self._queue)
         if self.quota is not None:
             self.quota.close_step(output)
+
+    def _step_was_empty(self, now: float) -> None:
+        last_s, self._last_empty_s = self._last_empty_s, now
+        if self._stalled_s is None or now - last_s > STALL_WARNING_S:
+            self._stalled_s = now  # an engine without requests does no steps
+        elif now - self._stalled_s >= STALL_WARNING_S:
+            streaming = RequestStatus.WAITING_FOR_STREAMING_REQ  # for their clients
+            unfinished = [
+                each
+                for each in self._scheduler.requests.values()
+                if each.status is not streaming and not each.is_finished()
+            ]
+            if not unfinished or self._scheduler.pause_state is not PauseState.UNPAUSED:
+                self._stalled_s = None
+                return
+            self._stalled_s = math.inf
+            waiting = [
+                f"{each.request_id}: {'PARKED' if self.waiting.is_parked(each) else each.status.name}, "
+                f"holds {sum(map(len, self._groups.used_by(each)))} blocks"
+                for each in unfinished[:MAX_STALLED_SHOWN]
+            ]
+            logger.warning(
+                "sojourn: nothing was computed for %.0f s, although %d requests are unfinished. Blocks: %s. "
+                "First requests: %s. If sessions that stream their prompts hold all blocks, end one",
+                STALL_WARNING_S, len(unfinished), self.pool_state(), "; ".join(waiting),
+            )  # fmt: skip
 
     def before_results(self, output: SchedulerOutput, results: Any) -> None:
         """Handle the workers' ``results`` of the step ``output``, before vLLM does. Does not raise."""

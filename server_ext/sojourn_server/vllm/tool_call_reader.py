@@ -11,6 +11,7 @@ as text and do not use the API's tool calls.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ from .compat import Request, RequestStatus
 
 MAX_TOKENS = 8192
 """Maximum number of tokens decoded, from the end of the output, where tool calls are."""
+
+MAX_PARSE_CPU_S = 0.25
+"""Maximum CPU seconds of vLLM's parser for one output, or it is not used again: the engine waits for it, and
+a hostile output may slow down its regular expressions. The work of sojourn's own parser is bounded."""
 
 _REASONS = {
     RequestStatus.FINISHED_STOPPED: TurnFinishReason.STOPPED,
@@ -127,12 +132,22 @@ class ToolCallReader:
         """Return the tool calls that vLLM's parser finds; empty without a parser, or if it raises."""
         if self._parser is None:
             return ()
+        start = time.thread_time()
         try:
             found = self._parser.extract_tool_calls(answer_text(text), _REQUEST).tool_calls
             calls = [named_tool_call(call.function.name, call.function.arguments) for call in found]
         except Exception as error:  # such as the parser of gpt-oss, which is a stub
             logger.debug("sojourn: vLLM's tool parser failed: %s", error)
             return ()
+        finally:
+            spent_s = time.thread_time() - start
+            if spent_s > MAX_PARSE_CPU_S:
+                self._parser = None
+                logger.warning(
+                    "sojourn: vLLM's tool parser took %.2f s for one output; sojourn's own parser is used "
+                    "from now on",
+                    spent_s,
+                )
         return tuple(call for call in calls if call is not None)[:MAX_CALLS]
 
 
