@@ -288,8 +288,9 @@ def test_prompts_that_are_stored(pair: Pair, alone: dict[str, Spoken], decode_re
 
 def test_it_would_show(pair: Pair, alone: dict[str, Spoken], settings: Path) -> None:
     """The negative control: blocks filled with something else give other logprobs, and other tokens."""
-    pair.forget()
     prompt = turns()["700"]
+    assert_same(pair.say(prompt), alone["700"])  # so that it is stored before a spoilt block could be
+    pair.settled()
     with spoilt_blocks(settings):
         spoken = pair.say(prompt)
     assert spoken.tokens != alone["700"].tokens
