@@ -129,6 +129,21 @@ def test_memory_is_the_machines_or_its_control_groups(
     assert machine(tmp_path, member, groups) == expected
 
 
+def test_memory_limits_of_cgroup_v1_count_too(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/fs/cgroup/memory/a"
+    folder.mkdir(parents=True)
+    assert machine(tmp_path, "/", {}) == (1000, 800, False)
+    (tmp_path / "proc/self/cgroup").write_text("9:cpu:/b\n4:blkio,memory:/a\n0::/\n")
+    for name, text in {
+        "memory.limit_in_bytes": f"{500 * MIB}\n",
+        "memory.usage_in_bytes": f"{300 * MIB}\n",
+        "memory.stat": f"inactive_file 1\ntotal_inactive_file {100 * MIB}\n",
+    }.items():
+        (folder / name).write_text(text)
+    memory = read_memory(tmp_path)
+    assert (memory.total_bytes // MIB, memory.available_bytes // MIB) == (500, 300)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "shared"),
     [
