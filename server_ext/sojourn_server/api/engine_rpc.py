@@ -101,7 +101,9 @@ class EngineQueryLimiter:
         in_flight = self._in_flight.setdefault(op, set())
         most = MAX_GATEWAY_CALLS_IN_FLIGHT if op in GATEWAY_OPERATIONS else MAX_QUERIES_IN_FLIGHT
         if len(in_flight) >= most:
-            raise _too_many_queries()
+            what = "too many queries of this kind are waiting for the engine"
+            next_step = "repeat it later and poll less often: each query takes time from the engine's steps"
+            raise ApiError(429, what, next_step, {"Retry-After": str(RETRY_AFTER_S)})
         task = asyncio.ensure_future(self._engine.call(op, payload))
         in_flight.add(task)
         if op in CACHEABLE_OPERATIONS:
@@ -119,12 +121,3 @@ class EngineQueryLimiter:
         self._cached_answers[question] = (self._clock(), task.result())
         if len(self._cached_answers) > MAX_CACHED_ANSWERS:
             del self._cached_answers[next(iter(self._cached_answers))]
-
-
-def _too_many_queries() -> ApiError:
-    return ApiError(
-        429,
-        "too many queries of this kind are waiting for the engine",
-        "repeat it later and poll less often: each query takes time from the engine's steps",
-        {"Retry-After": str(RETRY_AFTER_S)},
-    )

@@ -28,14 +28,13 @@ def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]
     """
     decoded = [_event_answers.decode(answer) for answer in answers]
     merged = [
-        [_first_outcome(outcomes) for outcomes in zip(*(batch.outcomes for batch in batches), strict=True)]
+        [
+            next((one for one in outcomes if one.outcome is not Outcome.MISSING), outcomes[0])
+            for outcomes in zip(*(batch.outcomes for batch in batches), strict=True)
+        ]
         for batches in zip(*(answer.batches for answer in decoded), strict=True)
     ]
     return merged, max(answer.wait_s for answer in decoded)
-
-
-def _first_outcome(outcomes: Sequence[EventOutcome]) -> EventOutcome:
-    return next((outcome for outcome in outcomes if outcome.outcome is not Outcome.MISSING), outcomes[0])
 
 
 def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:

@@ -179,7 +179,9 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
         """
         # Each engine numbers its own decisions, so a cursor belongs to one log.
         ids = list(engine.engine_ids())
-        index = _engine_index(engine_id, ids)
+        if engine_id is not None and engine_id not in ids:
+            raise ApiError(404, f"no engine {engine_id[:40]!r}", f"use one of {', '.join(ids)}")
+        index = ids.index(engine_id) if engine_id is not None else 0
         document = (await query("decisions", since=since, limit=limit))[index]
         if form == "ndjson" or (form is None and NDJSON in request.headers.get("accept", "")):
             lines = b"".join(msgspec.json.encode(decision) + b"\n" for decision in document["decisions"])
@@ -203,14 +205,6 @@ def _require_program(program: dict[str, Any] | None) -> dict[str, Any]:
             "forgets all",
         )
     return program
-
-
-def _engine_index(engine_id: str | None, ids: list[str]) -> int:
-    if engine_id is None:
-        return 0
-    if engine_id not in ids:
-        raise ApiError(404, f"no engine {engine_id[:40]!r}", f"use one of {', '.join(ids)}")
-    return ids.index(engine_id)
 
 
 def _authenticated_route_class(keys: ApiKeys) -> type[APIRoute]:

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..metrics.live_frame import LiveFrame, ProgramRow
+from ..metrics.live_frame import ProgramRow
 from ..metrics.turn_explanation import NO_TOOL_SEEN, Explanation, grants_no_leases, split_gap
 from ..policies.toml_document import did_you_mean
 from .cli_error import CliError
@@ -123,16 +123,12 @@ def find_explanation(
     if named:
         newest, *others = sorted(named, key=lambda row: age_s(row, frame))
         if others and note is not None:
-            note(_others_line(program, others, frame))
+            listed = _listed([f"{row.program_id} ({age_text(row, frame)})" for row in others])
+            note(printable(f"newest of {len(named)} programs named {program}; others: {listed}"))
         return client.explanation(newest.program_id, turn)
     if len(ids) > 1:
         raise CliError(f"{len(ids)} programs match {program!r}", f"name one by its id: {_listed(ids)}")
     return client.explanation(ids[0], turn)
-
-
-def _others_line(name: str, others: Sequence[ProgramRow], frame: LiveFrame) -> str:
-    listed = _listed([f"{row.program_id} ({age_text(row, frame)})" for row in others])
-    return printable(f"newest of {len(others) + 1} programs named {name}; others: {listed}")
 
 
 def _is_label(text: str, row: ProgramRow) -> bool:

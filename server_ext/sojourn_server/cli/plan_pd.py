@@ -70,7 +70,11 @@ def plan_pd(
         _division(links, found, count, nodes - count, read_per_s, computed_per_s) for count in range(1, nodes)
     ]
     if json != "-":
-        console.print(_range_text(found), highlight=False)
+        text = "[bold]No useful ratio:[/] at every ratio another link is full before all storage NICs are."
+        if found.possible:
+            text = f"[bold]P/D from {found.least:.3g} to {found.most:.3g}[/]: prefill nodes for each decode "
+            text += "node with which all storage NICs can read at once"
+        console.print(text, highlight=False)
         console.print(_bounds(found))
         console.print(_divisions(divisions))
         if not all(each["in_range"] for each in divisions):
@@ -113,15 +117,6 @@ def _division(
         },
         "gain_at_most": round(min(two_paths, compute) / min(one_path, compute), 4) if in_range else None,
     }
-
-
-def _range_text(found: PdRatioRange) -> str:
-    if not found.possible:
-        return "[bold]No useful ratio:[/] at every ratio another link is full before all storage NICs are."
-    return (
-        f"[bold]P/D from {found.least:.3g} to {found.most:.3g}[/]: prefill nodes for each decode node with "
-        "which all storage NICs can read at once"
-    )
 
 
 def _bounds(found: PdRatioRange) -> Table:

@@ -176,7 +176,9 @@ class EngineServer:
                 elapsed_s = time.monotonic() - start
                 if self.progress is not None and elapsed_s >= next_report:
                     next_report = elapsed_s + 1.0
-                    self.progress(elapsed_s, self._stage())
+                    log = self.log_tail(400)
+                    stages = (stage for sign, stage in _STARTUP_STAGES if sign in log)
+                    self.progress(elapsed_s, next(stages, "starting the process"))
                 code = self._process.poll()
                 if code is not None:
                     raise ServerStartError(
@@ -207,11 +209,6 @@ class EngineServer:
         raise ServerStartError(
             f"another server answers on port {self.port}; it serves {', '.join(sorted(served))}"
         )
-
-    def _stage(self) -> str:
-        """Return the stage of the start that the log shows."""
-        log = self.log_tail(400)
-        return next((stage for sign, stage in _STARTUP_STAGES if sign in log), "starting the process")
 
 
 def _free_port() -> int:

@@ -203,7 +203,8 @@ class StatusRoutes:
     async def _program(self, request: Request) -> Response:
         """Return one program: its home, and under ``engine`` what its engine says or still remembers."""
         place, is_live = self._place(request)
-        found = await self._remembered(request, place)
+        replies = (await self._ask(request, place)).values()
+        found = response_merging.merge_program([one.document for one in replies if one is not None])
         if not is_live:
             if found is None or found.get("status") not in OVER_STATUSES:
                 raise _unknown_program()
@@ -212,10 +213,6 @@ class StatusRoutes:
         if found is not None:
             found = self.queries.names.answer(place.tenant, found, shows_all=request.state.tenant is None)
         return json_response({**msgspec.to_builtins(place), "engine": found})
-
-    async def _remembered(self, request: Request, place: ProgramRouteStatus) -> dict[str, Any] | None:
-        replies = (await self._ask(request, place)).values()
-        return response_merging.merge_program([one.document for one in replies if one is not None])
 
     async def _explanation(self, request: Request) -> Response:
         """Explain a turn of a program, by default the newest one that an engine remembers."""
