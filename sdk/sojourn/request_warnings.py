@@ -4,7 +4,8 @@ Each warning is given at most once per process:
 
 - for the third request outside of programs, if the process has opened no program;
 - for the third request to hosts that are not in the session's ``hosts``, if no request went to a listed host;
-- for a program that ends without a request, if requests outside of any program ran meanwhile.
+- for a program that ends without a request, if requests outside of any program ran meanwhile;
+- at the exit of a process under ``sojourn run`` that sent no request to the server.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ def warn_unlisted_host(
     """
     if session.has_turns or "unlisted" not in _unsaid:
         return
+    session.unlisted_host = written
     try:
         config = session.config
         if config is None or (program is None and not _may_be_listed(host, config)):
@@ -109,6 +111,23 @@ def warn_unlisted_host(
                 "%d requests went to %s and none to %s, which %s names: "
                 "they carry no program; if %s is the same server or a replica, %s",
                 session.unlisted_requests, written, named, named_by, written, remedy,
+            )  # fmt: skip
+    except Exception:
+        session.counters.add("internal_error")
+
+
+def warn_no_request(session: runtime.Session) -> None:
+    """Warn at the exit of a process under ``sojourn run`` that sent requests elsewhere, or opened programs,
+    but sent no request to the server. Says nothing after ``warn_unlisted_host``. Never raises."""
+    try:
+        config, host = session.config, session.unlisted_host
+        if config is None or not config.own_program or config.reported or session.has_turns:
+            return
+        if (host or session.has_programs) and _unsaid.pop("unlisted", False):
+            url, last = config.address, f"; the last one went to {host}" if host else ""
+            logger.warning(
+                "no request went to %s%s; set OPENAI_BASE_URL=%s/v1, or the base_url of the agent's client",
+                url, last, url,
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")

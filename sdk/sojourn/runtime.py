@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from . import process_hooks
 from .config import Config, unclaim
 from .heartbeats import Heartbeats, OpenProgram
+from .request_warnings import warn_no_request
 from .stats import Counters, Stats
 from .wire_events import Event
 
@@ -76,6 +77,8 @@ class Session:
         self.unlisted_requests = 0
         """Number of requests to unlisted hosts, as ``warn_unlisted_host`` counts them. The number stops
         growing at the first request to a listed host."""
+        self.unlisted_host = ""
+        """Host of the last request to an unlisted host, in the same time."""
 
     @property
     def online(self) -> bool:
@@ -182,6 +185,7 @@ class Session:
         """Run the ``before_exit`` functions and close the session. Called when the process ends."""
         for callback in before_exit:
             callback()
+        warn_no_request(self)
         self.close()
 
     def stats(self) -> Stats:

@@ -154,3 +154,39 @@ def test_a_server_that_init_does_not_name_is_corrected_where_it_was_named(
         f"3 requests went to {there} and none to {here}, which {named_by} names: they carry no program; "
         f"if {there} is the same server or a replica, give {advice.format(there=there)}"
     ]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_run_without_a_request_to_its_server_says_so_as_it_ends(server, said, monkeypatch, elsewhere):
+    monkeypatch.setenv("SOJOURN_URL", server.url)
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", "1")
+    # As a provider's address, which is not that of a replica.
+    monkeypatch.setattr(request_warnings, "_may_be_listed", lambda host, config: False)
+    with FakeServer() as other:
+        sojourn.init(instrument=False)
+        sojourn.instrument("openai")
+        if elsewhere:
+            ask(other)
+            where = f"; the last one went to {other.url.removeprefix('http://')}"
+        else:
+            with sojourn.program("p"):
+                where = ""
+        assert said() == []
+        runtime.session().exit()
+    advice = f"set OPENAI_BASE_URL={server.url}/v1, or the base_url of the agent's client"
+    assert said() == [f"no request went to {server.url}{where}; {advice}"]
+
+
+@pytest.mark.parametrize("own", ["0", "1"])
+def test_a_run_with_a_request_or_with_nothing_to_report_ends_without_a_word(server, said, monkeypatch, own):
+    monkeypatch.setenv("SOJOURN_URL", server.url)
+    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", own)
+    sojourn.init(instrument=False)
+    sojourn.instrument("openai")
+    if own == "1":
+        runtime.session().exit()
+        ask(server)
+    with sojourn.program("p"):
+        pass
+    runtime.session().exit()
+    assert said() == []
