@@ -393,8 +393,8 @@ class Fleet:
     def home(self, tenant: str, program_id: str) -> str | None:
         return self.homes.get(program_id)
 
-    def answered_by(self, tenant: str, program_id: str) -> str | None:
-        return None
+    def last_engines(self, tenant: str, program_id: str) -> tuple[str | None, None]:
+        return self.homes.get(program_id), None
 
     def tell(self, event: object) -> None:
         pass

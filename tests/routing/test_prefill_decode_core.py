@@ -180,7 +180,7 @@ def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> No
     it.take(routing_events.RequestFinished("a", 10, "d1"), 2.0)
     it.take(asked("b", 660, "p"), 3.0)
     it.take(routing_events.ProgramEnded("p", "t"), 4.0)
-    assert it.answered_by("t", "p") is None
+    assert it.last_engines("t", "p") == (None, None)
     it.take(routing_events.RequestFinished("b", 10, "d1"), 5.0)
     assert not it.programs
 
@@ -263,7 +263,6 @@ def test_a_programs_turns_are_prefilled_where_its_context_is() -> None:
     it = core("p1", "p2", "d1")
     first = turn(it, "a", 1000, 1.0)
     assert it.home("t", "p") == first.prefill_id == "p1"
-    assert it.answered_by("t", "p") == "d1"
     busy = only(it.take(asked("b", 900), 2.0))
     assert busy.prefill_id == "p1"  # another's prompt, as long as the context
     second = turn(it, "c", 1200, 3.0)
@@ -299,6 +298,51 @@ def test_a_home_that_lost_the_context_or_is_gone_is_a_home_no_more() -> None:
     it.take(routing_events.ReplicaGone("p2", "1"), 6.0)
     assert it.home("t", "p") is None
     assert turn(it, "b", 1200, 7.0).prefill_id == "p1"
+
+
+def decoded_alone(it: RoutingCore, name: str, tokens: int, now: float) -> None:
+    """A turn of the program that the decode engine computes alone."""
+    sent: SendRequest = only(it.take(asked(name, tokens, "p"), now))
+    it.take(routing_events.PrefillFinished(name, sent.prefill_id, computed=False), now)
+    it.take(routing_events.RequestFinished(name, 10, sent.replica_id), now)
+
+
+def test_a_prompt_that_the_decode_engine_computes_is_not_at_the_prefill_engine() -> None:
+    it = core("p1", "p2", "d1", pairs=PairScheduler(PrefillDecodeRules()))
+    decoded_alone(it, "a", 5000, 1.0)
+    assert it.home("t", "p") is None
+    turn(it, "b", 1000, 10.0)
+    decoded_alone(it, "c", 1100, 12.0)
+    assert it.home("t", "p") == "p1", "it still has what it computed before"
+    for number in range(20):
+        decoded_alone(it, f"e{number}", 5000, 20.0 + number)
+    assert it.strategy.pairs.most_prefill_tokens == math.inf, "no speed was seen"
+
+
+@pytest.mark.parametrize("second_ends_first", [False, True])
+def test_a_prompt_at_the_decode_engine_beside_one_that_is_computed_leaves_the_home(
+    second_ends_first: bool,
+) -> None:
+    it = core("p1", "d1")
+    only(it.take(asked("a", 1000, "p"), 1.0))
+    only(it.take(asked("b", 1000, "p"), 1.0))
+    it.take(routing_events.PrefillFinished("b", "p1", computed=False), 2.0)
+    if second_ends_first:
+        it.take(routing_events.RequestFinished("b", 10, "d1"), 3.0)
+        assert not it.programs["t", "p"].cached
+    it.take(routing_events.PrefillFinished("a", "p1"), 4.0)
+    assert it.programs["t", "p"].cached
+    assert it.home("t", "p") == "p1"
+
+
+def test_both_engines_that_know_a_program_are_remembered_after_its_kv_is_lost() -> None:
+    it = core("p1", "d1")
+    assert it.last_engines("t", "p") == (None, None)
+    turn(it, "a", 1000, 1.0)
+    assert it.last_engines("t", "p") == ("p1", "d1")
+    reported(it, "p1", 100, now=2.0)
+    assert it.home("t", "p") is None
+    assert it.last_engines("t", "p") == ("p1", "d1")
 
 
 def test_a_flood_of_one_tenant_leaves_others_their_share() -> None:

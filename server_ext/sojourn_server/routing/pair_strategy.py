@@ -103,8 +103,8 @@ class PairStrategy(RoutingStrategy):
     def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
         self._core.estimator.observe_turn(program, turn_s)
 
-    def prefilled(self, request: RoutedRequest) -> None:
-        self.pairs.prefilled(request.request_id)
+    def prefilled(self, request: RoutedRequest, *, computed: bool) -> None:
+        self.pairs.prefilled(request.request_id, computed=computed)
 
     def dispatch(self, now: float, *, epoch: bool) -> None:
         if self._engines_changed:

@@ -129,8 +129,9 @@ class RoutingStrategy:
     def unsent(self, request: RoutedRequest, now: float) -> None:
         """A request is no longer at its replica."""
 
-    def prefilled(self, request: RoutedRequest) -> None:
-        """A request's prompt is computed. Only pairs have this event."""
+    def prefilled(self, request: RoutedRequest, *, computed: bool) -> None:
+        """A prefill engine has nothing left to do for a request. ``computed``: whether it computed the
+        prompt. Only pairs have this event."""
 
     def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
         """A turn of a program was answered, ``turn_s`` seconds after it was sent. ``at_home``: at its home,
@@ -227,11 +228,13 @@ class RoutingCore:
         program = self.programs.get((tenant, program_id))
         return program.home if program is not None and not program.is_over else None
 
-    def answered_by(self, tenant: str, program_id: str) -> str | None:
-        """Return the id of the engine that served a program last: its last home, or the decode engine of its
-        last answer. ``None``: unknown, or the program is still at its first home."""
+    def last_engines(self, tenant: str, program_id: str) -> tuple[str | None, str | None]:
+        """Return the ids of a program's home, or of its last home if it has none, and of the decode engine of
+        its last answer. ``None``: there was none, or the program is unknown."""
         program = self.programs.get((tenant, program_id))
-        return program.answered_by if program is not None and not program.is_over else None
+        if program is None or program.is_over:
+            return None, None
+        return program.home or program.former_home, program.decoded_by
 
     def program_statuses(self) -> list[ProgramRouteStatus]:
         """Return the statuses of all known programs, most recently active first."""
@@ -439,9 +442,12 @@ class RoutingCore:
             return
         request.prefilled = True
         self._take_from(event.replica_id, request, now)
-        if request.program is not None:
-            request.program.cached |= request.program.home == event.replica_id
-        self.strategy.prefilled(request)
+        program = request.program
+        if program is not None and program.home == event.replica_id:
+            program.cached |= event.computed
+            if not program.cached and program.in_flight == 1:  # else another request's prompt may be computed
+                self.leave_home(program)
+        self.strategy.prefilled(request, computed=event.computed)
 
     def _is_at(self, request: RoutedRequest, replica_id: str, now: float) -> bool:
         """Whether a request is at the replica that has just reported an event about it.
@@ -483,15 +489,15 @@ class RoutingCore:
         if sent.prefill_id:
             if event.replica_id is None:
                 return  # an answer that its client gave up has stored nothing
-            program.answered_by = sent.replica_id
+            program.decoded_by = sent.replica_id
             # The context shrinks if the client truncated it.
             program.context_tokens = (event.prompt_tokens or request.context_tokens) + event.output_tokens
         else:
             prompt_tokens = max(event.prompt_tokens, request.context_tokens)
             program.context_tokens = max(program.context_tokens, prompt_tokens + event.output_tokens)
+            program.cached |= program.home == sent.replica_id
         program.turns += 1
-        at_home = program.home == (sent.prefill_id or sent.replica_id)
-        program.cached |= at_home
+        at_home = program.home == sent.home_id
         self.strategy.answered(program, now - sent_s, at_home=at_home)
         if at_home:
             self.resize(program, self._size(program, program.context_tokens, anew=True))
@@ -604,7 +610,7 @@ class RoutingCore:
         size_tokens = program.size_tokens
         if replica is not None:
             replica.remove_homed(program)
-        program.answered_by = program.home or program.answered_by
+        program.former_home = program.home or program.former_home
         program.home, program.cached, program.size_tokens = None, False, 0
         if replica is not None:
             self.strategy.homed(program, -size_tokens)

@@ -140,10 +140,12 @@ class FirstByteSent(msgspec.Struct, frozen=True):
 
 
 class PrefillFinished(msgspec.Struct, frozen=True):
-    """A prefill engine has computed a request's prompt. Only pairs have this event."""
+    """A prefill engine has nothing left to do for a request. Only pairs have this event."""
 
     request_id: str
     replica_id: str
+    computed: bool = True
+    """Whether it computed the prompt. If not, the decode engine computes all of the request."""
 
 
 class RequestFinished(msgspec.Struct, frozen=True):

@@ -117,8 +117,10 @@ class RoutedProgram:
     ``None``: no replica yet, or the replica is gone or has lost the KV."""
     cached: bool = False
     """Whether the program's KV is at its home, as far as known."""
-    answered_by: str | None = None
-    """Id of the last home that the program has left, or of the decode engine of its last answer."""
+    former_home: str | None = None
+    """Id of the last home that the program has left."""
+    decoded_by: str | None = None
+    """Id of the decode engine of the program's last answer; ``None``: none, or engines are not in pairs."""
     context_tokens: int = 0
     """Longest context of the program so far. With pairs: the number of tokens whose KV is in storage."""
     size_tokens: int = 0

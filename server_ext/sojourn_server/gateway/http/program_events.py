@@ -242,13 +242,11 @@ class ProgramEvents:
                 outcomes[number] = undecodable_outcome(raw, str(error))[1]
                 continue
             key = (tenant, event.program_id)
-            last = core.answered_by(*key) if isinstance(event, ProgramEnd) else None
-            home = self._replicas.get(core.home(*key) or last)
-            answered_by = self._replicas.get(last)
-            if answered_by is not None and answered_by is not home and isinstance(event, ProgramEnd):
-                described = self._description_of(answered_by.replica_id)
-                if described is not None and described.paths is not None:
-                    self._start(self._send_end(answered_by, key, event.status, authorization))
+            home = self._replicas.get(core.home(*key))
+            if isinstance(event, ProgramEnd):
+                home, decoder = map(self._replicas.get, core.last_engines(*key))
+                if decoder is not None:
+                    self._start(self._send_end(decoder, key, event.status, authorization))
             if home is not None:
                 sent.append((number, key, self._record(key, event, batch.emitter, authorization)))
                 homes.setdefault(home.url, (home, {}))[1][key] = None
@@ -266,7 +264,7 @@ class ProgramEvents:
             event, outcome = entry.event, entry.outcome
             if isinstance(event, ProgramEnd) and (outcome is None or outcome.outcome is not Outcome.REJECTED):
                 if outcome is None:
-                    address = self._replicas.get(core.home(*key) or core.answered_by(*key))
+                    address = self._replicas.get(core.last_engines(*key)[0])
                     if address is not None:
                         self._start(self._send_end(address, key, event.status, authorization))
                     outcome = _outcome(event, Outcome.DEFERRED, "its replica receives it later")
@@ -458,9 +456,8 @@ class ProgramEvents:
 
     def end(self, key: Key, status: str) -> bool:
         """Forget a program, and report its end to the routing core. Return whether it was known."""
-        core = self._routing_backend.core
         is_known = self.programs.pop(key, None) is not None
-        is_known = is_known or (core.home(*key) or core.answered_by(*key)) is not None
+        is_known = is_known or any(self._routing_backend.core.last_engines(*key))
         if is_known:
             self._metrics.ended(status)  # not for a repeated event
         self._routing_backend.tell(ProgramEnded(key[1], key[0]))

@@ -388,7 +388,7 @@ class ProxyRequest:
             raise RequestRejected(400, "bad_request", message)
         body = decode_only_body(self._api, self._body)
         if body is not None:
-            self._report_prefilled(decision)
+            self._report_prefilled(decision, computed=False)
         else:
             try:
                 prefilled = await self._prefill(decision)
@@ -431,9 +431,10 @@ class ProxyRequest:
         self._report_prefilled(pair)
         return prefilled
 
-    def _report_prefilled(self, pair: SendRequest) -> None:
-        prefilled = routing_events.PrefillFinished(self.decisions.request_id, pair.prefill_id)
-        self._proxy.routing_backend.tell(prefilled)
+    def _report_prefilled(self, pair: SendRequest, *, computed: bool = True) -> None:
+        request_id = self.decisions.request_id
+        event = routing_events.PrefillFinished(request_id, pair.prefill_id, computed)
+        self._proxy.routing_backend.tell(event)
 
     def _report_failure(self, replica_id: str, error: ReplicaRequestError) -> None:
         """Log that a replica did not answer, and report this to the core."""

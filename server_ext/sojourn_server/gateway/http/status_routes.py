@@ -194,7 +194,7 @@ class StatusRoutes:
         name = self.queries.names.engine_name(place.tenant, place.program_id)
         path = f"{PREFIX}/programs/{quote(name, safe='')}{more}"
         authorization = engine_authorization(request)
-        last = place.replica or self.routing_backend.core.answered_by(place.tenant, place.program_id)
+        last = place.replica or self.routing_backend.core.last_engines(place.tenant, place.program_id)[0]
         if last is not None and last in self.queries.replicas:
             return {last: await self.queries.one(last, path, authorization)}
         replies = await self.queries.every(path, authorization)

@@ -238,7 +238,7 @@ class _RequestInFlight:
     prefill: PrefillEngine | None = None
     decode: DecodeEngine | None = None
     prefilled: bool = False
-    """Whether the prompt is computed."""
+    """Whether the prefill engine has nothing left to do for the request."""
 
 
 class PairScheduler:
@@ -316,12 +316,14 @@ class PairScheduler:
         flight = _RequestInFlight(request)
         self.in_flight[request.request_id] = self._waiting[request.request_id] = flight
 
-    def prefilled(self, request_id: int | str) -> None:
-        """Record that a request's prompt is computed: no longer load of its prefill engine."""
+    def prefilled(self, request_id: int | str, *, computed: bool = True) -> None:
+        """Record that a request is no longer load of its prefill engine. ``computed``: whether its prompt is
+        computed there."""
         flight = self.in_flight[request_id]
         if flight.prefill is not None and not flight.prefilled:
             flight.prefilled = True
-            self._leave_prefill(flight, flight.request.prefill_tokens(flight.prefill.name))
+            tokens = flight.request.prefill_tokens(flight.prefill.name) if computed else 0
+            self._leave_prefill(flight, tokens)
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage."""
