@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.simulator.parity_replay import replay_recording
+from sojourn_server.vllm.compat import RequestStatus
 
 TASK = range(10_000, 10_300)
 TITLE = range(20_000, 20_060)
@@ -60,3 +61,24 @@ def test_a_title_request_leaves_the_context_of_the_conversation(
     report = replay_recording(recording)
     assert report.difference is None
     assert report.decisions_by_kind["side_request"] >= 9
+
+
+def test_a_request_with_which_vllm_only_frees_transferred_kv_is_not_counted(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine("observe")
+    take_in = engine.scheduler.add_request
+
+    def aborted(request: Any) -> None:
+        request.abort_immediately = True
+        take_in(request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler, "add_request", aborted)
+        engine.add("freed", [0], max_tokens=1)
+    engine.scheduler.finish_requests(["freed"], RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    assert engine.ask("snapshot")["engine"]["untracked_requests"] == 0
+    engine.add("a client's", range(100), max_tokens=1)
+    engine.run()
+    assert engine.ask("snapshot")["engine"]["untracked_requests"] == 1

@@ -31,7 +31,9 @@ class SojournMixin:
     def add_request(self, request: Any) -> None:
         if not isinstance(request.kv_transfer_params, dict):
             request.kv_transfer_params = None  # from vllm_xargs it may be text, which would stop the engine
-        if request.request_id not in self.requests:  # type: ignore[attr-defined]
+        # With one that ends at once, vLLM frees the KV of a request that its client gave up.
+        ends_at_once = getattr(request, "abort_immediately", False)
+        if not ends_at_once and request.request_id not in self.requests:  # type: ignore[attr-defined]
             self.sojourn.guarded(self.sojourn.arrived, request)
         super().add_request(request)  # type: ignore[misc]
 
