@@ -66,7 +66,13 @@ def test_a_block_that_was_not_filled_is_computed(engine: Any) -> None:
     assert engine.plan().num_scheduled_tokens == {"r": 400 - 128}
 
 
-def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None:
+@pytest.mark.parametrize("host_blocks", [0, 60])
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(
+    make_paths_engine: Any, host_blocks: int, resets: bool
+) -> None:
+    policy = "sojourn" if host_blocks else None
+    engine = make_paths_engine(policy, None, host_blocks, blocks=65, max_model_len=1024)
     free = engine.pool.get_num_free_blocks()
     request = engine.add("r", list(range(400)))
     connector = engine.scheduler.connector
@@ -82,6 +88,10 @@ def test_a_pushed_request_keeps_its_blocks_until_it_is_sent(engine: Any) -> None
     assert engine.pool.get_num_free_blocks() == free - 25
     planned = engine.plan()
     assert planned.kv_connector_metadata.jobs.holds == ["r"]
+    if resets:
+        with pytest.raises(RuntimeError, match="reset KV cache"):
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        assert engine.pool.get_num_free_blocks() == free - 25
     answer(engine, planned, finished_sending={"r"})
     assert engine.pool.get_num_free_blocks() == free
     engine.plan()

@@ -342,6 +342,8 @@ def test_what_moves_was_computed(
             engine.abort(draw.choice(sorted(engine.scheduler.requests)))
         if worker.fills and draw.random() < 0.2:
             engine.abort(draw.choice(worker.fills).name.request)
+        if worker.host_loads and draw.random() < 0.2:
+            engine.abort(draw.choice(worker.host_loads).name)
     for _ in range(3000):
         if not engine.scheduler.has_requests() and not any(step.jobs for step in worker.under_way):
             break

@@ -471,6 +471,11 @@ class OffloadScheduler:
         self._begin_load(name, entries, block_ids)
         return name
 
+    def is_loading(self, request_id: str) -> bool:
+        """Return whether vLLM keeps blocks for the request's load until its end is reported."""
+        load = self.loads.get(request_id)
+        return load is not None and not load.is_cancelled
+
     def cancel_load(self, request_id: str) -> None:
         """Handle the end of a load's right to its blocks, which are freed at once. If the load was sent, the
         workers end its copies before the next step writes to the device."""

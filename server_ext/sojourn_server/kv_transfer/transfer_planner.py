@@ -175,6 +175,11 @@ class TransferPlanner:
         if request_id in self._entries:
             self._entries[request_id].is_filling = True
 
+    def is_filling(self, request_id: str) -> bool:
+        """Return whether a fill job for the request has not ended, as far as vLLM knows."""
+        entry = self._entries.get(request_id)
+        return entry is not None and entry.is_filling
+
     def filled(self, request_id: str) -> None:
         """Record that vLLM has learned from all workers that a request's fill job has ended."""
         if request_id in self._entries:
@@ -231,12 +236,12 @@ class TransferPlanner:
                 self.counts["saves_put_off"] += 1
 
     def finished(
-        self, request_id: str, well: bool, block_ids: Sequence[int] = ()
+        self, request_id: str, well: bool, block_ids: Sequence[int] = (), *, is_loading: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
         """Handle a finished request. Returns whether vLLM must keep its blocks, because a transfer uses them,
         and the parameters for the decode engine, if the prompt was pushed. ``well``: whether the request
         completed normally. If so, and if its prompt was not pushed, the blocks in ``block_ids`` that are not
-        stored yet are saved."""
+        stored yet are saved. ``is_loading``: whether another connector still fills its blocks."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False, None
@@ -247,10 +252,10 @@ class TransferPlanner:
             answer |= {"context": entry.context, "stored": entry.stored}
         elif entry.pushed:
             self._orders.aborts.append(request_id)
-        if entry.is_filling:
+        if entry.is_filling or is_loading:
             # The request was aborted, or preempted and then ended by a step planned before the preemption.
-            # When the fill job ends, vLLM frees the request's blocks and forgets the request. The end of its
-            # push must not be reported to vLLM after that.
+            # When the fill job or load ends, vLLM frees the request's blocks and forgets the request. The end
+            # of its push must not be reported to vLLM after that.
             if entry.pushed:
                 self._orders.unreported.append(request_id)
             return True, answer

@@ -105,7 +105,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         super().__init__(vllm_config, role, kv_cache_config)
         self.strict = False
         self._failure_log = RateLimitedLog(logger)
-        self._matches: dict[str, MatchedTokens] = {}
+        self.matches: dict[str, MatchedTokens] = {}
         """Request → its match, until the request's blocks are allocated or the step is planned."""
         self._worker: Any = None
         """Carries out the jobs of each step (``take_results``, ``close``)."""
@@ -161,7 +161,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        self._matches.pop(request.request_id, None)
+        self.matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
         try:
@@ -171,14 +171,14 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             return 0, False
         if match is None:
             return tokens, False
-        self._matches[request.request_id] = match
+        self.matches[request.request_id] = match
         return tokens, match.is_async
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         block_ids = blocks.get_block_ids()
-        match = self._matches.pop(request.request_id, MatchedTokens())
+        match = self.matches.pop(request.request_id, MatchedTokens())
         try:
             self._allocated(request, block_ids, match, num_external_tokens)
         except Exception as error:
@@ -187,7 +187,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self.handle_failure(error)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepOrders[JobsT]:
-        self._matches.clear()
+        self.matches.clear()
         return self._plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -196,7 +196,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
             self._attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._matches.pop(request.request_id, None)
+        self.matches.pop(request.request_id, None)
         return self._attempt(self._finished, request, block_ids) or (False, None)
 
     def request_finished_all_groups(

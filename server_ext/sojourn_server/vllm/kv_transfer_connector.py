@@ -147,7 +147,13 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         completed = request.status.name in COMPLETED_STATUSES and not self._is_off()
-        return self.planner.finished(request.request_id, completed, block_ids)
+        return self.planner.finished(
+            request.request_id, completed, block_ids, is_loading=self._is_loading(request.request_id)
+        )
+
+    def _is_loading(self, request_id: str) -> bool:
+        """Return whether a load other than a transfer fills the request's blocks."""
+        return False
 
     def has_pending_push_work(self) -> bool:
         """Return whether jobs wait for a step, which vLLM then runs even without requests."""

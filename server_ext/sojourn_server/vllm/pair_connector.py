@@ -52,8 +52,6 @@ class PairConnector(PathsConnector):
         host = _with_extra(vllm_config, extra.pop("host"))
         super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
         self.host_memory = SojournConnector(host, role, kv_cache_config)
-        self.filling: set[str] = set()
-        """Requests whose blocks a transfer fills while others compute. They cannot give up the load."""
 
     # -- planner side -------------------------------------------------------------
 
@@ -68,16 +66,13 @@ class PairConnector(PathsConnector):
         stored = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if stored[0] is not None and stored[0] <= tokens:
             return tokens, is_async
-        self.host_memory._matches.pop(request.request_id, None)
+        self.host_memory.matches.pop(request.request_id, None)
         return stored
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        by_host = num_external_tokens * (request.request_id in self.host_memory._matches)
-        stored = self._matches.get(request.request_id)
-        if num_external_tokens > by_host and stored is not None and stored.is_async:
-            self.filling.add(request.request_id)
+        by_host = num_external_tokens * (request.request_id in self.host_memory.matches)
         self.host_memory.update_state_after_alloc(request, blocks, by_host)
         super().update_state_after_alloc(request, blocks, num_external_tokens - by_host)
 
@@ -87,7 +82,6 @@ class PairConnector(PathsConnector):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
-        self.filling -= connector_output.finished_recving or set()
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, PairReport) and report.host is not None:
             connector_output.kv_connector_worker_meta = report.host
@@ -97,6 +91,9 @@ class PairConnector(PathsConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.host_memory.request_finished(request, block_ids)
         return super().request_finished(request, block_ids)
+
+    def _is_loading(self, request_id: str) -> bool:
+        return self.host_memory.planner.is_loading(request_id)
 
     def has_pending_push_work(self) -> bool:
         return self.host_memory.has_pending_push_work() or super().has_pending_push_work()

@@ -17,6 +17,7 @@ from ..core.request_table import QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy
 from .engine_description import is_one_of_a_pair
 from .kv_cache_groups import KVCacheGroups
+from .pair_connector import PairConnector
 
 if TYPE_CHECKING:
     from .compat import Scheduler
@@ -246,11 +247,13 @@ class WaitingQueueAdapter:
         """Return the waiting requests that hold blocks for a KV load, which may have ended, in the queue's
         order, without those that vLLM has taken from the queue for the moment, and those that a transfer of
         a pair is filling."""
-        filling = getattr(self._scheduler.connector, "filling", ())
+        connector = self._scheduler.connector
+        is_filling = connector.planner.is_filling if isinstance(connector, PairConnector) else lambda _: False
         return [
             request
             for request in self._scheduler.kv_holding_waiting
-            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ and request.request_id not in filling
+            if request.status != RequestStatus.WAITING_FOR_STREAMING_REQ
+            and not is_filling(request.request_id)
         ]
 
     def give_up_load(self, request: Request, connector: SojournConnector) -> None:
@@ -281,10 +284,9 @@ class WaitingQueueAdapter:
     def requeue_loading(self, connector: SojournConnector) -> None:
         """Cancel all loads before a cache reset, and queue unfinished requests again."""
         scheduler = self._scheduler
-        filling = getattr(scheduler.connector, "filling", ())
         for request in tuple(scheduler.requests.values()):
-            # Aborted; vLLM would free its blocks after the load.
-            if request.is_finished() and request.request_id not in filling:
+            # Aborted; vLLM would free its blocks after the load. Others may be held for a push.
+            if request.is_finished() and connector.planner.is_loading(request.request_id):
                 connector.planner.cancel_load(request.request_id)
                 scheduler._free_blocks(request)
         for request in self.loading():
