@@ -354,6 +354,27 @@ def test_the_prefill_limit_in_seconds_is_by_the_speed_that_was_seen() -> None:
     assert [pair.request.request_id for pair in pairs.dispatch(now + 1.0)] == [103]
 
 
+def test_the_wait_for_memory_of_a_decode_engine_is_no_work_of_the_prefill_engine() -> None:
+    pairs = PairScheduler(PrefillDecodeRules())
+    pairs.add_node(0, 0.01)
+    pairs.add_prefill(0, 0)
+    pairs.add_decode(1, 0, 0, 5000)
+    pairs.submit(request(1, 4000))
+    pairs.dispatch(0.0)
+    pairs.prefilled(1)
+    pairs.dispatch(1.0)
+    pairs.submit(request(2, 4000))
+    pairs.submit(request(3, 4000))
+    assert pairs.dispatch(2.0) == []
+    pairs.end(3)  # its client gives up
+    pairs.dispatch(30.0)
+    pairs.end(1)
+    assert len(pairs.dispatch(62.0)) == 1
+    pairs.prefilled(2)
+    pairs.dispatch(63.0)
+    assert pairs.most_prefill_tokens == pytest.approx(5 * 4000)
+
+
 @pytest.mark.parametrize(
     ("prefill_s", "decode_s", "decode_reads"),
     [(1.0, 0.5, True), (0.5, 1.0, False), (1.0, 1.0, False), (-0.1, -2.0, True)],

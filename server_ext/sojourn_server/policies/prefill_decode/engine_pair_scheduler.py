@@ -124,10 +124,11 @@ class PrefillEngine:
     tokens: int = 0
     """Prompt tokens of the assigned requests, without those whose KV the engine has."""
     requests: int = 0
-    """Number of the assigned requests. The end of one counts from the next ``dispatch`` on."""
+    """Number of these requests that have a decode engine too, so that it computes them. The end of one counts
+    from the next ``dispatch`` on."""
     is_suspended: bool = False
     since_s: float = 0.0
-    """While it has requests: the time up to which its work is counted."""
+    """While it has ``requests``: the time up to which its work is counted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -268,8 +269,8 @@ class PairScheduler:
         """Requests that lack an engine. First those with a decode group, in order: the queue for prefill
         engines and, group by group, those for decode engines. Then those that no group can take now."""
         self._left: list[tuple[PrefillEngine, int]] = []
-        """(engine, prompt tokens) of each request that left a prefill engine since ``dispatch``; 0 tokens if
-        its prompt was not computed."""
+        """(engine, prompt tokens) of each request of a pair that left its prefill engine since ``dispatch``;
+        0 tokens if its prompt was not computed."""
         self._work_s = self._worked_tokens = 0.0
         """Recent seconds in which prefill engines had requests, and the prompt tokens that they finished."""
 
@@ -386,9 +387,6 @@ class PairScheduler:
                 break
             flight.prefill = engine
             engine.tokens += request.prefill_tokens(engine.name)
-            if not engine.requests:
-                engine.since_s = now
-            engine.requests += 1
             if flight.decode is not None:
                 yield flight
 
@@ -417,7 +415,8 @@ class PairScheduler:
         if not computed."""
         if flight.prefill is not None:
             flight.prefill.tokens -= flight.request.prefill_tokens(flight.prefill.name)
-            self._left.append((flight.prefill, computed_tokens))
+            if flight.decode is not None:
+                self._left.append((flight.prefill, computed_tokens))
 
     def _leave_engines(self, flight: _RequestInFlight) -> None:
         if not flight.prefilled:
@@ -448,6 +447,9 @@ class PairScheduler:
         request, prefill, decode = flight.request, flight.prefill, flight.decode
         assert prefill is not None
         assert decode is not None
+        if not prefill.requests:
+            prefill.since_s = now
+        prefill.requests += 1
         decode_reads, blocks = False, request.read_blocks(prefill.name)
         if blocks:
             one, other = prefill.nic, decode.nic
