@@ -95,6 +95,13 @@ def test_each_fault_is_named_with_what_to_do(changes, name, said, advice):
     assert advice in check.next_step
 
 
+def test_a_policy_that_is_off_is_told_with_the_next_step():
+    server = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "policy": "off"}))
+    check = server.examine()["plugin"]
+    assert (check.ok, check.next_step) == (None, "to switch it on: sojourn policy on --url http://server")
+    assert "policy off" in check.detail
+
+
 TIERS = {
     "connector": "SojournConnector",
     "on": True,

@@ -60,6 +60,7 @@ def test_a_gateway_names_its_engines_and_those_that_were_not_switched(
 def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     result, seen = run(monkeypatch, {}, "mori")
     assert "'mori' is not a state; expected on or off" in str(result.exception)
+    assert "sojourn doctor --url URL shows the policy" in result.exception.next_step
     assert "--policy NAME" in result.exception.next_step
     assert not seen
     error = {"error": {"message": "vLLM's own scheduler", "next": "start it with --policy continuum"}}
@@ -68,3 +69,6 @@ def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exception.next_step == "start it with --policy continuum"
     result, _ = run(monkeypatch, {}, "off", status=401)
     assert "--api-key" in result.exception.next_step
+    error = {"error": {"message": "no admin key is set", "next": "start the gateway with --admin-key"}}
+    result, _ = run(monkeypatch, error, "off", status=403)
+    assert result.exception.next_step == "start the gateway with --admin-key"

@@ -81,6 +81,9 @@ def exec_agent_command(
         if _note_unless_served(url, note, ""):
             command, environment = configured_client(command, environment, url, note, program_id)
     else:
+        if os.environ.get(OPENAI_BASE_URL, "").rstrip("/") == (root := _root_of(url)):
+            shown = without_credentials(root)
+            note(f"{OPENAI_BASE_URL} lacks /v1, so OpenAI's clients get 404; set it to {shown}/v1")
         environment = child_environment(os.environ, url, children=children, program_id=program_id)
         if not _note_unless_served(url, note, ", and the SDK tries again when it sends events"):
             environment[REPORTED_URL] = url

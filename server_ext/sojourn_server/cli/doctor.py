@@ -225,7 +225,7 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
 
     ``key_source``: the option or environment variable that holds the client's API key.
     """
-    base = str(client.base_url).rstrip("/")
+    base = _base_url(client)
     try:
         health = client.get("/health")
     except httpx.HTTPError as error:
@@ -283,11 +283,13 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
     document = _json_object(answer)
     wires = document.get("wire", [])
     understood = WIRE_VERSION in (wires if isinstance(wires, list) else [wires])
+    policy = document.get("policy", "?")
+    step = "" if policy != "off" else f"to switch it on: sojourn policy on --url {_base_url(client)}"
     yield Check(
         "plugin",
-        understood,
-        f"sojourn {document.get('version', '?')}, policy {document.get('policy', '?')}, wire {wires}",
-        "" if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
+        understood and (None if step else True),
+        f"sojourn {document.get('version', '?')}, policy {policy}, wire {wires}",
+        step if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
     if stock := document.get("stock"):  # engines behind a gateway
         step = "start them with sojourn serve; until then they keep no KV"
@@ -327,7 +329,7 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
         yield Check("programs", None, f"not a live frame: {error}")
         return
     untracked = untracked_text(frame)
-    base = str(client.base_url).rstrip("/")
+    base = _base_url(client)
     run = f"sojourn run --url {base} -- python agent.py, or open sojourn.program() in the agent"
     if not frame.programs:
         yield Check("programs", None, "; ".join(filter(None, ("none yet", untracked))), run)
@@ -463,7 +465,7 @@ def _pairs_check(
     if refused:
         advice = "start them like the other engines, or remove them from --prefill and --decode"
     elif absent:
-        advice = f"start a {absent} engine, or see its log; until one is up, requests are rejected"
+        advice = f"start a {absent} engine, or see its log; until one is up, requests wait (--wait-s)"
     yield Check("pairs", not advice, detail, advice)
 
 
@@ -483,6 +485,10 @@ def _ask(client: httpx.Client, method: str, path: str, **more: Any) -> httpx.Res
 
 def _get(client: httpx.Client, path: str) -> httpx.Response:
     return _ask(client, "GET", path)
+
+
+def _base_url(client: httpx.Client) -> str:
+    return str(client.base_url).rstrip("/")
 
 
 def _json_object(answer: httpx.Response) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class LiveClient:
         detail = _error_of(answer)
         message = detail.get("message") or answer.reason_phrase or "no reason"
         next_step = detail.get("next") or "see sojourn doctor --url and the server's log"
-        if answer.status_code in (401, 403):
+        if answer.status_code == 401 or (answer.status_code == 403 and "next" not in detail):
             next_step = PASS_KEY
         elif answer.status_code == 404 and not detail:
             next_step = "is this a server of sojourn of the same release? see sojourn doctor --url"

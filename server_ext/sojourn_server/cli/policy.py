@@ -26,7 +26,8 @@ def policy(
     if switch not in ("on", "off"):
         raise CliError(
             f"{switch!r} is not a state; expected on or off",
-            "another policy needs a new start of the engine: sojourn serve --policy NAME",
+            "sojourn doctor --url URL shows the policy; another one needs a new start of the engine: "
+            "sojourn serve MODEL --policy NAME",
         )
     with closing(LiveClient(url, api_key)) as client:
         answer = client.post(f"{API}/policy", on=switch == "on")

@@ -33,7 +33,10 @@ arm's. Above 1, sojourn needed less."""
 ARM_COLOURS = ("#D55E00", "#0072B2", "#009E73")
 TURN_COLOUR, TOOL_COLOUR = "#56B4E9", "#E69F00"
 
-SMOKE = "a smoke run, not a measurement: sojourn demo without --quick measures"
+SMOKE = (
+    "a smoke run, not a measurement: sojourn may be slower here, since tiny computes a lost context again\n"
+    "in no time, and waiting for a place takes some; sojourn demo without --quick measures"
+)
 """Note in the table and the plot of ``sojourn demo --quick``. Its JSON report has ``"smoke": true``."""
 
 

@@ -318,7 +318,7 @@ class StatusRoutes:
 
     def _only_operators(self, request: Request) -> None:
         if self.access.admin is None:
-            raise ApiError(403, "no admin key is set", "start the gateway with an admin key")
+            raise ApiError(403, "no admin key is set", "start the gateway with an admin key (--admin-key)")
         if request.state.tenant is not None:
             raise ApiError(403, "this is for operators", "send the gateway's admin key")
 
