@@ -209,9 +209,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Log an error of sojourn's own and call ``_disable``. If ``strict``, raise the error instead."""
         if self.strict:
             raise error
-        self._failure_log.log(  # a lasting defect fails in every step
+        kind = type(error).__name__  # a lasting defect fails in every step; it must not hide another one
+        self._failure_log.log(
             logging.ERROR,
-            "sojourn: a hook of %s failed; the engine continues and computes what it cannot load",
+            f"sojourn: a hook of %s failed ({kind}); the engine continues and computes what it cannot load",
             type(self).__name__,
             exc_info=error,
         )
