@@ -14,11 +14,11 @@ from functools import lru_cache
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from . import runtime
 from .config import LLM_PATHS
 from .sdk_logger import logger
 
 if TYPE_CHECKING:
-    from . import runtime
     from .config import Config
 
 OUTSIDE_REQUESTS = 3
@@ -116,9 +116,10 @@ def warn_unlisted_host(
         session.counters.add("internal_error")
 
 
-def warn_no_request(session: runtime.Session) -> None:
+def warn_no_request() -> None:
     """Warn at the exit of a process under ``sojourn run`` that sent requests elsewhere, or opened programs,
     but sent no request to the server. Says nothing after ``warn_unlisted_host``. Never raises."""
+    session = runtime.session()
     try:
         config, host = session.config, session.unlisted_host
         if config is None or not config.own_program or config.reported or session.has_turns:
@@ -131,6 +132,9 @@ def warn_no_request(session: runtime.Session) -> None:
             )  # fmt: skip
     except Exception:
         session.counters.add("internal_error")
+
+
+runtime.before_exit.append(warn_no_request)
 
 
 def _may_be_listed(host: str, config: Config) -> bool:

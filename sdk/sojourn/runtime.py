@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from . import process_hooks
 from .config import Config, unclaim
 from .heartbeats import Heartbeats, OpenProgram
-from .request_warnings import warn_no_request
 from .stats import Counters, Stats
 from .wire_events import Event
 
@@ -185,7 +184,6 @@ class Session:
         """Run the ``before_exit`` functions and close the session. Called when the process ends."""
         for callback in before_exit:
             callback()
-        warn_no_request(self)
         self.close()
 
     def stats(self) -> Stats:
@@ -223,7 +221,7 @@ class Session:
 
 before_exit: list[Callable[[], None]] = []
 """Functions that ``Session.exit`` calls before it closes the session. The module ``program`` adds a function
-that ends the programs opened for the whole process."""
+that ends the programs opened for the whole process, ``request_warnings`` adds ``warn_no_request``."""
 live: Session | None = None
 """The session, once there is one; only the module ``lifecycle`` sets it. Code that runs in each turn reads
 ``runtime.live or runtime.session()``, which saves a function call."""
