@@ -9,6 +9,7 @@ from api_test_engines import ScriptedEngine, check_error, client_of, engine_answ
 from sojourn.wire_codec import Outcome
 from sojourn.wire_events import ToolStart, ToolStop
 from sojourn_server.api.response_merging import merge_program
+from sojourn_server.core.events_and_actions import TurnFinishReason
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.metrics.metric_catalog import PLACEMENTS
 from sojourn_server.metrics.turn_explanation import Explanation, decision_lines, explain, move_in_words
@@ -130,6 +131,24 @@ def test_a_tool_whose_start_was_deferred_is_named_with_its_time(text: str, ends:
     told = "3.50 s passed: 0.50 s with a tool (half) and 3.00 s without"
     assert (told if ends else "3.50 s passed, in which the tool half ran") in found["text"]
     assert not any("whether a tool ran" in one for one in found["unknown"])
+
+
+def test_a_turn_of_a_pair_is_told_as_its_prompt_and_the_gap_has_the_decoding() -> None:
+    virtual = VirtualEngine()
+    for number in (1, 2):
+        request = virtual.arrive("a", prompt(20 * number))
+        virtual.wait(0.5)
+        virtual.admit(request)
+        virtual.wait(0.25)
+        virtual.finish(request, "", output=(), outcome=TurnFinishReason.PREFILLED)
+        virtual.wait(4.0)
+    found = asked(virtual, "a", 2)
+    assert found["outcome"] == "prefilled"
+    assert found["text"].startswith(
+        "Turn 2: its prompt was computed after 0.75 s, and a decode engine wrote the answer. It waited 0.50 s "
+        "in the queue: the policy did not keep it out, it waited for running requests, for blocks or for KV "
+        "from storage. 4.00 s passed between the turns, the decoding of the last answer included, and no lease"
+    )
 
 
 def test_nothing_lost_is_said_and_an_unknown_turn_or_program_is_an_error() -> None:

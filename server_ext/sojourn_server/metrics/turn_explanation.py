@@ -98,6 +98,8 @@ _TERMS = {
 _NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
 POLICY_OFF = "policy_off"
 """Reason of a decision not to keep a turn's KV, if the policy grants no leases at all."""
+_PREFILLED = "prefilled"
+"""Outcome of a turn at the prefill engine of a pair. Its answer is the decode engine's."""
 _MIN_SHOWN_S = 0.05
 """Phases of fewer seconds are left out of ``Explanation.text``; ``Explanation.seconds`` has them."""
 
@@ -275,8 +277,11 @@ def _paragraph(
     seconds = record["seconds"]
     without_leases = grants_no_leases(decisions)
     first_s = _first_token_s(record)
-    running = record["outcome"] == "running"
-    if first_s is not None:
+    running, in_pair = record["outcome"] == "running", record["outcome"] == _PREFILLED
+    if in_pair:
+        text = f"Turn {record['turn']}: its prompt was computed after {seconds['wall']:.2f} s, and a decode "
+        text += "engine wrote the answer"
+    elif first_s is not None:
         text = f"Turn {record['turn']}: {first_s:.2f} s to the first token"
         if usual_s is not None:
             text += f", in the program's other turns {usual_s:.2f} s (median)"
@@ -299,6 +304,8 @@ def _paragraph(
                 text += (
                     f": {with_s:.2f} s with a tool ({record['tool_before']}) and {without_s:.2f} s without"
                 )
+        if in_pair:
+            text += ", the decoding of the last answer included"
         if record["leased"]:
             text += ", and a lease held the KV when the request came"
         elif not without_leases:
@@ -371,7 +378,10 @@ def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, A
     back = moves[-1] if moves and moves[-1]["kind"] == "to_device" else None
     at_once = back is None or back["at_s"] - record["arrived_s"] < queued_s / 2
     if at_once and (back is not None or away is None):
-        return "the policy did not keep it out, it waited for running requests or for blocks"
+        what = "running requests or for blocks"
+        if record["outcome"] == _PREFILLED:
+            what = "running requests, for blocks or for KV from storage"
+        return f"the policy did not keep it out, it waited for {what}"
     why = "the device had no place for it"
     if away is not None:
         why = _AWAY.get(str(away["reason"]), f"the policy had moved it, {_decision(away)}")
