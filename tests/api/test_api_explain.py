@@ -145,9 +145,9 @@ def test_a_turn_of_a_pair_is_told_as_its_prompt_and_the_gap_has_the_decoding() -
     found = asked(virtual, "a", 2)
     assert found["outcome"] == "prefilled"
     assert found["text"].startswith(
-        "Turn 2: its prompt was computed after 0.75 s, and a decode engine wrote the answer. It waited 0.50 s "
-        "in the queue: the policy did not keep it out, it waited for running requests, for blocks or for KV "
-        "from storage. 4.00 s passed between the turns, the decoding of the last answer included, and no lease"
+        "Turn 2: its prompt was computed after 0.75 s, and a decode engine wrote the answer. It waited "
+        "0.50 s in the queue: the policy did not keep it out, it waited for running requests, for blocks or "
+        "for KV from storage. 4.00 s passed between the turns, the decoding of the last answer included, and"
     )
 
 
