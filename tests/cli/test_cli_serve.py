@@ -150,6 +150,42 @@ def test_mistakes_are_explained(args, said):
     assert error.next_step
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("--polcy", "--policy"),
+        ("--kv_host_gb=1", "--kv-host-gib"),
+        ("--prot", "--port"),
+        ("--dryrun", "--dry-run"),
+    ],
+)
+def test_a_flag_that_is_neither_ours_nor_vllms_is_refused_if_it_is_near_to_one(given, meant):
+    error = failure("tiny", given, "8055", "--dry-run")
+    assert error.message == f"{given.split('=')[0]} is no flag of sojourn or vLLM; did you mean {meant}?"
+
+
+def test_a_model_near_to_tiny_is_noted_and_a_hub_id_is_not():
+    said = "note: tinny is taken for a hub id; did you mean 'tiny'?"
+    assert said in invoke("tinny", "--dry-run").stderr
+    assert "did you mean" not in invoke("acme/tinny", "--dry-run").stderr
+
+
+def test_flags_of_vllm_and_those_near_to_none_pass(monkeypatch):
+    known = (
+        "--data-parallel-rank=0",
+        "--max-model-len",
+        "8",
+        "--max_num-seqs",
+        "4",
+        "--no-enable-log-requests",
+    )
+    unknown = ("--max-model", "8", "--hf-overrides.a.b", "1", "--platform-extra", "1", "-tp", "1")
+    dry_run("tiny", *known, *unknown)
+    monkeypatch.setattr(compat, "package_directory", lambda: None)
+    dry_run("tiny", "--prot", "8055", "--moe-backend", "x")
+    assert "did you mean --policy?" in failure("tiny", "--polcy", "stock", "--dry-run").message
+
+
 def test_no_vllm_says_how_to_get_one(monkeypatch):
     monkeypatch.setattr(compat, "installed_vllm", lambda: None)
     assert "make setup" in failure("tiny").next_step
