@@ -133,7 +133,7 @@ def test_auto_takes_vllms_connector_where_ours_does_not_serve_the_model_and_says
         ({"disk": "/d", "disk_gib": 1}, "--kv-host-gib"),
         ({"backend": "vllm"}, "--kv-host-gib"),
         ({"host_gib": "1", "disk": "/d"}, "--kv-disk-gib"),
-        ({"host_gib": "1", "disk_gib": 1}, "--kv-disk-gib"),
+        ({"disk_gib": 1}, "a disk needs --kv-disk DIRECTORY, --kv-disk-gib GIB and --kv-host-gib GIB"),
         ({"host_gib": "0", "disk": "/d", "disk_gib": 1}, "give --kv-host-gib"),
         ({"host_gib": "nan"}, "--kv-host-gib is nan"),
         ({"host_gib": "-1"}, "--kv-host-gib is -1"),

@@ -183,10 +183,10 @@ def offload_transfer_config(
     })  # fmt: skip
     host_gib, by_vllm = host_size_gib(options.host_gib), backend == "vllm"
     refuse({
+        "a disk needs --kv-disk DIRECTORY, --kv-disk-gib GIB and --kv-host-gib GIB":
+            (disk is None) != (disk_gib is None),
         "tiers below the device need host memory, which also fills the disk: give --kv-host-gib":
             not host_gib and options.host_gib != AUTO,
-        "--kv-disk and --kv-disk-gib go together: give the directory and its capacity":
-            (disk is None) != (disk_gib is None),
         "--kv-disk is for --tier-backend sojourn; vLLM's own connector has host memory only":
             by_vllm and disk is not None,
         "--tier-backend sojourn needs our scheduler: choose a policy, for example observe":
