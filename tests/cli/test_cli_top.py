@@ -239,6 +239,7 @@ def test_a_programs_turns_are_a_table() -> None:
     with pytest.raises(CliError, match="something else than an explanation"):
         command.explanation_of(client(handle), "a/b")
     assert turn_table({"program_id": "a/b", "engine": document}) == turn_table(document)
+    assert turn_table({**document, "outcome": "ok"}).startswith("ended (ok), 4 turns")
     assert (
         "   4   0.5s    2.0s   3.0s   5.0k   1.0k  4.0k evicted 4.0k, taken by rival, bash:pytest 74s" in text
     )

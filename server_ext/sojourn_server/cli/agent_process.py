@@ -168,7 +168,7 @@ def find_command(name: str) -> str:
     if Path(name).suffix == ".py" and Path(name).is_file():
         remedy = f"run it with Python: sojourn run -- python {name} …"
     else:
-        remedy = "check the spelling and PATH; the command comes after `--`, e.g. sojourn run -- mini -t '…'"
+        remedy = "check the spelling and PATH, or install it; the command comes after `--`"
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)
 
 

@@ -228,7 +228,7 @@ def program_state(program: Mapping[str, Any]) -> str:
     the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
     program = engine_detail(program)
     if program.get("outcome"):
-        return printable(str(program["outcome"]))
+        return f"ended ({printable(str(program['outcome']))})"
     status = str(program.get("status"))
     return f"{printable(status)} ({words})" if (words := _STATUS_WORDS.get(status)) else printable(status)
 

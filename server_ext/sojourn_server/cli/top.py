@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from .console import CliError, api_key_option, json_option, url_option, write_json
+from .console import CliError, api_key_option, json_option, print_line, url_option, write_json
 from .live_client import AnswerError, LiveClient
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ def top(
     with closing(LiveClient(url, api_key)) as client:
         if json_output is not None:
             write_json(frame_document(client.frame()), json_output)
+            if json_output != "-":
+                print_line(f"wrote {json_output}")
         elif once or not sys.stdout.isatty():
             _print(client.frame(), client.shown_url, sort)
         else:
