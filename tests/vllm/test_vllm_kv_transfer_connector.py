@@ -11,9 +11,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from sojourn_server.kv_offload.offload_jobs import OffloadResults
 from sojourn_server.kv_transfer.transfer_jobs import TransferResults
 from sojourn_server.vllm.kv_connector import StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
+from sojourn_server.vllm.pair_connector import PairConnector, copy_wait_s
 from vllm.v1.outputs import KVConnectorOutput
 
 
@@ -170,6 +172,32 @@ def test_a_worker_without_caches_does_nothing(engine: Any) -> None:
     assert worker.get_block_ids_with_load_errors() == set()
     assert worker.build_connector_worker_meta() is None
     worker.shutdown()
+
+
+def test_a_cancelled_load_hides_no_block_that_a_transfer_did_not_fill(make_paths_engine: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    engine = make_paths_engine("sojourn", None, 60, blocks=65, max_model_len=1024)
+    scheduler = engine.scheduler
+    worker = PairConnector(scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config)
+    worker._worker = SimpleNamespace(
+        take_sent=lambda: set(), take_received=lambda: {"b"}, take_not_filled=lambda: {5}, take_results=dict
+    )
+    worker.host_memory._worker = SimpleNamespace(
+        take_loaded=lambda: ({"a"}, {5, 6}), take_results=lambda: OffloadResults(waited_s=2.5)
+    )
+    host_memory = scheduler.connector.host_memory
+    host_memory.planner.reject("a", [5, 6])
+    host_memory.planner.take_jobs()
+    host_memory.planner.cancel_load("a")  # then the request b gets a block of it
+    output = KVConnectorOutput(
+        finished_recving=worker.get_finished(set())[1],
+        invalid_block_ids=worker.get_block_ids_with_load_errors(),
+        kv_connector_worker_meta=worker.build_connector_worker_meta(),
+    )
+    assert copy_wait_s(output) == 2.5
+    assert host_memory.end_loads(output) == set()
+    assert (output.finished_recving, output.invalid_block_ids) == ({"b"}, {5})
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["vLLM's cache alone", "connectors too"])

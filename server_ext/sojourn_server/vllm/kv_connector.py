@@ -19,7 +19,7 @@ memory: ``kv_offload.cpu_device_backend`` or ``cuda_device_backend``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -71,6 +71,8 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
     others: tuple[ResultsT, ...] = ()
     off_because: str = ""
     """Why a worker has no host memory, so that the planner must turn the connector off; or empty."""
+    not_filled: Set[int] = frozenset()
+    """In an engine of a pair with host memory: device blocks that transfers did not fill."""
 
     @property
     def of_all(self) -> list[ResultsT]:

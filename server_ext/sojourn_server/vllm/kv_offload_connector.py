@@ -134,8 +134,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
         Failed and cancelled loads, and those ahead of need, are removed from ``output``, and so are the ids
         of blocks that they did not fill: other requests may have these blocks now, and with several KV cache
-        groups vLLM cannot handle them. Those of a pair's transfers stay. Aborted requests stay, because vLLM
-        frees their blocks upon the report."""
+        groups vLLM cannot handle them. Those that a pair's transfers did not fill stay. Aborted requests
+        stay, because vLLM frees their blocks upon the report."""
         reported = output.finished_recving or set()
         if not reported and not output.invalid_block_ids:
             return set()
@@ -145,6 +145,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             output.finished_recving = {name for name in reported if not name.startswith(AHEAD)}
             return set()
         output.finished_recving, output.invalid_block_ids = ended.done, output.invalid_block_ids - own
+        if isinstance(report := output.kv_connector_worker_meta, StepReport):
+            output.invalid_block_ids |= report.not_filled
         for name, arrived in ended.ahead.items():
             self._attempt(self.load_ahead_ended, name, arrived)
         return set(ended.failed)
@@ -313,11 +315,3 @@ def open_device_backend(kv_caches: dict[str, torch.Tensor], blocks: int, slots: 
 
     pages = [KvPages(view.data_ptr(), view.stride(0), view.shape[1]) for view in views.values()]
     return CudaDeviceBackend(merge_neighbours(pages), slots, TorchCuda(device, swap_blocks_batch))
-
-
-def copy_wait_s(output: KVConnectorOutput) -> float:
-    """Return the seconds that a step waited for copies under ``SojournConnector``: the most of all
-    workers."""
-    report = output.kv_connector_worker_meta
-    results = report.of_all if isinstance(report, StepReport) else []
-    return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)

@@ -39,7 +39,8 @@ class PairReport(StepReport[TransferResults]):
         host: Any = self.host or other.host
         if self.host is not None and other.host is not None:
             host = self.host.aggregate(other.host)
-        return PairReport(self.results, (*self.others, *other.of_all), host=host)
+        not_filled = self.not_filled | other.not_filled
+        return PairReport(self.results, (*self.others, *other.of_all), not_filled=not_filled, host=host)
 
 
 class PairConnector(PathsConnector):
@@ -52,6 +53,8 @@ class PairConnector(PathsConnector):
         host = _with_extra(vllm_config, extra.pop("host"))
         super().__init__(_with_extra(vllm_config, extra), role, kv_cache_config)
         self.host_memory = SojournConnector(host, role, kv_cache_config)
+        self._not_filled: set[int] = set()
+        """Worker side: ids of device blocks that the step's transfers did not fill, for its report."""
 
     # -- planner side -------------------------------------------------------------
 
@@ -116,9 +119,11 @@ class PairConnector(PathsConnector):
 
     def build_connector_worker_meta(self) -> PairReport | None:
         own, host = super().build_connector_worker_meta(), self.host_memory.build_connector_worker_meta()
-        if own is None and host is None:
+        not_filled, self._not_filled = self._not_filled, set()
+        if own is None and host is None and not not_filled:
             return None
-        return PairReport(own.results if own is not None else TransferResults(), host=host)
+        results = own.results if own is not None else TransferResults()
+        return PairReport(results, not_filled=not_filled, host=host)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = super().get_finished(finished_req_ids)
@@ -126,8 +131,8 @@ class PairConnector(PathsConnector):
         return sent, (received or set()) | (loaded or set())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        errors = self.host_memory.get_block_ids_with_load_errors()
-        return super().get_block_ids_with_load_errors() | errors
+        self._not_filled = super().get_block_ids_with_load_errors()
+        return self._not_filled | self.host_memory.get_block_ids_with_load_errors()
 
     def shutdown(self) -> None:
         try:
@@ -141,6 +146,14 @@ def offload_connector(connector: object) -> SojournConnector | None:
     if isinstance(connector, PairConnector):
         return connector.host_memory
     return connector if isinstance(connector, SojournConnector) else None
+
+
+def copy_wait_s(output: KVConnectorOutput) -> float:
+    """Return the seconds that a step waited for copies from and to host memory: the most of all workers."""
+    report = output.kv_connector_worker_meta
+    report = report.host if isinstance(report, PairReport) else report
+    results = report.of_all if isinstance(report, StepReport) else []
+    return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)
 
 
 def _with_extra(vllm_config: VllmConfig, extra: Mapping[str, Any]) -> VllmConfig:

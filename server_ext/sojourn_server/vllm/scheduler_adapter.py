@@ -54,13 +54,12 @@ from .free_block_queue import EvictionScorer, ProgramFreeBlockQueue, Score
 from .hidden_state_capture import OUTPUT_ATTRIBUTE
 from .history_file import HistoryFile
 from .kv_cache_groups import KVCacheGroups
-from .kv_offload_connector import copy_wait_s
 from .kv_prefetcher import KVPrefetcher
 from .kv_transfer_connector import PathsConnector
 from .length_predictor import LengthPredictor, captures_hidden_states
 from .offload_cache_policy import find_cache_policy
 from .offload_manager import OffloadManager, host_eviction_rank
-from .pair_connector import offload_connector
+from .pair_connector import copy_wait_s, offload_connector
 from .plugin_settings import (
     PluginSettings,
     build_program_scheduler,
