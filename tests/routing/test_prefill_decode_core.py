@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -345,6 +346,66 @@ def test_both_engines_that_know_a_program_are_remembered_after_its_kv_is_lost() 
     assert it.last_engines("t", "p") == ("p1", "d1")
 
 
+def test_a_waiting_request_does_not_go_to_a_home_that_lost_the_context_meanwhile() -> None:
+    it = core("p1", "p2")
+    it.take(seen("d1", max_running=2), 0.0)
+    turn(it, "a", 5000, 1.0)
+    assert [only(it.take(asked(name, 2000), 2.0)).prefill_id for name in "bc"] == ["p1", "p2"]
+    it.take(routing_events.PrefillFinished("c", "p2"), 2.0)
+    assert it.take(asked("d", 6000, "p"), 3.0) == []
+    reported(it, "p1", 100, now=10.0)
+    sent = only(it.take(routing_events.RequestFinished("c", 10, "d1"), 11.0))
+    assert (sent.request_id, sent.prefill_id) == ("d", "p2"), "p1 has 2,000 tokens more to compute"
+
+
+def calls_of(it: RoutingCore, event: Any, now: float) -> int:
+    """Process an event. Returns the number of Python functions that it called."""
+    called = 0
+
+    def count(frame: Any, kind: str, of: Any) -> None:
+        nonlocal called
+        called += kind == "call"
+
+    sys.setprofile(count)
+    try:
+        it.take(event, now)
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+@pytest.mark.parametrize("tenants", [1, 2])
+def test_the_cost_of_an_event_does_not_grow_with_the_waiting_requests(tenants: int) -> None:
+    it = core("p1")
+    it.take(seen("d1", max_running=4), 0.0)
+
+    def ask(number: int) -> routing_events.RequestReceived:
+        tenant = f"t{number % tenants}"
+        return routing_events.RequestReceived(f"r{number}", tenant, 100, program_id=f"p{number}")
+
+    costs = []
+    for more in (100, 1000):
+        for number in range(len(it.requests), len(it.requests) + more):
+            it.take(ask(number), 1.0)
+        began = routing_events.FirstByteSent("r0", "d1")
+        events = [ask(len(it.requests)), began, NicQueueReported("node-p1", 1.0)]
+        costs.append([calls_of(it, event, 1.0) for event in events])
+    assert costs[0] == costs[1]
+
+
+def test_a_node_without_engines_is_forgotten() -> None:
+    it = core("d1")
+    for number in range(10):
+        it.take(seen("p1", f"{number}", node=f"pod-{number}"), 1.0 + number)
+    assert sorted(it.strategy.pairs.nics) == ["node-d1", "pod-9"]
+
+
+def test_a_prefill_engine_reports_the_programs_that_have_their_home_there() -> None:
+    it = core("p1", "d1")
+    turn(it, "a", 1000, 1.0)
+    assert [(one.replica, one.programs) for one in it.replica_statuses()] == [("p1", 1), ("d1", 0)]
+
+
 def test_a_flood_of_one_tenant_leaves_others_their_share() -> None:
     it = core("p1", most_waiting=40)
     it.take(seen("d1", max_running=2), 0.0)
@@ -480,6 +541,7 @@ class Life(RuleBasedStateMachine):
     def nobody_is_lost_and_the_books_agree(self) -> None:
         assert set(self.core.requests) == self.open
         assert set(self.core.strategy.pairs.in_flight) == self.open
+        assert self.core.strategy.pairs.dispatch(self.now) == [], "nothing waits that could be sent"
         assert len(self.core.waiting) == sum(f.sent is None for f in self.core.requests.values())
         for name, flight in self.core.requests.items():
             assert self.core.programs or flight.program is None

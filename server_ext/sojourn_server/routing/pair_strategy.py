@@ -34,8 +34,14 @@ class PairStrategy(RoutingStrategy):
 
     def __init__(self, pairs: PairScheduler) -> None:
         self.pairs = pairs
-        self._engines_changed = False
-        """True if an engine started or stopped accepting requests since the last ``dispatch``."""
+        self._sizes_changed = False
+        """True if, since the last ``dispatch``, an engine started or stopped accepting requests, or a waiting
+        request's program lost its home."""
+        self._may_send = False
+        """True if a waiting request may be sent since the last ``dispatch``: one arrived, or capacity was
+        freed."""
+        self._order_changed = False
+        """True if tenants may take turns in another order than at the last ``dispatch``."""
 
     def attach(self, core: RoutingCore) -> None:
         self._core = core
@@ -87,46 +93,62 @@ class PairStrategy(RoutingStrategy):
         hit_blocks = stored // FULL_BLOCK_TOKENS
         self.pairs.submit(PdRequest(request.request_id, tokens, hit_blocks, kv_tokens, home, stored))
         request.queue_key = (request.number,)
+        self._may_send = True
+        self._order_changed |= request.tenant not in self._queue.tenants
         self._queue.add(request)
 
     def dequeue(self, request: RoutedRequest) -> None:
         if self._queue.remove(request):
-            self.pairs.end(request.request_id)
+            self._end(request)
+
+    def _end(self, request: RoutedRequest) -> None:
+        self._may_send = self._order_changed = True
+        self.pairs.end(request.request_id)
 
     def sent(self, request: RoutedRequest, now: float) -> None:
         self.tenants.count(request)
 
     def unsent(self, request: RoutedRequest, now: float) -> None:
         self.tenants.count(request, -1)
-        self.pairs.end(request.request_id)
+        self._end(request)
 
     def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
         self._core.estimator.observe_turn(program, turn_s)
 
     def prefilled(self, request: RoutedRequest, *, computed: bool) -> None:
+        self._may_send = self._order_changed = True
         self.pairs.prefilled(request.request_id, computed=computed)
 
+    def kv_lost(self, program: RoutedProgram, replica: Replica) -> None:
+        self._sizes_changed |= program.waiting > 0
+
     def dispatch(self, now: float, *, epoch: bool) -> None:
-        if self._engines_changed:
-            self._engines_changed = False
+        if self._sizes_changed:
+            self._sizes_changed, self._may_send = False, True
             # All waiting requests line up again, with sizes that the present engines can hold.
             waiting = sorted(self._core.waiting.values(), key=lambda request: request.number)
             for request in waiting:
                 self.dequeue(request)
             for request in waiting:
                 self.enqueue(request)
+        if not self._may_send:
+            return
         queues = self._queue.tenants
-        if len(queues) > 1:
+        if self._order_changed and len(queues) > 1:
             tenants = self.tenants.order(queues.items(), room=False)
             turns = zip_longest(*(queues[tenant].requests for tenant in tenants))
             self.pairs.line_up([one.request_id for one in chain(*turns) if one is not None])
+        self._may_send = self._order_changed = False
         for pair in self.pairs.dispatch(now):
             request = self._core.requests[str(pair.request.request_id)]
             self._queue.remove(request)
             self._core.place(request, Placement(pair.decode, "pair", pair.prefill, pair.decode_reads), now)
 
     def expire(self, now: float) -> None:
+        before = self.tenants.shares
         self.tenants.update(now)
+        if self.tenants.shares != before:
+            self._may_send = self._order_changed = True
 
     # -- engines --------------------------------------------------------------------
 
@@ -135,7 +157,7 @@ class PairStrategy(RoutingStrategy):
         assert isinstance(seen, PairEngineRegistered)
         self.pairs.add_node(seen.node, seen.block_s)
         if self._engine(replica) is None:
-            self._engines_changed = True
+            self._sizes_changed = True
             if seen.role is PairRole.PREFILL:
                 self.pairs.add_prefill(name, seen.node)
             else:
@@ -143,9 +165,10 @@ class PairStrategy(RoutingStrategy):
                 self.pairs.add_decode(name, seen.node, seen.node, seen.capacity_tokens)
         decode = self.pairs.decode.get(name)
         if decode is not None:
-            self._engines_changed |= decode.kv_tokens != seen.capacity_tokens
+            sizes = (seen.capacity_tokens, seen.max_running or math.inf)
+            self._sizes_changed |= sizes != (decode.kv_tokens, decode.most_requests)
             decode.free_kv_tokens += seen.capacity_tokens - decode.kv_tokens
-            decode.kv_tokens, decode.most_requests = seen.capacity_tokens, seen.max_running or math.inf
+            decode.kv_tokens, decode.most_requests = sizes
         self.health_changed(replica, now)
 
     def _engine(self, replica: Replica) -> PrefillEngine | DecodeEngine | None:
@@ -157,7 +180,7 @@ class PairStrategy(RoutingStrategy):
         engine, is_up = self._engine(replica), replica.health is ReplicaHealth.UP
         if engine is None or engine.is_suspended is not is_up:
             return
-        self._engines_changed = True
+        self._sizes_changed = True
         if is_up:
             engine.is_suspended = False
         else:
@@ -167,10 +190,8 @@ class PairStrategy(RoutingStrategy):
         """Requests that have both engines stay there; all others are queued again."""
         engine = self._engine(replica)
         if engine is not None:
-            self.pairs.suspend(engine)
-            self.pairs.prefill.pop(replica.replica_id, None)
-            self.pairs.decode.pop(replica.replica_id, None)
-            self._engines_changed = True
+            self.pairs.remove(engine)
+            self._sizes_changed = True
 
     def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
         if event.node in self.pairs.nics:

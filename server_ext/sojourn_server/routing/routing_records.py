@@ -39,7 +39,7 @@ class ProgramRouteStatus(msgspec.Struct, frozen=True):
     """Longest context so far. With prefill and decode engines: number of context tokens whose KV is in
     storage."""
     size_tokens: int
-    """Longest context that is expected. With prefill and decode engines: the same as ``context_tokens``."""
+    """Longest context that is expected; 0 without a home."""
     moves: int
     """Number of changes from one home to another."""
     in_flight: int
@@ -75,9 +75,9 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
 
 
 class PairEngineStatus(ReplicaStatus, frozen=True, kw_only=True):
-    """Status of a prefill or decode engine. No program has its home there. A request is in flight at a
-    prefill engine until its prompt is computed. ``room_tokens`` is the KV capacity minus the contexts of the
-    requests in flight, at least 0."""
+    """Status of a prefill or decode engine. Only prefill engines are homes of programs. A request is in
+    flight at a prefill engine until its prompt is computed. ``room_tokens`` is the KV capacity minus the
+    contexts of the requests in flight, at least 0."""
 
     role: str
     """``prefill`` or ``decode``."""
@@ -370,7 +370,7 @@ class Replica:
                 round(load, 4),
                 view.in_flight,
                 0,
-                0,
+                view.homed,
                 seen.capacity_tokens,
                 0,
                 max(0, seen.capacity_tokens - tokens),

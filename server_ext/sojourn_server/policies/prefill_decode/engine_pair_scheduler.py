@@ -265,9 +265,11 @@ class PairScheduler:
         self.in_flight: dict[int | str, _RequestInFlight] = {}
         """Requests that were submitted and have not ended, in order of arrival."""
         self._rules = rules
-        self._waiting: dict[int | str, _RequestInFlight] = {}
-        """Requests that lack an engine. First those with a decode group, in order: the queue for prefill
-        engines and, group by group, those for decode engines. Then those that no group can take now."""
+        self._queued: dict[int | str, _RequestInFlight] = {}
+        """Requests with a decode group that lack an engine, in order: the queue for prefill engines and,
+        group by group, those for decode engines."""
+        self._unplaced: dict[int | str, _RequestInFlight] = {}
+        """Requests that no decode group could take yet, in order."""
         self._left: list[tuple[PrefillEngine, int]] = []
         """(engine, prompt tokens) of each request of a pair that left its prefill engine since ``dispatch``;
         0 tokens if its prompt was not computed."""
@@ -283,6 +285,14 @@ class PairScheduler:
     def add_prefill(self, name: Name, node: Name) -> None:
         """Add a prefill engine."""
         self.prefill[name] = PrefillEngine(name, self.nics[node])
+
+    def remove(self, engine: PrefillEngine | DecodeEngine) -> None:
+        """Remove an engine, and its node if no other engine is there."""
+        self.suspend(engine)
+        self.prefill.pop(engine.name, None)
+        self.decode.pop(engine.name, None)
+        used = {one.nic for one in self.prefill.values()} | {one.nic for one in self.decode.values()}
+        self.nics = {node: nic for node, nic in self.nics.items() if nic in used}
 
     def add_decode(self, name: Name, node: Name, group: Name, kv_tokens: int) -> None:
         """Add a decode engine with KV memory for ``kv_tokens`` tokens."""
@@ -301,10 +311,11 @@ class PairScheduler:
 
     def line_up(self, request_ids: Iterable[int | str]) -> None:
         """Queue all waiting requests again, in this order."""
-        self._waiting = {name: self.in_flight[name] for name in request_ids}
-        for flight in self._waiting.values():
+        for flight in self._queued.values():
             self._leave_engines(flight)
             flight.group = flight.prefill = flight.decode = None
+        self._queued = {}
+        self._unplaced = {name: self.in_flight[name] for name in request_ids}
 
     def largest_kv_tokens(self) -> int:
         """Return the KV capacity, in tokens, of the largest available decode engine; 0 without one."""
@@ -315,7 +326,7 @@ class PairScheduler:
     def submit(self, request: PdRequest) -> None:
         """Add a request, whose id is not in flight. It waits until an engine is large enough."""
         flight = _RequestInFlight(request)
-        self.in_flight[request.request_id] = self._waiting[request.request_id] = flight
+        self.in_flight[request.request_id] = self._unplaced[request.request_id] = flight
 
     def prefilled(self, request_id: int | str, *, computed: bool = True) -> None:
         """Record that a request is no longer load of its prefill engine. ``computed``: whether its prompt is
@@ -328,7 +339,8 @@ class PairScheduler:
 
     def end(self, request_id: int | str) -> None:
         """Remove a request that was answered or cancelled, at any stage."""
-        self._waiting.pop(request_id, None)
+        self._queued.pop(request_id, None)
+        self._unplaced.pop(request_id, None)
         self._leave_engines(self.in_flight.pop(request_id))
 
     def report(self, node: Name, queue_s: float, now: float) -> None:
@@ -350,7 +362,7 @@ class PairScheduler:
         self._update_token_limit(now)
         ready = [*self._assign_prefill(now), *self._assign_decode(groups)]
         for flight in ready:
-            del self._waiting[flight.request.request_id]
+            del self._queued[flight.request.request_id]
         return [self._pair(flight, now) for flight in ready]
 
     def _place(self, groups: Mapping[Name, Sequence[DecodeEngine]]) -> None:
@@ -361,23 +373,28 @@ class PairScheduler:
             group: sum(e.most_requests - e.requests for e in engines) for group, engines in groups.items()
         }
         largest = {group: max(one.kv_tokens for one in engines) for group, engines in groups.items()}
-        for flight in self._waiting.values():
-            if flight.group is None:
-                needed = flight.request.kv_tokens
-                fitting = [(tokens[one], one) for one in groups if free[one] > 0 and largest[one] >= needed]
-                if not fitting:
-                    continue
-                flight.group = min(fitting)[1]
-            if flight.decode is None:
+        for flight in self._queued.values():
+            if flight.group is not None and flight.decode is None:
                 tokens[flight.group] += flight.request.tokens
                 free[flight.group] -= 1
-        # A stable sort: those that were queued earlier stay first.
-        self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].group is None))
+        placed = []
+        for name, flight in self._unplaced.items():
+            if max(free.values(), default=0) <= 0:
+                break
+            needed = flight.request.kv_tokens
+            fitting = [(tokens[one], one) for one in groups if free[one] > 0 and largest[one] >= needed]
+            if fitting:
+                flight.group = min(fitting)[1]
+                tokens[flight.group] += flight.request.tokens
+                free[flight.group] -= 1
+                placed.append(name)
+        for name in placed:
+            self._queued[name] = self._unplaced.pop(name)
 
     def _assign_prefill(self, now: float) -> Iterator[_RequestInFlight]:
         """Assign queued requests to prefill engines, and yield those that have both engines."""
-        for flight in self._waiting.values():
-            if flight.prefill is not None or flight.group is None:
+        for flight in self._queued.values():
+            if flight.prefill is not None:
                 continue
             request, most_tokens = flight.request, self.most_prefill_tokens
             engine = choose_prefill(
@@ -394,7 +411,7 @@ class PairScheduler:
         """Assign queued requests to decode engines, and yield those that have both engines. The requests of a
         group come in the order of its queue."""
         queues: dict[Name | None, list[_RequestInFlight]] = {}
-        for flight in self._waiting.values():
+        for flight in self._queued.values():
             if flight.decode is None:
                 queues.setdefault(flight.group, []).append(flight)
         for group, engines in groups.items() if queues else ():
