@@ -50,7 +50,7 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
     jobs = kept.take_jobs()
     kept.forget()
     results = answered(jobs)
-    results.probed = dict.fromkeys(jobs.probes, 1)
+    results.probed = dict.fromkeys(jobs.probes, (1, False))
     kept.take_results(results)
     assert len(kept.disk) == 0
     for number in range(1, 5):

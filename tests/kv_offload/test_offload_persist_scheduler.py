@@ -35,7 +35,7 @@ def step(engine: Any) -> OffloadJobs:
     planned = engine.plan()
     jobs: OffloadJobs = planned.kv_connector_metadata.jobs
     results = OffloadResults(
-        probed=dict.fromkeys(jobs.probes, 0),
+        probed=dict.fromkeys(jobs.probes, (0, True)),
         stored=dict.fromkeys(jobs.stores, CopyResult.MOVED),
         spilled={file.key: CopyResult.MOVED for file in jobs.spills},
     )

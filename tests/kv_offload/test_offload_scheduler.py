@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 from block_contexts import as_context
+from sojourn_server.kv_offload.context_keys import ContextKeys
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, TierLimits
@@ -17,7 +19,7 @@ def find(planner: OffloadScheduler, *contexts: list[bytes]) -> None:
     for context in contexts:
         assert planner.lookup("finder", as_context(context), -100.0) is None
         [job] = planner.take_jobs().probes
-        planner.take_results(OffloadResults(probed={job: len(context)}))
+        planner.take_results(OffloadResults(probed={job: (len(context), False)}))
         planner.abandon("finder")
 
 
@@ -120,6 +122,120 @@ def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> N
     assert planner.lookup("other", as_context(contexts[2]), 30.0) is None, "the disk answers, so it is read"
 
 
+def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more() -> None:
+    """Blocks that wait for their write used to keep a rank that nothing may displace."""
+    planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=10_000))
+    for program in range(40):
+        context = keys(100 * program, 100)
+        for each in context:
+            planner.plan_save(each, 1, RetentionRank.IDLE)
+        planner.write_to_disk(context, RetentionRank.COLD)
+        assert planner.lookup(f"r{program}", as_context(keys(10**6, 1)), float(program)) == 0
+        spills = planner.take_jobs().spills
+    assert not spills
+    assert not planner.has_jobs
+    assert all(planner.plan_save(key(2 * 10**6 + number), 1) for number in range(500))
+    assert planner.persist(context, {}, 40.0) == (0, 0), "a program that leaves does not wait for it"
+    assert planner.take_jobs().touches == []
+    written = dict.fromkeys(planner._spilling, CopyResult.MOVED)
+    planner.take_results(OffloadResults(spilled=written))
+    late = keys(2 * 10**6, 100)
+    planner.write_to_disk(late, RetentionRank.COLD)
+    assert len(planner.take_jobs().spills) >= 100, "it answers, so it is written again"
+
+
+def test_writes_of_an_engine_that_looked_nothing_up_for_long_are_no_hang() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=10_000))
+    old, new = keys(0, 300), keys(300, 300)
+    assert planner.lookup("r", as_context(keys(5000, 1)), 0.0) == 0
+    for each in old + new:
+        planner.plan_save(each, 1, RetentionRank.IDLE)
+    planner.write_to_disk(old, RetentionRank.COLD)
+    for _ in range(3):
+        planner.take_jobs()  # of a long answer
+    assert planner.lookup("s", as_context(keys(6000, 1)), 100.0) == 0
+    planner.write_to_disk(new, RetentionRank.COLD)
+    planner.take_jobs()
+    assert len(planner.host.requested_writes) == 600
+    assert planner.lookup("s", as_context(keys(6001, 1)), 109.0) == 0
+    planner.take_results(OffloadResults(spilled=dict.fromkeys([*planner._spilling][:1], CopyResult.MOVED)))
+    assert planner.lookup("s", as_context(keys(6002, 1)), 118.0) == 0
+    planner.take_jobs()
+    assert len(planner.host.requested_writes) == 599, "one has ended, so the others will"
+
+
+def test_a_requested_write_is_forgotten_with_its_block() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=10, disk_blocks=1000))
+    for start in range(0, 1000, 10):
+        stored(planner, keys(start, 10), RetentionRank.PLAIN)
+        planner.write_to_disk(keys(start, 10), RetentionRank.PLAIN)
+    assert len(planner.host.requested_writes) == 10
+    assert len(planner.take_jobs().spills) == 10
+    assert not planner.has_jobs
+
+
+def test_requests_that_wait_for_the_disk_leave_half_of_host_memory() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=2000))
+    contexts = [keys(100 * number, 100) for number in range(10)]
+    find(planner, *contexts)
+    for number, context in enumerate(contexts):
+        planner.lookup(f"r{number}", as_context(context), 0.0)
+        read = {file.key: CopyResult.MOVED for file in planner.take_jobs().stages}
+        planner.take_results(OffloadResults(staged=read))
+    assert planner.pinned_host_blocks == 500
+    assert planner.lookup("r9", as_context(contexts[9]), 0.0) == 0, "computed"
+    alone = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=2000))
+    find(alone, keys(0, 900))
+    assert alone.lookup("r", as_context(keys(0, 900)), 0.0) is None
+    assert len(alone.take_jobs().stages) == 900
+
+
+def test_a_search_that_runs_out_of_time_makes_nothing_forgotten() -> None:
+    """A program that moved used to lose what the engine itself had written."""
+    planner, chain = OffloadScheduler(TierLimits(host_slots=20, disk_blocks=1000)), keys(0, 100)
+    find(planner, chain)
+    told = []
+    for answer in [(40, False), (30, False), (30, False)]:
+        told.append(planner.persist(chain, {}, 1000.0))
+        [job] = planner.take_jobs().probes
+        planner.take_results(OffloadResults(probed={job: answer}))
+    assert told == [(0, 100), (0, 60), (0, 30)]
+    assert planner.persist(chain, {}, 1000.0) == (100, 0)
+    assert planner.persist(chain, {}, 2000.0) == (0, 100)
+    [job] = planner.take_jobs().probes
+    planner.take_results(OffloadResults(probed={job: (60, True)}))
+    assert planner.persist(chain, {}, 2000.0) == (60, 0), "one that is missing was deleted, the end first"
+
+
+def test_a_disk_that_hangs_is_told_of_no_use_and_a_poll_tells_it_once() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=400, disk_blocks=1000))
+    chain = keys(0, 300)
+    find(planner, chain[:200])
+    for each in chain[200:]:
+        planner.plan_save(each, 1)
+    touched = []
+    for _ in range(40):
+        assert planner.persist(chain, {}, 1.0) == (200, 100)
+        touched += planner.take_jobs().touches
+    assert touched == chain[:200]
+    assert waited_s(planner, "r", chain[:200], 10.0) == 10.0
+    planner.take_jobs()
+    planner.fetch(chain)
+    assert planner.take_jobs().touches == []
+
+
+def test_a_repeated_look_up_after_a_read_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for room on the device is looked up in every step."""
+    planner, chain = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=100)), keys(0, 50)
+    find(planner, chain)
+    assert planner.lookup("r", as_context(chain), 0.0) is None
+    planner.take_results(OffloadResults(staged=dict.fromkeys(chain, CopyResult.MOVED)))
+    assert planner.lookup("r", as_context(chain), 1.0) == 50
+    planner.take_jobs()
+    monkeypatch.setattr(ContextKeys, "covered", None)
+    assert planner.lookup("r", as_context(chain), 2.0) == 50
+
+
 def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:
     """Read in one job, it used to look like a hang, and all that had been read was computed too."""
     planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=1000))
@@ -165,7 +281,7 @@ def test_the_store_is_asked_once_for_a_request_and_never_for_little() -> None:
     assert asked == chain
     assert planner.lookup("s", as_context(chain), 0.1) is None
     assert not planner.take_jobs().probes, "it is being asked"
-    planner.take_results(OffloadResults(probed={job: 0}))
+    planner.take_results(OffloadResults(probed={job: (0, True)}))
     assert planner.lookup("s", as_context(chain), 0.2) == 0
     planner.take_jobs()
     assert planner.lookup("s", as_context([*chain, key(50)]), 0.3) == 0, "nor when it has grown"
@@ -187,10 +303,10 @@ def test_a_question_that_is_not_answered_holds_nobody() -> None:
         planner.abandon(f"s{number}")
         assert not planner.take_jobs().probes
     assert planner.under_way == 1
-    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, 0)))  # it answers at last
+    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, (0, True))))  # it answers at last
     assert planner.lookup("s", as_context(chain), 6.6) is None
     jobs = planner.take_jobs().probes
-    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, 1)))
+    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs, (1, True))))
     assert planner.lookup("s", as_context(chain), 6.7) is None
     (stage,) = planner.take_jobs().stages
     planner.take_results(OffloadResults(staged={stage.key: CopyResult.MOVED}))
@@ -209,7 +325,7 @@ def test_a_block_whose_load_fails_is_not_read_from_disk_for_ever() -> None:
         jobs = planner.take_jobs()
         reads += len(jobs.stages)
         read = {file.key: CopyResult.MOVED for file in jobs.stages}
-        planner.take_results(OffloadResults(probed=dict.fromkeys(jobs.probes, 2), staged=read))
+        planner.take_results(OffloadResults(probed=dict.fromkeys(jobs.probes, (2, False)), staged=read))
         planner.end_loads(["r"], {1, 2})
     assert found == 0
     assert reads == 2

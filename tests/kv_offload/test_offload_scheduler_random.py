@@ -90,7 +90,8 @@ class FakeMover:
         kind, job, files = self.file_jobs.pop(0)
         if kind == "probe":
             here = [key in self.disk for key in files]
-            self.results.probed[job] = [*here, False].index(False) if self.fault is None else 0
+            found = [*here, False].index(False) if self.fault is None else 0
+            self.results.probed[job] = found, self.fault is None and found < len(files)
             return
         file = files
         if self.fault is not None and (kind == "spill" or self.fault is not CopyResult.FULL):

@@ -21,8 +21,8 @@ def test_the_worst_result_of_a_copy_counts(bad: CopyResult, order: int) -> None:
 
 
 def test_a_search_finds_what_all_ranks_find() -> None:
-    reports = [OffloadResults(probed={1: 5}), OffloadResults(probed={1: 3})]
-    assert RankResults(2).add(reports).probed == {1: 3}
+    reports = [OffloadResults(probed={1: (5, True)}), OffloadResults(probed={1: (3, False)})]
+    assert RankResults(2).add(reports).probed == {1: (3, False)}
 
 
 def test_speeds_are_of_the_engine() -> None:

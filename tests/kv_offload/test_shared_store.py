@@ -363,8 +363,8 @@ def test_a_damaged_file_is_removed_and_written_again(tmp_path: Path, change: str
     ("code", "stays"), [(errno.EIO, False), (errno.EMFILE, True)], ids=["medium", "process"]
 )
 def test_a_file_that_cannot_be_read_is_removed(tmp_path: Path, code: int, stays: bool) -> None:
-    """Otherwise it would be found and not read, and never be written again. A process without file descriptors
-    says nothing about the file."""
+    """Otherwise it would be found and not read, and never be written again. A process without file
+    descriptors says nothing about the file."""
     files = FaultyFiles()
     store = open_store(tmp_path, files=files)
     put(store, KEYS[0])

@@ -77,6 +77,8 @@ class HostBlockPool:
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
         self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle ``dirty`` entries, by rank."""
+        self.requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
+        """Blocks whose write to disk was requested → the rank that the block gets after the write."""
         self.idle_on_disk = 0
         """Number of idle entries with a copy on disk. Evicting them loses nothing."""
 
@@ -212,6 +214,7 @@ class HostBlockPool:
             self._unmark_idle(entry)
         entry.removal_pending = True
         del self._entries[entry.key]
+        self.requested_writes.pop(entry.key, None)
         self._mark_idle_or_free(entry)
 
     def _is_idle(self, entry: HostEntry) -> bool:

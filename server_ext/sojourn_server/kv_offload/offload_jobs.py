@@ -90,8 +90,9 @@ class OffloadResults:
     end is evicted first."""
     staged: dict[BlockKey, CopyResult] = field(default_factory=dict)
     """Key → result of its copy from disk to host."""
-    probed: dict[int, int] = field(default_factory=dict)
-    """Job number → number of leading keys that the disk has."""
+    probed: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """Job number → number of leading keys that the disk has, and whether it lacks the next one. If not, all
+    are there, or the time ran out."""
     lost_slots: list[int] = field(default_factory=list)
     """Slots of failed ``saves`` and ``awaited`` stores. Their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)

@@ -7,7 +7,8 @@ request. ``take_jobs`` returns a step's jobs; ``end_loads`` and ``take_results``
 To spill is to write a block from host memory to disk. To stage is to read it back into host memory. To probe
 is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
 known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
-counted, and not repeated for this copy. A block that cannot be read in time is computed again.
+counted, and not repeated for this copy. A block that cannot be read in time is computed again. While a
+disk hangs (``_hangs``), nothing new is asked of it, and nobody waits for it.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker follows the order of ``OffloadJobs``. (2) While a job reads or writes a slot, no other job writes
@@ -35,6 +36,10 @@ AHEAD = "\0ahead:"
 
 CONFIRMED_S = 300.0
 """``persist`` asks the store again for blocks that it was last known to have this long ago."""
+
+MAX_PINNED_SHARE = 0.5
+"""Maximum share of host memory that requests waiting for the disk may pin together, because blocks that the
+device evicts need slots too. A single waiting request may pin more."""
 
 MAX_STAGE_WAIT_S = 10.0
 """Default of ``TierLimits.max_stage_wait_s``."""
@@ -125,13 +130,10 @@ class _DiskWait:
     """Whether blocks were read for the request since its last load began."""
     since_s: float | None = None
     """Time since which the request waits for the store's answer or a read; ``None`` if it does not."""
-    is_asking: bool = False
     missing: int = 0
     """Number of blocks being read for the request."""
     entries: list[HostEntry] = field(default_factory=list)
     """Host memory entries that stay pinned until vLLM looks up the request's blocks again."""
-    disk_answers: bool = False
-    """Whether the disk has answered anyone since ``since_s``."""
 
 
 class OffloadScheduler:
@@ -172,9 +174,6 @@ class OffloadScheduler:
         self.disk_closed = not limits.disk_blocks
         """Whether the disk is neither written nor read: there is none, or the cache was reset. Then the
         weights may have changed, but the store's identity names those with which the engine started."""
-        self._requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
-        """Blocks in host memory whose write to disk was requested → the rank that the block gets after the
-        write."""
         self._spilling: dict[BlockKey, HostEntry] = {}
         """Blocks being written to disk."""
         self._staging: dict[BlockKey, tuple[HostEntry, list[_DiskWait]]] = {}
@@ -182,9 +181,8 @@ class OffloadScheduler:
         self._probing: dict[int, tuple[_DiskWait | None, Sequence[BlockKey]]] = {}
         """Number of a job that asks the store → the wait of its request, and the keys."""
         self._waits: dict[str, _DiskWait] = {}
-        self._disk_hangs = False
-        """Whether a request has waited ``limits.max_stage_wait_s`` seconds and the disk has answered no one
-        meanwhile. Until it answers, nothing is read, and no request waits."""
+        self._silent_since_s: dict[str, float] = {}
+        """``"reads"`` (with searches) or ``"writes"`` → time since which the disk has answered none."""
         self._now = 0.0
         """The latest time that a caller has named."""
         self._jobs = OffloadJobs()
@@ -290,7 +288,7 @@ class OffloadScheduler:
         """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
         disk. ``keys`` must be in context order; the end of the context will be evicted first. ``only``:
         change only blocks that have this rank now."""
-        get, requested = self.host.get, self._requested_writes
+        get, requested = self.host.get, self.host.requested_writes
         for key in reversed(keys):
             entry = get(key)
             if only is not None and (entry is None or entry.rank != only):
@@ -324,20 +322,21 @@ class OffloadScheduler:
     def write_to_disk(self, keys: Sequence[BlockKey], rank: RetentionRank) -> None:
         """Request that a context's blocks in host memory are written to disk as soon as the disk allows. Each
         gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
-        already on disk gets the rank now. Without a disk, nothing changes."""
+        already on disk gets the rank now, and so do all while the disk hangs. Without a disk, nothing
+        changes."""
         entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
         for entry in reversed(entries):  # the end of the context is evicted first
             if entry.on_disk:
                 self._rerank(entry, rank)
         if not self.disk_closed:
-            self._requested_writes.update((entry.key, rank) for entry in entries if not entry.on_disk)
+            self.host.requested_writes.update((entry.key, rank) for entry in entries if not entry.on_disk)
 
     def persist(
         self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
     ) -> PersistStatus:
         """Plan to write a context to disk, so that a program can move to another engine that reads the same
         disk, and return the progress so far. The writes take several steps: call it in later steps too, until
-        no blocks are pending. Without a disk, or after a cache reset, nothing is written.
+        no blocks are pending. Without a disk, while it hangs, or after a cache reset, nothing is written.
 
         ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
         device has. To make room for those that only the device has, host memory evicts only blocks of
@@ -345,14 +344,13 @@ class OffloadScheduler:
         there ``CONFIRMED_S`` ago, because another engine may have deleted them; they count as pending.
         """
         host, disk = self.host, self.disk
-        self._now = now
-        if self.disk_closed:
+        self._note_time(now)
+        if self.disk_closed or self._hangs("writes") or self._hangs("reads"):
             return PersistStatus(0, 0)
         idle = RetentionRank.IDLE
         # Writes delete the least recently used files. So write no more than fits, and mark the blocks that
         # are on disk already as just used. Otherwise the end of the context would displace its beginning.
         chain = chain[: self.limits.disk_blocks]
-        self._touch(chain)
         old = [key for key in chain if now - disk.get(key, now) > CONFIRMED_S]
         if old:
             self._wants_step = True
@@ -368,6 +366,7 @@ class OffloadScheduler:
                 unsaved.append((key, on_device[key]))
         self.store(unsaved, idle, at_most=RetentionRank.PLAIN)
         stored = pending = 0
+        is_new = False
         for key in chain:
             if key in disk:
                 stored += not pending
@@ -376,8 +375,11 @@ class OffloadScheduler:
             if entry is None:
                 break
             if key not in self._spilling:
-                self._requested_writes[key] = RetentionRank.COLD if entry.rank == idle else entry.rank
+                is_new = is_new or key not in host.requested_writes
+                host.requested_writes[key] = RetentionRank.COLD if entry.rank == idle else entry.rank
             pending += 1
+        if is_new or not pending:  # not in every poll
+            self._touch(chain)
         self._wants_step = self._wants_step or pending > 0
         return PersistStatus(stored, pending)
 
@@ -396,6 +398,7 @@ class OffloadScheduler:
         first waiting request in every step, so this request's blocks stay. If a block was lost since the last
         ``take_jobs``, the next ``take_jobs`` unpins all.
         """
+        self._note_time(now)
         if request_id in self.loads:
             return None  # the end of the old load would be taken for the end of the new one
         if context.begins(self._loading.__contains__):
@@ -404,22 +407,21 @@ class OffloadScheduler:
         if context.end_tokens == context.start_tokens:
             self._drop_lookup(request_id)
             return 0
-        self._now = now
         wait = self._waits.get(request_id)
         if wait is not None and self._must_wait(wait):
             return None
         was_read = wait is not None and wait.was_read
         before = self._looked_up.get(request_id)
-        # After a disk read the answer may have changed.
-        if before is not None and before.identity == context.identity and not was_read and not self._lost:
+        if before is not None and before.identity == context.identity and not self._lost:
             self._last_asked = request_id
             return before.tokens
         end = context.covered(self._in_host)
         found = [self._readable(block.key) for block in context.needed(end)]
         # Models with several groups, whose contexts have window blocks, have no disk.
-        if not (self.disk_closed or was_read or self._disk_hangs):
+        if not (self.disk_closed or was_read or self._hangs("reads")):
             keys = [block.key for block in context.needed(context.end_tokens)]
             if len(keys) > len(found) and self._search(request_id, keys):
+                self._drop_lookup(request_id)  # the read may change the answer
                 return None
         for entry in found:
             self.host.pin(entry)
@@ -535,8 +537,8 @@ class OffloadScheduler:
 
     def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank = RetentionRank.PLAIN) -> int:
         """Plan to read the leading ``keys`` from disk into host memory, with the rank ``rank``, before a
-        request needs them. Returns how many of them are being read now."""
-        if not self.disk:
+        request needs them. Returns how many of them are being read now; none while the disk hangs."""
+        if not self.disk or self._hangs("reads"):
             return 0
         self._touch(keys)
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
@@ -588,12 +590,12 @@ class OffloadScheduler:
             self._know([key for key, moved in results.spilled.items() if moved is CopyResult.MOVED])
         for key, copy_result in results.staged.items():
             self._staged(key, copy_result)
-        for job, on_disk in results.probed.items():
-            self._probed(job, on_disk)
+        for job, (found, next_is_missing) in results.probed.items():
+            self._probed(job, found, next_is_missing)
         if results.staged or results.probed:
-            self._disk_hangs = False
-            for wait in self._waits.values():
-                wait.disk_answers = True
+            self._silent_since_s.pop("reads", None)
+        if results.spilled:
+            self._silent_since_s.pop("writes", None)
 
     @property
     def has_jobs(self) -> bool:
@@ -601,7 +603,7 @@ class OffloadScheduler:
         it."""
         unsent = any(not load.is_sent for load in self.loads.values())
         # No step while blocks are being written, otherwise an idle engine would spin.
-        writes = bool(self._requested_writes) and not self._spilling
+        writes = bool(self.host.requested_writes) and not self._spilling
         return bool(self._jobs) or unsent or self._wants_step or writes
 
     def state(self) -> dict[str, dict[str, int]]:
@@ -651,7 +653,6 @@ class OffloadScheduler:
         for request_id in list(self._waits):
             self._end_read(request_id)
         self._waits.clear()
-        self._requested_writes.clear()
         self.disk.clear()
         self.disk_closed = True
         for entry in list(self.host):
@@ -663,13 +664,19 @@ class OffloadScheduler:
         """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
         few slots that can be reused without loss (``TierLimits.spill_below``)."""
         limits, host = self.limits, self.host
+        if self._hangs("writes"):
+            for key, rank in reversed(host.requested_writes.items()):
+                if (entry := host.get(key)) is not None:
+                    self._rerank(entry, rank)
+            host.requested_writes.clear()
+            return
         # No more than fits on the disk. A larger batch would delete files that it has just written.
         room = min(limits.max_spilling, limits.disk_blocks) - len(self._spilling)
         requested: list[HostEntry] = []
-        for key in list(islice(self._requested_writes, max(0, room))):
+        for key in list(islice(host.requested_writes, max(0, room))):
             entry = host.get(key)
             if entry is None or entry.on_disk:
-                del self._requested_writes[key]
+                del host.requested_writes[key]
             elif entry.job is not None:
                 break  # its slot is still being filled
             else:
@@ -695,7 +702,7 @@ class OffloadScheduler:
         self.counts["spilled" if written else f"spill_{copy_result.value}"] += 1
         if not self.disk_closed:
             self.host.set_on_disk(entry, written)
-            self._rerank(entry, self._requested_writes.pop(key, entry.rank))
+            self._rerank(entry, self.host.requested_writes.pop(key, entry.rank))
         self.host.unpin(entry, used=False)
 
     def _know(self, keys: Sequence[BlockKey]) -> None:
@@ -721,17 +728,28 @@ class OffloadScheduler:
 
     # -- from disk ---------------------------------------------------------------------
 
+    def _note_time(self, now: float) -> None:
+        self._now = now
+        for lane, work in ("reads", self._staging or self._probing), ("writes", self._spilling):
+            if work:
+                self._silent_since_s.setdefault(lane, now)
+
+    def _hangs(self, lane: str) -> bool:
+        """Return whether the disk has answered none of the ``"reads"`` or ``"writes"`` under way for
+        ``limits.max_stage_wait_s``."""
+        silent_s = self._now - self._silent_since_s.get(lane, self._now)
+        return silent_s >= (self.limits.max_stage_wait_s or MAX_STAGE_WAIT_S)
+
     def _must_wait(self, wait: _DiskWait) -> bool:
         """Return whether a request must still wait for the store's answer or for its disk read. It gives up
         after ``limits.max_stage_wait_s``, or if the disk hangs."""
-        if wait.since_s is None or not (wait.is_asking or wait.missing):
+        is_asking = any(each is wait for each, _ in self._probing.values())
+        if wait.since_s is None or not (is_asking or wait.missing):
             return False
-        if self._now - wait.since_s < self.limits.max_stage_wait_s and not self._disk_hangs:
+        if self._now - wait.since_s < self.limits.max_stage_wait_s and not self._hangs("reads"):
             return True
-        # Otherwise the disk is just busy.
-        self._disk_hangs = self._disk_hangs or (self.limits.max_stage_wait_s > 0 and not wait.disk_answers)
         self.counts["gave_up"] += wait.missing
-        wait.since_s, wait.is_asking = None, False
+        wait.since_s = None
         return False
 
     def _search(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
@@ -743,7 +761,7 @@ class OffloadScheduler:
         wait = self._waits.setdefault(request_id, _DiskWait())
         unknown = self.leading(keys)
         if not wait.was_asked and len(keys) - unknown >= self.limits.min_probe_blocks:
-            wait.was_asked = wait.is_asking = True
+            wait.was_asked = True
             self._probe(wait, keys[unknown:])
         # The request runs next, so it has priority over idle programs.
         elif self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
@@ -751,7 +769,8 @@ class OffloadScheduler:
             wait.was_read = True
         else:
             return False
-        wait.since_s, wait.disk_answers = self._now, False
+        wait.since_s = self._now
+        self._silent_since_s.setdefault("reads", self._now)
         return True
 
     def _probe(self, wait: _DiskWait | None, keys: Sequence[BlockKey]) -> None:
@@ -759,32 +778,31 @@ class OffloadScheduler:
         self._probing[job] = wait, keys
         self._jobs.probes[job] = keys
 
-    def _probed(self, job: int, found: int) -> None:
-        """Handle the store's answer: the number of leading keys that it has. The others are forgotten."""
-        wait, keys = self._probing.pop(job)
-        if wait is not None:
-            wait.is_asking = False
+    def _probed(self, job: int, found: int, next_is_missing: bool) -> None:
+        """Handle the store's answer. If a key is missing, the later ones are forgotten too, because the end
+        of a context is deleted first. If the time ran out, nothing is forgotten."""
+        _, keys = self._probing.pop(job)
         if not self.disk_closed:
             self._know(keys[:found])
             for key in keys[found:]:
-                if key in self.disk:
+                if next_is_missing and key in self.disk:
                     self._forget_file(key)
 
     def _read(
         self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
     ) -> int:
         """Plan to read the leading ``keys`` from disk. Returns how many of ``keys`` are being read now, also
-        because of earlier calls. While the disk hangs, plans nothing and returns 0.
+        because of earlier calls.
 
         Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
-        memory nor known to be on disk.
+        memory nor known to be on disk. Waiting requests may pin ``MAX_PINNED_SHARE`` of host memory.
 
         ``wait``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
         highest rank of entries that host memory may evict for the new entries."""
-        if self._disk_hangs:
-            return 0
         host, missing, here = self.host, 0, list[HostEntry]()
-        for key in keys:
+        pinned = sum(len(other.entries) for other in self._waits.values() if other is not wait)
+        room = int(MAX_PINNED_SHARE * host.slots) - pinned if pinned else host.slots
+        for key in islice(keys, max(0, room)):
             entry = host.get(key)
             if entry is None:
                 if key not in self.disk or key in self._staging:  # the read of a lost entry has not ended

@@ -24,6 +24,9 @@ SEARCH_S = 0.5
 """Seconds after which a search of the disk ends with what it has found. Requests wait longer by default
 (``TierLimits.max_stage_wait_s``), so they can use the result."""
 
+TOUCH_BATCH = 256
+"""Maximum number of files marked as used at once. Reads need not wait for the others."""
+
 
 class Copy(Protocol):
     """The result of ``DeviceBackend.to_host`` and ``to_device``: copies that have begun."""
@@ -71,6 +74,8 @@ class _PendingStore:
     model's thread then makes them."""
     copy_result: CopyResult | None = None
     """``None`` until it is final."""
+    awaited: set[int] = field(default_factory=set)
+    """Slots that a step uses as filled. They are lost if the copy fails."""
 
 
 class OffloadWorker:
@@ -96,6 +101,8 @@ class OffloadWorker:
         """Request whose load has ended → ids of its device blocks that were not filled."""
         self._lost: set[int] = set()
         """Slots whose last save failed. Jobs that were planned before the failure may still name them."""
+        self._touches: dict[BlockKey, None] = {}
+        """Keys of files to mark as used, the newest first. A piece of work for it is queued unless empty."""
         self._lock = threading.Lock()
         self._results = OffloadResults()
         self._waited_s = 0.0
@@ -142,8 +149,13 @@ class OffloadWorker:
         self._lost.difference_update(file.slot for file in jobs.stages)
         if jobs.spills:
             self._to_disk.submit(partial(self._spill, jobs.spills, lost))
-        if jobs.stages or jobs.touches:
-            self._from_disk.submit(partial(self._stage, jobs.stages, jobs.touches))
+        if jobs.stages:
+            self._from_disk.submit(partial(self._stage, jobs.stages))
+        if jobs.touches:
+            with self._lock:
+                if not self._touches:
+                    self._from_disk.submit(self._touch)
+                self._touches = dict.fromkeys([*jobs.touches, *self._touches])
         for job, keys in jobs.probes.items():
             self._probe.submit(partial(self._look_for, job, keys))
 
@@ -160,12 +172,14 @@ class OffloadWorker:
 
     def take_results(self) -> OffloadResults:
         """Return the results of the jobs that have ended since the last call."""
+        ended = {job: each.copy_result for job, each in self._stores.items() if each.copy_result is not None}
+        for job, copy_result in ended.items():
+            store = self._stores.pop(job)
+            if copy_result is not CopyResult.MOVED:
+                self._lose(store.awaited)
         with self._lock:
             results, self._results = self._results, OffloadResults()
-        for job, store in list(self._stores.items()):
-            if store.copy_result is not None:
-                results.stored[job] = store.copy_result
-                del self._stores[job]
+        results.stored.update(ended)
         for lane in (self._to_host, self._to_device, self._to_disk, self._from_disk):
             seconds, moved = lane.take_moved()
             if seconds:
@@ -195,6 +209,7 @@ class OffloadWorker:
             self._device.hold_compute(store.copy.result())
         except Exception:
             return copies
+        store.awaited = {copy.slot for copy in copies}
         return ()
 
     def _save(self, copies: Sequence[BlockCopy]) -> None:
@@ -275,7 +290,7 @@ class OffloadWorker:
             return CopyResult.FAILED
         return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
 
-    def _stage(self, files: Sequence[FileCopy], touches: Sequence[BlockKey]) -> int:
+    def _stage(self, files: Sequence[FileCopy]) -> int:
         assert self._disk is not None
         moved_bytes = 0
         for file in files:
@@ -283,20 +298,26 @@ class OffloadWorker:
             moved_bytes += self._device.block_bytes * (copy_result is CopyResult.MOVED)
             with self._lock:
                 self._results.staged[file.key] = copy_result
-        self._disk.touch(touches)
         return moved_bytes
+
+    def _touch(self) -> None:
+        assert self._disk is not None
+        with self._lock:
+            oldest = [self._touches.popitem()[0] for _ in range(min(TOUCH_BATCH, len(self._touches)))]
+            if self._touches:
+                self._from_disk.submit(self._touch)
+        self._disk.touch(oldest[::-1])
 
     def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
         assert self._disk is not None
-        found, ends_s = 0, self._clock() + SEARCH_S
+        found, is_missing, ends_s = 0, False, self._clock() + SEARCH_S
         try:
-            for key in keys:
-                if not self._disk.has(key) or self._clock() > ends_s:
-                    break
-                found += 1
+            while found < len(keys) and self._clock() <= ends_s and not is_missing:
+                is_missing = not self._disk.has(keys[found])
+                found += not is_missing
         finally:
             with self._lock:
-                self._results.probed[job] = found
+                self._results.probed[job] = found, is_missing
 
     def _get(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None

@@ -279,8 +279,8 @@ class SharedStore:
         differently than for ``put``.
 
         After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``; and
-        ``BlockCorrupt`` or ``StoreError``. A file that is damaged has been removed then, if that was possible;
-        one that could not be read for want of file descriptors, for instance, stays.
+        ``BlockCorrupt`` or ``StoreError``. A damaged file has been removed then, if that was possible; one
+        that could not be read for want of file descriptors, for instance, stays.
         """
         path = self._path(key)
         try:
