@@ -57,7 +57,7 @@ async def test_requests_that_wait_for_any_replica_are_counted(caplog: Any) -> No
         assert (await asking).status == 200
         assert await metric(it, "sojourn_gateway_waiting") == 0
         await fakes[0].kill()
-        await until(lambda: "engines left: 0" in caplog.text)
+        await until(lambda: "; engines: 0" in caplog.text)
         asking = asyncio.ensure_future(it.chat("p"))
         await until(lambda: it.gateway.routing_backend.core.waiting)
         asking.cancel()

@@ -141,7 +141,8 @@ def _with_ranks(engine: PairEngine) -> Any:
 # -- what becomes of engines --------------------------------------------------------------
 
 
-async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
+async def test_engines_are_waited_for_and_may_come_in_any_order(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sojourn_server")
     late = FakeEngine()
     await late.start()
     await late.kill()
@@ -154,6 +155,13 @@ async def test_engines_are_waited_for_and_may_come_in_any_order() -> None:
         await until(lambda: engine.name in known(it))
         assert (await waits).status == 200
         await engine.kill()
+        await until(lambda: f"{engine.url} is gone" in caplog.text)
+        told = [line for line in caplog.messages if " engines: " in line]
+        assert [line.rpartition("; ")[2] for line in told] == [
+            f"prefill engines: 1, decode engines: {number}" for number in (0, 1, 0)
+        ]
+        assert told[1].startswith(f"{engine.url} takes requests")
+        assert sum("no engine answers" in line for line in caplog.messages) == 1, "at the start alone"
 
 
 async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:

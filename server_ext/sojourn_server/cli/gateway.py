@@ -184,7 +184,8 @@ def gateway(
     served = f"pairs: {numbers}" if preset is None else f"policy {preset.name}: {numbers}"
     check_free_port(host, port, "choose another --port")
     url = local_url(host, port)
-    print_line(f"{served} behind {url}; run an agent with: sojourn run --url {url} -- python agent.py")
+    run = f"sojourn run --url {url} -- python agent.py"
+    print_line(f"gateway at {url} for {served}, once they answer; run an agent with: {run}")
     config = uvicorn.Config(
         app,
         host=host,

@@ -352,7 +352,7 @@ class EngineMonitor:
             await self._ask_load(watched)
         elif alive is False:
             self._gone(watched, "it refuses connections or reports that it is unhealthy")
-            if not watched.is_warned:
+            if not watched.is_warned and not watched.lives:
                 logger.warning("no engine answers at %s yet", watched.url)
                 watched.is_warned = True
         elif self._clock() - watched.answered_s >= SILENT_DEAD_S:
@@ -441,6 +441,8 @@ class EngineMonitor:
         if watched.places != places:
             self._forget(watched)
             watched.places = places
+            if places:
+                logger.info("%s takes requests; %s", watched.url, self._numbers())
         watched.instance = described.registered.instance
         for address in places:
             self._replicas[address.replica_id] = address
@@ -497,14 +499,19 @@ class EngineMonitor:
         """Report an engine as gone, if one was there, and log the loss."""
         if watched.description is None:
             return
-        others = [one for one in self._watched.values() if one is not watched and one.places]
-        left = sum(one.role is watched.role for one in others)
-        role = f"{watched.role.value} " if watched.role is not None else ""
-        logger.warning("%s is gone (%s); %sengines left: %d", watched.url, why, role, left)
         self._forget(watched)
+        logger.warning("%s is gone (%s); %s", watched.url, why, self._numbers())
         watched.description, watched.refused, watched.links = None, "", {}
         watched.polls = watched.errors = 0
         watched.lives += 1
+
+    def _numbers(self) -> str:
+        """Return the number of engines that take requests, in words, by role if they have one."""
+        counts: dict[str, int] = {}
+        for one in self._watched.values():
+            name = f"{one.role.value} engines" if one.role is not None else "engines"
+            counts[name] = counts.get(name, 0) + bool(one.places)
+        return ", ".join(f"{name}: {number}" for name, number in counts.items())
 
     def _forget(self, watched: MonitoredEngine) -> None:
         """Report an engine's replicas as gone, and remove their addresses."""

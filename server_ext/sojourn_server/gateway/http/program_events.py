@@ -351,11 +351,11 @@ class ProgramEvents:
     ) -> None:
         """Have KV written to the shared disk, if both engines use one, and record the move. The store of
         pairs has the KV already."""
-        began_s = time.monotonic()
-        engines = [self._description_of(one) for one in (moved_from, decision.replica_id)]
-        has_disk = all(one is not None and one.shares_disk for one in engines)
-        stored = bool(decision.prefill_id)
-        stored = stored or (has_disk and await self._persist_kv(key, moved_from, authorization))
+        began_s, stored = time.monotonic(), bool(decision.prefill_id)
+        if not stored:
+            engines = [self._description_of(one) for one in (moved_from, decision.replica_id)]
+            has_disk = all(one is not None and one.shares_disk for one in engines)
+            stored = has_disk and await self._persist_kv(key, moved_from, authorization)
         kv = "shared" if stored else "recomputed"
         self._metrics.moved(key, moved_from, decision, kv, time.monotonic() - began_s)
 
