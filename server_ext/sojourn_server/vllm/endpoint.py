@@ -88,7 +88,8 @@ class SojournEndpoint:
         )
         url = server_url(args)
         if url is not None:
-            self._announcer = asyncio.create_task(_announce(url, state), name="sojourn-ready")
+            text = ready_text(url, getattr(engine_client, "vllm_config", None))
+            self._announcer = asyncio.create_task(_announce(text, state), name="sojourn-ready")
 
 
 async def _check_scheduler(engine: VllmEngine, engine_client: EngineClient) -> None:
@@ -114,12 +115,23 @@ def server_url(args: Namespace) -> str | None:
     return local_url(getattr(args, "host", None), port, scheme)
 
 
-async def _announce(url: str, state: Any) -> None:
-    """Wait until the HTTP server runs, then log where it answers and what to do next."""
+def ready_text(url: str, vllm_config: Any) -> str:
+    """Return where the server answers and what to do next. An engine of a pair serves behind a gateway."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    role = transfer.kv_connector_extra_config.get("role") if transfer is not None else None
+    step = f"run an agent with: sojourn run --url {url} -- python agent.py"
+    if role is not None:
+        urls = {"prefill": "http://HOST:PORT", "decode": "http://HOST:PORT", role: url}
+        step = f"it serves behind a gateway: sojourn gateway --prefill {urls['prefill']}"
+        step += f" --decode {urls['decode']}"
+    return f"sojourn: ready at {url}, live page {url}/sojourn; {step}"
+
+
+async def _announce(text: str, state: Any) -> None:
+    """Wait until the HTTP server runs, then log ``text``."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(READY_POLL_S)
-    run = f"sojourn run --url {url} -- python agent.py"
-    logger.info("sojourn: ready at %s, live page %s/sojourn; run an agent with: %s", url, url, run)
+    logger.info("%s", text)
 
 
 def _end_requests_with_engine(engine_client: EngineClient, state: Any) -> None:
