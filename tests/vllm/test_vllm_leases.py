@@ -176,12 +176,23 @@ def test_a_warning_says_that_vllm_caches_no_prefixes(make_engine, monkeypatch, w
     assert engine.ask("stats")["leases"] == 0
 
 
-def stream(engine, program, tokens, *, resumable=True):
+def test_the_first_hint_with_a_mistake_is_told(make_engine, warnings):
+    engine = make_engine()
+    stream(engine, "a1", prompt(1, 30), key="program_id")
+    assert not warnings
+    for name in ("a2", "a3"):
+        stream(engine, name, prompt(1, 30), key="program")
+    assert len(warnings) == 1
+    assert "a mistake in a request's agentic_context" in warnings[0]
+    assert "required field `program_id`" in warnings[0]
+
+
+def stream(engine, program, tokens, *, resumable=True, key="program_id"):
     """Add a part of a prompt that a program's client streams."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    extra = {"agentic_context": json.dumps({"program_id": program})}
+    extra = {"agentic_context": json.dumps({key: program})}
     request = Request(
         request_id=program,
         prompt_token_ids=list(tokens),

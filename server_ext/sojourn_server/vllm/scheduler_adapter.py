@@ -95,6 +95,7 @@ class SchedulerAdapter(EngineView):
         self._settings = settings
         self._clock = clock
         self.failures = 0
+        self._has_told_hint = False
         self._pool = scheduler.kv_cache_manager.block_pool
         self._groups = groups = KVCacheGroups(scheduler)
         rank = data_parallel_rank(scheduler.vllm_config)
@@ -214,6 +215,10 @@ class SchedulerAdapter(EngineView):
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
         )
+        if identity.reason and not self._has_told_hint:
+            self._has_told_hint = True
+            said = "sojourn: a mistake in a request's agentic_context: %.300r; sojourn_hints_total counts all"
+            logger.warning(said, identity.reason)
         ours = identity.context.sojourn if identity.context is not None else None
         if ours is not None and ours.events:
             self.service.apply_attached_events(identity, now)
