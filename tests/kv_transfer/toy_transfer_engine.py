@@ -266,6 +266,7 @@ class ToyEngine:
         for rank in self.ranks:
             rank.worker.close()
             assert rank.manager.close()
+        assert self.cuda is None or not self.cuda.pinned
 
     def add(self, request: Request, max_tokens: int = 1, on_device: int = 0) -> Job:
         job = self.jobs[request.request_id] = Job(request, max_tokens, on_device)

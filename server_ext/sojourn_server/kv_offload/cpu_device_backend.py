@@ -124,6 +124,9 @@ class KvBlockArrays:
         because all earlier work is already complete."""
         return None
 
+    def close(self) -> None:
+        """Do nothing, because nothing is pinned."""
+
     def gather(self, layer: int, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
         """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
         Full Block each), and return them. An incomplete last Layer Block is padded with zeros."""

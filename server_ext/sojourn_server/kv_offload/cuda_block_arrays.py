@@ -148,7 +148,3 @@ class CudaBlockArrays(KvBlockArrays):
         copy, self._last_in = self._last_in, None
         if copy is not None:
             copy.wait()
-
-
-KvBlocks = KvBlockArrays
-"""Copies an engine's KV blocks layer by layer."""

@@ -25,7 +25,7 @@ from .block_transfers import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
 from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
-    from ..kv_offload.cuda_block_arrays import KvBlocks
+    from ..kv_offload.cpu_device_backend import KvBlockArrays
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ class TransferWorker:
     def __init__(
         self,
         manager: TransferManager,
-        kv: KvBlocks,
+        kv: KvBlockArrays,
         *,
         slots: int,
         log: Callable[[str, BaseException], None] = lambda what, error: None,
@@ -198,9 +198,12 @@ class TransferWorker:
         return len(self._sources) + len(self._filled) + len(self._pushes) + len(self._held)
 
     def close(self) -> None:
-        """Stop all threads."""
-        for lane in (self._push_lane, self._fill_lane):
+        """Stop all threads, and unpin host memory unless one of them hangs in a copy."""
+        lanes = (self._push_lane, self._fill_lane)
+        for lane in lanes:
             lane.close()
+        if not any(lane.is_alive for lane in lanes):
+            self._kv.close()
 
     # -- asks -------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..kv_offload.cpu_device_backend import KvBlockArrays
-    from ..kv_offload.cuda_block_arrays import CudaBlockArrays
     from ..kv_transfer.transfer_worker import TransferWorker
     from .compat import BlockPool, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
@@ -61,8 +60,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self.settings = KVTransferSettings.read(vllm_config, kv_cache_config)
         self._requests: dict[str, Request] = {}
         self._traffic: TransferManager | None = None
-        self._kv: CudaBlockArrays | None = None
-        """Object that copies the device's blocks and must be closed; ``None`` on a CPU."""
         self._closing: threading.Thread | None = None
         self._stats_address = ""
         self._off = False
@@ -199,7 +196,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     # -- worker side ------------------------------------------------------------------
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> TransferWorker:
-        from ..kv_offload.cpu_device_backend import KvBlockArrays
         from ..kv_transfer.transfer_worker import TransferWorker
 
         settings = self.settings
@@ -210,7 +206,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 f"the engine's KV has {len(kv)} layers and Full Blocks of {kv.block_bytes} bytes; its "
                 f"settings say {settings.identity.layers} and {settings.identity.block_bytes}"
             )
-        self._kv = None if isinstance(kv, KvBlockArrays) else kv
         store = settings.open_store()
         self._traffic = TransferManager(
             store,
@@ -296,8 +291,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._kv is not None:
-            self._kv.close()
         if self._closing is not None:
             self._closing.join(CLOSE_S)
         if self._traffic is not None:
@@ -401,7 +394,7 @@ def reachable_address(address: str) -> str:
 
 def open_kv_blocks(
     kv_caches: dict[str, torch.Tensor], blocks: int, per_full: int
-) -> tuple[KvBlockArrays | CudaBlockArrays, str]:
+) -> tuple[KvBlockArrays, str]:
     """Return (object that copies blocks of ``kv_caches``, the KV tensors by layer, text for the order of
     bytes in a block, empty on a CPU). ``blocks``: number of blocks on the device. ``per_full``: engine blocks
     per Full Block. Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and
