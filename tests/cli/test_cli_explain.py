@@ -61,6 +61,13 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
     assert "\x1b" not in text
 
 
+def test_the_decoding_of_a_pair_is_not_told_as_an_end() -> None:
+    out = io.StringIO()
+    view = explanation_view(msgspec.convert({**FOUND, "outcome": "prefilled"}, Explanation))
+    Console(file=out, width=100).print(view)
+    assert "at the decode engine, not measured here" in out.getvalue()
+
+
 class Server:
     """A server that knows ``programs``; each has the explanation ``FOUND``."""
 

@@ -32,6 +32,8 @@ _NOT_LOST = {
     "unread": "computed again, because the request may not read cached KV",
 }
 """Note on the tokens that count as ``changed``, which were not lost."""
+_DECODING = {"running": "goes on", "prefilled": "at the decode engine, not measured here"}
+"""Note on the decoding of turns with these outcomes."""
 _CANDIDATES = 5
 """Maximum number of programs that an error or a note lists."""
 _TURNS = 8
@@ -202,7 +204,7 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
         "decoding",
         f"{seconds['decoding']:.2f}",
         "",
-        "goes on" if found.outcome == "running" else f"ended: {found.outcome}",
+        _DECODING.get(found.outcome, f"ended: {found.outcome}"),
     )
     lines = []
     place = engine_detail(program).get("placed") if program is not None else None

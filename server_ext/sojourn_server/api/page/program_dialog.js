@@ -7,6 +7,7 @@ import { count, duration, element, setText, size } from "./text_format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const PHASES = ["queued", "prefilling", "decoding"];
+const DECODING = { running: "goes on", prefilled: "at the decode engine, not measured here" };
 const NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"; // as in metrics/turn_explanation.py
 const NOT_LOST = { // as in cli/explain.py
   changed: "differ from the previous context; computed again",
@@ -189,7 +190,7 @@ export class ProgramDialog {
       if (cause in NOT_LOST) add(part(cause), "", whole(number), NOT_LOST[cause]);
       else add(part(`lost: ${cause}`), "", whole(number), `computed again${found.lost_to ? `; taken by ${found.lost_to}` : ""}`);
     }
-    add("decoding", seconds(found.seconds.decoding), "", found.outcome === "running" ? "goes on" : `ended: ${found.outcome}`);
+    add("decoding", seconds(found.seconds.decoding), "", DECODING[found.outcome] ?? `ended: ${found.outcome}`);
     const parts = [
       element("h3", {}, `Explanation of turn ${found.turn}`),
       element("p", { className: "explanation" }, found.text),
