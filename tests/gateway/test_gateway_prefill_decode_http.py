@@ -62,6 +62,8 @@ async def test_a_request_that_has_no_one_context_is_all_the_decode_engines(more:
         assert "kv_transfer_params" not in sent
         assert {key: sent[key] for key in ("max_tokens", *more)} == {"max_tokens": 7, **more}
         await until(lambda: not core_of(it).requests)
+        [program] = core_of(it).programs.values()
+        assert program.home is None
 
 
 # -- faults ---------------------------------------------------------------------------
