@@ -127,7 +127,8 @@ def warn_no_request() -> None:
         if (host or session.has_programs) and _unsaid.pop("unlisted", False):
             url, last = config.address, f"; the last one went to {host}" if host else ""
             logger.warning(
-                "no request went to %s%s; set OPENAI_BASE_URL=%s/v1, or the base_url of the agent's client",
+                "no request of an instrumented client went to %s%s; set OPENAI_BASE_URL=%s/v1, or the "
+                "base_url of the agent's client",
                 url, last, url,
             )  # fmt: skip
     except Exception:

@@ -174,7 +174,7 @@ def test_a_run_without_a_request_to_its_server_says_so_as_it_ends(server, said, 
         assert said() == []
         runtime.session().exit()
     advice = f"set OPENAI_BASE_URL={server.url}/v1, or the base_url of the agent's client"
-    assert said() == [f"no request went to {server.url}{where}; {advice}"]
+    assert said() == [f"no request of an instrumented client went to {server.url}{where}; {advice}"]
 
 
 @pytest.mark.parametrize("own", ["0", "1"])
