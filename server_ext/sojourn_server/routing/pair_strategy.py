@@ -38,8 +38,7 @@ class PairStrategy(RoutingStrategy):
         """True if, since the last ``dispatch``, an engine started or stopped accepting requests, or a waiting
         request's program lost its home."""
         self._may_send = False
-        """True if a waiting request may be sent since the last ``dispatch``: one arrived, or capacity was
-        freed."""
+        """True if a request arrived or capacity was freed since the last ``dispatch``."""
         self._order_changed = False
         """True if tenants may take turns in another order than at the last ``dispatch``."""
 
@@ -131,10 +130,10 @@ class PairStrategy(RoutingStrategy):
                 self.dequeue(request)
             for request in waiting:
                 self.enqueue(request)
-        if not self._may_send:
+        if not self._may_send and not epoch:
             return
         queues = self._queue.tenants
-        if self._order_changed and len(queues) > 1:
+        if (self._order_changed or epoch) and len(queues) > 1:  # an epoch may change the tenants' shares
             tenants = self.tenants.order(queues.items(), room=False)
             turns = zip_longest(*(queues[tenant].requests for tenant in tenants))
             self.pairs.line_up([one.request_id for one in chain(*turns) if one is not None])
@@ -145,10 +144,7 @@ class PairStrategy(RoutingStrategy):
             self._core.place(request, Placement(pair.decode, "pair", pair.prefill, pair.decode_reads), now)
 
     def expire(self, now: float) -> None:
-        before = self.tenants.shares
         self.tenants.update(now)
-        if self.tenants.shares != before:
-            self._may_send = self._order_changed = True
 
     # -- engines --------------------------------------------------------------------
 
@@ -180,11 +176,7 @@ class PairStrategy(RoutingStrategy):
         engine, is_up = self._engine(replica), replica.health is ReplicaHealth.UP
         if engine is None or engine.is_suspended is not is_up:
             return
-        self._sizes_changed = True
-        if is_up:
-            engine.is_suspended = False
-        else:
-            self.pairs.suspend(engine)
+        self._sizes_changed, engine.is_suspended = True, not is_up
 
     def lost(self, replica: Replica, now: float) -> None:
         """Requests that have both engines stay there; all others are queued again."""
