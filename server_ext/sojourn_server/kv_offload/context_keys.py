@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,13 +111,9 @@ class ContextKeys:
         return self._beginning_at(0).window_keys(end) if end > tokens else []
 
     def _beginning_at(self, tokens: int) -> ContextKeys:
-        return ContextKeys(
-            self._groups,
-            self._hashes,
-            step_tokens=self._step_tokens,
-            start_tokens=tokens,
-            end_tokens=self.end_tokens,
-        )
+        other = copy(self)
+        other.start_tokens = tokens
+        return other
 
     def covered_without_windows(self, has: HasBlock) -> int:
         """Return what ``covered`` would return if all window blocks were available."""

@@ -52,17 +52,14 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
         if length > 1
     ]
     outside = [(stride, length) for stride, length in inner if stride >= block_stride and blocks > 1]
-    page_items = 1
+    page_items, has_gaps = 1, False
     for stride, length in sorted(each for each in inner if each not in outside):
-        if stride != page_items:
-            raise UnsupportedKvCaches(
-                f"layer {name}: KV of shape {shape} and strides {strides}; "
-                "expected blocks without gaps or overlaps"
-            )
+        has_gaps = has_gaps or stride != page_items
         page_items *= length
-    if blocks > 1 and page_items > block_stride:
+    if has_gaps or (blocks > 1 and page_items > block_stride):
         raise UnsupportedKvCaches(
-            f"layer {name}: KV of shape {shape} and strides {strides}; blocks overlap each other"
+            f"layer {name}: KV of shape {shape} and strides {strides}; "
+            "expected blocks without gaps or overlaps"
         )
     starts = [sum(at) for at in product(*([stride * n for n in range(length)] for stride, length in outside))]
     size = (blocks, page_items * item_bytes)
