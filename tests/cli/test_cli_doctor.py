@@ -102,6 +102,15 @@ def test_a_policy_that_is_off_is_told_with_the_next_step():
     assert "policy off" in check.detail
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_of_a_pair_that_is_asked_directly_is_told_to_serve_behind_a_gateway(role: str):
+    capabilities = {**CAPABILITIES, "paths": {"role": role}}
+    check = Server(__sojourn__v1__capabilities=(200, capabilities)).examine()["role"]
+    assert check.ok is None
+    assert role in check.detail
+    assert check.next_step.endswith(f"sojourn gateway --prefill URL --decode URL, with this one as {role}")
+
+
 TIERS = {
     "connector": "SojournConnector",
     "on": True,

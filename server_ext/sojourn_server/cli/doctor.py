@@ -291,6 +291,9 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
         f"sojourn {document.get('version', '?')}, policy {policy}, wire {wires}",
         step if understood else f"this client speaks wire {WIRE_VERSION}; use the same release on both sides",
     )
+    if paths := document.get("paths"):  # of one engine; a gateway has none
+        step = f"to use it: sojourn gateway --prefill URL --decode URL, with this one as {paths['role']}"
+        yield Check("role", None, f"a {paths['role']} engine, which serves behind a gateway", step)
     if stock := document.get("stock"):  # engines behind a gateway
         step = "start them with sojourn serve; until then they keep no KV"
         yield Check("plugin of each replica", False, f"{', '.join(stock)}: without the plugin", step)
