@@ -208,6 +208,25 @@ def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) 
     assert nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("by_client", [True, False], ids=["aborted", "by a step before its preemption"])
+def test_a_request_that_ends_while_it_loads_keeps_its_blocks(
+    engine: Any, loading: Any, by_client: bool
+) -> None:
+    scheduler = engine.scheduler
+    request, free = scheduler.requests["a2"], engine.pool.get_num_free_blocks()
+    if by_client:
+        engine.abort("a2")
+    else:  # with several steps under way, an earlier one may sample the stop token
+        scheduler.kv_holding_waiting.remove_request(request)
+        request.status = type(request.status).FINISHED_STOPPED
+        scheduler._free_request(request)
+    assert engine.pool.get_num_free_blocks() == free
+    arrive(engine, loading, "a2")
+    assert engine.pool.get_num_free_blocks() > free
+    assert not scheduler.requests
+    assert nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["as they come", "one ahead"])
 @pytest.mark.parametrize("policy", ["saga-paper", "continuum"])  # vLLM's victim, and the latest program's
 def test_a_running_request_takes_the_blocks_of_one_that_loads(

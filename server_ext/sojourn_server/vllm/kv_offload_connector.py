@@ -142,6 +142,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         own = {each for load in self.planner.loads.values() for each in load.block_ids}
         ended = self._attempt(self.planner.end_loads, reported, output.invalid_block_ids)
         if ended is None:
+            for name in reported:  # no request's blocks may wait for it any more
+                self.planner.loads.pop(name, None)
             output.finished_recving = {name for name in reported if not name.startswith(AHEAD)}
             return set()
         output.finished_recving, output.invalid_block_ids = ended.done, output.invalid_block_ids - own
@@ -163,10 +165,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.planner.take_results(combined)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # vLLM frees the blocks at once. Sojourn saves useful content when they are reused, or earlier.
-        # The load of an aborted request ends as usual, and vLLM frees its blocks then.
+        # vLLM frees the blocks at once, or if the request still loads, when the load ends as usual. Sojourn
+        # saves useful content when the blocks are reused, or earlier.
         self.planner.abandon(request.request_id)
-        return False, None
+        return self.planner.is_loading(request.request_id), None
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even without requests: while jobs are planned, a load ahead of
