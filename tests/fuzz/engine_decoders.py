@@ -259,7 +259,7 @@ ENGINE_DECODERS: dict[str, Decoder] = {
     "execution graph": Decoder(decode=follow_graph, examples=(WIRE["aeg"],), errors=(WireError, GraphError)),
     "model output": Decoder(decode=of_text(read_calls), examples=OUTPUTS),
     "peer frame head": Decoder(
-        decode=lambda data, folder: decode_head(data),
+        decode=lambda data, folder: decode_head(data[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0")),  # read whole
         examples=tuple(frame[:HEAD_BYTES] for frame in FRAMES),
         refused=(b"SJ\x01",),
         errors=(PeerWireError,),

@@ -112,7 +112,6 @@ def test_each_engine_of_a_node_has_a_name(node, args, expected):
         ),
         ({"listen": "tcp:10.0.0.7"}, "--kv-listen: 'tcp:10.0.0.7' is not an address"),
         ({"listen": "tcp:h:70000"}, "--kv-listen: 'tcp:h:70000' is not an address"),
-        ({"listen": "unix:" + "x" * 120}, "--kv-listen: the path of a Unix socket has at most"),
         ({"listen": "nixl:h:1"}, "--kv-listen: 'nixl:h:1' is not an address"),
         ({"node": " "}, "--kv-node is ' '"),
         ({"tiers": KvOffloadOptions(host_gib="1"), "role": "decode"}, "prefill engines keep the contexts"),

@@ -82,7 +82,7 @@ def test_another_process_without_the_engine_reproduces_it_too(continuum_recordin
 @pytest.mark.parametrize("policy", ["continuum", "saga", "mori", "tetris", "sojourn", "observe"])
 def test_each_policy_is_reproduced(policy, tmp_path):
     """With host memory below the device: placement, forecasts, preemptions, copies ahead of need."""
-    seed, steps = (6, 3000) if policy == "tetris" else (3, 1000)
+    seed, steps = (10, 1500) if policy == "tetris" else (3, 1000)
     engine = record(tmp_path / "recording", seed=seed, steps=steps, policy=policy, host_blocks=60)
     report = replay_recording(tmp_path / "recording")
     assert report.difference is None

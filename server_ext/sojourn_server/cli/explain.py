@@ -230,7 +230,8 @@ def program_state(program: Mapping[str, Any]) -> str:
     the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
     program = engine_detail(program)
     if program.get("outcome"):
-        return f"ended ({printable(str(program['outcome']))})"
+        outcome = printable(str(program["outcome"]))
+        return outcome if " " in outcome else f"ended ({outcome})"  # the simulator has a sentence
     status = str(program.get("status"))
     return f"{printable(status)} ({words})" if (words := _STATUS_WORDS.get(status)) else printable(status)
 
