@@ -17,7 +17,7 @@ Left = tuple[float, int] | None
 ScoreOf = Callable[[str, Left], Any]
 BLOCKS = 14
 NEWEST = math.inf
-PROGRAMS = [f"P{number}" for number in range(20)]
+PROGRAMS = [f"P{number}" for number in range(16)]
 
 
 def make_blocks(count: int) -> list[Any]:
@@ -83,6 +83,26 @@ def end(queue: Any, program_id: str) -> list[int]:
 
 def ids(blocks: Iterable[Any]) -> list[int]:
     return [block.block_id for block in blocks]
+
+
+def test_blocks_of_very_many_programs_are_no_longer_counted_per_program() -> None:
+    """Otherwise 2,000 programs with one system prompt are listed 2,000 times for each of its blocks."""
+    queue = make_queue(
+        make_blocks(4), score=lambda program_id, left: (0.0,), evicted=lambda gone, score: None
+    )
+    prefix, alone = queue.popleft_n(2), queue.popleft_n(1)
+    for block in (*prefix, *alone):
+        give_hash(block)
+    own(queue, alone, "P0")
+    for number in range(1000):
+        own(queue, prefix, f"P{number}")
+        assert len(queue.owners.owners_of(0)) == (number + 1 if number < 16 else 0)
+    assert queue.owners.blocks == {"P0": {alone[0].block_id: None}}
+    queue.append_n([*prefix, *alone])
+    for number in range(1000):
+        assert end(queue, f"P{number}") == (ids(alone) if number == 0 else [])
+    assert ids(queue.popleft_n(4)) == [3, 2, 0, 1]  # still shared, so still last
+    assert not queue.owners.of
 
 
 class QueueMachine(RuleBasedStateMachine):

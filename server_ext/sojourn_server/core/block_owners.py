@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from sojourn.ids import ProgramId
 
+Owner = ProgramId | set[ProgramId] | frozenset[ProgramId]
+"""Owner of a block: one program, a set of programs, or ``MANY`` (too many to list)."""
+
+MAX_OWNERS = 16
+"""Maximum number of owners recorded per block, to bound memory. A block with more has the owner ``MANY``."""
+
+MANY: frozenset[ProgramId] = frozenset()
+"""Owner of a block that has had more than ``MAX_OWNERS`` owners. The block counts as shared until the engine
+reuses or resets it, even if all its owners have ended."""
+
 
 class BlockOwners:
-    """The owners of one engine's cached blocks.
+    """The owners of one engine's cached blocks. Every operation takes O(1) time per block.
 
     ``ProgramScheduler.handle`` alone changes owners. The engine reads them, changes ``ahead``, and calls
     ``record_hit``, on which only the eviction order of blocks without an owner depends, and no action."""
 
     def __init__(self) -> None:
-        self.of: dict[int, ProgramId | set[ProgramId]] = {}
-        """Block id → its owner, or the set of its owners. Blocks without an owner have no entry."""
+        self.of: dict[int, Owner] = {}
+        """Block id → owner. Blocks without an owner have no entry."""
         self.blocks: dict[ProgramId, dict[int, None]] = {}
         """Program → ids of the blocks that list the program as an owner, in context order."""
         self.orphans: dict[int, ProgramId] = {}
@@ -32,8 +41,8 @@ class BlockOwners:
         self._is_off = False
 
     def owners_of(self, block_id: int) -> frozenset[ProgramId]:
-        """Return the owners of the block."""
-        owner: ProgramId | set[ProgramId] = self.of.get(block_id, set())
+        """Return the owners of the block; an empty set if the block has no owner, or is owned by ``MANY``."""
+        owner = self.of.get(block_id, MANY)
         return frozenset((owner,)) if isinstance(owner, str) else frozenset(owner)
 
     def own(self, block_ids: Iterable[int], program_id: ProgramId) -> None:
@@ -52,22 +61,33 @@ class BlockOwners:
                     continue
                 self.of[block_id] = {owner, program_id}
                 self.common.add(block_id)
-            elif program_id in owner:
+            elif isinstance(owner, frozenset) or program_id in owner:
                 continue
-            else:
+            elif len(owner) < MAX_OWNERS:
                 owner.add(program_id)
+            else:
+                self.remove_evicted([block_id])
+                self.of[block_id] = MANY
+                self.common.add(block_id)
+                continue
             owned[block_id] = None
         if not owned:
             del self.blocks[program_id]
 
     def cached_context(self, program_id: ProgramId) -> list[int]:
         """Return the blocks of the program's last turn up to the first one that was evicted."""
-        owned = self.blocks.get(program_id, {})
-        return [*takewhile(owned.__contains__, self.contexts.get(program_id, ()))]
+        found: list[int] = []
+        for block_id in self.contexts.get(program_id, ()):
+            owner = self.of.get(block_id)
+            is_shared = owner is MANY or (isinstance(owner, set) and program_id in owner)
+            if owner != program_id and not is_shared:
+                break
+            found.append(block_id)
+        return found
 
     def end(self, program_id: ProgramId) -> list[int]:
         """Remove an ended program as an owner. Return the blocks that now have one owner or none, the last
-        block of the context first."""
+        block of the context first. Blocks with the owner ``MANY`` do not change and are not returned."""
         changed: list[int] = []
         self.contexts.pop(program_id, None)
         for block_id in reversed(self.blocks.pop(program_id, {})):
@@ -101,8 +121,8 @@ class BlockOwners:
             if owner is None:
                 found.append(self.orphans.pop(block_id, None))
                 continue
-            names = owner if isinstance(owner, set) else (owner,)
-            found.append(None if isinstance(owner, set) else owner)
+            names = owner if isinstance(owner, set | frozenset) else (owner,)
+            found.append(None if isinstance(owner, set | frozenset) else owner)
             for program_id in names:
                 owned = self.blocks[program_id]
                 del owned[block_id]

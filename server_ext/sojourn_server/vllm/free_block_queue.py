@@ -382,7 +382,7 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             return self._ended if is_ended else None
         if self._order is None:
             return None
-        if isinstance(owner, set):
+        if not isinstance(owner, str):
             return self._shared
         buckets = self._buckets.setdefault(owner, {})
         if NEWEST_TURN not in buckets:
