@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sojourn_server.core.event_limits import EVENT_BURST_S, EVENT_SHARE
+from sojourn_server.vllm import scheduler_adapter
 
 PATIENCE_S = 5.0
 STEP_S = 0.05
@@ -344,6 +345,18 @@ def test_a_request_that_the_scheduler_does_not_know_breaks_no_step(make_engine, 
     for _ in range(60):
         engine.step()
     assert not engine.scheduler.requests
+
+
+def test_a_request_whose_arrival_fails_waits_behind_no_later_one(make_engine, monkeypatch) -> None:
+    engine = make_engine("continuum", blocks=BLOCKS, max_num_seqs=1, settings={"strict": False})
+    engine.add("running", range(16), max_tokens=20)
+    engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(scheduler_adapter, "read_identity", None)
+        engine.add("failed", range(100, 116), program_id="P")
+    for number in range(3):
+        engine.add(f"later{number}", range(200, 216))
+    assert next(iter(engine.scheduler.waiting)).request_id == "failed"
 
 
 def test_the_time_of_events_on_requests_counts_towards_that_of_all_events(make_engine, clock, monkeypatch):

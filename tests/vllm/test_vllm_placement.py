@@ -244,7 +244,7 @@ def test_only_a_request_of_a_pair_is_not_parked(
     from vllm.v1.request import Request
 
     engine = crowded.engine
-    crowded.engine.scheduler.sojourn.waiting._in_pair = in_pair
+    crowded.engine.scheduler.sojourn.waiting.in_pair = in_pair
     params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params})
     request = Request(
         request_id="b2",

@@ -168,6 +168,9 @@ def test_a_turn_whose_output_cannot_be_decoded_ends_as_vllm_says(reader_of):
         kv_transfer_params=None,
     )
     assert turn_end(request, reader_of(None), lambda call, *args: None) == TurnEnd(STOPPED)
+    request.kv_transfer_params = {"do_remote_decode": True}  # any client may send it
+    assert turn_end(request, reader_of(None), None) == TurnEnd(STOPPED)
+    assert turn_end(request, reader_of(None), None, in_pair=True).reason is TurnFinishReason.PREFILLED
     for status in compat.RequestStatus:
         if compat.RequestStatus.is_finished(status):
             request.status = status

@@ -37,7 +37,7 @@ from ..core.events_and_actions import (
     TurnFinishReason,
     answer_of,
 )
-from ..core.request_hints import read_identity
+from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import plan_items
 from .allocation_fallback import AllocationFallback, DemandMonitor, PinnedBlocks
@@ -210,7 +210,17 @@ class SchedulerAdapter(EngineView):
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
         now = self._clock()
-        self._weights.mark(request)
+        try:
+            self._weights.mark(request)
+            self._take_in(request, now)
+        except Exception:
+            # A request that the ``ProgramScheduler`` does not know would wait behind all others, without end.
+            if self.program_scheduler.request(request.request_id) is None:
+                tokens, priority = request.num_prompt_tokens, request.priority
+                self.handle(RequestArrived(request.request_id, NO_IDENTITY, tokens, priority), now)
+            raise
+
+    def _take_in(self, request: Request, now: float) -> None:
         params = request.sampling_params
         identity = read_identity(
             getattr(request, "session_id", None), params.extra_args if params is not None else None
@@ -362,7 +372,8 @@ class SchedulerAdapter(EngineView):
         known = self.program_scheduler.request(request.request_id)
         program_id = known.program_id if known is not None else None
         # Outputs of requests without a program are not decoded.
-        end = turn_end(request, self.reader, self.guarded if program_id is not None else None)
+        guarded = self.guarded if program_id is not None else None
+        end = turn_end(request, self.reader, guarded, in_pair=self.waiting.in_pair)
         if self._length_predictor is not None:
             # If the end is a guess, the length may be wrong.
             self._length_predictor.request_ended(request, complete=end.is_complete and not end.is_guess)

@@ -159,12 +159,15 @@ request's tools. Most parsers use them only for the types of arguments; those th
 find no call."""
 
 
-def turn_end(request: Request, reader: ToolCallReader, guarded: Callable[..., Any] | None) -> TurnEnd:
+def turn_end(
+    request: Request, reader: ToolCallReader, guarded: Callable[..., Any] | None, *, in_pair: bool = False
+) -> TurnEnd:
     """Return how ``request`` ended, and the tool calls in its output. ``guarded`` calls a function and
     returns ``None`` if it raises, so a turn also ends if its output cannot be decoded. Without it, no output
-    is decoded."""
+    is decoded. ``in_pair``: whether the request's ``kv_transfer_params`` can mean that another engine
+    generates the output."""
     reason = _REASONS.get(request.status, TurnFinishReason.ERROR)
-    transfer = request.kv_transfer_params
+    transfer = request.kv_transfer_params if in_pair else None
     if isinstance(transfer, dict) and transfer.get("do_remote_decode") and TurnEnd(reason).is_complete:
         return TurnEnd(TurnFinishReason.PREFILLED, is_guess=True)
     if guarded is None:

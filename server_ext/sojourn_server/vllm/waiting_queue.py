@@ -178,7 +178,7 @@ class WaitingQueueAdapter:
         self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
         self._report_failure = context.report_failure
         self._pool = scheduler.kv_cache_manager.block_pool
-        self._in_pair = is_one_of_a_pair(scheduler)
+        self.in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
         scheduler.waiting = self.queue = PolicyRequestQueue(self)
         scheduler.kv_holding_waiting = PolicyRequestQueue(self, holds_kv=True)
@@ -215,7 +215,7 @@ class WaitingQueueAdapter:
             return place._replace(key=(request.priority, *place.key), state=QueueState.OPEN)
         # In a pair, the other engine works on the same request and waits for this one. Elsewhere a client's
         # ``kv_transfer_params`` must not let a request pass others.
-        if self._in_pair and isinstance(request.kv_transfer_params, Mapping):
+        if self.in_pair and isinstance(request.kv_transfer_params, Mapping):
             return place._replace(state=QueueState.OPEN)
         return place
 
