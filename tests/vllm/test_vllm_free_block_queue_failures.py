@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +90,23 @@ SABOTAGES = [
     *map(fails_within, INSIDE),
     *map(fails_after, INSIDE),
 ]
+
+
+@pytest.mark.parametrize("is_rescored", [False, True])
+def test_a_score_that_does_not_compare_is_named(is_rescored: bool) -> None:
+    from sojourn_server.vllm.free_block_queue import Bucket, EvictionOrder
+
+    score = 1.0 if is_rescored else math.nan
+    order = EvictionOrder(SimpleNamespace(standing=lambda *_: (2.5,), score=lambda _: (score,)))
+
+    def add_and_rescore() -> None:
+        nonlocal score
+        order.push(Bucket("P"))
+        score, order.rescaled = math.nan, True
+        order.first()
+
+    with pytest.raises(ValueError, match=r"scores \(2\.5,\) with \(nan,\)"):
+        add_and_rescore()
 
 
 class Life:

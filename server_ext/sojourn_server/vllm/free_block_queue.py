@@ -132,7 +132,7 @@ class EvictionOrder:
         is_newest = bucket.used_s == NEWEST_TURN
         left = None if is_newest else AbandonedBranch(bucket.used_s, len(bucket.blocks))
         bucket.standing = self.scorer.standing(bucket.program_id, left)
-        place = self.scorer.score(bucket.standing), is_newest, self._pushes
+        place = self._score(bucket.standing), is_newest, self._pushes
         insort(self._entries, (place, bucket))
         bucket.place = place
 
@@ -149,11 +149,17 @@ class EvictionOrder:
     def ordered(self) -> list[Bucket]:
         return [bucket for _, bucket in self._scored()]
 
+    def _score(self, standing: Standing) -> Score:
+        score = self.scorer.score(standing)
+        if any(map(math.isnan, score)):  # it does not compare with others
+            raise ValueError(f"the eviction policy scores {standing} with {score}; expected numbers")
+        return score
+
     def _scored(self) -> list[tuple[Place, Bucket]]:
         if self.rescaled:
             self.rescaled = False
             for (_, is_newest, number), bucket in self._entries:
-                bucket.place = self.scorer.score(bucket.standing), is_newest, number
+                bucket.place = self._score(bucket.standing), is_newest, number
             self._entries = sorted((bucket.place, bucket) for _, bucket in self._entries if bucket.place)
         return self._entries
 
