@@ -273,6 +273,19 @@ def test_nothing_is_kept_of_chunks_and_requests_that_are_gone(host: HostMemory) 
     assert not policy._ended
 
 
+def test_what_a_forgotten_program_left_can_be_loaded(
+    host: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload_cache_policy, "MAX_ENDED_PROGRAMS", 1)
+    host.turn("a1", "A", 1)
+    host.policy.program_ended("A")
+    host.policy.waits("A")  # a request of it was preempted
+    assert host.policy.evict(0, set()) == []
+    host.policy.program_ended("B")
+    host.turn("c1", "C", 1)
+    assert host.held == {1}
+
+
 # -- ranks, and what is worth more than a newcomer -------------------------------------------
 
 

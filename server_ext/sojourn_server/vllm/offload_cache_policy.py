@@ -108,6 +108,7 @@ class ProgramCachePolicy(LRUCachePolicy):
         self._attempt(self._keep, self._kept - {program_id})
         if len(self._ended) > MAX_ENDED_PROGRAMS:
             oldest, _ = self._ended.popitem(last=False)
+            self._attempt(self._keep, self._kept - {oldest})
             self._owner.update(dict.fromkeys(self._owned.pop(oldest, {})))
 
     # -- vLLM's hooks ---------------------------------------------------------------
