@@ -208,11 +208,15 @@ def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) 
     assert nothing_is_left(engine)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["", "the hook fails"])
 @pytest.mark.parametrize("by_client", [True, False], ids=["aborted", "by a step before its preemption"])
 def test_a_request_that_ends_while_it_loads_keeps_its_blocks(
-    engine: Any, loading: Any, by_client: bool
+    engine: Any, loading: Any, by_client: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = engine.scheduler
+    if fails:
+        scheduler.connector.strict = False
+        monkeypatch.setattr(planner(engine), "abandon", None)
     request, free = scheduler.requests["a2"], engine.pool.get_num_free_blocks()
     if by_client:
         engine.abort("a2")

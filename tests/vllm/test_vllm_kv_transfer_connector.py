@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from sojourn_server.kv_offload.offload_jobs import OffloadResults
 from sojourn_server.kv_transfer.transfer_jobs import TransferResults
-from sojourn_server.vllm.kv_connector import StepOrders, StepReport
+from sojourn_server.vllm.kv_connector import MatchedTokens, StepOrders, StepReport
 from sojourn_server.vllm.kv_transfer_connector import PathsConnector
 from sojourn_server.vllm.pair_connector import PairConnector, copy_wait_s
 from vllm.v1.outputs import KVConnectorOutput
@@ -198,6 +198,18 @@ def test_a_cancelled_load_hides_no_block_that_a_transfer_did_not_fill(make_paths
     assert copy_wait_s(output) == 2.5
     assert host_memory.end_loads(output) == set()
     assert (output.finished_recving, output.invalid_block_ids) == ({"b"}, {5})
+
+
+@pytest.mark.parametrize("stored", [32, 96])
+def test_only_the_match_that_is_loaded_is_kept(
+    make_paths_engine: Any, monkeypatch: pytest.MonkeyPatch, stored: int
+) -> None:
+    engine = make_paths_engine("sojourn", None, 60, blocks=65, max_model_len=1024)
+    request, connector = engine.add("r", list(range(400))), engine.scheduler.connector
+    monkeypatch.setattr(connector.host_memory, "_match", lambda *_: (64, MatchedTokens()))
+    monkeypatch.setattr(connector, "_match", lambda *_: (stored, MatchedTokens()))
+    assert connector.get_num_new_matched_tokens(request, 0) == (max(64, stored), False)
+    assert [bool(each.matches) for each in (connector.host_memory, connector)] == [stored < 64, stored > 64]
 
 
 @pytest.mark.parametrize("told", [False, True], ids=["vLLM's cache alone", "connectors too"])

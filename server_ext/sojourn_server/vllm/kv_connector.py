@@ -146,6 +146,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Return (whether vLLM must keep its blocks for now, the response's ``kv_transfer_params``)."""
         raise NotImplementedError
 
+    def _is_loading(self, request_id: str) -> bool:
+        """Return whether KV is still written to the request's blocks."""
+        raise NotImplementedError
+
     def _disable(self, error: Exception) -> None:
         """After an error of our own, turn the connector off, or cancel transfers that requests wait for."""
         raise NotImplementedError
@@ -199,7 +203,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.matches.pop(request.request_id, None)
-        return self._attempt(self._finished, request, block_ids) or (False, None)
+        is_loading = self._is_loading(request.request_id)
+        return self._attempt(self._finished, request, block_ids) or (is_loading, None)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

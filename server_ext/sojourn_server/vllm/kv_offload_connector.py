@@ -168,7 +168,10 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         # vLLM frees the blocks at once, or if the request still loads, when the load ends as usual. Sojourn
         # saves useful content when the blocks are reused, or earlier.
         self.planner.abandon(request.request_id)
-        return self.planner.is_loading(request.request_id), None
+        return self._is_loading(request.request_id), None
+
+    def _is_loading(self, request_id: str) -> bool:
+        return self.planner.is_loading(request_id)
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even without requests: while jobs are planned, a load ahead of

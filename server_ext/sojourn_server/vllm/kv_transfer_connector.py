@@ -149,8 +149,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         )
 
     def _is_loading(self, request_id: str) -> bool:
-        """Return whether a load other than a transfer fills the request's blocks."""
-        return False
+        return self.planner.is_filling(request_id)
 
     def has_pending_push_work(self) -> bool:
         """Return whether jobs wait for a step, which vLLM then runs even without requests."""

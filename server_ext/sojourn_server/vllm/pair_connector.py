@@ -68,6 +68,7 @@ class PairConnector(PathsConnector):
             return tokens, is_async
         stored = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if stored[0] is not None and stored[0] <= tokens:
+            self.matches.pop(request.request_id, None)
             return tokens, is_async
         self.host_memory.matches.pop(request.request_id, None)
         return stored
@@ -96,7 +97,7 @@ class PairConnector(PathsConnector):
         return super().request_finished(request, block_ids)
 
     def _is_loading(self, request_id: str) -> bool:
-        return self.host_memory.planner.is_loading(request_id)
+        return super()._is_loading(request_id) or self.host_memory.planner.is_loading(request_id)
 
     def has_pending_push_work(self) -> bool:
         return self.host_memory.has_pending_push_work() or super().has_pending_push_work()
