@@ -64,10 +64,8 @@ def run(folder: Path, arguments: str) -> str:
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Swept:
     folder = tmp_path_factory.mktemp("swept")
-    said = run(
-        folder, "--policy stock,lru-offload --sweep cpu_ratio=0,2 --json out/sweep.json --plot out/plots"
-    )
-    return Swept(folder, said, read_results(folder / "out" / "sweep.json"))
+    said = run(folder, "--policy stock,lru-offload --sweep cpu_ratio=0,2 --json sweep.json --plot out/plots")
+    return Swept(folder, said, read_results(folder / "sweep.json"))
 
 
 def figures(row: RunRow) -> dict[str, object]:
