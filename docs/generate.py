@@ -22,6 +22,8 @@ from typing import Any
 from sojourn_server.gateway.http.gateway_metrics import GatewayMetrics
 from sojourn_server.metrics.metric_catalog import (
     ENGINE_LABEL,
+    FIRST_TOOLS,
+    FREQUENT_CALLS,
     MAX_TOOLS,
     METRIC_CATALOG,
     OTHER_TOOL,
@@ -43,7 +45,8 @@ edit.
 All are in the server's `/metrics`, beside vLLM's own, with the label `{ENGINE_LABEL}`: the engine's index,
 as vLLM has it. The engine is polled once a second, never by a scrape. A program, session or call id is
 never a label: ask `/sojourn/v1/programs` and `/sojourn/v1/decisions`. One engine adds at most
-{SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} names, the rest is `{OTHER_TOOL}`. Counters without
+{SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} names, those beyond the first {FIRST_TOOLS} after
+{FREQUENT_CALLS} measurements; the rest is `{OTHER_TOOL}`. Counters without
 that label begin at 0 with the engine's first answer. `sojourn_link_…` and `sojourn_path_…` are of engines
 of a [pair](prefill-decode.md#start-a-pair).
 

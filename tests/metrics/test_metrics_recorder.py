@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.metrics.metric_catalog import GAP_BUCKETS_S, MAX_TOOLS, OTHER_TOOL
+from sojourn_server.metrics.metric_catalog import FREQUENT_CALLS, GAP_BUCKETS_S, MAX_TOOLS, OTHER_TOOL
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 
 
@@ -123,6 +123,16 @@ def test_a_flood_of_tool_names_makes_at_most_32_series_and_grows_nothing() -> No
     assert len(found) <= MAX_TOOLS + 1
     assert sum(histogram["count"] for histogram in found.values()) == 100_000
     assert len(recorder._cell_at) <= MAX_TOOLS + 1
+
+
+def test_names_that_occur_once_leave_places_for_tools() -> None:
+    recorder = MetricsRecorder(strict=True)
+    for number in range(2 * MAX_TOOLS):
+        recorder.observe("sojourn_tool_gap_seconds", 1.0, tool=f"once-{number}")
+    for _ in range(2 * FREQUENT_CALLS):
+        recorder.observe("sojourn_tool_gap_seconds", 1.0, tool="bash")
+    found = rows(recorder.drain(), "histograms", "sojourn_tool_gap_seconds")
+    assert found[("bash",)]["count"] == FREQUENT_CALLS + 1
 
 
 @pytest.mark.parametrize("hostile", ["\ud800", "x" * 10_000, "new\nline", '"', ""])

@@ -3,8 +3,8 @@ counted.
 
 Label values are listed too, because each one is a time series that takes storage. A program, session or call
 id is never a label. The values of an ``OpenLabel`` are not listed, but their number is bounded. The recorder
-keeps the first ``MAX_TOOLS`` values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on
-gauges with one value per process. The API server adds the label ``engine``, the engine's index, as vLLM does.
+keeps ``MAX_TOOLS`` values of ``TOOL`` and counts the rest as ``other``. ``TEXT`` occurs only on gauges with
+one value per process. The API server adds the label ``engine``, the engine's index, as vLLM does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from .turn_ledger import LossCause
 
 MAX_TOOLS = 32
 """Maximum number of tool names used as label values, per engine."""
+FIRST_TOOLS = 16
+"""Number of tool names that become label values at once; one beyond them does after ``FREQUENT_CALLS``."""
+FREQUENT_CALLS = 8
 OTHER_TOOL = "other"
 """Value of the label for all tools beyond ``MAX_TOOLS``."""
 MAX_TEXT_CHARS = 64

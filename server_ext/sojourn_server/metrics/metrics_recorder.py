@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .metric_catalog import (
+    FIRST_TOOLS,
+    FREQUENT_CALLS,
     MAX_TEXT_CHARS,
     MAX_TOOLS,
     METRIC_CATALOG,
@@ -28,6 +31,8 @@ from .metric_catalog import (
     OpenLabel,
 )
 
+_MOST_COUNTED = 512
+"""Maximum number of tools beyond the first whose calls are counted; then counting begins anew."""
 GaugeRows = Mapping[str, Iterable[tuple[Mapping[str, str], float]]]
 """Gauge name → its (labels, value) pairs, read from the engine's state when draining."""
 
@@ -60,6 +65,8 @@ class MetricsRecorder:
         self.strict = strict
         self._tools: set[str] = set()
         """Tools that became label values. They stay, so that a time series keeps its meaning."""
+        self._calls: Counter[str] = Counter()
+        """Other tools → number of measurements."""
         self._cells: dict[str, dict[tuple[str, ...], _Cell]] = {}
         # Cache: arguments of a call → its cell. It holds only calls whose labels are stored unchanged, so
         # tool names that are counted as "other" do not fill it.
@@ -158,10 +165,15 @@ class MetricsRecorder:
         return spec, values
 
     def _tool_label(self, tool: str) -> str:
-        """Return the name of ``tool``, if it is among the first ``MAX_TOOLS``; else ``other``."""
+        """Return the name of ``tool`` if it is a label value; else ``other``. A name beyond the first must
+        recur, so that names which occur once do not take all places."""
         name = printable_label(tool)
-        if len(self._tools) < MAX_TOOLS and name != OTHER_TOOL:
-            self._tools.add(name)
+        if len(self._tools) < MAX_TOOLS and name not in self._tools and name != OTHER_TOOL:
+            if len(self._calls) >= _MOST_COUNTED:
+                self._calls.clear()
+            self._calls[name] += 1
+            if len(self._tools) < FIRST_TOOLS or self._calls[name] >= FREQUENT_CALLS:
+                self._tools.add(name)
         return name if name in self._tools else OTHER_TOOL
 
     def _checked(self, gauges: GaugeRows) -> dict[str, Any]:
