@@ -25,6 +25,11 @@ def double(number: int) -> tuple[int, int]:
     return 2 * number, os.getpid()
 
 
+def report_much() -> None:
+    for number in range(20_000):
+        report(number)
+
+
 def fail() -> None:
     raise ValueError("no")
 
@@ -46,6 +51,16 @@ def test_each_call_has_a_process_and_its_reports_and_errors_come_back() -> None:
     assert [doubled for doubled, _ in results] == [0, 2, 4, 6]
     assert len({process for _, process in results} - {os.getpid()}) == 4
     assert sorted(told) == [(number, "half") for number in range(4)]
+
+
+def test_a_report_that_fails_ends_its_call() -> None:
+    """The pipe is full, and nobody reads it any more."""
+
+    def refuse(*values: object) -> None:
+        raise LookupError("no")
+
+    with fresh_processes(1) as submit, pytest.raises(LookupError):
+        submit(refuse, report_much).result(30)
 
 
 def test_an_interrupt_ends_what_runs_and_what_waits() -> None:

@@ -202,7 +202,7 @@ def results(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 def test_results_are_read_back_as_written(results: tuple[Path, dict[str, Any]]) -> None:
     read = read_results(results[0])
-    assert (read.version, read.made_with, read.runs) == (1, MADE, [summarize_run(RUN)])
+    assert (read.version, read.made_with, read.runs) == (2, MADE, [summarize_run(RUN)])
 
 
 def test_the_command_names_no_folder_of_the_users() -> None:
@@ -226,6 +226,12 @@ def test_what_is_no_such_file_is_one_clear_line(tmp_path: Path, data: bytes) -> 
         load_runs(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_runs_saved_as_msgpack_are_called_that(tmp_path: Path) -> None:
+    (tmp_path / "runs.msgpack").write_bytes(msgspec.msgpack.encode({"version": 1, "runs": []}))
+    with pytest.raises(ResultsError, match="msgpack of an earlier checkout, to be made again"):
+        load_runs(tmp_path / "runs.msgpack")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

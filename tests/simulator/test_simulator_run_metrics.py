@@ -14,6 +14,7 @@ from sojourn_server.simulator.report.run_metrics import (
     CUT_OFF_NOTE,
     NONE_FINISHED_NOTE,
     SURVIVORS_NOTE,
+    WarmUpError,
     cascades,
     censored_statistics,
     estimated_statistics,
@@ -164,8 +165,9 @@ def test_a_warm_up_leaves_out_earlier_programs_and_turns_but_not_their_tokens_si
 
 @pytest.mark.parametrize("since_s", [-1.0, 100.0, 1e9])
 def test_a_warm_up_that_leaves_nothing_is_refused(since_s: float) -> None:
-    with pytest.raises(ValueError, match=r"since_s is .*less than virtual_s, 100"):
+    with pytest.raises(WarmUpError, match=r"since_s is .*less than virtual_s, 100") as refused:
         summarize_run(small_run(), since_s=since_s)
+    assert "shorter warm-up" in refused.value.next_step
 
 
 def test_defects_of_the_run_are_noted() -> None:

@@ -16,6 +16,7 @@ from sojourn_server.kv_offload.offload_jobs import (
     OffloadJobs,
     OffloadResults,
 )
+from sojourn_server.simulator import simulation_run
 from sojourn_server.simulator.latency.latency_models import RooflineLatency
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
@@ -165,6 +166,13 @@ def test_the_ratio_is_of_the_devices_memory() -> None:
     assert (plain.host_blocks, plain.disk_blocks, plain.copied_to_disk_bytes) == (0, 0, 0)
 
 
+def test_a_bound_whose_memory_fills_up_is_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_simulation(replace(TINY, policy="unlimited")).notes == []
+    monkeypatch.setattr(simulation_run, "UNBOUNDED_HOST_TOKENS", 16)
+    [note] = run_simulation(replace(TINY, policy="unlimited")).notes
+    assert "unlimited is no bound here: its memory filled up" in note
+
+
 # -- who has one ------------------------------------------------------------------------------------
 
 
@@ -177,6 +185,7 @@ def test_the_ratio_is_of_the_devices_memory() -> None:
             "but none of stock, lru-offload has a disk; expected a policy with",
         ),
         ("stock,mori", (0.0, 4.0), "mori: disk_ratio is 4 and cpu_ratio 0, no host memory; expected some"),
+        ("mori", (1.0, 1e-9), "disk_ratio is 1e-09, less than one block"),
         ("mori", (1.0, inf), "disk_ratio is inf; expected a number ≥ 0"),
     ],
 )

@@ -63,6 +63,8 @@ def test_a_life_counted_by_hand() -> None:
     found = [" ".join(line.split()) for line in lines[-2:]]
     assert found[0].startswith("1 5.0s 2.0s 8.0s 300 8 200 evicted 200, [bold]bash 5.0s")
     assert found[1].startswith("0 5.0s 1.0s 4.0s 200 0 0")
+    moved = turn_table(ledger(life(replica="r1").programs[0], run.virtual_s)).splitlines()[-2]
+    assert "200 on r1, evicted 200" in " ".join(moved.split())
     never = turn_table(ledger(run.programs[1], run.virtual_s))
     assert never.startswith("unfinished after 88.0 s, 0 of 1 turns")
 

@@ -257,7 +257,8 @@ def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
 def _turn_line(turn: Mapping[str, Any]) -> str:
     seconds, tokens = turn.get("seconds") or {}, turn.get("tokens") or {}
     lost = tokens.get("lost") or {}
-    why = [f"{cause} {count(number)}" for cause, number in lost.items() if number]
+    why = [f"on {cut(str(turn['replica']), 16)}"] if turn.get("replica") else []
+    why += [f"{cause} {count(number)}" for cause, number in lost.items() if number]
     if turn.get("evictor"):
         why.append(f"taken by {cut(str(turn['evictor']), 24)}")
     if turn.get("preemptions"):

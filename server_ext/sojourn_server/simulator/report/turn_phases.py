@@ -83,8 +83,8 @@ def turn_pairs(turns: list[TurnLog]) -> Iterator[tuple[TurnLog, TurnLog | None]]
 
 
 def ledger(program: ProgramLog, run_end_s: float) -> dict[str, Any]:
-    """The program as an engine answers to ``GET /sojourn/v1/programs/{id}``: what ``cli.turn_table`` shows.
-    Time at a router counts as queued."""
+    """The program as an engine answers to ``GET /sojourn/v1/programs/{id}``: what
+    ``cli.explain.turn_table`` shows. Time at a router counts as queued."""
     records: list[dict[str, Any]] = []
     before: TurnLog | None = None
     for turn, next_turn in turn_pairs(program.turns):
@@ -94,6 +94,7 @@ def ledger(program: ProgramLog, run_end_s: float) -> dict[str, Any]:
         records.append(
             {
                 "turn": turn.turn,
+                "replica": turn.replica,
                 "seconds": {
                     "queued": seconds["held back"] + seconds["queued"] + seconds["preempted"],
                     "prefilling": seconds["prefill"],
