@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_process import invoke, refused
-from sojourn_server.cli.gateway import _READ_SIDES
+from sojourn_server.cli.gateway import _READ_SIDES, _is_loopback
 from sojourn_server.gateway.http import gateway_app
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import READ_SIDE_POLICIES
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
@@ -94,6 +94,7 @@ def test_a_tenants_key_is_not_the_admins(tmp_path: Path) -> None:
     done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_ADMIN_KEY="two")
     assert done.returncode == 2
     assert "the admin key is also b's key" in done.stderr
+    assert "next: docs/gateway.md says how tenants and the admin get keys" in done.stderr
     assert "two" not in done.stderr.replace(str(tmp_path), "")
 
 
@@ -107,6 +108,15 @@ def test_a_file_of_tenants_goes_before_the_environment_and_not_before_the_comman
     assert "the keys of a are not a list" in done.stderr
     done = gateway(*ENGINES, "--tenants", str(tenants), "--api-key", "k", SOJOURN_API_KEY="k")
     assert "--tenants and --api-key are both given" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.1.2.3", True), ("::1", True)]
+    + [(host, False) for host in ("localhost.example.com", "127.corp", "::1234", "0.0.0.0", "")],
+)
+def test_only_loopback_hosts_need_no_keys(host: str, expected: bool) -> None:
+    assert _is_loopback(host) == expected
 
 
 def test_read_sides_are_those_that_a_gateway_of_pairs_has() -> None:

@@ -85,6 +85,7 @@ def test_a_failure_is_one_line_and_writes_nothing(
     error = refused("trace", "import", str(given), "--from", source, "-o", str(tmp_path / output))
     assert message in error.message
     assert step in error.next_step
+    assert "synthetic:" not in error.next_step
     assert [path.name for path in tmp_path.iterdir()] == ["in.json"]
 
 

@@ -7,6 +7,7 @@ engine, unless another one is done sooner.
 from __future__ import annotations
 
 import gc
+import ipaddress
 import logging
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from sojourn.config import local_url
-from sojourn.errors import install_command
+from sojourn.errors import InputError, install_command
 
 from .console import CliError, check_free_port, is_given, print_line, print_note
 
@@ -159,7 +160,7 @@ def gateway(
         api_key = None
     known = _tenants(tenants, api_key, admin_key)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    if not known.checks and not host.startswith(("localhost", "127.", "::1")):
+    if not known.checks and not _is_loopback(host):
         print_note(
             f"other machines can reach {host}, and the gateway checks no keys: every client may use the "
             "engines. Use --tenants or --api-key to check keys."
@@ -226,6 +227,13 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
             why = "pairs have one rule, the engine that is done soonest, and each engine has one role"
             raise CliError(f"{flag} and --prefill are both given; {why}", f"remove {flag}")
     return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers | None:
@@ -339,6 +347,9 @@ def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> T
 
     if path is not None and api_key is not None:
         raise CliError("--tenants and --api-key are both given", "write the key into the file of tenants")
-    known = load_tenant_keys(path, api_key)
-    known.check_admin(admin_key)
+    try:
+        known = load_tenant_keys(path, api_key)
+        known.check_admin(admin_key)
+    except InputError as error:
+        raise CliError(str(error), "docs/gateway.md says how tenants and the admin get keys") from None
     return known

@@ -43,6 +43,7 @@ def import_(
     """Make a trace from session files of coding agents, spans, or ledgers."""
     from sojourn_server.traces.imports import IMPORT_FORMATS
     from sojourn_server.traces.trace_file import write_trace
+    from sojourn_server.traces.trace_schema import TraceError
 
     read = IMPORT_FORMATS.get(source)
     if read is None:
@@ -50,7 +51,10 @@ def import_(
         raise CliError(message, f"use one of {', '.join(IMPORT_FORMATS)}")
     if not output.name.endswith((".jsonl", ".jsonl.gz")):
         raise CliError(f"-o {output}: expected a name ending in .jsonl or .jsonl.gz", "change the name")
-    imported = read(files)
+    try:
+        imported = read(files)
+    except TraceError as error:
+        raise CliError(str(error), f"docs/traces.md says what --from {source} reads") from None
     count = write_trace(output, imported.programs)
     turns = sum(len(program.turns) for program in imported.programs)
     print_line(f"{output}: {count} programs, {turns} turns")
