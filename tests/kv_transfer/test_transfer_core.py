@@ -17,6 +17,7 @@ from simulated_transfers import (
     layers_of,
     two_engines,
 )
+from sojourn_server.kv_transfer.block_transfers import IncomingPrompt
 from sojourn_server.kv_transfer.transfer import TransferOutcome
 from sojourn_server.kv_transfer.transfer_wire import DataMessage, HelloMessage, NeedMessage
 
@@ -37,7 +38,8 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     assert [message.layer for message in said] == sorted(message.layer for message in said)
     assert here.taken("t") == [payload(one) for one in CONTEXT]
 
-    # What was read there stays there: of the whole context only the ninth block is sent.
+    # What was read there stays there while this engine computes: only the ninth block is sent.
+    world.run(3.5 * here.node.limits.lease_s)
     whole = [*CONTEXT, b"tail of t"]
     here.offer("t", "d", whole)
     here.give("t", whole)
@@ -151,8 +153,17 @@ def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8)
     return context
 
 
-def test_what_was_left_makes_room_before_others_lose_patience() -> None:
+def test_what_was_left_makes_room_before_others_lose_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     world, p, d = two_engines(limits={"slots": 16})
+    is_abandoned, looks = IncomingPrompt.is_abandoned, list[IncomingPrompt]()
+
+    def look(prompt: IncomingPrompt) -> bool:
+        looks.append(prompt)
+        d.node.expect(f"new{len(looks)}").end()  # by another thread
+        assert len(looks) > 1, "one error does not end all looks"
+        return is_abandoned.fget(prompt)  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(IncomingPrompt, "is_abandoned", property(look))
     for number in range(2):
         pushed(world, p, f"left{number}", 100 * number)
     world.run(0.1)

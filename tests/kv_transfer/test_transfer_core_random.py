@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kv_blocks import BLOCK_BYTES, LAYERS, key, keys, payload
 from simulated_transfers import LoadEnded, PromptTransferEnded, PushEnded, World, assert_clean
+from sojourn_server.kv_transfer.block_transfers import COMPUTE_LEASES
 from sojourn_server.kv_transfer.transfer_wire import DataMessage
 
 CONTEXTS = st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(0, 3), st.just(size)))
@@ -141,10 +142,10 @@ def test_whatever_happens(
         for number in range(len(requests)):
             if f"t{number}" in here.node.pushes:
                 raise AssertionError(f"t{number} is still being pushed")
-    # Of what was given up here, buffers there are kept for a lease, in case it is offered yet; and where they
+    # Of what was given up here, buffers there are kept for leases, in case it is offered yet; and where they
     # are few, the next in line gets them only then.
     lease_s = max(engine.node.limits.lease_s for engine in alive)
-    world.run(lease_s * (len(requests) + 2))
+    world.run(COMPUTE_LEASES * lease_s * (len(requests) + 2))
     assert_clean(*alive)
 
     # Bytes are conserved: what one side counts as sent, the other has taken, or had no use for.

@@ -278,6 +278,13 @@ def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() ->
     assert_clean(here, there)
 
 
+def test_a_prompt_with_more_keys_than_a_message_holds_fails_with_both_sizes() -> None:
+    _, here, there = two_engines()
+    here.offer("t", "d", [bytes(9 << 20)])
+    assert here.wait(PushEnded, "t").why.startswith("a message of 9437")
+    assert_clean(here, there)
+
+
 @pytest.mark.parametrize(
     ("changed", "what"),
     [

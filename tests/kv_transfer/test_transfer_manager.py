@@ -23,6 +23,7 @@ from sojourn_server.kv_transfer.transfer import TransferOutcome
 from sojourn_server.kv_transfer.transfer_manager import TransferManager, fetch_stats
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
+    AbortMessage,
     NeedMessage,
     OfferMessage,
     WelcomeMessage,
@@ -300,11 +301,15 @@ def give_all(push: object) -> None:
         push.give(number, layer())  # type: ignore[attr-defined]
 
 
-def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck: Stuck) -> None:
+@pytest.mark.parametrize("aborts", [False, True])
+def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck: Stuck, aborts: bool) -> None:
     with closing(manager(MemoryStore(LARGE), "p", limits=SOON)) as here:
         push = here.node.offer("t", stuck.address, CONTEXT)
         give_all(push)
         assert stuck.has_stopped.wait(PATIENCE_S)
+        if aborts:
+            eventually(lambda: here.node.queued_send_bytes > 0)
+            stuck.send(AbortMessage(transfer="t", reason="the peer does not answer"))
         assert ended(push) == TransferOutcome(0, "the peer does not answer")
         eventually(lambda: not here.node.peers.conns)
         assert here.stats()["counts"]["stalls"] == 1

@@ -42,8 +42,9 @@ These rules make the rest short:
    reads the memory.
 3. *Each wait has an end.* A peer that has a part in a transfer and does not answer pings loses its
    connection, and with it all transfers on it. A live peer has ``lease_s`` for each next piece of data, or
-   ``patience_s`` if a step of the engine may wait for it. A read from storage, a dial and a handshake have
-   limits of their own.
+   ``patience_s`` if a step of the engine may wait for it, and four times ``lease_s`` to compute the rest of a
+   prompt whose beginning was read for it. A read from storage, a dial and a handshake have limits of their
+   own.
 4. *Queues are in order of arrival*: leases, reads from storage, and the sends of one connection
    (``PeerConnection.lane``), because if all are served at once, all end late.
 

@@ -17,7 +17,6 @@ engine uses them and then calls ``end``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -36,6 +35,8 @@ from .transfer_wire import (
 )
 
 UNEXPECTED_DATA = "the peer sent unexpected data"
+COMPUTE_LEASES = 4
+"""A live peer may compute for so many times ``lease_s`` between its read and its offer of a prompt."""
 
 
 class ReadingPeer(NamedTuple):
@@ -296,7 +297,7 @@ class IncomingPrompt(Transfer):
     async def run(self) -> None:
         node = self.node
         while True:
-            async with asyncio.timeout(node.limits.lease_s):
+            async with asyncio.timeout(COMPUTE_LEASES * node.limits.lease_s):
                 message = await self._inbox.get()
             if isinstance(message, OfferMessage):
                 break
@@ -307,9 +308,7 @@ class IncomingPrompt(Transfer):
         node.counts["prompts_complete"] += 1
         self.complete_since_s = node.loop.time()
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(node.limits.lease_s):
-                    await node.loop.create_future()
+            await asyncio.sleep(node.limits.lease_s)
             if not self.is_expected:
                 node.counts["leases_expired"] += 1
                 raise TransferFailed(LEASE_EXPIRED)

@@ -71,8 +71,8 @@ class PeerConnection:
         """Number of pings since the last message of the peer."""
         self.lane = asyncio.Lock()
         """Held by the transfer whose layers are being sent, so that transfers are served in order."""
+        self.sending = asyncio.Lock()
         self._table = table
-        self._sending = asyncio.Lock()
 
     async def receive(self) -> tuple[AnyWireMessage, bytes]:
         """Return the next message and its payload. Raises ``OSError`` or ``EOFError`` if the connection ends,
@@ -87,8 +87,11 @@ class PeerConnection:
 
     async def send(self, message: WireMessage, payload: Sequence[memoryview] = ()) -> None:
         """Send a message. Returns when the memory of ``payload`` may be reused, also if the caller is
-        cancelled meanwhile. Raises ``TransferFailed`` if the connection has ended."""
-        frame = encode(message, sum(part.nbytes for part in payload))
+        cancelled meanwhile. Raises ``TransferFailed`` for a lost connection or a message that is too long."""
+        try:
+            frame = encode(message, sum(part.nbytes for part in payload))
+        except PeerWireError as error:
+            raise TransferFailed(str(error)) from error
         sending = self._table.node.spawn(self._send(frame, payload))
         try:
             await asyncio.shield(sending)
@@ -102,7 +105,7 @@ class PeerConnection:
             self._table.node.spawn(self._send(encode(message), ()))
 
     async def _send(self, frame: bytes, payload: Sequence[memoryview]) -> None:
-        async with self._sending:
+        async with self.sending:
             self.check()
             try:
                 await self.stream.write([frame, *payload])

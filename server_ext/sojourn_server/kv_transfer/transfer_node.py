@@ -173,19 +173,21 @@ class TransferNode(TransferContext):
             prompt.asked(conn, message)
 
     async def _beat(self) -> None:
-        """Close the connections of peers that have a part in a transfer and do not answer, and make room."""
         while True:
             await asyncio.sleep(self.limits.patience_s / PINGS)
-            for conn in dict.fromkeys(transfer.conn for transfer in self._transfers()):
-                if conn is None:
-                    continue
-                if conn.unanswered >= PINGS:
-                    self.counts["stalls"] += 1
-                    self.peers.drop(conn, "the peer does not answer")
-                else:
-                    conn.unanswered += 1
-                    conn.post(PingMessage())
-            self._make_room()
+            self.loop.call_soon(self._ping_peers)  # the loop logs an error of either, and the beat goes on
+            self.loop.call_soon(self._make_room)
+
+    def _ping_peers(self) -> None:
+        """Close the connections of peers that do not answer, while a transfer or a message waits for them."""
+        in_use = {transfer.conn for transfer in self._transfers()}
+        for conn in list(self.peers.conns):
+            if conn.unanswered >= PINGS:
+                self.counts["stalls"] += 1
+                self.peers.drop(conn, "the peer does not answer")
+            elif conn in in_use or conn.sending.locked():
+                conn.unanswered += 1
+                conn.post(PingMessage())
 
     def _make_room(self) -> None:
         """While a transfer waits for buffers, evict prompts that no request has asked for, the longest
@@ -193,9 +195,10 @@ class TransferNode(TransferContext):
         way."""
         lacking = self.buffers.lacking
         until_s = self.loop.time() - self.limits.patience_s / 2
-        prompts = [prompt for prompt in self.prompts.values() if prompt.is_abandoned]
-        for prompt in sorted(prompts, key=lambda each: each.complete_since_s or 0.0):
-            if lacking > 0 and (prompt.complete_since_s or 0.0) <= until_s:
+        with self.changed:
+            prompts = sorted(self.prompts.values(), key=lambda each: each.complete_since_s or 0.0)
+        for prompt in prompts:
+            if prompt.is_abandoned and lacking > 0 and (prompt.complete_since_s or 0.0) <= until_s:
                 self.counts["prompts_evicted"] += 1
                 lacking -= len(prompt.slots)
                 prompt.stop(EVICTED)

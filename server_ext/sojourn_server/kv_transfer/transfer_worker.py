@@ -226,9 +226,8 @@ class TransferWorker:
         after = self._kv.fence()
         return self._kv.scatter(layer, blocks, stream.skip, stream.block_ids, after=after, hold=True)
 
-    def _fill_blocks(self, fill: FillJob, source: IncomingPrompt | BlockLoad | None, after: Any) -> int:
-        """Fill a request's blocks with a complete context or with fetched blocks. Returns the bytes copied.
-        Runs in ``_fill_lane``."""
+    def _fill_blocks(self, fill: FillJob, source: IncomingPrompt | BlockLoad | None, after: Any) -> None:
+        """Fill a request's blocks with a complete context or with fetched blocks. Runs in ``_fill_lane``."""
         filled: list[int] = []
         try:
             if source is not None:
@@ -246,7 +245,6 @@ class TransferWorker:
                 self._filled.add(fill.request)
             if source is not None:
                 source.end()
-        return len(filled) * self._kv.engine_bytes * len(self._kv)
 
     # -- saves --------------------------------------------------------------------------
 
@@ -285,19 +283,15 @@ class TransferWorker:
             self._pushes[order.request] = push
             self._step_pushes.append((order, push))
 
-    def _push_layer(self, order: PushJob, push: BlockPush, layer: int, after: Any) -> int:
-        """Copy a layer of a push's blocks, and send the copy. Returns the bytes copied. Runs in
-        ``_push_lane``."""
+    def _push_layer(self, order: PushJob, push: BlockPush, layer: int, after: Any) -> None:
+        """Copy a layer of a push's blocks, and send the copy. Runs in ``_push_lane``."""
         if push.outcome is not None:
-            return 0
+            return
         try:
-            blocks = self._kv.gather(layer, order.block_ids, after)
-            push.give(layer, blocks)
-            return len(blocks) * self._kv.layer_bytes
+            push.give(layer, self._kv.gather(layer, order.block_ids, after))
         except Exception as error:
             self._failed("send a layer", error)
             self._do("end a push", push.end)
-            return 0
 
     # -- errors -------------------------------------------------------------------------
 
