@@ -97,10 +97,10 @@ class StepTimeEstimator:
     tokens times the mean seconds per work of earlier prefill steps. The mean is exponentially weighted, and 0
     before the first such step.
 
-    Work has the shape of Tetris' equation 1, c · S · (6D + S), but for the half of its attention that a causal
-    mask leaves out: a context of S tokens is the work of S + S² / 12D tokens without attention, since a token
-    that attends to c others is the work of 1 + c / 6D. ``hidden_size`` is D; 0: a token's work does not grow
-    with its context.
+    Work has the shape of Tetris' equation 1, c · S · (6D + S), without the half of its attention that a
+    causal mask leaves out: a context of S tokens is the work of S + S² / 12D tokens without attention, since
+    a token that attends to c others is the work of 1 + c / 6D. ``hidden_size`` is D; 0: a token's work does
+    not grow with its context.
     """
 
     def __init__(self, curve: PrefillCurve | None = None, hidden_size: int = 0) -> None:
