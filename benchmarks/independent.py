@@ -222,7 +222,7 @@ def run(name: str, arm: str, seed: int, options: argparse.Namespace) -> dict[str
             lines = list(forks(seed))
         elif name.startswith("recorded"):
             lines = list(recorded(options.traces, seed, cell.token_scale))
-        elif cell.flags == ():
+        elif name.startswith(("work left", URGENT)):
             lines = list(hinted(name, seed))
         load = Path(scratch) / "load.jsonl"
         load.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -66,7 +66,7 @@ BUDGETS = {
     "api": 1_816,
     "launch": 1_841,
     "vllm": 6_954,
-    "gateway": 5_888,
+    "gateway": 5_887,
     "simulator": 6_399,
     "replay": 806,
     "profiling": 763,

@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class _PageFiles(StaticFiles):
-    """The files below ``page/``, of which a browser keeps copies by their ETag."""
+    """The files below ``page/``. Browsers cache them by their ETag."""
 
     def file_response(self, *arguments: Any, **options: Any) -> Response:
         response = super().file_response(*arguments, **options)

@@ -8,7 +8,7 @@ To spill is to write a block from host memory to disk. To stage is to read it ba
 is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
 known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
 counted, and not repeated for this copy. A block that cannot be read in time is computed again. While a
-disk hangs (``_hangs``), nothing new is asked of it, and nobody waits for it.
+disk hangs (``_hangs``), it is asked nothing new, and no request waits for it.
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker follows the order of ``OffloadJobs``. (2) While a job reads or writes a slot, no other job writes

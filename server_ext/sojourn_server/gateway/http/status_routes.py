@@ -42,8 +42,7 @@ AnyReplicaStatus = Annotated[Any, either(ReplicaStatus, PairEngineStatus)]
 
 
 class RoutedProgramList(msgspec.Struct, frozen=True, kw_only=True):
-    """The live programs that the client may see: ``total`` in number, of which the answer has ``shown``, the
-    most recently active ones."""
+    """Live programs of the client, the most recently active first. The answer has ``shown`` of ``total``."""
 
     programs: Sequence[ProgramRouteStatus]
     shown: int
