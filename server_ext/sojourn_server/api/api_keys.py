@@ -37,7 +37,7 @@ class TenantKeys:
         if not self._digests:
             return DEFAULT_TENANT
         scheme, _, token = (authorization or "").partition(" ")
-        shown = _digest(token.strip() if scheme.lower() == "bearer" else api_key or "")
+        shown = _digest(token if scheme.lower() == "bearer" else api_key or "")
         found = None  # every key is compared, so that the response time reveals nothing about them
         for digest, tenant in self._digests:
             if hmac.compare_digest(shown, digest):
