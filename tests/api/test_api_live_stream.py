@@ -12,6 +12,7 @@ import pytest
 from api_test_engines import BATCH, HungEngine, ScriptedEngine, app_of, check_error, client_of, engine_answers
 from fastapi.testclient import TestClient
 from sojourn_server.api.api_errors import ApiError
+from sojourn_server.api.engine_rpc import EngineUnavailableError
 from sojourn_server.api.live_stream import MAX_VIEWERS, Audience, LiveHub, SourceFrame
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from virtual_engine import VirtualEngine, prompt
@@ -85,26 +86,55 @@ async def read(stream: Any) -> Any:
     return json.loads(data[6:])
 
 
-async def test_a_slow_viewer_gets_a_full_frame_and_nobody_is_asked_without_viewers() -> None:
-    source = Source()
-    hub = LiveHub(source, interval_s=0.001)
+async def test_a_slow_viewer_misses_nothing_and_nobody_is_asked_without_viewers() -> None:
+    source, now = Source(), [0.0]
+    hub = LiveHub(source, interval_s=0.0, clock=lambda: now[0])
     viewer = hub.stream(Audience()).body_iterator
-    first = await read(viewer)
-    assert first["full"]
-    while len(source.asked) < 6:
-        await asyncio.sleep(0.001)
-    late = await read(viewer)
-    assert late["full"], "it missed deltas"
-    assert {row[0] for row in late["programs"]} >= {f"p{n}" for n in range(1, 6)}
-    fast = await read(viewer)
-    assert fast["seq"] > late["seq"]
+    assert (await read(viewer))["full"]
+    for idle_s, within_s in ((2.0, 3.0), (9.0, 10.0), (0.5, 1.5)):
+        now[0] += idle_s
+        assert not (await read(viewer))["full"]
+        assert source.asked[-1] == within_s, "back to its last frame, and a second more"
+    now[0] += 15.0
+    assert (await read(viewer))["full"], "a delta lacks no expired programs"
     await viewer.aclose()
-    assert hub.viewers == 0
-    poller = hub._poller
-    assert poller is not None
-    await asyncio.wait_for(poller, 60)
-    assert source.asked[0] is None
-    assert source.asked[1] is not None
+    number = len(source.asked)
+    await asyncio.sleep(0.01)
+    assert (len(source.asked), source.asked.count(None)) == (number, 2)
+
+
+async def test_programs_of_an_engine_that_falls_silent_stay() -> None:
+    class Silent(Source):
+        async def take(self, changed_within_s: float | None) -> SourceFrame:
+            found = await super().take(changed_within_s)
+            return found if len(self.asked) < 2 else SourceFrame([], [], 0, frozenset({"0"}))
+
+    now = [0.0]
+    hub = LiveHub(Silent(), clock=lambda: now[0])
+    await hub.once(Audience())
+    now[0] += 10.0
+    rows = json.loads((await hub.once(Audience())).body)["programs"]
+    assert [row[0] for row in rows] == ["p1", "other"]
+    assert {(row[7], row[13]) for row in rows} == {(0, 0)}, "without requests and leases"
+
+
+async def test_a_stream_ends_with_its_server_and_after_three_failures() -> None:
+    hub = LiveHub(Source(), interval_s=60.0)
+    viewer = hub.stream(Audience()).body_iterator
+    await read(viewer)
+    hub.close()
+    with pytest.raises(StopAsyncIteration):
+        await asyncio.wait_for(anext(viewer), 60)
+
+    class Failing(Source):
+        async def take(self, changed_within_s: float | None) -> SourceFrame:
+            await super().take(changed_within_s)
+            raise EngineUnavailableError("it starts")
+
+    source = Failing()
+    with pytest.raises(StopAsyncIteration):
+        await anext(LiveHub(source, interval_s=0.001).stream(Audience()).body_iterator)
+    assert len(source.asked) == 3
 
 
 class Costly(Source):

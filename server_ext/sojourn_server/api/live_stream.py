@@ -1,16 +1,14 @@
 """Sends live frames to viewers: the web page, ``sojourn top`` and scripts.
 
 A frame is full, or a delta with only the programs that are active or have changed. ``LiveHub`` polls its
-source only while somebody looks. Frames do not queue up: a viewer that reads slowly skips deltas and then
-gets the newest full frame. Viewers that ask for single frames share a poll. Pauses bound the CPU that all
-viewers together cost (``BUSY_FACTOR``).
+source only when a viewer asks. Frames do not queue up: a viewer that reads slowly gets a delta that reaches
+further back. Pauses between polls bound the CPU that all viewers together cost (``BUSY_FACTOR``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import time
@@ -31,10 +29,10 @@ INTERVAL_S = 0.5
 MAX_INTERVAL_S = 10.0
 BUSY_FACTOR = 200
 """The pause after a frame lasts at least this many times the CPU seconds that the frame took, here and in the
-slowest engine. So a stream's deltas take at most 1/200 of a core, and its full frames take at most as much.
+slowest engine. So deltas take at most 1/200 of a core, and the full frames of streams take at most as much.
 ``MAX_INTERVAL_S`` limits the pause, except the pause between two full frames of a stream."""
 FULL_INTERVAL_S = 15.0
-"""Minimum seconds between two polls of all programs for a stream. Such a poll also finds expired programs."""
+"""Minimum seconds between two full frames of a stream. A full frame lacks programs that have expired."""
 MAX_VIEWERS = 8
 """Maximum number of open streams."""
 SNAPSHOT_TIMEOUT_S = 30.0
@@ -46,8 +44,8 @@ SEND_TIMEOUT_S = 30.0
 MAX_DELTA_S = 86_400
 """Largest ``changed_within_s`` of a request for one frame."""
 OVERLAP_S = 1.0
-"""A delta covers the seconds since the previous poll, and this many more. Engines count the seconds back from
-their answer, which comes some time after the poll begins."""
+"""A delta covers the seconds since the stream's last frame, and this many more. Engines count the seconds
+back from their answer, which comes some time after the poll begins."""
 
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
@@ -129,35 +127,26 @@ class EngineLiveSource:
         return SourceFrame(engines, rows, total)
 
 
-class _Single:
-    """The newest frame for viewers that ask for single frames, and the pause after it."""
+class _Shared:
+    """The newest full frame or delta, which viewers share, and the pause after it."""
 
     def __init__(self, pause_s: float) -> None:
         self.lock = asyncio.Lock()
         """Held during a poll: there is one at a time, and who waits for it gets its frame."""
         self.begun_s = self.ended_s = -math.inf
+        self.since_s = math.inf
+        """The frame covers the changes from here to ``begun_s``; a full frame has all programs."""
+        self.busy_s = 0.0
+        """CPU seconds that the frame took."""
         self.pause_s = pause_s
         self.frame: LiveFrame | None = None
-        self.within_s = math.inf
-        """Past seconds whose changes the frame covers; infinity for a full frame."""
-
-
-class _Viewer:
-    def __init__(self, audience: Audience) -> None:
-        self.audience = audience
-        self.ready = asyncio.Event()
-        self.pending: LiveFrame | None = None
-        self.behind = True
-        """Whether the viewer needs a full frame, because the viewer is new or missed a delta."""
-
-    def end(self) -> None:
-        """End the viewer's stream."""
-        self.pending = None
-        self.ready.set()
+        self.body = b""
+        """The frame as JSON, for those who see all of it."""
 
 
 class LiveHub:
-    """Polls one source while there are viewers, and gives each viewer the latest frame."""
+    """Polls one source when viewers ask for frames, and shares the frames among them. Each stream asks for
+    what has changed since its own last frame, so a slow viewer misses nothing."""
 
     def __init__(
         self,
@@ -171,52 +160,17 @@ class LiveHub:
         self._gateway = gateway
         self._interval_s = interval_s
         self._clock = clock
-        self._viewers: set[_Viewer] = set()
-        """The viewers of all open streams."""
-        self._server: Any = None
-        self._is_closed = False
-        self._poller: asyncio.Task[None] | None = None
-        self._rows: dict[tuple[str | None, str], ProgramRow] = {}
-        self._active: set[tuple[str | None, str]] = set()
-        """Programs that had a request or a lease in the newest frame."""
-        self._engines: list[EngineRow] = []
-        self._total = 0
-        self._seq = 0
-        self._pause_s = interval_s
-        self._polled_s: float | None = None
-        self._full_s: float | None = None
-        self._full_pause_s = FULL_INTERVAL_S
-        self._full, self._delta = _Single(interval_s), _Single(interval_s)
-
-    @property
-    def viewers(self) -> int:
+        self.viewers = 0
         """Number of open streams."""
-        return len(self._viewers)
+        self._server: Any = None
+        self._closed = asyncio.Event()
+        self._seq = 0
+        self._full, self._delta = _Shared(interval_s), _Shared(interval_s)
 
     async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
-        """Return a response with one frame: a full frame, or a delta if ``changed_within_s`` is given. The
-        frame may be one that was made for another viewer: by a poll that ended meanwhile, or that began at
-        most ``interval_s`` ago for a delta, or within the pause after it for a full frame."""
-        single = self._full if changed_within_s is None else self._delta
-        within_s = math.inf if changed_within_s is None else changed_within_s
-        asked_s = self._clock()
-        async with single.lock:
-            frame = single.frame
-            max_age_s = self._interval_s if single is self._delta else single.pause_s
-            is_recent = single.ended_s >= asked_s or self._clock() - single.begun_s < max_age_s
-            if frame is None or not is_recent or within_s > single.within_s:
-                await asyncio.sleep(max(0.0, single.begun_s + single.pause_s - self._clock()))
-                single.begun_s, single.frame = self._clock(), None
-                found = await self._source.take(changed_within_s)
-                busy_s = time.thread_time()
-                self._seq += 1
-                frame = self._frame(changed_within_s is None, found.engines, found.programs, found.total)
-                body = msgspec.json.encode(audience.filtered(frame))
-                busy_s = time.thread_time() - busy_s + _spent_s(found.engines)
-                single.frame, single.within_s, single.ended_s = frame, within_s, self._clock()
-                single.pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * busy_s))
-            else:
-                body = msgspec.json.encode(audience.filtered(frame))
+        """Return a response with one frame: a full frame, or a delta if ``changed_within_s`` is given."""
+        since_s = None if changed_within_s is None else self._clock() - changed_within_s
+        body, _ = await self._frame(audience, since_s)
         return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     def stream(self, audience: Audience, app_state: Any = None) -> Response:
@@ -226,123 +180,97 @@ class LiveHub:
         ``app_state``: the application's state. If it has Uvicorn's ``server``, the streams end when that
         server stops, because open streams would delay the stop."""
         self._server = getattr(app_state, "server", self._server)
-        if len(self._viewers) >= MAX_VIEWERS:
+        if self.viewers >= MAX_VIEWERS:
             raise ApiError(
                 429,
                 f"{MAX_VIEWERS} viewers are watching already",
                 "close one, or poll the stream with ?once=1",
                 {"Retry-After": "10"},
             )
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         # Count the viewer before it asks for its first frame, since other viewers may come until then.
-        viewer = _Viewer(audience)
-        self._viewers.add(viewer)
-        left = functools.partial(self._viewers.discard, viewer)
-        return _BoundedStream(self._frames(viewer), left, headers)
+        self.viewers += 1
+        return _BoundedStream(self._frames(audience), self._left)
 
     def close(self) -> None:
-        """End all streams at once, and streams that open later too. For a server that stops."""
-        self._is_closed = True
-        if self._poller is not None:
-            self._poller.cancel()
-        for viewer in self._viewers:
-            viewer.end()
+        """End all streams, and streams that open later too. For a server that stops."""
+        self._closed.set()
 
-    async def _frames(self, viewer: _Viewer) -> AsyncIterator[bytes]:
-        if not self._is_closed and (self._poller is None or self._poller.done()):
-            self._poller = asyncio.create_task(self._poll(), name="sojourn-live")
-        try:
-            while not self._is_closed:
-                await viewer.ready.wait()
-                viewer.ready.clear()
-                frame, viewer.pending = viewer.pending, None
-                if frame is None:
-                    return
-                if viewer.behind and not frame.full:
-                    frame = self._frame(True, self._engines, list(self._rows.values()), self._total)
-                viewer.behind = False
-                yield b"data: " + msgspec.json.encode(viewer.audience.filtered(frame)) + b"\n\n"
-        finally:
-            self._viewers.discard(viewer)
+    def _left(self) -> None:
+        self.viewers -= 1
 
-    async def _poll(self) -> None:
-        failures = 0
-        while self._viewers and not getattr(self._server, "should_exit", False):
+    async def _frames(self, audience: Audience) -> AsyncIterator[bytes]:
+        """Yield frames. A full one comes first, and again after a while, since it lacks expired programs."""
+        failures, full_s, since_s = 0, -math.inf, -math.inf
+        while not (self._closed.is_set() or getattr(self._server, "should_exit", False)):
+            now, full = self._clock(), self._full
+            full_pause_s = max(FULL_INTERVAL_S, BUSY_FACTOR * full.busy_s * self.viewers)
+            # A shared full frame must not be older than what the viewer has.
+            is_old = full.begun_s < since_s and now - full.begun_s < full.pause_s
+            is_full = now - full_s >= full_pause_s and not is_old
             try:
-                frame = await self._next_frame()
-                failures = 0
+                body, begun_s = await self._frame(audience, None if is_full else since_s - OVERLAP_S)
             except (EngineError, ApiError) as error:
                 failures += 1
                 logger.debug("live frame failed: %s", error)
                 if failures >= MAX_FAILURES:
-                    break
-                await asyncio.sleep(self._pause_s)
-                continue
-            except Exception:
-                logger.exception("the live stream failed")
-                break
-            for viewer in self._viewers:
-                # The new frame replaces a frame that the viewer has not read. The viewer then lacks a delta,
-                # and needs a full frame.
-                viewer.behind = viewer.behind or viewer.pending is not None
-                viewer.pending = frame
-                viewer.ready.set()
-            await asyncio.sleep(self._pause_s)
-        self._rows, self._active = {}, set()
-        self._polled_s = self._full_s = None
-        for viewer in self._viewers:
-            viewer.end()
+                    return
+            else:
+                failures, since_s = 0, begun_s
+                full_s = begun_s if is_full else full_s
+                yield b"data: " + body + b"\n\n"
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), self._delta.pause_s)
 
-    async def _next_frame(self) -> LiveFrame:
-        now = self._clock()
-        full = self._full_s is None or self._polled_s is None or now - self._full_s >= self._full_pause_s
-        within_s = None if full or self._polled_s is None else now - self._polled_s + OVERLAP_S
-        found = await self._source.take(within_s)
-        busy = time.thread_time()
-        self._polled_s = now
-        self._seq += 1
-        if full:
-            self._full_s = now
-            # A silent engine has not lost its programs, so the stream keeps their last known rows.
-            self._rows = {key: row for key, row in self._rows.items() if row.engine in found.silent}
-            self._active &= self._rows.keys()
-        active = set()
-        for row in found.programs:
-            key = (row.tenant, row.program_id)
-            self._rows[key] = row
-            if row.requests or row.lease_blocks:
-                active.add(key)
-        for key in self._active - active:
-            row = self._rows[key]
-            if row.requests or row.lease_blocks:
-                self._rows[key] = msgspec.structs.replace(
-                    row, requests=0, running=False, lease_blocks=0, lease_until_s=None, lease_reason=None
+    async def _frame(self, audience: Audience, since_s: float | None) -> tuple[bytes, float]:
+        """Return (a full frame, or for ``since_s`` a delta with all changes since then; the time up to which
+        it covers changes). The frame may be one that was made for another viewer: by a poll that ended
+        meanwhile, or that began at most ``interval_s`` ago for a delta, or within the pause after it for a
+        full frame."""
+        shared = self._full if since_s is None else self._delta
+        asked_s = self._clock()
+        async with shared.lock:
+            max_age_s = shared.pause_s if since_s is None else self._interval_s
+            is_recent = shared.ended_s >= asked_s or self._clock() - shared.begun_s < max_age_s
+            covers = since_s is None or shared.since_s <= since_s
+            if shared.frame is None or not is_recent or not covers:
+                await asyncio.sleep(max(0.0, shared.begun_s + shared.pause_s - self._clock()))
+                before, shared.frame = self._full.frame, None
+                now = shared.begun_s = self._clock()
+                found = await self._source.take(None if since_s is None else round(now - since_s, 3))
+                busy_s = time.thread_time()
+                rows = found.programs
+                if since_s is None and found.silent and before is not None:
+                    rows = rows + _last_known(before, found)
+                self._seq += 1
+                shared.frame = LiveFrame(
+                    seq=self._seq,
+                    full=since_s is None,
+                    unix_s=round(time.time(), 3),
+                    interval_s=self._delta.pause_s,
+                    gateway=self._gateway,
+                    engines=found.engines,
+                    programs=rows,
+                    total=found.total,
                 )
-        self._active, self._engines, self._total = active, found.engines, found.total
-        frame = self._frame(
-            full, found.engines, [*self._rows.values()] if full else found.programs, found.total
-        )
-        busy_s = time.thread_time() - busy + _spent_s(found.engines)
-        if full:
-            self._full_pause_s = max(FULL_INTERVAL_S, BUSY_FACTOR * busy_s)
-            self._pause_s = self._interval_s
-        else:
-            self._pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * busy_s))
-        return frame
+                shared.body = msgspec.json.encode(shared.frame)
+                shared.busy_s = time.thread_time() - busy_s + _spent_s(found.engines)
+                shared.pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * shared.busy_s))
+                shared.since_s = math.inf if since_s is None else since_s
+                shared.ended_s = self._clock()
+            part = audience.filtered(shared.frame)
+            return (shared.body if part is shared.frame else msgspec.json.encode(part)), shared.begun_s
 
-    def _frame(
-        self, full: bool, engines: Sequence[EngineRow], programs: Sequence[ProgramRow], total: int
-    ) -> LiveFrame:
-        return LiveFrame(
-            seq=self._seq,
-            full=full,
-            unix_s=round(time.time(), 3),
-            interval_s=self._pause_s,
-            gateway=self._gateway,
-            engines=list(engines),
-            programs=list(programs),
-            total=total,
+
+def _last_known(before: LiveFrame, found: SourceFrame) -> list[ProgramRow]:
+    """Return the rows of silent engines in the full frame ``before``: they have not lost their programs."""
+    there = {(row.tenant, row.program_id) for row in found.programs}
+    return [
+        msgspec.structs.replace(
+            row, requests=0, running=False, lease_blocks=0, lease_until_s=None, lease_reason=None
         )
+        for row in before.programs
+        if row.engine in found.silent and (row.tenant, row.program_id) not in there
+    ]
 
 
 def _spent_s(engines: Sequence[EngineRow]) -> float:
@@ -353,10 +281,9 @@ def _spent_s(engines: Sequence[EngineRow]) -> float:
 class _BoundedStream(StreamingResponse):
     """A stream that ends if its client does not read."""
 
-    def __init__(
-        self, frames: AsyncIterator[bytes], left: Callable[[], object], headers: dict[str, str]
-    ) -> None:
+    def __init__(self, frames: AsyncIterator[bytes], left: Callable[[], object]) -> None:
         """``left`` is called when the stream is over, even if it never began."""
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(frames, media_type="text/event-stream", headers=headers)
         self._left = left
 
