@@ -18,16 +18,14 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 import msgspec
-from sojourn.config import LLM_PATHS, Config, host_key, written_host
+from sojourn.config import LLM_PATHS, target_of
 from sojourn.monkey_patches import Patches
-from sojourn.outgoing_request import OutgoingRequest, RetryScope
+from sojourn.outgoing_request import OutgoingRequest, RetryScope, under_way
 from sojourn.program import find_context
 from sojourn.request_warnings import warn_unlisted_host
 from sojourn.runtime import session
@@ -43,23 +41,9 @@ _SMALL_BYTES = 4096
 """Longest field of the user's body, in bytes of JSON, that is decoded. Longer fields stay as the user wrote
 them; our fields are never merged into them."""
 
-_MAX_TARGETS = 256
-
 _patches = Patches()
 _as_written = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _decoder = msgspec.json.Decoder()
-_targets: dict[str, tuple[Config, str | None, str, str, str, str] | None] = {}
-"""Cache, since parsing URLs is slow. Key: URL. Value for a URL of another kind than an LLM request: ``None``.
-
-Value for an LLM request:
-
-- the settings;
-- the server's entry of ``Config.hosts``; ``None`` if the server is not listed;
-- ``host:port``;
-- path;
-- suffix of the path (one of ``LLM_PATHS``).
-"""
-_posting: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_litellm_posting", default=None)
 
 
 def patch() -> bool:
@@ -118,7 +102,7 @@ def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwa
     outgoing, args, kwargs = _begin(handler, original, args, kwargs)
     if outgoing is None:
         return original(*args, **kwargs)
-    with _attempt(outgoing):
+    with outgoing:
         response = original(*args, **kwargs)
     outgoing.answered(_Answer(response))
     return response
@@ -130,26 +114,10 @@ async def _async_post(
     outgoing, args, kwargs = _begin(handler, original, args, kwargs)
     if outgoing is None:
         return await original(*args, **kwargs)
-    with _attempt(outgoing):
+    with outgoing:
         response = await original(*args, **kwargs)
     outgoing.answered(_Answer(response))
     return response
-
-
-@contextmanager
-def _attempt(outgoing: OutgoingRequest) -> Iterator[None]:
-    """Mark ``outgoing`` as under way inside the block, and record an exception of the block."""
-    token = _posting.set(outgoing)
-    try:
-        yield
-    except BaseException as error:
-        outgoing.attempt_failed(error)
-        raise
-    finally:
-        try:
-            _posting.reset(token)
-        except ValueError:  # another context finalises the request
-            count_error("context_reset_failed")
 
 
 def _begin(
@@ -161,23 +129,14 @@ def _begin(
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
-        config, around = live.config, _posting.get()
-        if config is None or live.event_sender is None:
+        config, around = live.config, under_way.get()
+        if config is None or live.event_sender is None or (around is not None and around.client is handler):
             return None, args, kwargs
-        # A call of the handler whose request is under way is part of that request. A call of another handler,
-        # for example in a hook, is a request of its own. So is a call in a task that outlives the request in
-        # which the task was started; ``around.client`` is then ``None``.
-        if around is not None and around.client is handler:
-            return None, args, kwargs
-        url = str(args[0] if args else kwargs.get("url"))
-        known = _targets[url] if url in _targets else _target(config, url)
-        if known is not None and known[0] is not config:
-            known = _target(config, url)
-        if known is None:
-            return None, args, kwargs
-        _, target, host, path, written, suffix = known
+        target = target_of(config, str(args[0] if args else kwargs.get("url")))
         if target is None:
-            warn_unlisted_host(live, find_context(live.counters)[0].program, host, path, written)
+            return None, args, kwargs
+        if target.listed is None:
+            warn_unlisted_host(live, find_context(live.counters)[0].program, target)
             return None, args, kwargs
         if len(args) > 1:
             named_args = _named(original, args, kwargs)
@@ -186,9 +145,10 @@ def _begin(
             args, kwargs = args[:1], named_args
         where, given, write = _body(kwargs)
         theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}
-        outgoing = OutgoingRequest.begin(live, target, suffix, theirs, client=handler)
+        suffix = next(filter(target.path.endswith, LLM_PATHS))
+        outgoing = OutgoingRequest.begin(live, target.listed, suffix, theirs, client=handler)
         named = kwargs.get("headers") or {}
-        body, headers = outgoing.parts(target, theirs, named)
+        body, headers = outgoing.parts(target.listed, theirs, named)
         added: dict[str, Any] = {"headers": {**headers, **named}}
         if body and given is not None:
             added[where] = write({**given, **body})
@@ -233,19 +193,6 @@ def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callab
                     fields = read(text)
                     return name, fields if isinstance(fields, dict) else None, write
     return "", None, dict
-
-
-def _target(config: Config, url: str) -> tuple[Config, str | None, str, str, str, str] | None:
-    """Add an entry for ``url`` to ``_targets``, and return it."""
-    if len(_targets) >= _MAX_TARGETS:
-        _targets.clear()
-    found = None
-    suffix = next(filter(url.partition("?")[0].endswith, LLM_PATHS), None)
-    if suffix is not None:
-        host, path = host_key(url), unquote(urlsplit(url).path)
-        found = config, config.listed(host, path), host, path, written_host(url), suffix
-    _targets[url] = found
-    return found
 
 
 def _read(name: str, value: Any) -> Any:

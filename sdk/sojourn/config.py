@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from .errors import ConfigError
@@ -195,6 +196,27 @@ def host_key(host: str, like: str = "http://") -> str:
     if not parts.hostname or port is None:
         raise ConfigError(f"{_named(host)} does not name a host; expected e.g. '127.0.0.1:8000'")
     return canonical_host(parts.hostname, port)
+
+
+class Target(NamedTuple):
+    """Where an LLM request goes, by its URL."""
+
+    listed: str | None
+    """The server's entry of ``Config.hosts``; ``None`` if the server is not listed."""
+    host: str
+    """``host:port`` in normal form."""
+    path: str
+    written: str
+    """The host as the user wrote it, with its port, for messages."""
+
+
+@lru_cache(maxsize=256)
+def target_of(config: Config, url: str) -> Target | None:
+    """Return where a request to ``url`` goes; ``None`` if it is no LLM request. Raises ``ConfigError``."""
+    if not url.partition("?")[0].endswith(LLM_PATHS):
+        return None
+    host, path = host_key(url), unquote(urlsplit(url).path)
+    return Target(config.listed(host, path), host, path, written_host(url))
 
 
 def _place(host: str, like: str) -> str:

@@ -4,7 +4,7 @@ owner, the event sender, provides both."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .wire_codec import encode
@@ -80,38 +80,14 @@ class EventQueue:
             self.size += 1
         return len(left)
 
-    def take(
-        self, program_id: str, clock: Callable[[], float], *, max_events: int, max_bytes: int | None = None
-    ) -> tuple[list[PendingEvent], int]:
-        """Remove the oldest events of one program. Returns these events, and the number of events dropped
-        because they cannot be encoded. Returns at most ``max_events`` events and at most ``max_bytes`` of
-        JSON, including a comma after each event. Without ``max_bytes`` nothing is encoded."""
-        taken: list[PendingEvent] = []
-        row = self._rows.get(program_id)
-        if row is None:
-            return taken, 0
-        if max_bytes is None and len(row) <= max_events:
-            row = self._rows.pop(program_id)
-            self.size -= len(row)
-            return list(row), 0
-        unencodable = 0
-        used = 0
-        now = clock()
-        while row and len(taken) < max_events:
-            if max_bytes is not None:
-                try:
-                    used += len(row[0].encode(now)) + 1
-                except Exception:
-                    row.popleft()
-                    unencodable += 1
-                    continue
-                if used > max_bytes:
-                    break
-            taken.append(row.popleft())
+    def take(self, program_id: str, max_events: int) -> list[PendingEvent]:
+        """Remove and return the oldest events of one program."""
+        row = self._rows.get(program_id, deque())
+        taken = [row.popleft() for _ in range(min(len(row), max_events))]
         if not row:
             self._rows.pop(program_id, None)
-        self.size -= len(taken) + unencodable
-        return taken, unencodable
+        self.size -= len(taken)
+        return taken
 
     def batch(self, max_events: int) -> list[PendingEvent]:
         """Remove and return up to ``max_events`` events, program by program, in the order in which the

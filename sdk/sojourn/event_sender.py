@@ -173,54 +173,17 @@ class EventSender:
             else:
                 self._ensure_thread()
 
-    def take(self, program_id: str, *, max_events: int, max_bytes: int | None = None) -> list[PendingEvent]:
-        """Remove and return the oldest unsent events of one program, to be carried by its next request.
-
-        Returns at most ``max_events`` events and at most ``max_bytes`` of JSON, including a comma after each
-        event. Without ``max_bytes`` no event is encoded here.
-        """
-        inbox, pending = self._inbox, self._pending
-        if not (inbox or pending.size):
+    def take(self, program_id: str, *, max_events: int) -> list[PendingEvent]:
+        """Remove and return the oldest unsent events of one program, to be carried by its next request."""
+        if not (self._inbox or self._pending.size):
             return []
-        taken: list[PendingEvent] = []
-        unencodable = 0
-        with self._lock:
-            if max_bytes is None and not pending.size:
-                # The usual case: the inbox has the few events since the program's last request, no others.
-                numbers = self._seq
-                while inbox and len(taken) < max_events and inbox[0].program_id == program_id:
-                    event = inbox.popleft()
-                    event.seq = next(numbers)
-                    taken.append(event)
-                if taken:
-                    self._polls_left = _POLLS
-                    counts = self.counters.of_thread[threading.get_ident()]
-                    counts["events_queued"] += len(taken)
-                    counts["events_piggybacked"] += len(taken)
-            carried = len(taken)
-            if inbox or pending.size:
-                self._take_in()
-                further, unencodable = pending.take(
-                    program_id, self._clock, max_events=max_events - len(taken), max_bytes=max_bytes
-                )
-                taken += further
-            if self._flushes_waiting:
-                self._queue_empty.notify_all()
-        if unencodable:
-            self.counters.add("encode_error", unencodable)
-        if len(taken) > carried:
-            self.counters.add("events_piggybacked", len(taken) - carried)
-        return taken
-
-    def undo_take(self, taken: list[PendingEvent]) -> None:
-        """Put the events that ``take`` returned back at the front of the queue. Called if they are not sent
-        with the request after all."""
         with self._lock:
             self._take_in()
-            lost = self._pending.put_back(taken)
-        self.counters.add("events_piggybacked", -len(taken))
-        if lost:
-            self.counters.add("dropped_full", lost)
+            taken = self._pending.take(program_id, max_events)
+            if self._flushes_waiting:
+                self._queue_empty.notify_all()
+        self.counters.add("events_piggybacked", len(taken))
+        return taken
 
     def put_back(self, emitter: EmitterId, taken: list[PendingEvent]) -> None:
         """Put the events of a failed request back, before their programs' other events. If the server

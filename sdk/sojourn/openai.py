@@ -15,30 +15,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
 from . import runtime
-from .config import LLM_PATHS, Config, canonical_host, written_host
+from .config import LLM_PATHS, Config, Target, target_of
 from .monkey_patches import Patches
-from .outgoing_request import OutgoingRequest
+from .outgoing_request import OutgoingRequest, under_way
 from .program import find_context
 from .request_warnings import warn_unlisted_host
 
-_under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
 _MAX_TARGETS = 256
-_targets: dict[tuple[int, str], tuple[Any, Config, str | None, str, str, str]] = {}
+_targets: dict[tuple[int, str], tuple[Any, Config, Target | None]] = {}
 """Cache, since parsing URLs is slow. Key: ``id()`` of a client's ``base_url`` object, and URL of a request.
-
-Value:
-
-- the same ``base_url`` object, kept so that no other object gets its ``id()``;
-- the settings;
-- the server's entry of ``Config.hosts``; ``None`` if the server is not listed;
-- ``host:port``;
-- the URL's path.
-"""
+Value: the same object, kept so that no other gets its ``id()``, the settings and the request's target."""
 _swapped: dict[type, type] = {}
 
 
@@ -100,17 +90,8 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _begin(self, options)
         if call is None:
             return original(self, cast_to, options, *args, **kwargs)
-        token = _under_way.set(call)
-        try:
+        with call:
             result = original(self, cast_to, options, *args, **kwargs)
-        except BaseException as error:
-            call.attempt_failed(error)
-            raise
-        finally:
-            try:
-                _under_way.reset(token)
-            except ValueError:  # another context finalises the call
-                runtime.session().counters.add("context_reset_failed")
         call.answered(result)
         return result
 
@@ -123,17 +104,8 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
         call = _begin(self, options)
         if call is None:
             return await original(self, cast_to, options, *args, **kwargs)
-        token = _under_way.set(call)
-        try:
+        with call:
             result = await original(self, cast_to, options, *args, **kwargs)
-        except BaseException as error:
-            call.attempt_failed(error)
-            raise
-        finally:
-            try:
-                _under_way.reset(token)
-            except ValueError:  # another context finalises the call
-                runtime.session().counters.add("context_reset_failed")
         call.answered(result)
         return result
 
@@ -143,31 +115,10 @@ def _async_request(original: Callable[..., Any]) -> Callable[..., Any]:
 def _begin(client: Any, options: Any) -> OutgoingRequest | None:
     session = runtime.live or runtime.session()
     try:
-        outer = _under_way.get()
-        # A call by the client whose request is under way is part of that request. A call by another client,
-        # for example in a hook, is a request of its own. So is a call in a task that outlives the request in
-        # which the task was started; ``outer.client`` is then ``None``.
+        outer, url = under_way.get(), options.url
         if outer is not None and outer.client is client:
             return None
-        config, url = session.config, options.url
-        if config is None:
-            return None
-        base_url = client.base_url
-        known = _targets.get((id(base_url), url))
-        # The usual case is inlined here, since after a model's answer the caches are cold and the first call
-        # of a function takes microseconds.
-        target: str | None
-        if (
-            known is not None
-            and known[0] is base_url
-            and known[1] is config
-            and known[2] is not None
-            and options.method == "post"
-            and session.event_sender is not None
-        ):
-            target = known[2]
-        else:
-            target = _llm_target(session, client, options)
+        target = _llm_target(session, client, options)
         if target is None:
             return None
         path = url.partition("?")[0] if "?" in url else url
@@ -186,33 +137,26 @@ def _llm_target(session: runtime.Session, client: Any, options: Any) -> str | No
     base_url = client.base_url
     known = _targets.get((id(base_url), url))
     if known is None or known[0] is not base_url or known[1] is not config:
-        if not url.partition("?")[0].endswith(LLM_PATHS):
-            return None
         # An absolute URL in the options goes to its own host, whatever the client's base_url is.
-        sent_to = client._prepare_url(url)
-        host = canonical_host(sent_to.host, sent_to.port or (443 if sent_to.scheme == "https" else 80))
-        known = (
-            base_url,
-            config,
-            config.listed(host, sent_to.path),
-            host,
-            sent_to.path,
-            written_host(str(sent_to)),
-        )
+        is_llm = url.partition("?")[0].endswith(LLM_PATHS)
+        known = base_url, config, target_of(config, str(client._prepare_url(url))) if is_llm else None
         if "://" not in url:
             if len(_targets) >= _MAX_TARGETS:
                 _targets.clear()
             _targets[id(base_url), url] = known
-    if known[2] is None:
-        warn_unlisted_host(session, find_context(session.counters)[0].program, *known[3:])
-    return known[2]
+    target = known[2]
+    if target is None:
+        return None
+    if target.listed is None:
+        warn_unlisted_host(session, find_context(session.counters)[0].program, target)
+    return target.listed
 
 
 def _build(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _build_request(self: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
         """Add our fields to one HTTP attempt. The user's fields stay unchanged."""
-        call = _under_way.get()
+        call = under_way.get()
         if call is None or call.client is not self:
             return original(self, options, *args, **kwargs)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextvars import ContextVar, Token
+from functools import cache
 from operator import methodcaller
 from threading import get_ident
 from types import TracebackType
@@ -16,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import runtime, valid_ids_and_names
 from .errors import status_of
-from .program import current_context, find_context, process_program, resolvers, stop_counting_as_one_run
-from .request import Parts, RequestContext, body_additions
+from .program import stop_counting_as_one_run
+from .request import Parts, RequestContext, body_additions, place_of_request
 from .request_warnings import warn_outside_program
 from .token_usage import of_answer, of_tail
 
@@ -32,6 +33,10 @@ _LAST = (_DONE, b"\nevent: response.completed", b"\nevent: message_stop")
 """Markers at the end of a stream. Clients close the stream after a marker, before the last byte. A marker
 counts only at the start of a line; inside a line it is text of the answer."""
 _TAIL_BYTES = 64
+under_way: ContextVar[OutgoingRequest | None] = ContextVar("sojourn_request", default=None)
+"""The request whose attempt runs in this code. A call by the client that sends it
+(``OutgoingRequest.client``) is part of that request. A call by another client, for example in a hook, is a
+request of its own. So is a call in a task that outlives the request; ``client`` is then ``None``."""
 _READ_TAIL_BYTES = 16 * 1024
 """Number of last bytes kept if a listener wants the token counts. The counts are near the end of the last
 event. In the Responses API that event first repeats the whole answer."""
@@ -142,15 +147,16 @@ def _check_overlap(program: Program, is_other_run: Callable[[Any], bool], counte
 
 
 class OutgoingRequest(LogicalRequest, RequestContext):
-    """A logical request of a patched client, from the client's call to its answer or its last failure.
+    """A logical request of a patched client, from the client's call to its answer or its last failure. As a
+    ``with`` block, it is one attempt: ``under_way`` inside the block, and failed if the block raises.
 
     ``begin`` and ``parts`` are long on purpose. While the agent waits for the model, the CPU's caches are
     filled with other data. The first call of each small function would then take microseconds.
     """
 
     __slots__ = (
-        "_around", "_busy", "_emitter", "_step", "_steps_left", "_taken", "bound_for", "client", "headers",
-        "is_outside", "prepared", "session", "to_event_server",
+        "_around", "_busy", "_emitter", "_step", "_steps_left", "_taken", "_token", "bound_for", "client",
+        "headers", "is_outside", "prepared", "session", "to_event_server",
     )  # fmt: skip
 
     client: Any
@@ -184,13 +190,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
         """Return a new request of the current program. For a retry inside a ``RetryScope``, return the
         earlier request instead. ``target``: the server's entry of ``Config.hosts``. ``body``: the user's
         body, read for the model's name only. ``url`` and ``target`` are stored in ``bound_for``."""
-        here, node = current_context.get(), None
-        program = here.program
-        if program is None or program.has_ended or resolvers:
-            here, node = find_context(session.counters)
-            program = here.program
-            if program is None:
-                program = process_program(session, asks=True)
+        program, step, node = place_of_request(session)
         session.has_turns = True
         around = _around.get()
         if around is not None:
@@ -209,13 +209,12 @@ class OutgoingRequest(LogicalRequest, RequestContext):
                     last.client = client
                     last.bound_for = url, target
                     return last
-        step = here.step
         model = body.get("model") if type(body) is dict or isinstance(body, Mapping) else None
         request = cls(
             session.counters,
             program,
             next(valid_ids_and_names.request_ids),
-            (None if step is None else step.node) or node or program.node,
+            node,
             model=model if isinstance(model, str) else None,
             host=target if "/" not in target else target.partition("/")[0],
             path=path,
@@ -261,7 +260,7 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             fits = isinstance(given, dict)
         # Events go to one server only: a replica would lack the program's other events.
         body, headers = self.context_parts(take=fits and to_event_server)
-        if theirs is None or (server.dialect.yields_to and self.yields_to(theirs)):
+        if theirs is None or any(theirs.get(name) is not None for name in server.dialect.yields_to):
             body = {}
         elif self.path == "/v1/messages" and not server.dialect.carries_events:
             body = {}  # of Anthropic's API it is unknown which fields these servers refuse
@@ -273,6 +272,19 @@ class OutgoingRequest(LogicalRequest, RequestContext):
             if not taken.isdisjoint(map(_lower, headers)):
                 headers = {name: value for name, value in headers.items() if name.lower() not in taken}
         return body, headers
+
+    def __enter__(self) -> None:
+        self._token = under_way.set(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.attempt_failed(error)
+        try:
+            under_way.reset(self._token)
+        except ValueError:  # another context finalises the call
+            self._counters.add("context_reset_failed")
 
     def answered(self, result: Any) -> None:
         """Record the answer. For a stream, this is called when the answer starts. Never raises."""
@@ -384,15 +396,12 @@ def _open_response(result: Any) -> Any:
 def _watch_body(response: Any, request: LogicalRequest) -> None:
     # Every reader of a response, raw or decoded, uses its byte stream, and every release closes it.
     stream = response.stream
-    kinds = {kind.__name__: kind for kind in type(stream).__mro__}
-    readable = bool(response.headers.get("content-encoding", "identity") == "identity")
-    if "AsyncByteStream" in kinds:
-        response.stream = _async_watch(kinds["AsyncByteStream"])(stream, _ResponseBytes(request, readable))
-    elif "SyncByteStream" in kinds:
-        response.stream = _sync_watch(kinds["SyncByteStream"])(stream, _ResponseBytes(request, readable))
-    else:
+    base = next((kind for kind in type(stream).__mro__ if kind.__name__ in _WATCHES), None)
+    if base is None:
         request.end()
         return
+    readable = bool(response.headers.get("content-encoding", "identity") == "identity")
+    response.stream = _watch(base)(stream, _ResponseBytes(request, readable))
     # A response that is never closed ends when it is garbage-collected.
     weakref.finalize(response, request.end, "abandoned").atexit = False
 
@@ -445,7 +454,8 @@ class _ResponseBytes:
         self._request.fail(error)
 
 
-_made: dict[type, type] = {}
+def _init(self: Any, inner: Any, seen: _ResponseBytes) -> None:
+    self._inner, self._seen = inner, seen
 
 
 def _of_inner(self: Any, name: str) -> Any:
@@ -456,61 +466,56 @@ def _of_inner(self: Any, name: str) -> Any:
     return getattr(self._inner, name)
 
 
-def _sync_watch(base: type) -> type:
+def _iter(self: Any) -> Any:
+    try:
+        for chunk in self._inner:
+            self._seen.saw(chunk)
+            yield chunk
+    except BaseException as error:
+        self._seen.broke(error)
+        raise
+    self._seen.over()
+
+
+async def _aiter(self: Any) -> Any:
+    inner = aiter(self._inner)
+    try:
+        async for chunk in inner:
+            self._seen.saw(chunk)
+            yield chunk
+    except BaseException as error:
+        self._seen.broke(error)
+        raise
+    finally:
+        # Awaited, as httpx2 does it. Otherwise the loop closes it later, or not at all as it ends.
+        if isinstance(inner, AsyncGenerator):
+            await inner.aclose()
+    self._seen.over()
+
+
+def _close(self: Any) -> None:
+    try:
+        self._inner.close()
+    finally:
+        self._seen.closed()
+
+
+async def _aclose(self: Any) -> None:
+    try:
+        await self._inner.aclose()
+    finally:
+        self._seen.closed()
+
+
+_WATCHES: dict[str, dict[str, Any]] = {
+    "AsyncByteStream": {"__aiter__": _aiter, "aclose": _aclose},
+    "SyncByteStream": {"__iter__": _iter, "close": _close},
+}
+
+
+@cache
+def _watch(base: type) -> type:
     """Return a subclass of the stream class ``base`` that reports the stream's bytes and end to a
     ``_ResponseBytes``. A subclass is needed because httpx and httpx2 each check for their own base class."""
-
-    def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
-        self._inner, self._seen = inner, seen
-
-    def __iter__(self: Any) -> Any:
-        try:
-            for chunk in self._inner:
-                self._seen.saw(chunk)
-                yield chunk
-        except BaseException as error:
-            self._seen.broke(error)
-            raise
-        self._seen.over()
-
-    def close(self: Any) -> None:
-        try:
-            self._inner.close()
-        finally:
-            self._seen.closed()
-
-    if base not in _made:
-        body = {"__init__": __init__, "__getattr__": _of_inner, "__iter__": __iter__, "close": close}
-        _made[base] = type("WatchedStream", (base,), body)
-    return _made[base]
-
-
-def _async_watch(base: type) -> type:
-    def __init__(self: Any, inner: Any, seen: _ResponseBytes) -> None:
-        self._inner, self._seen = inner, seen
-
-    async def __aiter__(self: Any) -> Any:
-        inner = aiter(self._inner)
-        try:
-            async for chunk in inner:
-                self._seen.saw(chunk)
-                yield chunk
-        except BaseException as error:
-            self._seen.broke(error)
-            raise
-        finally:
-            # Awaited, as httpx2 does it. Otherwise the loop closes it later, or not at all as it ends.
-            if isinstance(inner, AsyncGenerator):
-                await inner.aclose()
-        self._seen.over()
-
-    async def aclose(self: Any) -> None:
-        try:
-            await self._inner.aclose()
-        finally:
-            self._seen.closed()
-
-    if base not in _made:
-        body = {"__init__": __init__, "__getattr__": _of_inner, "__aiter__": __aiter__, "aclose": aclose}
-        _made[base] = type("WatchedAsyncStream", (base,), body)
-    return _made[base]
+    body = {"__init__": _init, "__getattr__": _of_inner, **_WATCHES[base.__name__]}
+    return type("WatchedStream", (base,), body)

@@ -7,16 +7,10 @@ in which this server takes hints) has a place for events.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from . import runtime, valid_ids_and_names
-from .dialects import Dialect, sojourn_fields
-from .hint_encoder import write_context
 from .hints import AgenticContext, SojournContext
 from .ids import EmitterId
 from .program import (
@@ -28,16 +22,12 @@ from .program import (
     resolvers,
 )
 from .user_hints import NO_HINTS, StepContext
-from .valid_ids_and_names import SHORT, name_of
-from .wire_codec import MAX_CONTEXT_BYTES, encode
+from .valid_ids_and_names import name_of
 
 if TYPE_CHECKING:
     from .event_queue import PendingEvent
-    from .event_sender import EventSender
 
 MAX_PIGGYBACK_EVENTS = 64
-_RESERVED_BYTES = 256
-"""Bytes kept free below ``MAX_CONTEXT_BYTES``, for the keys and quotes that events add."""
 
 Parts = tuple[dict[str, Any], dict[str, str]]
 
@@ -99,6 +89,21 @@ def _parts(*, take: bool, program: Program | None = None, is_turn: bool = True) 
         return {}, {}
 
 
+def place_of_request(
+    session: runtime.Session, program: Program | None = None
+) -> tuple[Program, StepContext | None, str | None]:
+    """Return the program of a request that begins now, its step and its node. The program is ``program``, or
+    else the one around the running code, or else the process's own."""
+    here, node = current_context.get(), None
+    if resolvers or here.program is None or here.program.has_ended:
+        here, node = find_context(session.counters)
+    if program is None:
+        program = here.program or process_program(session, asks=True)
+    elif program is not here.program:
+        here, node = ExecutionContext(program), None
+    return program, here.step, (here.step and here.step.node) or node or program.node
+
+
 class RequestContext:
     """What one logical request (an LLM call with its retries) says about its program. Program and hints are
     chosen once, at the start, so all retries carry the same. Subclasses set the attributes."""
@@ -115,14 +120,6 @@ class RequestContext:
     _emitter: EmitterId | None
     """Id of the event sender that numbered the carried events; ``None`` before the first take."""
 
-    def yields_to(self, theirs: Mapping[str, Any]) -> bool:
-        """Return whether our fields must be left out because of a field in the user's body ``theirs``. The
-        server would refuse the two together."""
-        server = self.session.server
-        if server is None or not server.dialect.yields_to:
-            return False
-        return any(theirs.get(name) is not None for name in server.dialect.yields_to)
-
     def return_events(self) -> None:
         """Put the carried events back into the queue. Called after a request without an answer, since its
         events may not have arrived. Never raises."""
@@ -134,12 +131,11 @@ class RequestContext:
         """Return the current body fields and headers.
 
         ``take=True`` takes the program's unsent events from the queue and adds them, if the dialect carries
-        events. A retry carries the events of earlier attempts again, as far as they fit; the server
-        recognises events that it has seen. If the events cannot be carried, they return to the queue. The
-        request still names its program then.
+        events. A retry carries the events of earlier attempts again; the server recognises events that it has
+        seen. While the events are too long together, or one of them cannot be encoded, the newer half returns
+        to the queue.
         """
-        session = self.session
-        server, sender = session.server, session.event_sender
+        server, sender = self.session.server, self.session.event_sender
         if server is None or sender is None:
             return {}, {}
         dialect = server.dialect
@@ -147,65 +143,17 @@ class RequestContext:
             return dialect.fields(self._context())
         if self._emitter != sender.id:
             self._taken, self._emitter = [], sender.id  # the process forked between two attempts
-        if not self._taken:
-            program = self.program
-            fresh = sender.take(program.id, max_events=MAX_PIGGYBACK_EVENTS)
-            self._taken = fresh
-            step = self._step
+        self._taken += sender.take(self.program.id, max_events=MAX_PIGGYBACK_EVENTS - len(self._taken))
+        while True:
             try:
                 now = runtime.clock()
-                if program.hints is NO_HINTS and (
-                    step is None or (step.step_id is None and step.hints is NO_HINTS)
-                ):
-                    node = self.node
-                    if node is not None and not (0 < len(node) <= SHORT and node.isascii()):
-                        node = name_of(node)
-                    text = write_context(
-                        program,
-                        self.id,
-                        node,
-                        self._emitter if fresh else None,
-                        fresh,
-                        now,
-                        self._steps_left,
-                    )
-                    if text is not None:
-                        return sojourn_fields(program.id, text)
-                return dialect.fields(self._context([each.event(now) for each in fresh]))
-            except Exception:  # the events are too long together, or one cannot be encoded
-                if not fresh:
+                return dialect.fields(self._context([each.event(now) for each in self._taken]))
+            except Exception:
+                if not self._taken:
                     raise
-                self._taken = []
-                sender.undo_take(fresh)
-        try:
-            return self._measured(dialect, sender)
-        except Exception:
-            session.counters.add("internal_error")
-            self.return_events()
-            return dialect.fields(self._context())
-
-    def _measured(self, dialect: Dialect, sender: EventSender) -> Parts:
-        """Return body fields and headers with as many events as fit into ``MAX_CONTEXT_BYTES``. Events grow
-        between attempts, since they hold their age. If the events no longer fit, the newest ones return to
-        the queue. Slower than ``context_parts``, since each event is encoded to learn its size."""
-        room_bytes = MAX_CONTEXT_BYTES - _RESERVED_BYTES - len(encode(self._context()))
-        now = runtime.clock()
-        events = [pending.encode(now) for pending in self._taken]
-        ends = list(accumulate(len(event) + 1 for event in events))  # with a comma after each event
-        fitting = bisect_right(ends, room_bytes)
-        if fitting < len(events):
-            self._taken, too_many = self._taken[:fitting], self._taken[fitting:]
-            sender.put_back(sender.id, too_many)
-            del events[fitting:]
-        else:
-            fresh = sender.take(
-                self.program.id,
-                max_events=MAX_PIGGYBACK_EVENTS - len(events),
-                max_bytes=room_bytes - (ends[-1] if ends else 0),
-            )
-            self._taken += fresh
-            events += [pending.encode(now) for pending in fresh]
-        return dialect.fields(self._context([msgspec.Raw(event) for event in events]))
+                half = len(self._taken) // 2
+                sender.put_back(sender.id, self._taken[half:])
+                del self._taken[half:]
 
     def _context(self, carried: list[Any] | None = None) -> AgenticContext:
         """Return program id and hints as a wire message. ``carried``: events to include, as structs or
@@ -251,22 +199,11 @@ class Turn(RequestContext):
     """A logical request that the user's code sends, without a patched client."""
 
     def __init__(self, session: runtime.Session, program: Program | None = None) -> None:
-        here, node = current_context.get(), None
-        if resolvers or here.program is None or here.program.has_ended:
-            here, node = find_context(session.counters)
-        if program is None:
-            program = here.program
-            if program is None:
-                program = process_program(session, asks=True)
-        elif program is not here.program:
-            here, node = ExecutionContext(program), None
+        self.program, self._step, self.node = place_of_request(session, program)
         self.session = session
         session.has_turns = True
-        self.program = program
-        program.is_used = True
-        step = self._step = here.step
+        self.program.is_used = True
         self._steps_left = None
-        self.node = (None if step is None else step.node) or node or program.node
         self.id = next(valid_ids_and_names.request_ids)
         self._taken = []
         self._emitter = None

@@ -19,7 +19,7 @@ from .config import LLM_PATHS
 from .sdk_logger import logger
 
 if TYPE_CHECKING:
-    from .config import Config
+    from .config import Config, Target
 
 OUTSIDE_REQUESTS = 3
 """Number of requests outside of programs at which a warning is given."""
@@ -72,15 +72,12 @@ def warn_empty_program(session: runtime.Session, label: str, outside: int) -> No
         session.counters.add("internal_error")
 
 
-def warn_unlisted_host(
-    session: runtime.Session, program: object | None, host: str, path: str, written: str
-) -> None:
+def warn_unlisted_host(session: runtime.Session, program: object | None, target: Target) -> None:
     """Count a request that goes to no entry of ``Config.hosts``. Warn at the third such request
     (``UNLISTED_REQUESTS``), once per process. Count nothing after the first request to a listed host, since
     agents may use other servers too. Never raises.
 
-    ``host``: ``host:port`` of the request. ``path``: its URL path. ``written``: its ``written_host``, for the
-    message. ``program``: the program around the request, if any.
+    ``target`` is where the request goes, ``program`` is the program around it, if any.
 
     Every request inside a program counts. A request outside of programs counts only if its host may be
     another address of a listed server: a listed host has the same name and another port, or the request's
@@ -89,6 +86,7 @@ def warn_unlisted_host(
     """
     if session.has_turns or "unlisted" not in _unsaid:
         return
+    _, host, path, written = target
     session.unlisted_host = written
     try:
         config = session.config

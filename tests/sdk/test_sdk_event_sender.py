@@ -257,9 +257,7 @@ def test_many_threads_and_a_taker_lose_and_double_nothing(senders):
     def take():
         while not stop.is_set():
             for source in sources:
-                taken.extend(
-                    (p.program_id, p.seq) for p in sender.take(source.id, max_events=8, max_bytes=10**5)
-                )
+                taken.extend((p.program_id, p.seq) for p in sender.take(source.id, max_events=8))
 
     threads = [
         threading.Thread(target=fill, args=(sender, source, 300)) for source in sources for _ in range(2)

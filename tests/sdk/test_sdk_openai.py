@@ -403,15 +403,15 @@ def test_returned_events_respect_the_queue_and_never_cross_a_fork():
     try:
         for _ in range(4):
             sender.put(Source(), Heartbeat)
-        taken = sender.take("p", max_events=64, max_bytes=10**6)
+        taken = sender.take("p", max_events=64)
         for _ in range(3):
             sender.put(Source(), Heartbeat)
         sender.put_back(sender.id, taken)
-        again = sender.take("p", max_events=64, max_bytes=10**6)
+        again = sender.take("p", max_events=64)
         assert [p.seq for p in again] == [3, 4, 5, 6]  # the newest of the returned ones still had room
         assert sender.counters["dropped_full"] == 3
         sender.put_back("another emitter", again)
-        assert sender.take("p", max_events=64, max_bytes=10**6) == []
+        assert sender.take("p", max_events=64) == []
     finally:
         sender.close(0)
 
