@@ -15,6 +15,7 @@ import pytest
 from gateway_harness import until
 from sojourn_server.gateway.ray import engine_process
 from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess, environment
+from sojourn_server.launch.engine_server import ServerStartError
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_engine_process.py")), "{host}", "{port}"]
 WITH_CHILD = [
@@ -51,7 +52,7 @@ async def test_it_tells_its_load_and_drains_before_its_end(tmp_path: Path) -> No
         await it.drain(0.1, 60.0)
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
     assert await it.load() == (0.25, 0)
-    await it.end()
+    await it.stop()
     assert gone(it)
     assert await it.load() is None
 
@@ -64,12 +65,12 @@ async def test_an_engine_that_ends_or_hangs_fails_its_check_and_leaves_no_child(
     monkeypatch.setattr(engine_process, "STOP_GRACE_S", 0.2)
     it = engine(tmp_path, WITH_CHILD)
     await it.start()
-    child = int(it.log_path.read_text().split("child ")[1].split()[0])
+    child = int(it.log_tail().split("child ")[1].split()[0])
     assert not gone(child)
     assert it.process is not None
     os.kill(it.process.pid, sent)
     if sent is signal.SIGSTOP:  # as an engine whose core has died answers
-        monkeypatch.setattr(it, "_is_healthy", _unhealthy)
+        monkeypatch.setattr(it, "is_healthy", lambda: False)
     await it.watch()
     assert gone(it)
     await until(lambda: gone(child))
@@ -78,22 +79,18 @@ async def test_an_engine_that_ends_or_hangs_fails_its_check_and_leaves_no_child(
         it.check()
     killed: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda group, _: killed.append(group))
-    await it.end()
+    await it.stop()
     assert killed == [], "another process may have got the number"
-
-
-async def _unhealthy() -> bool:
-    return False
 
 
 async def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
     code = "import sys; print('no such model'); sys.exit(3)"
     it = engine(tmp_path, [sys.executable, "-c", code])
-    with pytest.raises(EngineFailed, match=r"(?s)code 3 while starting.*no such model"):
+    with pytest.raises(ServerStartError, match=r"(?s)code 3 while starting.*no such model"):
         await it.start()
     code = "import time; print('still loading', flush=True); time.sleep(600)"
     it = engine(tmp_path, [sys.executable, "-c", code], start_timeout_s=1.0)
-    with pytest.raises(EngineFailed, match="not ready after"):
+    with pytest.raises(ServerStartError, match="not ready after"):
         await it.start()
     assert gone(it)
 

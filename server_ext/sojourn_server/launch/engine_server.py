@@ -1,7 +1,6 @@
-"""Runs ``sojourn serve`` in a process group of its own, by default on a free port.
+"""Runs a server in a process group of its own, on a free port, and stops it with all its child processes.
 
-Starts the server, waits until it answers, and stops it with all its child processes. The demo, the benchmarks
-and the tests use this module.
+``EngineServer`` is for the demo, the benchmarks and the tests. Engines on Ray run in a ``ServerProcess`` too.
 """
 
 from __future__ import annotations
@@ -26,6 +25,8 @@ Progress = Callable[[float, str], None]
 the current stage."""
 
 _POLL_S = 0.25
+ANSWER_TIMEOUT_S = 5.0
+"""Maximum seconds to wait for an answer of a server."""
 _INTERRUPT_GRACE_S = 10.0
 """Seconds that a server has to end by itself after SIGINT. Then its process group is killed."""
 
@@ -47,8 +48,120 @@ class ServerStartError(RuntimeError):
     """The server ended, did not answer in time, or cannot be used. The text may end with lines of its log."""
 
 
+class ServerProcess:
+    """A server in a child process. Not thread-safe, but ``end`` also ends ``wait_until_ready``."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    log_path: Path | None = None
+    """File of the server's output."""
+    api_key: str | None = None
+    process: subprocess.Popen[bytes] | None = None
+    """The server's process; ``None``: not started."""
+    _is_ended = False
+    """Whether ``end`` has killed the process group, whose number may then belong to other processes."""
+
+    @property
+    def url(self) -> str:
+        """Root URL of the server, without ``/v1``."""
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers for every request to the server: the API key, if there is one."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; ``None``: the server runs, or was not started."""
+        return self.process.poll() if self.process is not None else None
+
+    def launch(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the process, with its output in ``log_path``."""
+        assert self.log_path is not None
+        self.log_path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                # A group of its own: all child processes can be ended together, and a Ctrl-C at the
+                # terminal reaches this process only.
+                start_new_session=True,
+            )
+        self._is_ended = False
+
+    def wait_until_ready(self, timeout_s: float, progress: Progress | None = None) -> None:
+        """Wait until the server answers. Raises ``ServerStartError`` if it ends, or after ``timeout_s``."""
+        start, next_report = time.monotonic(), 0.0
+        while True:
+            elapsed_s = time.monotonic() - start
+            if progress is not None and elapsed_s >= next_report:
+                next_report = elapsed_s + 1.0
+                log = self.log_tail(400)
+                stages = (stage for sign, stage in _STARTUP_STAGES if sign in log)
+                progress(elapsed_s, next(stages, "starting the process"))
+            if self.code is not None:
+                raise ServerStartError(
+                    f"the server ended with code {self.code} while starting:\n{self.log_tail()}"
+                )
+            if self.is_healthy() and self.is_ours():
+                return
+            if elapsed_s > timeout_s:
+                raise ServerStartError(
+                    f"the server was not ready after {timeout_s:.0f} s:\n{self.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+
+    def is_healthy(self) -> bool | None:
+        """Check the server's health. False: it says that it is unhealthy, or refuses connections. ``None``:
+        unknown, for example because it does not answer in time."""
+        try:
+            answer = self.get("/health")
+        except httpx.ConnectError as error:
+            return False if "refused" in str(error) else None
+        except httpx.HTTPError:
+            return None
+        return answer.is_success or (False if answer.status_code in (500, 503) else None)
+
+    def is_ours(self) -> bool:
+        """Whether it is this server that answers, and can be used. May raise ``ServerStartError``."""
+        return True
+
+    def get(self, path: str) -> httpx.Response:
+        """Return the server's answer. Raises ``httpx.HTTPError``."""
+        return httpx.get(self.url + path, headers=self.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False)
+
+    def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
+        """Send the signal ``first``, and wait at most ``grace_s`` for the server's end. Then kill its process
+        group, so that no child is left. Further calls have no effect."""
+        process = self.process
+        if process is None or self._is_ended:
+            return
+        try:
+            if process.poll() is None:
+                process.send_signal(first)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=grace_s)
+        finally:
+            # A second Ctrl-C raises out of the wait. The server has a process group of its own, so it would
+            # outlive this process.
+            _kill_group(process.pid)
+            process.wait()
+            self._is_ended = True
+
+    def log_tail(self, lines: int = 30) -> str:
+        """Return the last ``lines`` lines of the log; empty without a log."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        text = self.log_path.read_bytes().decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+
 @dataclass(eq=False, repr=False)
-class EngineServer:
+class EngineServer(ServerProcess):
     """Context manager that runs ``sojourn serve MODEL``. Entering the ``with`` block waits until the server
     answers. It raises ``ServerStartError`` if the server ends, or after ``ready_timeout_s`` seconds."""
 
@@ -70,25 +183,14 @@ class EngineServer:
     """0: any free port, which is here after the start."""
 
     def __post_init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
         self._own_log = self.log_path is None
         # A secret model alias identifies this server. Another server on a reused port does not have it.
         self._alias = f"sojourn-{secrets.token_hex(6)}"
 
     @property
-    def url(self) -> str:
-        """Root URL of the server, ``http://127.0.0.1:PORT``, without ``/v1``."""
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
     def pid(self) -> int | None:
         """Process id of the API server; ``None`` if it is not started."""
-        return self._process.pid if self._process is not None else None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers for every request to the server: the API key, if there is one."""
-        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return self.process.pid if self.process is not None else None
 
     def __enter__(self) -> EngineServer:
         return self.start()
@@ -99,30 +201,18 @@ class EngineServer:
     def start(self) -> EngineServer:
         """Start the process, wait until the server answers, and return ``self``. If the server does not
         answer, end the process and raise ``ServerStartError``."""
-        if self._process is not None:
+        if self.process is not None:
             raise RuntimeError("this server is already started")
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port(self.host)
         if self.log_path is None:
             handle, name = tempfile.mkstemp(prefix="sojourn-serve-", suffix=".log")
             os.close(handle)
             self.log_path = Path(name)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **self.env}
-        if self.api_key:
-            environment["VLLM_API_KEY"] = self.api_key  # not on the command line, where ps shows it
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                # A group of its own: all child processes can be ended together, and a Ctrl-C at the
-                # terminal reaches this process only.
-                start_new_session=True,
-            )
+        # Not on the command line, where ps shows it.
+        key = {"VLLM_API_KEY": self.api_key} if self.api_key else {}
+        self.launch(self._command(), {**os.environ, **self.env, **key})
         try:
-            self._wait_until_ready()
+            self.wait_until_ready(self.ready_timeout_s, self.progress)
         except BaseException:
             self.stop()
             raise
@@ -130,30 +220,13 @@ class EngineServer:
 
     def stop(self) -> None:
         """End the server: SIGINT, then SIGKILL to the whole process group. Further calls do nothing."""
-        process = self._process
-        if process is None:
+        if self.process is None:
             return
-        try:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=_INTERRUPT_GRACE_S)
-        finally:
-            # A second Ctrl-C raises out of the wait. The server has a process group of its own, so it would
-            # outlive this process.
-            _kill_group(process.pid)
-            process.wait()
-            self._process = None
-            if self._own_log and self.log_path is not None:
-                self.log_path.unlink(missing_ok=True)
-                self.log_path = None
-
-    def log_tail(self, lines: int = 30) -> str:
-        """Return the last ``lines`` lines of the log; empty without a log."""
-        if self.log_path is None or not self.log_path.exists():
-            return ""
-        text = self.log_path.read_bytes().decode("utf-8", "replace")
-        return "\n".join(text.splitlines()[-lines:])
+        self.end(_INTERRUPT_GRACE_S, signal.SIGINT)
+        self.process = None
+        if self._own_log and self.log_path is not None:
+            self.log_path.unlink(missing_ok=True)
+            self.log_path = None
 
     @property
     def _named_by_caller(self) -> bool:
@@ -167,36 +240,9 @@ class EngineServer:
             "--host", "127.0.0.1", "--port", str(self.port), *names, *self.serve_args,
         ]  # fmt: skip
 
-    def _wait_until_ready(self) -> None:
-        assert self._process is not None
-        start = time.monotonic()
-        next_report = 0.0
-        with httpx.Client(base_url=self.url, headers=self.headers, timeout=5.0, trust_env=False) as client:
-            while True:
-                elapsed_s = time.monotonic() - start
-                if self.progress is not None and elapsed_s >= next_report:
-                    next_report = elapsed_s + 1.0
-                    log = self.log_tail(400)
-                    stages = (stage for sign, stage in _STARTUP_STAGES if sign in log)
-                    self.progress(elapsed_s, next(stages, "starting the process"))
-                code = self._process.poll()
-                if code is not None:
-                    raise ServerStartError(
-                        f"the server ended with code {code} while starting:\n{self.log_tail()}"
-                    )
-                if self._answers(client):
-                    return
-                if elapsed_s > self.ready_timeout_s:
-                    raise ServerStartError(
-                        f"the server was not ready after {self.ready_timeout_s:.0f} s:\n{self.log_tail()}"
-                    )
-                time.sleep(_POLL_S)
-
-    def _answers(self, client: httpx.Client) -> bool:
+    def is_ours(self) -> bool:
         try:
-            if client.get("/health").status_code != 200:
-                return False
-            models = client.get("/v1/models")
+            models = self.get("/v1/models")
         except httpx.HTTPError:
             return False
         if models.status_code == 401:
@@ -211,9 +257,10 @@ class EngineServer:
         )
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
+def free_port(host: str) -> int:
+    """Return a TCP port that is free at ``host`` now. Another process may take it before the server does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as probe:
         return int(probe.getsockname()[1])
 
 

@@ -107,7 +107,7 @@ class EngineReplica:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._process.end()
+            await self._process.stop()
 
     async def _announce(self) -> None:
         """Announce the engine while it runs."""
