@@ -82,6 +82,15 @@ def test_the_lines_fit_eighty_columns_and_say_what_the_frame_says() -> None:
     assert next(text for text in texts if text.startswith("queued")).split()[1:4] == ["waiting", "60s", "due"]
 
 
+def test_engines_that_only_observe_are_not_the_policy_of_a_pair() -> None:
+    def title(*policies: str) -> str:
+        engines = [msgspec.structs.replace(frame().engines[0], policy=policy) for policy in policies]
+        return text_of(header(msgspec.structs.replace(frame(), engines=engines), 80)[0])
+
+    assert title("sojourn", "observe").endswith("policy sojourn")
+    assert title("observe", "observe").endswith("policy observe")
+
+
 def test_a_policy_without_leases_shows_places_and_reused_tokens_instead() -> None:
     bare = {"lease_blocks": 0, "lease_until_s": None, "lease_reason": None, "reused_tokens": 2500}
     rows = [

@@ -99,6 +99,16 @@ def test_a_whole_life() -> None:
     assert engine.program_scheduler.histories.turns.count() == 1
 
 
+def test_a_turn_of_one_token_has_a_time_to_first_token_too() -> None:
+    """As at a prefill engine: the request has left the engine before its first token is reported."""
+    engine = VirtualEngine()
+    request = engine.arrive("p", prompt(40))
+    engine.admit(request)
+    engine.now += 1.5
+    engine.finish(request, output=(7,))
+    assert engine.program("p").ttft_s == 1.5
+
+
 def test_c1_the_first_arrival_is_the_rank_for_ever() -> None:
     engine = VirtualEngine()
     engine.turn("p", prompt(8), kv_retention_ttl_seconds=0)

@@ -320,8 +320,9 @@ def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place
     slow_s = max((engine.answer_s or 0.0 for engine in frame.engines), default=0.0)
     if not note and slow_s >= SLOW_ANSWER_S:
         note = f"engine answers after {duration(slow_s)}"
-    policies = ", ".join(sorted({engine.policy for engine in frame.engines if engine.policy}))
-    title = f"sojourn top  {url}" + (f"  policy {policies}" if policies else "")
+    policies = {engine.policy for engine in frame.engines if engine.policy}
+    named = ", ".join(sorted(policies - {"observe"} or policies))  # decode engines of pairs only observe
+    title = f"sojourn top  {url}" + (f"  policy {named}" if named else "")
     right = "  ".join(filter(None, (note, place)))
     title = cut(title, width - cell_len(right) - 2)
     gap = " " * (width - cell_len(title) - cell_len(right))

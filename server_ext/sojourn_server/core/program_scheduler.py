@@ -492,6 +492,8 @@ class ProgramScheduler:
     def _close_record(self, record: TurnRecord, event: ev.TurnFinished, now: float) -> None:
         """Complete the record of a request that has left the engine, and add it to the ledger and to the
         metrics."""
+        if event.output_tokens and event.request_id in self.awaiting_first_token:  # all in one step
+            self._first_token(ev.FirstToken(event.request_id), now)
         self.awaiting_first_token.pop(event.request_id, None)
         record.finished_s = now
         record.output_tokens = event.output_tokens
