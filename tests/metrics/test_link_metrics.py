@@ -9,7 +9,7 @@ from typing import Any
 import sojourn_server.kv_transfer
 from sojourn_server.kv_offload.shared_store import PutOutcome
 from sojourn_server.metrics.link_metrics import LINK_LABELS, RECEIVED, count_links
-from sojourn_server.metrics.metric_catalog import LINK_LANES, PATH_OUTCOMES
+from sojourn_server.metrics.metric_catalog import PATH_OUTCOMES
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 
 
@@ -25,7 +25,7 @@ def test_totals_become_increments() -> None:
     count_links(recorder, totals(150, 30, pushes=9, pushes_complete=3))
     drained = recorder.drain()["counters"]
     moved = {(row["link"], row["direction"]): n for row, n in drained["sojourn_link_bytes_total"]}
-    assert moved == {lane: 30 if lane == RECEIVED else 150 for lane in LINK_LANES}
+    assert moved == {**dict.fromkeys(LINK_LABELS.values(), 150), RECEIVED: 30}
     assert drained["sojourn_path_outcomes_total"] == [[{"what": "pushes_complete"}, 3]]
     count_links(recorder, totals(150, 30, pushes_complete=3))
     assert recorder.drain()["counters"] == {}

@@ -80,7 +80,9 @@ class PrometheusBridge:
         ``rate()`` still misses the increments in the engine's first answer, because no scrape saw the 0."""
         for spec in METRIC_CATALOG.values():
             if spec.kind is MetricKind.COUNTER:
-                for values in _label_combinations(spec):
+                # None, if a label can have any value.
+                known = [sorted(one) for one in spec.labels.values() if isinstance(one, frozenset)]
+                for values in itertools.product(*known) if len(known) == len(spec.labels) else ():
                     self._metrics[spec.name].labels(*values, engine)
 
 
@@ -139,15 +141,6 @@ def _create_metric(spec: MetricSpec, registry: CollectorRegistry) -> Any:
     if spec.kind is MetricKind.GAUGE:
         return Gauge(spec.name, spec.help, labels, registry=registry, multiprocess_mode="mostrecent")
     return Histogram(spec.name, spec.help, labels, registry=registry, buckets=spec.buckets)
-
-
-def _label_combinations(spec: MetricSpec) -> list[tuple[str, ...]]:
-    """Return the label values of each series that a counter shows at 0; empty if a label can have any
-    value."""
-    if spec.shown_at_zero is not None:
-        return sorted(spec.shown_at_zero)
-    known = [sorted(values) for values in spec.labels.values() if isinstance(values, frozenset)]
-    return list(itertools.product(*known)) if len(known) == len(spec.labels) else []
 
 
 def _add_observations(child: Any, counts: list[int], total: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 
 from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming
@@ -67,9 +68,6 @@ class MetricSpec:
     names."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, ascending, without +Inf."""
-    shown_at_zero: frozenset[tuple[str, ...]] | None = None
-    """Combinations of label values, in the order of ``labels``, that a counter shows on the page even while
-    they are 0; ``None``: all combinations. Other combinations appear after their first count."""
 
 
 TIERS = frozenset({"device"})
@@ -84,10 +82,6 @@ TIER_MOVES = frozenset({
 LANES = frozenset({"to_host", "to_device", "to_disk", "from_disk"})
 LINKS = frozenset({"storage", "compute"})
 LINK_DIRECTIONS = frozenset({"read", "write", "sent", "received"})
-LINK_LANES = frozenset(
-    {("storage", "read"), ("storage", "write"), ("compute", "sent"), ("compute", "received")}
-)
-"""Valid pairs of the labels ``link`` and ``direction``."""
 SLOT_STATES = frozenset({"used", "free"})
 PATH_OUTCOMES = frozenset({
     "loads_whole", "loads_short", "loads_aborted", "pushes_complete", "pushes_failed", "pushes_refused",
@@ -115,26 +109,6 @@ LEASE_ENDS = frozenset({
 PLACES = frozenset(tier.value for tier in Tier)
 MOVE_TIMES = frozenset(when.value for when in MoveTiming)
 MOVE_REASONS = frozenset(reason.value for reason in MoveReason)
-_BELOW = (Tier.HOST, Tier.DISK, Tier.WAITING)
-_UP = (
-    MoveReason.FREE_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT,
-    MoveReason.EXCHANGE, MoveReason.FUTILE, MoveReason.KEPT, MoveReason.GIVEN_UP,
-)  # fmt: skip
-_DOWN = (MoveReason.OVER_CAPACITY, MoveReason.OVERDUE, MoveReason.STANDSTILL, MoveReason.ABSENT)
-PLACEMENTS = frozenset(
-    (to.value, when.value, reason.value)
-    for to, when, reason in (
-        *((Tier.DEVICE, MoveTiming.NOW, reason) for reason in _UP),
-        *((to, MoveTiming.NOW, reason) for to in _BELOW for reason in _DOWN),
-        # For these two reasons, a program with a running request is also marked to leave after its turn.
-        *((to, MoveTiming.AFTER_TURN, reason) for to in _BELOW for reason in _DOWN[:2]),
-        *((to, MoveTiming.NOW, MoveReason.EXCHANGE) for to in (Tier.HOST, Tier.DISK)),
-        (Tier.DISK, MoveTiming.NOW, MoveReason.HOST_FULL),
-        (Tier.WAITING, MoveTiming.NOW, MoveReason.OVER),
-    )
-)
-"""Combinations (tier, time, reason) of the moves that the shipped placement policies can decide. They are a
-third of all combinations. Policies of users may decide others."""
 GAP_SOURCES = frozenset({"reported", "inferred"})
 EVENT_TYPES = frozenset(
     {"program_start", "tool_start", "tool_stop", "heartbeat", "aeg", "program_end", "unknown"}
@@ -162,27 +136,13 @@ METRICS_DROPPED = "sojourn_metrics_dropped_total"
 this catalogue, or if its value is invalid."""
 
 
-def _counter(
-    name: str, help: str, shown_at_zero: frozenset[tuple[str, ...]] | None = None, **labels: LabelValues
+def _metric(
+    kind: MetricKind, name: str, help: str, buckets: tuple[float, ...] = (), **labels: LabelValues
 ) -> MetricSpec:
-    return MetricSpec(
-        name=name,
-        kind=MetricKind.COUNTER,
-        help=help,
-        labels=MappingProxyType(labels),
-        shown_at_zero=shown_at_zero,
-    )
+    return MetricSpec(name=name, kind=kind, help=help, buckets=buckets, labels=MappingProxyType(labels))
 
 
-def _gauge(name: str, help: str, **labels: LabelValues) -> MetricSpec:
-    return MetricSpec(name=name, kind=MetricKind.GAUGE, help=help, labels=MappingProxyType(labels))
-
-
-def _histogram(name: str, help: str, buckets: tuple[float, ...], **labels: LabelValues) -> MetricSpec:
-    return MetricSpec(
-        name=name, kind=MetricKind.HISTOGRAM, help=help, buckets=buckets, labels=MappingProxyType(labels)
-    )
-
+_counter, _gauge, _histogram = (partial(_metric, kind) for kind in MetricKind)
 
 _ALL = (
     _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
@@ -209,7 +169,6 @@ _ALL = (
     _counter(
         "sojourn_link_bytes_total",
         "KV bytes moved over a link of this engine: to and from storage, to and from other engines.",
-        LINK_LANES,
         link=LINKS,
         direction=LINK_DIRECTIONS,
     ),
@@ -268,7 +227,6 @@ _ALL = (
     _counter(
         "sojourn_placements_total",
         "Programs moved to another tier's queue, or marked to leave after their turn.",
-        PLACEMENTS,
         to=PLACES,
         when=MOVE_TIMES,
         reason=MOVE_REASONS,

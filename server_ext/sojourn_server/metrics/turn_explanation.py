@@ -49,15 +49,6 @@ _LOSSES = {
     "unknown": _Loss("the ledger has no cause"),
 }
 """Cause of a loss → its description. ``changed`` and ``unread`` are missing, because nothing was lost."""
-_AWAY = {
-    "over_capacity": "the KV memory was full, so the policy had taken the program off the device",
-    "exchange": "its place on the device had gone to a program that was ready, while its own tool ran",
-    "absent": "its place on the device had gone to a program that was ready, while its own tool ran",
-    "overdue": "its place on the device had gone to a program that had waited for too long",
-    "standstill": "its place on the device had gone to a program that was ready, while nothing ran",
-    "host_full": "a busier program had needed its blocks in host memory",
-}
-"""Reason of a move → why the program was not on the device, in words."""
 NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"
 """Note on a gap in which neither the client nor the output named a tool."""
 _MOVES = {
@@ -95,7 +86,7 @@ _TERMS = {
     "price": "progress gained per second and block by the program that enters",
 }
 """Terms of the policy ``sojourn`` (docs/policy.md) → meaning."""
-_NOT_TERMS = ("seq", "at_s", "kind", "program_id", "reason")
+_NOT_TERMS = {"seq", "at_s", "kind", "program_id", "reason"}
 POLICY_OFF = "policy_off"
 """Reason of a decision not to keep a turn's KV, if the policy grants no leases at all."""
 _PREFILLED = "prefilled"
@@ -384,14 +375,15 @@ def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, A
         return f"the policy did not keep it out, it waited for {what}"
     why = "the device had no place for it"
     if away is not None:
-        why = _AWAY.get(str(away["reason"]), f"the policy had moved it, {_decision(away)}")
+        why = f"the policy had moved it, {_decision(away)}"
+        if because := _WHY_OUT.get(str(away["reason"])):
+            why = f"the policy had taken the program off the device: {because}"
     return f"{why}; it went on by the move {_decision(back)}" if back is not None else why
 
 
 def _decision(decision: Mapping[str, Any]) -> str:
     """Return a decision and its terms, in words."""
-    names = decision.keys() - {"seq", "at_s", "kind", "program_id", "reason"}
-    terms = ", ".join(f"{name} {decision[name]:.3g}" for name in sorted(names))
+    terms = ", ".join(f"{name} {decision[name]:.3g}" for name in sorted(decision.keys() - _NOT_TERMS))
     return f"{decision['kind']} ({decision['reason']}{'; ' + terms if terms else ''})"
 
 
