@@ -19,9 +19,10 @@ from kv_blocks import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
+from sojourn_server.kv_offload.disk_tier import PersistStatus, TierLimits
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, PersistStatus, TierLimits
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import SharedStore
 

@@ -151,7 +151,7 @@ class RandomClients:
         self.planner.store(blocks, self.draw.choice([0, 1, 2]))
 
     def fetch_ahead(self) -> None:
-        self.planner.fetch(self._chain())
+        self.planner.disk.fetch(self._chain(), 2)
 
     def relabel(self) -> None:
         self.planner.set_rank(self._chain(), self.draw.choice([0, 1, 2]))

@@ -9,10 +9,10 @@ from sojourn_server.kv_offload.host_block_pool import HostBlockPool, HostEntry
 A, B, C, D = (b"a", b"b", b"c", b"d")
 
 
-def filled(host: HostBlockPool, *keys: bytes, rank: int = 1, on_disk: bool = False) -> list[HostEntry]:
+def filled(host: HostBlockPool, *keys: bytes, rank: int = 1) -> list[HostEntry]:
     entries = []
     for key in keys:
-        entry = host.take(key, rank, None, on_disk=on_disk)
+        entry = host.take(key, rank, None)
         assert entry is not None
         entries.append(entry)
     return entries
@@ -36,15 +36,16 @@ def not_on_disk(host: HostBlockPool, most: int = 100) -> list[bytes]:
 def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_counted() -> None:
     counts: Counter[str] = Counter()
     host = HostBlockPool(2, counts)
-    filled(host, A, on_disk=True)
+    host.on_disk = {A, D}
+    filled(host, A)
     filled(host, B, rank=3)
     assert host.take(C, 0, None) is None, "it is worth less than either"
     taken = host.take(C, 2, None)
     assert taken is not None
     assert (taken.key, taken.rank, host.get(A)) == (C, 2, None)
     assert host.take(D, 4, None, at_most=1) is None
-    assert host.take(D, 4, 7, on_disk=True) is not None
-    assert [(entry.key, entry.job, entry.on_disk) for entry in host] == [(B, None, False), (D, 7, True)]
+    assert host.take(D, 4, 7) is not None
+    assert [(entry.key, entry.job, entry.dirty) for entry in host] == [(B, None, True), (D, 7, False)]
     assert counts == {"dropped": 1, "dropped_on_disk": 1}
 
 
@@ -75,7 +76,8 @@ def test_a_lower_rank_goes_first_however_lately_used() -> None:
 def test_what_a_reuse_would_lose_comes_in_the_order_of_reuse() -> None:
     host = HostBlockPool(6)
     filled(host, A, B, rank=1)
-    filled(host, C, rank=0, on_disk=True)
+    host.on_disk = {C}
+    filled(host, C, rank=0)
     filled(host, D, rank=0)
     pinned, _ = filled(host, b"e", b"f", rank=2)
     host.pin(pinned)

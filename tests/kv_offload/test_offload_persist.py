@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from block_contexts import as_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sojourn_server.kv_offload.disk_tier import PersistStatus, TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, PersistStatus, TierLimits
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 
 
 def key(number: int) -> bytes:
@@ -52,7 +53,7 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
     results = answered(jobs)
     results.probed = dict.fromkeys(jobs.probes, (1, False))
     kept.take_results(results)
-    assert len(kept.disk) == 0
+    assert len(kept.disk.blocks) == 0
     for number in range(1, 5):
         kept.plan_save(key(number), 3)
         kept.write_to_disk([key(number)], RetentionRank.COLD)
@@ -75,7 +76,7 @@ def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
     jobs = step(kept)
     assert not jobs.stores, "asked again, nothing is done again"
     assert not jobs.spills
-    assert all(each in kept.disk for each in chain)
+    assert all(each in kept.disk.blocks for each in chain)
 
 
 def test_what_host_memory_has_is_written_from_there() -> None:
@@ -109,7 +110,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
     for act, number in acts:
         if act == "persist":
             told = kept.persist(chain[: number + 1], placed(chain[: number + 1]), 0.0)
-            assert all(each in kept.disk for each in chain[: told.stored])
+            assert all(each in kept.disk.blocks for each in chain[: told.stored])
             assert told.stored + told.pending <= min(number + 1, disk_blocks)
         elif act == "evict":
             kept.plan_save(key(500 + number), 20 + number)
@@ -121,7 +122,7 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
             late = results if act == "late" else OffloadResults()
             if act == "step":
                 kept.take_results(results)
-        assert len(kept.disk) <= disk_blocks
+        assert len(kept.disk.blocks) <= disk_blocks
     kept.take_results(late)
     for _ in range(400):
         told = kept.persist(chain, placed(chain), 0.0)

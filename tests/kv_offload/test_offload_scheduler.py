@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from block_contexts import as_context
 from sojourn_server.kv_offload.context_keys import ContextKeys
+from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, TierLimits
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 
 
 def key(number: int) -> bytes:
@@ -58,7 +59,7 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     assert [file.key for file in jobs.spills] == cold[::-1]
     assert {planner.host.get(each).rank for each in cold} == {RetentionRank.IDLE}  # type: ignore[union-attr]
     planner.take_results(OffloadResults(spilled=dict.fromkeys(cold, CopyResult.MOVED)))
-    assert [*planner.disk] == cold[::-1], "the end is the first to go"
+    assert [*planner.disk.blocks] == cold[::-1], "the end is the first to go"
     assert {planner.host.get(each).rank for each in cold} == {RetentionRank.COLD}  # type: ignore[union-attr]
     assert not planner.take_jobs().spills
     for number in range(1000, 1080):
@@ -81,7 +82,7 @@ def test_a_write_that_fails_is_not_repeated_until_it_is_ordered_again() -> None:
         tries += len(spills)
     assert tries == 30
     assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
-    assert not planner.host.get(key(0)).on_disk  # type: ignore[union-attr]
+    assert key(0) not in planner.disk.blocks  # type: ignore[union-attr]
     planner.write_to_disk(keys(0, 30), 1)
     assert len(planner.take_jobs().spills) == 30
 
@@ -113,10 +114,10 @@ def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> N
     contexts = [keys(20 * number, 20) for number in range(4)]
     find(planner, *contexts)
     assert waited_s(planner, "first", contexts[0], 0.0) == 10.0
-    reads = [*planner._staging]
+    reads = [*planner.disk._staging]
     assert [waited_s(planner, f"r{at}", contexts[at % 4], 11.0 + at) for at in range(8)] == [0.0] * 8
-    assert planner.fetch(contexts[1]) == 0
-    assert [*planner._staging] == reads, "nothing is read behind a read that does not end"
+    assert planner.disk.fetch(contexts[1], 2) == 0
+    assert [*planner.disk._staging] == reads, "nothing is read behind a read that does not end"
     planner.take_results(OffloadResults(staged=dict.fromkeys(contexts[0], CopyResult.MOVED)))
     assert planner.lookup("again", as_context(contexts[0]), 30.0) == 20
     assert planner.lookup("other", as_context(contexts[2]), 30.0) is None, "the disk answers, so it is read"
@@ -137,7 +138,7 @@ def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more()
     assert all(planner.plan_save(key(2 * 10**6 + number), 1) for number in range(500))
     assert planner.persist(context, {}, 40.0) == (0, 0), "a program that leaves does not wait for it"
     assert planner.take_jobs().touches == []
-    written = dict.fromkeys(planner._spilling, CopyResult.MOVED)
+    written = dict.fromkeys(planner.disk._spilling, CopyResult.MOVED)
     planner.take_results(OffloadResults(spilled=written))
     late = keys(2 * 10**6, 100)
     planner.write_to_disk(late, RetentionRank.COLD)
@@ -158,7 +159,8 @@ def test_writes_of_an_engine_that_looked_nothing_up_for_long_are_no_hang() -> No
     planner.take_jobs()
     assert len(planner.host.requested_writes) == 600
     assert planner.lookup("s", as_context(keys(6001, 1)), 109.0) == 0
-    planner.take_results(OffloadResults(spilled=dict.fromkeys([*planner._spilling][:1], CopyResult.MOVED)))
+    written = [*planner.disk._spilling][:1]
+    planner.take_results(OffloadResults(spilled=dict.fromkeys(written, CopyResult.MOVED)))
     assert planner.lookup("s", as_context(keys(6002, 1)), 118.0) == 0
     planner.take_jobs()
     assert len(planner.host.requested_writes) == 599, "one has ended, so the others will"
@@ -213,14 +215,17 @@ def test_a_disk_that_hangs_is_told_of_no_use_and_a_poll_tells_it_once() -> None:
     find(planner, chain[:200])
     for each in chain[200:]:
         planner.plan_save(each, 1)
-    touched = []
+    assert planner.persist(chain, {}, 1.0) == (0, 200), "seen long ago"
+    jobs = planner.take_jobs()
+    touched = jobs.touches
+    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs.probes, (200, False))))
     for _ in range(40):
         assert planner.persist(chain, {}, 1.0) == (200, 100)
         touched += planner.take_jobs().touches
     assert touched == chain[:200]
     assert waited_s(planner, "r", chain[:200], 10.0) == 10.0
     planner.take_jobs()
-    planner.fetch(chain)
+    planner.disk.fetch(chain, 2)
     assert planner.take_jobs().touches == []
 
 

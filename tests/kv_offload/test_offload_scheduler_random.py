@@ -14,8 +14,9 @@ from random_clients import (
     Loading,
     RandomClients,
 )
+from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
-from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler, TierLimits
+from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 
 Content = tuple[bytes, int]
 """Whose hash it has, and by which weights it was computed."""
@@ -218,17 +219,16 @@ class TierLife(RandomClients):
         assert idle == {id(e) for e in host if not e.pins and e.job is None}
         dirty = {id(entry) for members in host._dirty.values() for entry in members.values()}
         assert dirty == {id(e) for e in host if not e.pins and e.job is None and e.dirty}
-        assert host.idle_on_disk == sum(e.on_disk for e in host if not e.pins and e.job is None)
-        assert not any(e.dirty and e.on_disk for e in host)
+        assert not any(e.dirty and e.key in self.planner.disk.blocks for e in host)
 
     def pins_are_those_of_somebody(self) -> None:
         planner = self.planner
         expected: Counter[int] = Counter()
         found = [lookup.found for lookup in planner._looked_up.values()]
         loads = [load.entries for load in planner.loads.values()]
-        for entries in [*found, *loads, planner._spilling.values()]:
+        for entries in [*found, *loads, planner.disk._spilling.values()]:
             expected.update(entry.slot for entry in entries)
-        for waiting in planner._waits.values():
+        for waiting in planner.disk._waits.values():
             expected.update(entry.slot for entry in waiting.entries)
         for entry in planner.host._by_slot.values():
             assert entry.pins == expected[entry.slot]
@@ -241,8 +241,8 @@ class TierLife(RandomClients):
         assert planner._loading.keys() == {key for load in self.loading.values() for key in load.keys}
         files = {(kind, file.key) for kind, _, file in mover.file_jobs if kind != "probe"}
         for kind, begun, jobs, results in (
-            ("spill", planner._spilling, planner._jobs.spills, mover.results.spilled),
-            ("stage", planner._staging, planner._jobs.stages, mover.results.staged),
+            ("spill", planner.disk._spilling, planner._jobs.spills, mover.results.spilled),
+            ("stage", planner.disk._staging, planner._jobs.stages, mover.results.staged),
         ):
             sent = {key for other, key in files if other == kind}
             assert begun.keys() == {*(file.key for file in jobs), *sent, *results}
@@ -262,7 +262,7 @@ class TierLife(RandomClients):
         self._step({})
         assert not any(entry.pins for entry in self.planner.host)
         assert self.planner.under_way == 0
-        assert len(self.planner.disk) <= DISK_BLOCKS
+        assert len(self.planner.disk.blocks) <= DISK_BLOCKS
 
 
 OFTEN = {

@@ -11,7 +11,6 @@ pytest.importorskip("torch")
 
 from faulty_file_system import FaultyFiles, broken, files_below
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
-from sojourn_server.kv_offload.offload_scheduler import CONFIRMED_S
 
 
 def key(number: int) -> bytes:
@@ -32,13 +31,13 @@ def test_what_one_engine_has_written_another_loads_and_a_reset_of_one_deletes_no
         engine.close()
 
 
-def test_persist_asks_the_store_for_what_it_has_not_seen_for_long_and_writes_what_another_deleted(
+def test_persist_asks_the_store_for_what_it_has_not_just_seen_and_writes_what_another_deleted(
     tmp_path: Path,
 ) -> None:
     chain = [key(number) for number in range(10)]
     a, b = (Engine(tmp_path, blocks=12, slots=20, disk_blocks=12) for _ in range(2))
     assert a.persist(chain, a.compute(chain)) == (10, 0)
-    a.now += CONFIRMED_S + 1
+    a.now += 11.0  # longer than the writes of one move
     for each in chain[4:7]:
         next(tmp_path.glob(f"*/*/{each.hex()}.kv")).unlink()
     assert a.planner.persist(chain, {}, a.now) == (0, 10), "the store is asked"

@@ -81,7 +81,7 @@ def test_spilled_and_staged_by_the_next_engine(
 ) -> None:
     engine = make(tmp_path, dtype=dtype, spill_below=1.0)
     engine.save(KEYS[:5])
-    engine.steps_until(lambda: len(engine.planner.disk) == 5)
+    engine.steps_until(lambda: len(engine.planner.disk.blocks) == 5)
     engine.close()
 
     engine = make(tmp_path, dtype=dtype)
@@ -142,7 +142,7 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     files = FaultyFiles()
     engine = make(tmp_path, files=files, slots=8, spill_below=1.0)
     engine.save([A, B])
-    engine.steps_until(lambda: len(engine.planner.disk) == 2)
+    engine.steps_until(lambda: len(engine.planner.disk.blocks) == 2)
     engine.planner.host.remove(_entry(engine, B))
     goes_on = threading.Event()
     files.before = waits(goes_on, "read", "write")
@@ -151,7 +151,7 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     engine.device.before = lambda name: slow(name) if threading.current_thread() is not ours else None
     engine.write(6, D)
     assert engine.planner.store([(D, 6)]) == 1  # device to host: stands still
-    assert engine.planner.fetch([B]) == 1  # disk to host: stands still
+    assert engine.planner.disk.fetch([B], 2) == 1  # disk to host: stands still
     for _ in range(3):
         engine.step()
     engine.save({C: 7})
@@ -217,7 +217,7 @@ def test_every_job_of_a_step_that_failed_is_answered(
 ) -> None:
     engine = make(tmp_path, spill_below=1.0)
     engine.save([A, B])
-    engine.steps_until(lambda: len(engine.planner.disk) == 2)
+    engine.steps_until(lambda: len(engine.planner.disk.blocks) == 2)
     for each in (A, B):
         engine.planner.host.remove(engine.planner.host.get(each))
     engine.save([C])
@@ -349,7 +349,7 @@ def test_a_block_that_cannot_be_read_is_computed_again(
 ) -> None:
     engine = make(tmp_path, spill_below=1.0)
     engine.save([A, B, C])
-    engine.steps_until(lambda: len(engine.planner.disk) == 3)
+    engine.steps_until(lambda: len(engine.planner.disk.blocks) == 3)
     engine.close()
 
     files = FaultyFiles()
@@ -368,7 +368,7 @@ def test_a_block_that_cannot_be_read_is_computed_again(
     files.before = lambda name, path: None
     engine.save({B: 1})
     engine.rest()
-    assert B in engine.planner.disk
+    assert B in engine.planner.disk.blocks
     engine.load([A, B, C], "r2")
     engine.close()
     make(tmp_path).load([A, B, C])
@@ -416,7 +416,7 @@ def test_each_lane_says_what_it_has_moved(make: Callable[..., Engine], tmp_path:
     rest()
     rest()
     engine.planner.host.remove(_entry(engine, A))
-    engine.planner.fetch([A])
+    engine.planner.disk.fetch([A], 2)
     rest()
     assert engine.ask([A, B]) == 2
     engine.planner.load("r", [A, B], [4, 5])

@@ -380,7 +380,8 @@ def test_where_the_planner_fails_the_tiers_are_off_and_the_engine_goes_on(
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(planner(engine), hook, broken)
+    broken_part = planner(engine).disk if hook == "fetch" else planner(engine)
+    monkeypatch.setattr(broken_part, hook, broken)
     for turn in range(3):
         for number, name in enumerate("ABC", start=1):
             tokens = [*prompt(number, 320), *prompt(10 * number + turn, 16 * turn)]
@@ -411,8 +412,10 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     tokens = program(engine, "A")["ledger"][-1]["tokens"]
     assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
     on_disk.until_idle()
+    assert engine.ask("capabilities")["tiers"]["disk"]["shared"]
     assert engine.scheduler.reset_prefix_cache()
     assert program_scheduler.pool.disk_blocks == 0
+    assert "shared" not in engine.ask("capabilities")["tiers"]["disk"], "nothing is written for others now"
     assert placed(engine).keys() <= {"device", "waiting"}
 
 

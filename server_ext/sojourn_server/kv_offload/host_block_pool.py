@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain, islice
@@ -40,7 +40,7 @@ class RetentionRank(IntEnum):
 
 
 _RANKS = tuple(map(int, RetentionRank))
-_COLD, _IDLE = RetentionRank.COLD, RetentionRank.IDLE
+_COLD, _IDLE, _WANTED = RetentionRank.COLD, RetentionRank.IDLE, RetentionRank.WANTED
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +52,6 @@ class HostEntry:
     rank: RetentionRank
     job: int | None
     """Number of the job that is filling the slot; ``None`` if the slot is filled."""
-    on_disk: bool
-    """Whether the disk has a copy."""
     dirty: bool
     """Whether the disk has no copy, and no write of this entry has failed."""
     pins: int = 0
@@ -69,6 +67,8 @@ class HostBlockPool:
         """``counts``: receives the numbers of blocks that ``take`` evicts. Blocks with a copy on disk count
         as ``dropped_on_disk``, others as ``dropped``."""
         self.slots = slots
+        self.on_disk: Container[BlockKey] = ()
+        """Keys of the blocks with a copy on disk."""
         self._counts: Counter[str] = counts if counts is not None else Counter()
         self._free = list(range(slots - 1, -1, -1))
         self._entries: dict[BlockKey, HostEntry] = {}
@@ -79,8 +79,6 @@ class HostBlockPool:
         """Idle ``dirty`` entries, by rank."""
         self.requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks whose write to disk was requested → the rank that the block gets after the write."""
-        self.idle_on_disk = 0
-        """Number of idle entries with a copy on disk. Evicting them loses nothing."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -111,22 +109,18 @@ class HostBlockPool:
         rank: RetentionRank,
         job: int | None,
         *,
-        on_disk: bool = False,
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
         is at most ``at_most`` (default: ``rank``). Return ``None`` if there is no such entry.
 
-        ``job``: number of the job that will fill the slot, ``None`` if the slot already counts as filled.
-        ``on_disk``: whether the disk has a copy."""
+        ``job``: number of the job that will fill the slot, ``None`` if the slot already counts as filled."""
         if not self._free:
             reused = self.reuse(at_most=rank if at_most is None else at_most)
             if reused is None:
                 return None
-            self._counts["dropped" if not reused.on_disk else "dropped_on_disk"] += 1
-        entry = HostEntry(
-            key=key, slot=self._free.pop(), rank=rank, job=job, on_disk=on_disk, dirty=not on_disk
-        )
+            self._counts["dropped_on_disk" if reused.key in self.on_disk else "dropped"] += 1
+        entry = HostEntry(key, self._free.pop(), rank, job, dirty=key not in self.on_disk)
         self._entries[key] = entry
         self._by_slot[entry.slot] = entry
         self._mark_idle_or_free(entry)
@@ -187,18 +181,22 @@ class HostBlockPool:
         if idle:
             self._mark_idle_or_free(entry)
 
-    def set_on_disk(self, entry: HostEntry, on_disk: bool, *, dirty: bool = False) -> None:
-        """Record whether the disk has a copy, and whether the entry is ``dirty``."""
+    def rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
+        """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
+        if entry.rank != _WANTED:
+            self.set_rank(entry, rank)
+
+    def set_dirty(self, entry: HostEntry, dirty: bool) -> None:
+        """Record whether the entry is ``dirty``."""
+        entry.dirty = dirty
         if self._is_idle(entry):
-            self.idle_on_disk += on_disk - entry.on_disk
             self._dirty[entry.rank].pop(entry.key, None)
             if dirty:
                 self._dirty[entry.rank][entry.key] = entry
-        entry.on_disk, entry.dirty = on_disk, dirty
 
-    def idle_unspilled(self, rank: RetentionRank) -> int:
-        """Return the number of idle ``dirty`` entries of this rank."""
-        return len(self._dirty[rank])
+    def unspilled(self, *, above: RetentionRank) -> int:
+        """Return the number of idle ``dirty`` entries of a rank above ``above``."""
+        return sum(len(self._dirty[rank]) for rank in _RANKS[above + 1 :])
 
     def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
         """Return up to ``most`` idle ``dirty`` entries of a rank above ``above``, in the order of their
@@ -228,12 +226,10 @@ class HostBlockPool:
         if not self._is_idle(entry):
             return
         self._idle[entry.rank][entry.key] = entry
-        self.idle_on_disk += entry.on_disk
         if entry.dirty:
             self._dirty[entry.rank][entry.key] = entry
 
     def _unmark_idle(self, entry: HostEntry) -> None:
         del self._idle[entry.rank][entry.key]
-        self.idle_on_disk -= entry.on_disk
         if entry.dirty:
             del self._dirty[entry.rank][entry.key]

@@ -2,13 +2,8 @@
 
 One ``OffloadScheduler`` serves one engine. The engine's scheduler calls ``plan_save`` for a block that this
 step overwrites, ``store`` for blocks that may be overwritten later, and ``lookup`` and ``load`` for a
-request. ``take_jobs`` returns a step's jobs; ``end_loads`` and ``take_results`` handle their results.
-
-To spill is to write a block from host memory to disk. To stage is to read it back into host memory. To probe
-is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
-known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
-counted, and not repeated for this copy. A block that cannot be read in time is computed again. While a
-disk hangs (``_hangs``), it is asked nothing new, and no request waits for it.
+request. ``take_jobs`` returns a step's jobs; ``end_loads`` and ``take_results`` handle their results. The
+disk is a part of its own (``disk_tier``).
 
 Three invariants hold. (1) A look-up finds only blocks that can be read when they are needed, provided that
 the worker follows the order of ``OffloadJobs``. (2) While a job reads or writes a slot, no other job writes
@@ -17,15 +12,16 @@ the slot. (3) Blocks whose copy failed are forgotten. In the worst case, their K
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import count, islice, takewhile
+from itertools import count
 from typing import NamedTuple
 
 from .context_keys import ContextEnds, ContextKeys
+from .disk_tier import DiskTier, PersistStatus, TierLimits
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
-from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
+from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
 
 STORE_BATCH_BLOCKS = 32
 """Number of blocks per store job. If the device overwrites one of these blocks before the job ends, the step
@@ -34,50 +30,8 @@ waits for the whole job."""
 AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins with it."""
 
-CONFIRMED_S = 300.0
-"""``persist`` asks the store again for blocks that it was last known to have this long ago."""
-
-MAX_PINNED_SHARE = 0.5
-"""Maximum share of host memory that requests waiting for the disk may pin together, because blocks that the
-device evicts need slots too. A single waiting request may pin more."""
-
-MAX_STAGE_WAIT_S = 10.0
-"""Default of ``TierLimits.max_stage_wait_s``."""
-
-_STAGING = 0
-"""``HostEntry.job`` of an entry that is read from disk. Store jobs have numbers from 1."""
-
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
 _WANTED, _WORTHLESS = RetentionRank.WANTED, RetentionRank.WORTHLESS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLimits:
-    """Limits of host memory and disk of one engine."""
-
-    host_slots: int
-    """Number of blocks that fit in host memory."""
-    disk_blocks: int = 0
-    """Number of blocks that fit on the disk; 0 if there is no disk."""
-    spill_below: float = 0.25
-    """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
-    slot is empty, or its block is on disk or has the rank ``WORTHLESS``."""
-    max_spilling: int = 256
-    """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
-    max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum seconds that a request waits for the store's answer, and again for a disk read. After that it
-    computes the missing blocks."""
-    min_probe_blocks: int = 8
-    """The store is asked if a request misses at least this many blocks."""
-
-
-class PersistStatus(NamedTuple):
-    """Progress of writing a context to disk, in blocks."""
-
-    stored: int
-    """Number of leading blocks of the context that are on disk."""
-    pending: int
-    """Number of blocks of the context that wait to be written or are being written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,22 +74,6 @@ class _Lookup(NamedTuple):
     tokens: int
 
 
-@dataclass(slots=True, eq=False)
-class _DiskWait:
-    """What one request wants of the disk."""
-
-    was_asked: bool = False
-    """Whether the store was asked for this request. It is asked once."""
-    was_read: bool = False
-    """Whether blocks were read for the request since its last load began."""
-    since_s: float | None = None
-    """Time since which the request waits for the store's answer or a read; ``None`` if it does not."""
-    missing: int = 0
-    """Number of blocks being read for the request."""
-    entries: list[HostEntry] = field(default_factory=list)
-    """Host memory entries that stay pinned until vLLM looks up the request's blocks again."""
-
-
 class OffloadScheduler:
     """Schedules one engine's use of host memory and disk. Times are seconds on the engine's clock."""
 
@@ -149,12 +87,7 @@ class OffloadScheduler:
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
         """Number of an unfinished store job → the entries that it fills, and its copies."""
         self._looked_up: dict[str, _Lookup] = {}
-        """Request → the pinned blocks that its look-up found."""
-        self._last_asked: str | None = None
-        """Request of the latest look-up."""
-        self._lost = False
-        """Whether a block has been lost since the last ``take_jobs``. Earlier look-ups may have found it, so
-        their results are not used again."""
+        """Request → the pinned blocks that its look-up found; the latest look-up last."""
         self.loads: dict[str, Load] = {}
         """Unfinished loads by request, or by name."""
         self._loading: Counter[BlockKey] = Counter()
@@ -168,29 +101,9 @@ class OffloadScheduler:
         """Keys of the window blocks from which later requests may continue."""
         self.is_on_device: Callable[[BlockKey], bool] = lambda key: False
         """Whether the device has a block with this key. Used only with several KV cache groups."""
-        self.disk: OrderedDict[BlockKey, float] = OrderedDict()
-        """Block that this engine has written to disk, or that the store has named → time when it was last
-        known to be there. Least recently used first, at most ``limits.disk_blocks``."""
-        self.disk_closed = not limits.disk_blocks
-        """Whether the disk is neither written nor read: there is none, or the cache was reset. Then the
-        weights may have changed, but the store's identity names those with which the engine started."""
-        self._spilling: dict[BlockKey, HostEntry] = {}
-        """Blocks being written to disk."""
-        self._staging: dict[BlockKey, tuple[HostEntry, list[_DiskWait]]] = {}
-        """Block being read from disk → its entry, and the waits of requests for it."""
-        self._probing: dict[int, tuple[_DiskWait | None, Sequence[BlockKey]]] = {}
-        """Number of a job that asks the store → the wait of its request, and the keys."""
-        self._waits: dict[str, _DiskWait] = {}
-        self._silent_since_s: dict[str, float] = {}
-        """``"reads"`` (with searches) or ``"writes"`` → time since which the disk has answered none."""
-        self._now = 0.0
-        """The latest time that a caller has named."""
-        self._jobs = OffloadJobs()
+        self.disk = DiskTier(limits, self.host, self.counts, self._numbers)
+        self._jobs = self.disk.jobs = OffloadJobs()
         """Jobs of the step being planned."""
-        self._touches: list[BlockKey] = []
-        """``OffloadJobs.touches`` of this step. No reason for a step."""
-        self._wants_step = False
-        """Whether a ``persist`` waits for the disk. The engine must then run a step even when idle."""
 
     # -- copies from the device ---------------------------------------------
 
@@ -212,10 +125,10 @@ class OffloadScheduler:
             self.await_store(key)
             if may_lower or rank >= entry.rank or entry.rank == _WORTHLESS:
                 self.host.touch(entry)
-                self._rerank(entry, rank)
+                self.host.rerank(entry, rank)
             self.counts["kept"] += 1
             return True
-        entry = self.host.take(key, rank, None, on_disk=key in self.disk)
+        entry = self.host.take(key, rank, None)
         if entry is None:
             self.counts["no_room"] += 1
             return False
@@ -253,13 +166,13 @@ class OffloadScheduler:
                 self.host.touch(entry)  # later blocks must not replace it
                 used.append(entry)
                 continue
-            entry = self.host.take(key, rank, -1, on_disk=key in self.disk, at_most=at_most)
+            entry = self.host.take(key, rank, -1, at_most=at_most)
             if entry is None:
                 break  # later blocks are useless without it
             fresh.append((entry, BlockCopy(block_id, entry.slot)))
         for entry in reversed(used):
             self.host.touch(entry)
-            self._rerank(entry, rank)
+            self.host.rerank(entry, rank)
         # Jobs end in order, and the blocks of the job that ends first are evicted first. So the first job
         # copies the end of the context.
         for start in reversed(range(0, len(fresh), STORE_BATCH_BLOCKS)):
@@ -277,9 +190,9 @@ class OffloadScheduler:
         on disk."""
         for key in keys:
             if (entry := self.host.get(key)) is not None:
-                self._lost = True
+                self._drop_lookups()
                 self.host.remove(entry)
-            self.disk.pop(key, None)
+            self.disk.blocks.pop(key, None)
             self.counts["discarded"] += entry is not None
 
     def set_rank(
@@ -326,10 +239,11 @@ class OffloadScheduler:
         changes."""
         entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
         for entry in reversed(entries):  # the end of the context is evicted first
-            if entry.on_disk:
-                self._rerank(entry, rank)
-        if not self.disk_closed:
-            self.host.requested_writes.update((entry.key, rank) for entry in entries if not entry.on_disk)
+            if entry.key in self.disk.blocks:
+                self.host.rerank(entry, rank)
+        if not self.disk.is_closed:
+            absent = (entry.key for entry in entries if entry.key not in self.disk.blocks)
+            self.host.requested_writes.update(dict.fromkeys(absent, rank))
 
     def persist(
         self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
@@ -343,45 +257,24 @@ class OffloadScheduler:
         retention rank ``PLAIN`` or below. The store is asked first for blocks that were last known to be
         there ``CONFIRMED_S`` ago, because another engine may have deleted them; they count as pending.
         """
-        host, disk = self.host, self.disk
-        self._note_time(now)
-        if self.disk_closed or self._hangs("writes") or self._hangs("reads"):
+        host, disk, idle = self.host, self.disk, RetentionRank.IDLE
+        disk.note_time(now)
+        if disk.is_closed or disk.hangs("writes") or disk.hangs("reads"):
             return PersistStatus(0, 0)
-        idle = RetentionRank.IDLE
-        # Writes delete the least recently used files. So write no more than fits, and mark the blocks that
-        # are on disk already as just used. Otherwise the end of the context would displace its beginning.
+        # Writes delete the least recently used files. So write no more than fits. Otherwise the end of the
+        # context would displace its beginning.
         chain = chain[: self.limits.disk_blocks]
-        old = [key for key in chain if now - disk.get(key, now) > CONFIRMED_S]
-        if old:
-            self._wants_step = True
-            if not any(wait is None for wait, _ in self._probing.values()):
-                self._probe(None, old)
-            return PersistStatus(0, len(old))
+        if unconfirmed := disk.confirm(chain):
+            return PersistStatus(0, unconfirmed)
         unsaved: list[tuple[BlockKey, int]] = []
         for key in chain:
-            entry = host.get(key)
-            if entry is not None and entry.rank < idle and key not in disk:
-                host.set_rank(entry, idle)  # keep the block until it is on disk
-            elif entry is None and key in on_device and key not in disk:
-                unsaved.append((key, on_device[key]))
+            if key not in disk.blocks:
+                if (entry := host.get(key)) is not None:
+                    host.rerank(entry, max(entry.rank, idle))  # keep the block until it is on disk
+                elif key in on_device:
+                    unsaved.append((key, on_device[key]))
         self.store(unsaved, idle, at_most=RetentionRank.PLAIN)
-        stored = pending = 0
-        is_new = False
-        for key in chain:
-            if key in disk:
-                stored += not pending
-                continue
-            entry = host.get(key)
-            if entry is None:
-                break
-            if key not in self._spilling:
-                is_new = is_new or key not in host.requested_writes
-                host.requested_writes[key] = RetentionRank.COLD if entry.rank == idle else entry.rank
-            pending += 1
-        if is_new or not pending:  # not in every poll
-            self._touch(chain)
-        self._wants_step = self._wants_step or pending > 0
-        return PersistStatus(stored, pending)
+        return disk.request_writes(chain)
 
     # -- requests -------------------------------------------------
 
@@ -395,10 +288,9 @@ class OffloadScheduler:
 
         To load, pass the keys of ``context.needed(…)`` to ``load`` in the same order. Found blocks are
         pinned. ``take_jobs`` unpins them, except those of the latest look-up. The scheduler looks up the
-        first waiting request in every step, so this request's blocks stay. If a block was lost since the last
-        ``take_jobs``, the next ``take_jobs`` unpins all.
+        first waiting request in every step, so this request's blocks stay.
         """
-        self._note_time(now)
+        self.disk.note_time(now)
         if request_id in self.loads:
             return None  # the end of the old load would be taken for the end of the new one
         if context.begins(self._loading.__contains__):
@@ -407,27 +299,24 @@ class OffloadScheduler:
         if context.end_tokens == context.start_tokens:
             self._drop_lookup(request_id)
             return 0
-        wait = self._waits.get(request_id)
-        if wait is not None and self._must_wait(wait):
+        if self.disk.must_wait(request_id):
             return None
-        was_read = wait is not None and wait.was_read
         before = self._looked_up.get(request_id)
-        if before is not None and before.identity == context.identity and not self._lost:
-            self._last_asked = request_id
+        if before is not None and before.identity == context.identity:
+            self._looked_up[request_id] = self._looked_up.pop(request_id)
             return before.tokens
         end = context.covered(self._in_host)
         found = [self._readable(block.key) for block in context.needed(end)]
         # Models with several groups, whose contexts have window blocks, have no disk.
-        if not (self.disk_closed or was_read or self._hangs("reads")):
+        if self.disk.may_search(request_id):
             keys = [block.key for block in context.needed(context.end_tokens)]
-            if len(keys) > len(found) and self._search(request_id, keys):
+            if len(keys) > len(found) and self.disk.search(request_id, keys):
                 self._drop_lookup(request_id)  # the read may change the answer
                 return None
         for entry in found:
             self.host.pin(entry)
         self._drop_lookup(request_id)
         self._looked_up[request_id] = _Lookup(context.identity, found, end - context.start_tokens)
-        self._last_asked = request_id
         # A request computes the window blocks that its look-up missed. Others probably share the longer
         # prefix, for example a system prompt.
         missed = context.missed_windows(end, lambda key: self._in_host(key) or self.is_on_device(key))
@@ -438,7 +327,7 @@ class OffloadScheduler:
     def load(self, request_id: str, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> None:
         """Plan to copy the blocks ``keys``, in order, to the request's device blocks ``block_ids``. ``keys``
         are those of the request's last look-up, or the first of them. This ends the look-up."""
-        self._end_read(request_id)
+        self.disk.end_read(request_id)
         before = self._looked_up.pop(request_id, None)
         found = before.found if before is not None else []
         self.host.release(found[len(keys) :])
@@ -520,41 +409,28 @@ class OffloadScheduler:
 
     def abandon(self, request_id: str) -> None:
         """End the look-up and disk waits of a request that has finished."""
-        self._end_read(request_id)
-        self._waits.pop(request_id, None)
+        self.disk.abandon(request_id)
         self._drop_lookup(request_id)
         if (load := self.loads.get(request_id)) is not None:
             load.is_aborted = True
 
-    def leading(self, keys: Sequence[BlockKey]) -> int:
-        """Return the number of leading ``keys`` in host memory or on disk."""
-        get, disk = self.host.get, self.disk
-        return sum(1 for _ in takewhile(lambda key: get(key) is not None or key in disk, keys))
-
     def missing(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of ``keys`` that are neither in host memory nor on disk."""
-        return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk)
-
-    def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank = RetentionRank.PLAIN) -> int:
-        """Plan to read the leading ``keys`` from disk into host memory, with the rank ``rank``, before a
-        request needs them. Returns how many of them are being read now; none while the disk hangs."""
-        if not self.disk or self._hangs("reads"):
-            return 0
-        self._touch(keys)
-        return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
+        return sum(1 for key in keys if self.host.get(key) is None and key not in self.disk.blocks)
 
     # -- steps ----------------------------------------------------------------------
 
     def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
         """Return the jobs of the step just planned, and unpin the blocks of earlier look-ups (``lookup``).
         ``spill``: whether new writes from host memory to disk may begin."""
-        for request_id in [name for name in self._looked_up if self._lost or name != self._last_asked]:
+        for request_id in list(self._looked_up)[:-1]:
             self._drop_lookup(request_id)
-        self._lost = self._wants_step = False
-        if spill and not self.disk_closed:
-            self._plan_spills()
-        jobs, self._jobs = self._jobs, OffloadJobs()
-        jobs.touches, self._touches = self._touches, []
+        if spill:
+            self.disk.plan_spills()
+        jobs = self._jobs
+        self._jobs = self.disk.jobs = OffloadJobs()
+        jobs.touches, self.disk.touches = self.disk.touches, []
+        self.disk.wants_step = False
         for request_id, load in self._unsent():
             copies = zip(load.block_ids, (entry.slot for entry in load.entries), strict=False)
             if load.entries:
@@ -566,7 +442,7 @@ class OffloadScheduler:
     def reject_loads(self) -> OffloadJobs:
         """Return the jobs of a step whose planning failed: its loads are rejected. Without a rejection, their
         requests would wait for ever."""
-        self._jobs = OffloadJobs()
+        self._jobs = self.disk.jobs = OffloadJobs()
         rejected = {request_id: list(load.block_ids) for request_id, load in self._unsent()}
         return OffloadJobs(settles=True, rejected=rejected)  # a load may have been cancelled
 
@@ -576,7 +452,7 @@ class OffloadScheduler:
             entry = self.host.entry_in_slot(slot)
             if entry is not None:
                 self.counts["failed"] += 1
-                self._lost = True
+                self._drop_lookups()
                 self.host.remove(entry)
         for job, copy_result in results.stored.items():
             for entry in self._storing.pop(job, ((), ()))[0]:
@@ -584,34 +460,22 @@ class OffloadScheduler:
                     self.counts["failed"] += 1
                     self.host.remove(entry)
                 self.host.end_fill(entry)
-        for key, copy_result in results.spilled.items():
-            self._spilled(key, copy_result)
-        if not self.disk_closed:
-            self._know([key for key, moved in results.spilled.items() if moved is CopyResult.MOVED])
-        for key, copy_result in results.staged.items():
-            self._staged(key, copy_result)
-        for job, (found, next_is_missing) in results.probed.items():
-            self._probed(job, found, next_is_missing)
-        if results.staged or results.probed:
-            self._silent_since_s.pop("reads", None)
-        if results.spilled:
-            self._silent_since_s.pop("writes", None)
+        self.disk.take_results(results)
 
     @property
     def has_jobs(self) -> bool:
         """Whether the engine must run a step even without requests, because jobs or writes to disk wait for
         it."""
         unsent = any(not load.is_sent for load in self.loads.values())
-        # No step while blocks are being written, otherwise an idle engine would spin.
-        writes = bool(self.host.requested_writes) and not self._spilling
-        return bool(self._jobs) or unsent or self._wants_step or writes
+        return bool(self._jobs) or unsent or self.disk.wants_step or self.disk.has_writes
 
     def state(self) -> dict[str, dict[str, int]]:
         """Return ``{"host": {"used": …, "free": …}, "disk": …, "moves": counts}``, in blocks. Without a disk,
         ``disk`` is absent."""
         state = {"host": {"used": len(self.host), "free": self.host.slots - len(self.host)}}
         if self.limits.disk_blocks:
-            state["disk"] = {"used": len(self.disk), "free": self.limits.disk_blocks - len(self.disk)}
+            used = len(self.disk.blocks)
+            state["disk"] = {"used": used, "free": self.limits.disk_blocks - used}
         return {**state, "moves": dict(self.counts)}
 
     @property
@@ -638,212 +502,19 @@ class OffloadScheduler:
     @property
     def under_way(self) -> int:
         """Number of jobs without results yet. Each block that is written to disk or read is a job."""
-        on_disk = len(self._spilling) + len(self._staging) + len(self._probing)
-        return len(self._storing) + len(self.loads) + on_disk
+        return len(self._storing) + len(self.loads) + self.disk.under_way
 
     def forget(self) -> None:
         """Forget all blocks, because the engine's cache was reset, for example after a change of weights.
         Running jobs end as usual, but the blocks that they copied are not kept. Files stay: their identity
         names the weights with which this engine started, and other engines may use them."""
-        for request_id in list(self._looked_up):
-            self._drop_lookup(request_id)
+        self._drop_lookups()
         self._wanted_by.clear()
         self.wanted.clear()
         self.ends = ContextEnds(self.limits.host_slots)
-        for request_id in list(self._waits):
-            self._end_read(request_id)
-        self._waits.clear()
-        self.disk.clear()
-        self.disk_closed = True
+        self.disk.close()
         for entry in list(self.host):
             self.host.remove(entry)
-
-    # -- to disk -----------------------------------------------------------------------
-
-    def _plan_spills(self) -> None:
-        """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
-        few slots that can be reused without loss (``TierLimits.spill_below``)."""
-        limits, host = self.limits, self.host
-        if self._hangs("writes"):
-            for key, rank in reversed(host.requested_writes.items()):
-                if (entry := host.get(key)) is not None:
-                    self._rerank(entry, rank)
-            host.requested_writes.clear()
-            return
-        # No more than fits on the disk. A larger batch would delete files that it has just written.
-        room = min(limits.max_spilling, limits.disk_blocks) - len(self._spilling)
-        requested: list[HostEntry] = []
-        for key in list(islice(host.requested_writes, max(0, room))):
-            entry = host.get(key)
-            if entry is None or entry.on_disk:
-                del host.requested_writes[key]
-            elif entry.job is not None:
-                break  # its slot is still being filled
-            else:
-                requested.append(entry)
-        room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
-        spare = host.free + host.idle_on_disk + host.idle_unspilled(_WORTHLESS) + len(self._spilling)
-        wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
-        if wanted > 0:
-            self._spill(host.next_unspilled(wanted, above=_WORTHLESS))
-
-    def _spill(self, entries: Iterable[HostEntry]) -> int:
-        """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""
-        new = [entry for entry in entries if entry.key not in self._spilling]
-        for entry in new:
-            self.host.pin(entry)
-            self._spilling[entry.key] = entry
-            self._jobs.spills.append(FileCopy(entry.slot, entry.key))
-        return len(new)
-
-    def _spilled(self, key: BlockKey, copy_result: CopyResult) -> None:
-        entry = self._spilling.pop(key)
-        written = copy_result is CopyResult.MOVED
-        self.counts["spilled" if written else f"spill_{copy_result.value}"] += 1
-        if not self.disk_closed:
-            self.host.set_on_disk(entry, written)
-            self._rerank(entry, self.host.requested_writes.pop(key, entry.rank))
-        self.host.unpin(entry, used=False)
-
-    def _know(self, keys: Sequence[BlockKey]) -> None:
-        """Note that the disk has the blocks ``keys``, given in context order."""
-        for key in reversed(keys):
-            self.disk[key] = self._now
-            self.disk.move_to_end(key)
-        while len(self.disk) > self.limits.disk_blocks:
-            self._forget_file(next(iter(self.disk)))
-
-    def _forget_file(self, key: BlockKey) -> None:
-        del self.disk[key]
-        if (entry := self.host.get(key)) is not None and entry.on_disk:
-            self.host.set_on_disk(entry, False, dirty=True)
-
-    def _touch(self, keys: Sequence[BlockKey]) -> None:
-        """Mark the files of ``keys``, in context order, as just used. The end of the context is deleted
-        first."""
-        known = [key for key in keys if key in self.disk]
-        for key in reversed(known):
-            self.disk.move_to_end(key)
-        self._touches += known
-
-    # -- from disk ---------------------------------------------------------------------
-
-    def _note_time(self, now: float) -> None:
-        self._now = now
-        for lane, work in ("reads", self._staging or self._probing), ("writes", self._spilling):
-            if work:
-                self._silent_since_s.setdefault(lane, now)
-
-    def _hangs(self, lane: str) -> bool:
-        """Return whether the disk has answered none of the ``"reads"`` or ``"writes"`` under way for
-        ``limits.max_stage_wait_s``."""
-        silent_s = self._now - self._silent_since_s.get(lane, self._now)
-        return silent_s >= (self.limits.max_stage_wait_s or MAX_STAGE_WAIT_S)
-
-    def _must_wait(self, wait: _DiskWait) -> bool:
-        """Return whether a request must still wait for the store's answer or for its disk read. It gives up
-        after ``limits.max_stage_wait_s``, or if the disk hangs."""
-        is_asking = any(each is wait for each, _ in self._probing.values())
-        if wait.since_s is None or not (is_asking or wait.missing):
-            return False
-        if self._now - wait.since_s < self.limits.max_stage_wait_s and not self._hangs("reads"):
-            return True
-        self.counts["gave_up"] += wait.missing
-        wait.since_s = None
-        return False
-
-    def _search(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
-        """Look for the blocks ``keys`` of a request on disk. Returns whether the request must wait.
-
-        The store is asked first, beginning with the first block that has no known copy, so that everything
-        missing is read together. If blocks are read, the entries of all ``keys`` up to the last of them stay
-        pinned until ``_end_read``."""
-        wait = self._waits.setdefault(request_id, _DiskWait())
-        unknown = self.leading(keys)
-        if not wait.was_asked and len(keys) - unknown >= self.limits.min_probe_blocks:
-            wait.was_asked = True
-            self._probe(wait, keys[unknown:])
-        # The request runs next, so it has priority over idle programs.
-        elif self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
-            self._touch(keys)
-            wait.was_read = True
-        else:
-            return False
-        wait.since_s = self._now
-        self._silent_since_s.setdefault("reads", self._now)
-        return True
-
-    def _probe(self, wait: _DiskWait | None, keys: Sequence[BlockKey]) -> None:
-        job = next(self._numbers)
-        self._probing[job] = wait, keys
-        self._jobs.probes[job] = keys
-
-    def _probed(self, job: int, found: int, next_is_missing: bool) -> None:
-        """Handle the store's answer. If a key is missing, the later ones are forgotten too, because the end
-        of a context is deleted first. If the time ran out, nothing is forgotten."""
-        _, keys = self._probing.pop(job)
-        if not self.disk_closed:
-            self._know(keys[:found])
-            for key in keys[found:]:
-                if next_is_missing and key in self.disk:
-                    self._forget_file(key)
-
-    def _read(
-        self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
-    ) -> int:
-        """Plan to read the leading ``keys`` from disk. Returns how many of ``keys`` are being read now, also
-        because of earlier calls.
-
-        Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
-        memory nor known to be on disk. Waiting requests may pin ``MAX_PINNED_SHARE`` of host memory.
-
-        ``wait``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
-        highest rank of entries that host memory may evict for the new entries."""
-        host, missing, here = self.host, 0, list[HostEntry]()
-        pinned = sum(len(other.entries) for other in self._waits.values() if other is not wait)
-        room = int(MAX_PINNED_SHARE * host.slots) - pinned if pinned else host.slots
-        for key in islice(keys, max(0, room)):
-            entry = host.get(key)
-            if entry is None:
-                if key not in self.disk or key in self._staging:  # the read of a lost entry has not ended
-                    break
-                entry = host.take(key, rank, _STAGING, on_disk=True, at_most=at_most)
-                if entry is None:
-                    break
-                self._staging[key] = entry, []
-                self._jobs.stages.append(FileCopy(entry.slot, key))
-            if key in self._staging:
-                missing += 1
-                if wait is not None:
-                    self._staging[key][1].append(wait)
-            host.pin(entry)  # the next read must not reuse its slot
-            here.append(entry)
-        if wait is None or not missing:
-            host.release(here)
-        else:
-            wait.missing, wait.entries = missing, here
-        return missing
-
-    def _staged(self, key: BlockKey, copy_result: CopyResult) -> None:
-        entry, waits = self._staging.pop(key)
-        for wait in waits:
-            wait.missing -= 1
-        if copy_result is CopyResult.MOVED:
-            self.counts["staged"] += 1
-        else:
-            self.counts[f"stage_{copy_result.value}"] += 1
-            self.host.remove(entry)
-            self.disk.pop(key, None)
-        self.host.end_fill(entry)
-
-    def _end_read(self, request_id: str) -> None:
-        """Unpin the blocks that were read for a request, because its load begins. The store is not asked
-        again for this request."""
-        wait = self._waits.get(request_id)
-        if wait is not None:
-            self.host.release(wait.entries)
-            # A new object, because reads that have not ended count down the old one.
-            self._waits[request_id] = _DiskWait(was_asked=wait.was_asked)
 
     # -- inside ------------------------------------------------------------------------
 
@@ -892,12 +563,12 @@ class OffloadScheduler:
         for entry in entries:
             self.host.end_fill(entry)
 
-    def _rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
-        if entry.rank != _WANTED:
-            self.host.set_rank(entry, rank)
-
     def _drop_lookup(self, request_id: str) -> None:
         before = self._looked_up.pop(request_id, None)
         if before is not None:
             self.host.release(before.found)
+
+    def _drop_lookups(self) -> None:
+        """Drop all look-ups, because a block that they may have found was lost."""
+        for request_id in list(self._looked_up):
+            self._drop_lookup(request_id)

@@ -84,12 +84,13 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     if own is not None:
         size, limits = own.settings.block_bytes, own.planner.limits
         host_blocks, disk_blocks = limits.host_slots, limits.disk_blocks
+        is_shared = not (own.off or own.planner.disk.is_closed)
         return TierCapabilities(
             connector=name,
             on=not own.off,
             off_because=own.off_because,
             host=TierCapacity(blocks=host_blocks, bytes=host_blocks * size),
-            disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=True)
+            disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=is_shared)
             if disk_blocks
             else None,
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
-from ..kv_offload.offload_scheduler import MAX_STAGE_WAIT_S, TierLimits
+from ..kv_offload.disk_tier import MAX_STAGE_WAIT_S, TierLimits
 from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, blocks_per_full
 from ..kv_transfer.peer_transport import parse_address
 from ..kv_transfer.rank_transfers import rank_address
@@ -478,7 +478,7 @@ def _weights_identity(vllm_config: VllmConfig) -> str:
 def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """Return the KV cache's data type, and on a CPU the name of the packing, as in ``torch.bfloat16/amx``.
     vLLM's CPU attention packs a block for the processor's instructions, so the same bytes are different KV on
-    another kind of processor. Raises ``SettingsError`` if the processor does not support the KV cache."""
+    another kind of processor."""
     cache = vllm_config.cache_config
     dtype = str(cache.cache_dtype if cache.cache_dtype != "auto" else vllm_config.model_config.dtype)
     packings = sorted({_cpu_packing(vllm_config, each) for each in layer_specs(spec)} - {None, ""})  # type: ignore[type-var]
@@ -497,14 +497,11 @@ def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
         return None
     from .compat import cpu_attention_isa
 
-    try:
-        return str(
-            cpu_attention_isa(
-                vllm_config.model_config.dtype,
-                spec.block_size,
-                getattr(spec, "head_size", None),
-                vllm_config.cache_config.cache_dtype,
-            )
+    return str(
+        cpu_attention_isa(
+            vllm_config.model_config.dtype,
+            spec.block_size,
+            getattr(spec, "head_size", None),
+            vllm_config.cache_config.cache_dtype,
         )
-    except NotImplementedError as error:  # the attention layers raise it too
-        raise SettingsError(f"this processor does not support the KV cache: {error}") from error
+    )

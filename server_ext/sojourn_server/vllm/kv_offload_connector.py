@@ -200,7 +200,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def reset_cache(self) -> bool:
         """Forget all KV so far, and stop using the disk until a restart."""
-        if self.settings.options.disk is not None and not self.planner.disk_closed:
+        if self.settings.options.disk is not None and not self.planner.disk.is_closed:
             logger.warning(
                 "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, "
                 "this engine reads and writes no KV in %s",

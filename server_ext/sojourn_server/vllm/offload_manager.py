@@ -17,9 +17,9 @@ from sojourn.ids import ProgramId
 from ..core.block_owners import BlockOwners
 from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
+from ..kv_offload.disk_tier import PersistStatus
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
-from ..kv_offload.offload_scheduler import PersistStatus
 from ..policies.costs.reload_estimate import LinkCosts
 from ..policies.eviction_policies import HOST_EVICTION_ORDER
 from ..policies.placement.placement_views import Tier
@@ -229,8 +229,8 @@ class OffloadManager:
                 # memory before they are read.
                 planner.want(program_id, self._groups.needed_keys(keys))
                 # Without blocks on disk the look-up of thousands of keys is skipped.
-                on_device = self._groups.cached_prefix(keys).hashes if planner.disk else 0
-                planner.fetch(keys[on_device:], RetentionRank.WANTED)
+                on_device = self._groups.cached_prefix(keys).hashes if planner.disk.blocks else 0
+                planner.disk.fetch(keys[on_device:], RetentionRank.WANTED)
             return
         planner.unwant(program_id, RetentionRank.IDLE)
         planner.set_rank(self._groups.needed_keys(keys, shared), rank.until_written)
@@ -273,7 +273,7 @@ class OffloadManager:
         planner = self._planner
         if self._groups.is_single:
             keys = hashes[on_device:]
-            return planner.fetch(keys), planner.missing(keys), planner.loadable(keys)
+            return planner.disk.fetch(keys, _PLAIN), planner.missing(keys), planner.loadable(keys)
         # Models with several groups have no disk, and loads ahead of need support only one group.
         keys = [key for key in self._groups.needed_keys(hashes, on_device) if not self._groups.is_cached(key)]
         return 0, min(planner.missing(keys), len(hashes) - on_device), 0
@@ -288,7 +288,7 @@ class OffloadManager:
         if not connector.off:
             if not self._planner.limits.disk_blocks:
                 return {"reason": "this engine has no disk below its host memory"}
-            if self._planner.disk_closed:
+            if self._planner.disk.is_closed:
                 return {"reason": "the cache was reset, after which this engine writes nothing to disk"}
         status = self._persist(keys)
         if status is None:
@@ -306,7 +306,7 @@ class OffloadManager:
             found = self._groups.cached_prefix(keys[at:]).blocks
             on_device.update((self._groups.key_of(block), block.block_id) for block in found)
             at += len(found)
-            below = planner.leading(keys[at:])
+            below = planner.disk.leading(keys[at:])
             if not below:
                 return planner.persist(keys[:at], on_device, self._connector.clock())
             at += below
@@ -321,7 +321,7 @@ class OffloadManager:
     def held_blocks(self, program_id: ProgramId) -> tuple[int, int]:
         """Return how many blocks of the program's last context are (in host memory, on disk). For a context
         of more than ``MAX_LOOKED_UP`` blocks, the numbers are estimates from every nth block."""
-        host, disk = self._planner.host, self._planner.disk
+        host, disk = self._planner.host, self._planner.disk.blocks
         hashes = self._program_scheduler.context(program_id) or self._placed.keys_of(program_id)
         count, looked_up = self._groups.sample_keys(hashes, MAX_LOOKED_UP)
         each = count / len(looked_up) if looked_up else 0.0

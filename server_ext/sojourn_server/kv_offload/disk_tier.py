@@ -1,0 +1,384 @@
+"""Copies between host memory and the disk, and the requests that wait for them: no tensors, no clock.
+
+To spill is to write a block from host memory to disk. To stage is to read it back into host memory. To probe
+is to ask the store which blocks it has. Other engines write and delete files of the same store, so what is
+known of the disk is a guess. Two rules cover a disk that is full, broken or slow. A write that fails is
+counted, and not repeated for this copy. A block that cannot be read in time is computed again. While a disk
+``hangs``, it is asked nothing new, and no request waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import NamedTuple
+
+from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
+from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
+
+CONFIRMED_S = 10.0
+"""``persist`` asks the store again for blocks that it was last known to have this long ago."""
+
+MAX_PINNED_SHARE = 0.5
+"""Maximum share of host memory that requests waiting for the disk may pin together, because blocks that the
+device evicts need slots too. A single waiting request may pin more."""
+
+MAX_STAGE_WAIT_S = 10.0
+"""Default of ``TierLimits.max_stage_wait_s``."""
+
+_STAGING = 0
+"""``HostEntry.job`` of an entry that is read from disk. Store jobs have numbers from 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierLimits:
+    """Limits of host memory and disk of one engine."""
+
+    host_slots: int
+    """Number of blocks that fit in host memory."""
+    disk_blocks: int = 0
+    """Number of blocks that fit on the disk; 0 if there is no disk."""
+    spill_below: float = 0.25
+    """Blocks are written to disk while less than this share of the slots can be reused without loss. Such a
+    slot is empty, or its block is on disk or has the rank ``WORTHLESS``."""
+    max_spilling: int = 256
+    """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
+    max_stage_wait_s: float = MAX_STAGE_WAIT_S
+    """Maximum seconds that a request waits for the store's answer, and again for a disk read. After that it
+    computes the missing blocks."""
+    min_probe_blocks: int = 8
+    """The store is asked if a request misses at least this many blocks."""
+
+
+class PersistStatus(NamedTuple):
+    """Progress of writing a context to disk, in blocks."""
+
+    stored: int
+    """Number of leading blocks of the context that are on disk."""
+    pending: int
+    """Number of blocks of the context that wait to be written or are being written."""
+
+
+@dataclass(slots=True)
+class _DiskWait:
+    """What one request wants of the disk."""
+
+    probe: int | None = None
+    """Number of the job that asks the store for this request. It is asked once."""
+    was_read: bool = False
+    """Whether blocks were read for the request since its last load began."""
+    since_s: float | None = None
+    """Time since which the request waits for the store's answer or a read; ``None`` if it does not."""
+    entries: list[HostEntry] = field(default_factory=list)
+    """Host memory entries that stay pinned until vLLM looks up the request's blocks again."""
+
+
+class DiskTier:
+    """Schedules one engine's use of its disk. Times are seconds on the engine's clock."""
+
+    def __init__(
+        self, limits: TierLimits, host: HostBlockPool, counts: Counter[str], numbers: Iterator[int]
+    ) -> None:
+        """``counts``: receives numbers of blocks by outcome. ``numbers``: source of job numbers."""
+        self._limits = limits
+        self._host = host
+        self._counts = counts
+        self._numbers = numbers
+        self.blocks: OrderedDict[BlockKey, float] = OrderedDict()
+        """Block that this engine has written to disk, or that the store has named → time when it was last
+        known to be there. Least recently used first, at most ``limits.disk_blocks``."""
+        host.on_disk = self.blocks
+        self.is_closed = not limits.disk_blocks
+        """Whether the disk is neither written nor read: there is none, or the cache was reset. Then the
+        weights may have changed, but the store's identity names those with which the engine started."""
+        self.jobs = OffloadJobs()
+        """Jobs of the step being planned, which the ``OffloadScheduler`` takes and replaces."""
+        self.touches: list[BlockKey] = []
+        """``OffloadJobs.touches`` of this step. No reason for a step."""
+        self.wants_step = False
+        """Whether a ``persist`` waits for the disk. The engine must then run a step even when idle."""
+        self._spilling: dict[BlockKey, HostEntry] = {}
+        """Blocks being written to disk."""
+        self._staging: dict[BlockKey, HostEntry] = {}
+        """Blocks being read from disk."""
+        self._probing: dict[int, Sequence[BlockKey]] = {}
+        """Number of a job that asks the store → the keys."""
+        self._confirming: int | None = None
+        """Number of the last job that asked the store for ``persist``."""
+        self._waits: dict[str, _DiskWait] = {}
+        self._silent_since_s: dict[str, float] = {}
+        """``"reads"`` (with probes) or ``"writes"`` → time since which the disk has answered none."""
+        self._now = 0.0
+        """The latest time that a caller has named."""
+
+    @property
+    def under_way(self) -> int:
+        """Number of blocks being written or read, and of questions to the store."""
+        return len(self._spilling) + len(self._staging) + len(self._probing)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether blocks wait to be written and none is being written. An idle engine would spin in that
+        case."""
+        return bool(self._host.requested_writes) and not self._spilling
+
+    def note_time(self, now: float) -> None:
+        self._now = now
+        for lane, work in ("reads", self._staging or self._probing), ("writes", self._spilling):
+            if work:
+                self._silent_since_s.setdefault(lane, now)
+
+    def hangs(self, lane: str) -> bool:
+        """Return whether the disk has answered none of the ``"reads"`` or ``"writes"`` under way for
+        ``limits.max_stage_wait_s``."""
+        silent_s = self._now - self._silent_since_s.get(lane, self._now)
+        return silent_s >= (self._limits.max_stage_wait_s or MAX_STAGE_WAIT_S)
+
+    def take_results(self, results: OffloadResults) -> None:
+        """Handle the results of earlier jobs."""
+        for key, copy_result in results.spilled.items():
+            self._spilled(key, copy_result)
+        if not self.is_closed:
+            self._know([key for key, moved in results.spilled.items() if moved is CopyResult.MOVED])
+        for key, copy_result in results.staged.items():
+            self._staged(key, copy_result)
+        for job, (found, next_is_missing) in results.probed.items():
+            self._probed(job, found, next_is_missing)
+        if results.staged or results.probed:
+            self._silent_since_s.pop("reads", None)
+        if results.spilled:
+            self._silent_since_s.pop("writes", None)
+
+    def close(self) -> None:
+        """Forget all blocks, and use the disk no more until a restart. Files stay."""
+        for request_id in self._waits:
+            self.end_read(request_id)
+        self._waits.clear()
+        self.blocks.clear()
+        self.is_closed = True
+
+    # -- writes ------------------------------------------------------------------------
+
+    def plan_spills(self) -> None:
+        """Plan this step's writes to disk. Requested blocks come first. Others follow if host memory has too
+        few slots that can be reused without loss (``TierLimits.spill_below``)."""
+        limits, host = self._limits, self._host
+        if self.is_closed:
+            return
+        if self.hangs("writes"):
+            for key, rank in reversed(host.requested_writes.items()):
+                if (entry := host.get(key)) is not None:
+                    host.rerank(entry, rank)
+            host.requested_writes.clear()
+            return
+        # No more than fits on the disk. A larger batch would delete files that it has just written.
+        room = min(limits.max_spilling, limits.disk_blocks) - len(self._spilling)
+        requested: list[HostEntry] = []
+        for key in list(islice(host.requested_writes, max(0, room))):
+            entry = host.get(key)
+            if entry is None or key in self.blocks:
+                del host.requested_writes[key]
+            elif entry.job is not None:
+                break  # its slot is still being filled
+            else:
+                requested.append(entry)
+        room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
+        worthless = RetentionRank.WORTHLESS
+        spare = host.room(RetentionRank.WANTED) - host.unspilled(above=worthless) + len(self._spilling)
+        wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
+        if wanted > 0:
+            self._spill(host.next_unspilled(wanted, above=worthless))
+
+    def _spill(self, entries: Iterable[HostEntry]) -> int:
+        """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""
+        new = [entry for entry in entries if entry.key not in self._spilling]
+        for entry in new:
+            self._host.pin(entry)
+            self._spilling[entry.key] = entry
+            self.jobs.spills.append(FileCopy(entry.slot, entry.key))
+        return len(new)
+
+    def _spilled(self, key: BlockKey, copy_result: CopyResult) -> None:
+        entry = self._spilling.pop(key)
+        self._counts["spilled" if copy_result is CopyResult.MOVED else f"spill_{copy_result.value}"] += 1
+        if not self.is_closed:
+            self._host.set_dirty(entry, False)
+            self._host.rerank(entry, self._host.requested_writes.pop(key, entry.rank))
+        self._host.unpin(entry, used=False)
+
+    def confirm(self, chain: Sequence[BlockKey]) -> int:
+        """Ask the store for those of ``chain`` that it was last known to have ``CONFIRMED_S`` ago, and mark
+        the chain as just used: writes delete the least recently used files, and the end of a context must not
+        displace its beginning. Return the number of blocks asked for."""
+        old = [key for key in chain if self._now - self.blocks.get(key, self._now) > CONFIRMED_S]
+        if old:
+            self.wants_step = True
+            if self._confirming not in self._probing:
+                self.touch(chain)
+                self._confirming = self._probe(old)
+        return len(old)
+
+    def request_writes(self, chain: Sequence[BlockKey]) -> PersistStatus:
+        """Request that a context's blocks in host memory are written to disk, and return the progress."""
+        stored = pending = 0
+        for key in chain:
+            if key in self.blocks:
+                stored += not pending
+                continue
+            if self._host.get(key) is None:
+                break
+            if key not in self._spilling:
+                self._host.requested_writes.setdefault(key, RetentionRank.COLD)
+            pending += 1
+        self.wants_step = self.wants_step or pending > 0
+        return PersistStatus(stored, pending)
+
+    # -- what is known of the disk -----------------------------------------------------
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Mark the files of ``keys``, in context order, as just used. The end of the context is deleted
+        first."""
+        known = [key for key in keys if key in self.blocks]
+        for key in reversed(known):
+            self.blocks.move_to_end(key)
+        self.touches += known
+
+    def leading(self, keys: Sequence[BlockKey]) -> int:
+        """Return the number of leading ``keys`` in host memory or on disk."""
+        get, blocks = self._host.get, self.blocks
+        return sum(1 for _ in takewhile(lambda key: get(key) is not None or key in blocks, keys))
+
+    def _know(self, keys: Sequence[BlockKey]) -> None:
+        """Note that the disk has the blocks ``keys``, given in context order."""
+        for key in reversed(keys):
+            self.blocks[key] = self._now
+            self.blocks.move_to_end(key)
+            if (entry := self._host.get(key)) is not None:
+                self._host.set_dirty(entry, False)
+        while len(self.blocks) > self._limits.disk_blocks:
+            self._forget_file(next(iter(self.blocks)))
+
+    def _forget_file(self, key: BlockKey) -> None:
+        if self.blocks.pop(key, None) is not None and (entry := self._host.get(key)) is not None:
+            self._host.set_dirty(entry, True)
+
+    def _probe(self, keys: Sequence[BlockKey]) -> int:
+        job = next(self._numbers)
+        self._probing[job] = self.jobs.probes[job] = keys
+        return job
+
+    def _probed(self, job: int, found: int, next_is_missing: bool) -> None:
+        """Handle the store's answer. If a key is missing, the later ones are forgotten too, because the end
+        of a context is deleted first. If the time ran out, nothing is forgotten."""
+        keys = self._probing.pop(job)
+        if not self.is_closed:
+            self._know(keys[:found])
+            for key in keys[found:] if next_is_missing else ():
+                self._forget_file(key)
+
+    # -- reads -------------------------------------------------------------------------
+
+    def must_wait(self, request_id: str) -> bool:
+        """Return whether a request must still wait for the store's answer or for its disk read. It gives up
+        after ``limits.max_stage_wait_s``, or if the disk hangs."""
+        wait = self._waits.get(request_id)
+        if wait is None or wait.since_s is None:
+            return False
+        missing = sum(entry.job == _STAGING for entry in wait.entries)
+        if not missing and wait.probe not in self._probing:
+            return False
+        if self._now - wait.since_s < self._limits.max_stage_wait_s and not self.hangs("reads"):
+            return True
+        self._counts["gave_up"] += missing
+        wait.since_s = None
+        return False
+
+    def may_search(self, request_id: str) -> bool:
+        """Return whether ``search`` may find more blocks for a request."""
+        wait = self._waits.get(request_id)
+        return not (self.is_closed or self.hangs("reads") or (wait is not None and wait.was_read))
+
+    def search(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
+        """Look for the blocks ``keys`` of a request on disk. Returns whether the request must wait.
+
+        The store is asked first, beginning with the first block that has no known copy, so that everything
+        missing is read together. If blocks are read, the entries of all ``keys`` up to the last of them stay
+        pinned until ``end_read``."""
+        wait = self._waits.setdefault(request_id, _DiskWait())
+        unknown = self.leading(keys)
+        if wait.probe is None and len(keys) - unknown >= self._limits.min_probe_blocks:
+            wait.probe = self._probe(keys[unknown:])
+        # The request runs next, so it has priority over idle programs.
+        elif self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
+            self.touch(keys)
+            wait.was_read = True
+        else:
+            return False
+        wait.since_s = self._now
+        self._silent_since_s.setdefault("reads", self._now)
+        return True
+
+    def fetch(self, keys: Sequence[BlockKey], rank: RetentionRank) -> int:
+        """Plan to read the leading ``keys`` from disk into host memory, with the rank ``rank``, before a
+        request needs them. Returns how many of them are being read now; none while the disk hangs."""
+        if not self.blocks or self.hangs("reads"):
+            return 0
+        self.touch(keys)
+        return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
+
+    def _read(
+        self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
+    ) -> int:
+        """Plan to read the leading ``keys`` from disk. Returns how many of ``keys`` are being read now, also
+        because of earlier calls.
+
+        Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
+        memory nor known to be on disk. Waiting requests may pin ``MAX_PINNED_SHARE`` of host memory.
+
+        ``wait``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
+        highest rank of entries that host memory may evict for the new entries."""
+        host, here = self._host, list[HostEntry]()
+        pinned = sum(len(other.entries) for other in self._waits.values() if other is not wait)
+        room = int(MAX_PINNED_SHARE * host.slots) - pinned if pinned else host.slots
+        for key in islice(keys, max(0, room)):
+            entry = host.get(key)
+            if entry is None:
+                if key not in self.blocks or key in self._staging:  # the read of a lost entry has not ended
+                    break
+                entry = host.take(key, rank, _STAGING, at_most=at_most)
+                if entry is None:
+                    break
+                self._staging[key] = entry
+                self.jobs.stages.append(FileCopy(entry.slot, key))
+            host.pin(entry)  # the next read must not reuse its slot
+            here.append(entry)
+        missing = sum(entry.job == _STAGING for entry in here)
+        if wait is None or not missing:
+            host.release(here)
+        else:
+            wait.entries = here
+        return missing
+
+    def _staged(self, key: BlockKey, copy_result: CopyResult) -> None:
+        entry = self._staging.pop(key)
+        if copy_result is CopyResult.MOVED:
+            self._counts["staged"] += 1
+        else:
+            self._counts[f"stage_{copy_result.value}"] += 1
+            self._host.remove(entry)
+            self.blocks.pop(key, None)
+        self._host.end_fill(entry)
+
+    def end_read(self, request_id: str) -> None:
+        """Unpin the blocks that were read for a request, because its load begins. The store is not asked
+        again for this request."""
+        if (wait := self._waits.get(request_id)) is not None:
+            self._host.release(wait.entries)
+            self._waits[request_id] = _DiskWait(wait.probe)
+
+    def abandon(self, request_id: str) -> None:
+        """End the waits of a request that has finished."""
+        self.end_read(request_id)
+        self._waits.pop(request_id, None)
