@@ -315,17 +315,6 @@ async def test_engine_failures_map_to_different_errors(failure: Exception, expec
     assert await engine.call("stats", "{}") == ['{"op": "stats"}']
 
 
-async def test_a_client_without_the_broadcast_is_asked_for_one_engine() -> None:
-    class OldCore:
-        async def call_utility_async(self, method: str, *args: str) -> str:
-            return json.dumps([method, *args])
-
-    engine, client = VllmEngine(), FakeClient(OldCore())
-    engine.connect(client)  # type: ignore[arg-type]
-    assert await engine.call("stats", "{}") == ['["sojourn_call", "stats", "{}"]']
-    assert engine.engine_ids() == ["0"]
-
-
 async def test_engines_carry_their_ranks() -> None:
     engine, client = VllmEngine(), FakeClient(FakeCore(2, 3, 300))
     engine.connect(client)  # type: ignore[arg-type]

@@ -224,8 +224,8 @@ def test_a_preempted_request_leaves_no_hash_of_what_was_not_computed(make_engine
     assert count_cached(engine, request.block_hashes) == [0] * (1 + len(groups))
 
 
-def test_what_follows_a_block_that_was_not_filled_is_forgotten_in_all_groups(make_engine, groups):
-    engine = make_engine("continuum", blocks=400, other_groups=groups)
+def test_what_follows_a_block_that_was_not_filled_is_forgotten(make_engine):
+    engine = make_engine("continuum", blocks=400)
     request = engine.add("r", prompt(1, 600), program_id="A", max_tokens=100)
     while not request.num_output_tokens:
         engine.step()

@@ -120,7 +120,7 @@ class EngineLife(RuleBasedStateMachine):
         for request in scheduler.requests.values():
             for group in scheduler.kv_cache_manager.get_blocks(request.request_id).blocks:
                 users.update(block.block_id for block in group if not block.is_null)
-        for held in adapter._pinned._pinned.values():
+        for held in adapter._pinned.values():
             users.update(block.block_id for block in held)
         for block in pool.blocks[1:]:
             assert block.ref_cnt == users[block.block_id]
@@ -130,7 +130,7 @@ class EngineLife(RuleBasedStateMachine):
     def leases_and_held_blocks_agree(self) -> None:
         adapter = self.engine.scheduler.sojourn
         leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.state.leases.values()}
-        held = {program_id: len(blocks) for program_id, blocks in adapter._pinned._pinned.items()}
+        held = {program_id: len(blocks) for program_id, blocks in adapter._pinned.items()}
         assert leases == held
         assert adapter.program_scheduler.leased_blocks <= self.blocks
 

@@ -55,11 +55,11 @@ def test_off_lets_a_held_request_run_and_a_recording_replays_it(
     late = engine.add("D1", prompt(9, 300), program_id="D", max_tokens=4)
     engine.step()
     assert waits(engine) == ["D1"]
-    assert engine.scheduler.sojourn.waiting.is_parked(late) is parks
+    assert (late in engine.scheduler.waiting.parked) is parks
     running = {request.request_id for request in engine.scheduler.running}
     engine.ask("policy", on=False)
     assert {request.request_id for request in engine.scheduler.running} == running
-    assert not engine.scheduler.sojourn.waiting.is_parked(late)
+    assert late not in engine.scheduler.waiting.parked
     for _ in range(400):
         clock.now += 0.1
         engine.step()

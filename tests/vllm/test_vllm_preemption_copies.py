@@ -62,13 +62,15 @@ def test_a_preemption_frees_only_unshared_blocks(engine: Any) -> None:
     add(on, "b", [*BEGINNING, *some_tokens("b", 80)], "B")
     add(on, "c", some_tokens("c", 80), "C")
     scheduler = on.engine.scheduler
-    views = {view.request_id: view for view in scheduler.sojourn._demand_monitor.views(scheduler.running)}
+    views = {
+        view.request_id: view for view in scheduler.sojourn._allocation_fallback._views(scheduler.running)
+    }
     assert {name: view.shared_blocks for name, view in views.items()} == {"a": 16, "b": 16, "c": 0}
     pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     away(on, "a")
     assert pool.get_num_free_blocks() - free == views["a"].blocks - views["a"].shared_blocks
-    left = scheduler.sojourn._demand_monitor.views(scheduler.running)
+    left = scheduler.sojourn._allocation_fallback._views(scheduler.running)
     assert [view.shared_blocks for view in left] == [0, 0], "no request shares with one that has left"
 
 
@@ -95,8 +97,8 @@ def test_where_all_of_host_memory_is_kept_for_others_the_next_victim_is_computed
     if way == "recompute":
         blocks = [SimpleNamespace(block_hash=each + bytes(4)) for each in hashes]
         below(on).keep_preempted("x", blocks)
-    on.engine.scheduler.sojourn._demand_monitor._due_in = 0
-    on.engine.scheduler.sojourn._demand_monitor.before_step(on.clock.now)
+    on.engine.scheduler.sojourn._allocation_fallback._forecast_due_in = 0
+    on.engine.scheduler.sojourn._allocation_fallback.forecast(on.clock.now)
     away(on, "b")
     assert how(on) == way
 

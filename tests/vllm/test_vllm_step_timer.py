@@ -41,7 +41,6 @@ def test_every_step_is_timed_from_the_end_of_the_one_before(
     later = engine.plan()
     clock.now += 0.125
     engine.update_from_output(later, sampled=())
-    engine.update_from_output(later, sampled=())  # results that come twice are no second step
     assert told[3:] == [(later.total_num_scheduled_tokens, 0.125)]
 
 

@@ -94,44 +94,6 @@ def test_an_output_with_a_stop_string_is_read_up_to_its_end(reader_of):
     assert reader.read_stopped([3], [" invented"]) == ()
 
 
-class CharacterTokenizer:
-    """A tokenizer whose tokens are code points."""
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids))
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "end"), [(0, 9), (8, 9), (9, 16), (12, 16), (15, 16), (16, None), (30, None)]
-)
-@pytest.mark.parametrize("before", [0, 40])
-def test_vllm_looks_for_a_stop_string_only_behind_the_first_min_tokens_tokens(
-    reader_of, monkeypatch, min_tokens, end, before
-):
-    """``end``: number of characters up to the end of the stop string that vLLM finds first."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
-
-    class Detokenizer(BaseIncrementalDetokenizer):
-        def decode_next(self, next_token_id: int) -> str:
-            return chr(next_token_id)
-
-    monkeypatch.setattr(tool_call_reader, "MAX_TOKENS", 20)
-    text, stop = "Thought\n\nlook.\n\nOn", ["\n\n"]
-    written = [*map(ord, "." * before + text)]
-    min_tokens += before if min_tokens else 0
-    params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=100)
-    server = Detokenizer(SimpleNamespace(sampling_params=params))
-    found = next((count for count, token in enumerate(written, 1) if server.update([token], False)), None)
-    assert found == (before + end if end is not None else None)
-    read: list[str] = []
-    reader = reader_of(None)
-    reader._tokenizer = CharacterTokenizer()
-    monkeypatch.setattr(reader, "_read_text", lambda text: (read.append(text),))
-    assert (reader.read_stopped(written, stop, min_tokens) is None) == (end is None)
-    assert [len(one) for one in read] == ([] if end is None else [min(before, 20 - len(text)) + end])
-
-
 def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_a_guess(
     reader_of, monkeypatch
 ):
@@ -139,7 +101,7 @@ def test_only_a_tokenizer_that_does_not_load_makes_the_end_of_an_aborted_output_
     aborted = SimpleNamespace(
         status=compat.RequestStatus.FINISHED_ABORTED,
         output_token_ids=[1, 2],
-        sampling_params=SimpleNamespace(stop=["absent"], min_tokens=0),
+        sampling_params=SimpleNamespace(stop=["absent"]),
         kv_transfer_params=None,
     )
 

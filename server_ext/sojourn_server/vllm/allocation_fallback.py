@@ -7,8 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sojourn.ids import ProgramId
-
 from ..core.events_and_actions import (
     BlocksNeeded,
     DemandSampled,
@@ -17,10 +15,8 @@ from ..core.events_and_actions import (
     VictimNeeded,
     answer_of,
 )
-from ..core.program_scheduler import ProgramScheduler
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from .compat import (
-    BlockPool,
     FullAttentionManager,
     KVCacheBlock,
     KVCacheBlocks,
@@ -43,80 +39,116 @@ less frequent."""
 AMPLE_FREE_SHARE = 0.5
 """No forecast is made while more than this share of the pool's blocks is free and no request waits."""
 
-COUNTED_BLOCKS = 20_000
-"""Of a larger pool, ``count_by_state`` looks at every nth block, at most this many (about 2 ms)."""
+
+def allocate_slots_with_fast_path(
+    manager: KVCacheManager, allocate: Callable[..., KVCacheBlocks | None]
+) -> Callable[..., KVCacheBlocks | None]:
+    """Return ``allocate``, a way of ``manager.allocate_slots``, with a fast path for running requests that
+    need no new block: vLLM calls it for each running request in each step, and in most decode steps nothing
+    changes.
+
+    It is ``allocate`` itself for engines without a prefix cache or full attention, with several KV cache
+    groups (``allocate_slots`` also frees their blocks), or with hash blocks of another size than KV
+    blocks.
+    """
+    groups = manager.coordinator.single_type_managers
+    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager or not manager.enable_caching:
+        return allocate
+    group = groups[0]
+    size = group.block_size
+    if size != group.block_pool.hash_block_size:
+        return allocate  # vLLM may also cache incomplete blocks
+    blocks_of, cached_of = group.req_to_blocks, group.num_cached_block
+    nothing, no_lookahead = manager.empty_kv_cache_blocks, {"num_lookahead_tokens": 0}
+
+    def allocate_slots(
+        request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        if not args and kwargs in ({}, no_lookahead):  # only calls for running requests have these arguments
+            request_id = request.request_id
+            cached = cached_of.get(request_id)
+            if (
+                cached is not None
+                and request.num_computed_tokens + num_new_tokens < (cached + 1) * size
+                and len(blocks_of[request_id]) > cached
+                and num_new_tokens > 0
+            ):
+                return nothing
+        return allocate(request, num_new_tokens, *args, **kwargs)
+
+    return allocate_slots
 
 
-class PinnedBlocks:
-    """Blocks pinned for programs between their turns, each by one more reference: the pool keeps it."""
+class AllocationFallback:
+    """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations: it cancels all
+    prefetches, then ends leases, and then chooses the running request that vLLM preempts. Before that, it
+    reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks."""
 
-    def __init__(self, pool: BlockPool, program_scheduler: ProgramScheduler) -> None:
-        self._pool = pool
-        self._program_scheduler = program_scheduler
-        self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
-
-    def hold(self, program_id: ProgramId, blocks: list[KVCacheBlock]) -> None:
-        """Pin distinct, cached ``blocks`` in context order for the program, which has none."""
-        self._pool.touch(blocks)
-        self._pinned[program_id] = blocks
-
-    def release(self, program_id: ProgramId) -> None:
-        """Unpin the program's blocks, if any. They stay cached; the pool reuses the last first."""
-        self._pool.free_blocks(reversed(self._pinned.pop(program_id, [])))
-
-    def used_blocks(self) -> int:
-        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
-
-    def count_by_state(self) -> dict[str, int]:
-        """Return the number of blocks by state: ``total``, ``running`` (used by requests alone), ``leased``
-        (pinned), ``cached`` (with content, but evictable) and ``free`` (without content). Those two are
-        estimates in a large pool."""
-        pool, leased = self._pool, self._program_scheduler.leased_blocks
-        available, every = pool.get_num_free_blocks(), -(-pool.num_gpu_blocks // COUNTED_BLOCKS)
-        found = sum(block.ref_cnt == 0 and block.block_hash is not None for block in pool.blocks[::every])
-        total, cached = pool.num_gpu_blocks - 1, min(available, every * found)
-        return {
-            "total": total,
-            "running": total - available - leased,
-            "leased": leased,
-            "cached": cached,
-            "free": available - cached,
-        }
-
-
-class DemandMonitor:
-    """Reports the running requests to the ``ProgramScheduler``, which forecasts the demand for blocks."""
-
-    def __init__(self, context: EngineContext, pinned: PinnedBlocks, offload: OffloadManager | None) -> None:
+    def __init__(
+        self,
+        context: EngineContext,
+        waiting: WaitingQueueAdapter,
+        prefetcher: KVPrefetcher,
+        offload: OffloadManager | None,
+    ) -> None:
         self._scheduler = scheduler = context.scheduler
-        self._program_scheduler, self._groups = context.program_scheduler, context.groups
-        self._handle = context.handle
-        self._pinned, self._offload = pinned, offload
+        self._program_scheduler = context.program_scheduler
+        self._groups = context.groups
+        self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
+        self._carry_out = context.carry_out
+        self._waiting, self._prefetcher, self._offload = waiting, prefetcher, offload
         self._pool = scheduler.kv_cache_manager.block_pool
-        self._due_in = 0
+        self._forecast_due_in = 0
+        """In steps."""
+        self.allocating: Request | None = None
+        """The request for which vLLM allocates blocks now, as the cause of evictions; ``None`` if unknown."""
+        self.victim: tuple[Request, int] | None = None
+        """The request chosen for preemption, and the priority that it had before."""
+        self._starved: Request | None = None
+        """With several groups: a waiting request with loaded KV that lacked blocks in the last step."""
+        self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
+        # Only vLLM's priority branch preempts a request at any position of the running list.
+        scheduler.policy = SchedulingPolicy.PRIORITY
+        manager = scheduler.kv_cache_manager
+        self._allocate: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
+        manager.allocate_slots = allocate_slots_with_fast_path(manager, self._allocate_with_fallback)
 
-    def before_step(self, now: float) -> None:
+    # -- before a step ------------------------------------------------------------
+
+    def end_load_deadlock(self) -> None:
+        """If no request runs, make the last loading request other than the one that lacked blocks in the last
+        step give up its blocks. All might wait for each other for ever: vLLM reserves the blocks that loading
+        requests need to finish their prompts, and too few for sliding windows, since
+        ``max_admission_blocks_per_request`` assumes that the blocks behind the window are free."""
+        starved, self._starved = self._starved, None
+        if starved is None or self._scheduler.running or starved.is_finished():
+            return
+        others = [each for each in self._loading() if each is not starved]
+        if others:
+            self._give_up_load(others[-1])
+
+    def forecast(self, now: float) -> None:
         """Make a forecast if one is due. If the forecast says that a running request will be preempted, start
         to copy its KV to host memory. For presets that predict output lengths. ``now``: seconds on the
         engine's clock."""
-        self._due_in -= 1
-        if self._due_in > 0:
+        self._forecast_due_in -= 1
+        if self._forecast_due_in > 0:
             return
         scheduler = self._scheduler
         running = scheduler.running
         free_blocks = self._pool.get_num_free_blocks()
         if not len(scheduler.waiting) and free_blocks > AMPLE_FREE_SHARE * self._pool.num_gpu_blocks:
             return
-        self._due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
+        self._forecast_due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
         link = self._offload.offload_costs() if self._offload is not None else None
-        sample = DemandSampled(self._pinned.used_blocks(), self.views(running), link)
+        sample = DemandSampled(self._used_blocks(), self._views(running), link)
         likely = answer_of(self._handle(sample, now), RequestChosen)
         if likely is not None and self._offload is not None:
             request = scheduler.requests[likely.request_id]
             hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
             self._offload.copy_ahead(self._groups.cached_prefix(hashes).blocks)
 
-    def views(self, running: Iterable[Request]) -> list[RunningRequestView]:
+    def _views(self, running: Iterable[Request]) -> list[RunningRequestView]:
         views = []
         for position, request in enumerate(running):
             known = self._program_scheduler.request(request.request_id)
@@ -136,96 +168,7 @@ class DemandMonitor:
             )
         return views
 
-
-def allocate_slots_with_fast_path(manager: KVCacheManager) -> Callable[..., KVCacheBlocks | None]:
-    """Return ``manager.allocate_slots``, with a fast path for running requests that need no new block: vLLM
-    calls it for each running request in each step, and in most decode steps nothing changes.
-
-    It is vLLM's method itself for engines without a prefix cache or full attention, with several KV cache
-    groups (``allocate_slots`` also frees their blocks), or with hash blocks of another size than KV
-    blocks.
-    """
-    original: Callable[..., KVCacheBlocks | None] = manager.allocate_slots
-    groups = manager.coordinator.single_type_managers
-    if len(groups) != 1 or type(groups[0]) is not FullAttentionManager or not manager.enable_caching:
-        return original
-    group = groups[0]
-    size = group.block_size
-    if size != group.block_pool.hash_block_size:
-        return original  # vLLM may also cache incomplete blocks
-    blocks_of, cached_of = group.req_to_blocks, group.num_cached_block
-    nothing, no_lookahead = manager.empty_kv_cache_blocks, {"num_lookahead_tokens": 0}
-
-    def allocate_slots(
-        request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
-    ) -> KVCacheBlocks | None:
-        if not args and kwargs in ({}, no_lookahead):  # only calls for running requests have these arguments
-            request_id = request.request_id
-            cached = cached_of.get(request_id)
-            if (
-                cached is not None
-                and request.num_computed_tokens + num_new_tokens < (cached + 1) * size
-                and len(blocks_of[request_id]) > cached
-                and num_new_tokens > 0
-            ):
-                return nothing
-        return original(request, num_new_tokens, *args, **kwargs)
-
-    return allocate_slots
-
-
-class AllocationFallback:
-    """Wraps ``KVCacheManager.allocate_slots`` of one engine, to handle failed allocations: it cancels all
-    prefetches, then ends leases, and then chooses the running request that vLLM preempts."""
-
-    def __init__(
-        self,
-        context: EngineContext,
-        pinned: PinnedBlocks,
-        demand_monitor: DemandMonitor,
-        waiting: WaitingQueueAdapter,
-        prefetcher: KVPrefetcher,
-    ) -> None:
-        self._scheduler = scheduler = context.scheduler
-        self._program_scheduler = context.program_scheduler
-        self._groups = groups = context.groups
-        self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
-        self._carry_out = context.carry_out
-        self._pinned, self._demand_monitor = pinned, demand_monitor
-        self._waiting, self._prefetcher = waiting, prefetcher
-        self.allocating: Request | None = None
-        """The request for which vLLM allocates blocks now, as the cause of evictions; ``None`` if unknown."""
-        self.victim: tuple[Request, int] | None = None
-        """The request chosen for preemption, and the priority that it had before."""
-        self._starved: Request | None = None
-        """With several groups: a waiting request with loaded KV that lacked blocks in the last step."""
-        self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
-        # Only vLLM's priority branch preempts a request at any position of the running list.
-        scheduler.policy = SchedulingPolicy.PRIORITY
-        manager = scheduler.kv_cache_manager
-        self._allocate = allocate_slots_with_fast_path(manager)
-        self._allocate_with_fallback = self._wrap(self._allocate)
-        manager.allocate_slots = self._allocate_with_fallback
-        config = scheduler.scheduler_config
-        # Twice an upper bound of the blocks that running requests can take in one step.
-        self._step_blocks = 2 * groups.blocks_of_step(config.max_num_batched_tokens)
-        self._running_blocks = 4 * len(groups)
-
-    def prepare_step(self) -> None:
-        """End a possible deadlock of loading requests. Then install the wrapper, or remove it if blocks are
-        ample and no request waits: it runs for every running request, and causes most of the adapter's cost.
-        Without it, evictions are recorded without the request that caused them."""
-        scheduler = self._scheduler
-        starved, self._starved = self._starved, None
-        if starved is not None:
-            self._guarded(self._break_load_deadlock, starved)
-        free = scheduler.kv_cache_manager.block_pool.free_block_queue.num_free_blocks
-        ample = free > self._step_blocks + self._running_blocks * len(scheduler.running) and not (
-            scheduler.waiting.entries or scheduler.waiting.parked or scheduler.kv_holding_waiting.entries
-        )
-        if ample:
-            self.allocating = None
-        scheduler.kv_cache_manager.allocate_slots = self._allocate if ample else self._allocate_with_fallback
+    # -- allocation ---------------------------------------------------------------
 
     def restore_victim(self) -> None:
         if self.victim is not None:
@@ -233,19 +176,14 @@ class AllocationFallback:
             victim.priority = priority
             self.victim = None
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., KVCacheBlocks | None]:
-        # A closure is fast.
-
-        def allocate_slots(request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-            self.allocating = request
-            blocks: KVCacheBlocks | None = original(request, *args, **kwargs)
-            if blocks is None:
-                connector = self._scheduler.connector  # if it is about to free blocks, vLLM waits a step
-                if connector is None or not connector.has_pending_block_frees():
-                    blocks = self._guarded(self._make_room, request, args, kwargs)
-            return blocks
-
-        return allocate_slots
+    def _allocate_with_fallback(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        self.allocating = request
+        blocks = self._allocate(request, *args, **kwargs)
+        if blocks is None:
+            connector = self._scheduler.connector  # if it is about to free blocks, vLLM waits a step
+            if connector is None or not connector.has_pending_block_frees():
+                blocks = self._guarded(self._make_room, request, args, kwargs)
+        return blocks
 
     def _make_room(
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,7 +218,7 @@ class AllocationFallback:
         known = self._program_scheduler.request(request.request_id)
         leased_programs = self._program_scheduler.leased_programs
         blocks: KVCacheBlocks | None = None
-        pool = self._scheduler.kv_cache_manager.block_pool
+        pool = self._pool
         while blocks is None and leased_programs:
             now = self._clock()
             need = ReclaimRequest(
@@ -346,6 +284,9 @@ class AllocationFallback:
             victim.priority = sys.maxsize
         return victim
 
+    def _used_blocks(self) -> int:
+        return int(self._pool.num_gpu_blocks - 1 - self._pool.get_num_free_blocks())
+
     def _loading(self) -> list[Request]:
         """Return the requests that load KV into their blocks and can give these up. They can be victims too,
         or a request that runs alone beside them would preempt itself in each step. Empty with a connector
@@ -362,22 +303,11 @@ class AllocationFallback:
         self._waiting.pause_admission()
         self._handle(RequestPreempted(request.request_id, loading=True), self._clock())
 
-    def _break_load_deadlock(self, starved: Request) -> None:
-        """If no request runs, make the last loading request other than ``starved`` give up its blocks. All
-        might wait for each other for ever: vLLM reserves the blocks that loading requests need to finish
-        their prompts, and too few for sliding windows, since ``max_admission_blocks_per_request`` assumes
-        that the blocks behind the window are free."""
-        if self._scheduler.running or starved.is_finished():
-            return
-        others = [each for each in self._loading() if each is not starved]
-        if others:
-            self._give_up_load(others[-1])
-
     def _policy_victim(self, candidates: list[Request]) -> str | None:
         known = [self._program_scheduler.request(candidate.request_id) for candidate in candidates]
         if not any(each is not None and each.program_id is not None for each in known):
             return None  # without hints the choice is vLLM's
-        event = VictimNeeded(self._demand_monitor.views(candidates), self._pinned.used_blocks())
+        event = VictimNeeded(self._views(candidates), self._used_blocks())
         chosen = answer_of(self._handle(event, self._clock()), RequestChosen)
         return chosen.request_id if chosen is not None else None
 

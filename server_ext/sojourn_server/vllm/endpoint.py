@@ -171,10 +171,7 @@ class VllmEngine:
     def engine_ids(self) -> Sequence[str]:
         """Return the engines' ranks as text, as in the label ``engine`` of vLLM's metrics."""
         # An engine's address is its rank in two bytes, little endian.
-        addresses = getattr(self._core(), "core_engines", None)
-        if not addresses:
-            return ["0"]
-        return [str(int.from_bytes(address, "little")) for address in addresses]
+        return [str(int.from_bytes(address, "little")) for address in self._core().core_engines]
 
     async def call(self, op: str, payload: str) -> list[str]:
         """Return the engines' JSON answers to an operation, in the order of ``engine_ids``. Raises
@@ -195,11 +192,8 @@ class VllmEngine:
 
     async def _call(self, op: str, payload: str) -> list[Any]:
         core = self._core()
-        call_all = getattr(core, "call_utility_all_async", None)
         try:
-            if call_all is not None:
-                return list(await call_all(METHOD, op, payload))
-            return [await core.call_utility_async(METHOD, op, payload)]
+            return list(await core.call_utility_all_async(METHOD, op, payload))
         except EngineDeadError as error:
             raise EngineUnavailableError("the engine is dead") from error
         except Exception as error:  # vLLM raises a failed utility call as a bare Exception
@@ -214,4 +208,4 @@ class VllmEngine:
         client = self._client() if self._client is not None else None
         if client is None:
             raise EngineUnavailableError("the server has no engine: it is starting or has lost it")
-        return getattr(client, "engine_core", None)
+        return client.engine_core

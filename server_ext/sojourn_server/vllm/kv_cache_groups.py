@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv_offload.context_keys import ContextKeys, GroupLayout
@@ -115,11 +116,6 @@ class KVCacheGroups:
         """Return the maximum number of blocks that ``tokens`` new tokens add to a running request."""
         return sum(min(-(-tokens // size) + 1, most) for size, most in self._sizes)
 
-    def blocks_of_step(self, tokens: int) -> int:
-        """Return the most new blocks for a step with ``tokens`` tokens; each further request may add one a
-        group."""
-        return sum(-(-tokens // size) + 1 for size, _ in self._sizes)
-
     def used_by(self, request: Request) -> Iterator[Sequence[KVCacheBlock]]:
         """Yield, for each group, the blocks that the request holds, without placeholders of freed blocks."""
         groups = self._manager.get_blocks(request.request_id).blocks
@@ -147,23 +143,12 @@ class KVCacheGroups:
         }
 
     def blocks_behind(self, requests: Iterable[Request], block_ids: set[int]) -> set[int]:
-        """Return ``block_ids`` and the ids of all blocks of ``requests`` that depend on one: in every group,
-        those from the first token of a request's first block in ``block_ids`` on."""
+        """Return ``block_ids`` and the ids of all blocks of ``requests`` behind one of them. vLLM supports
+        connectors that report such blocks with one group only."""
         dependent = set(block_ids)
         for request in requests:
-            groups = self._manager.get_block_ids(request.request_id)
-            first_token = min(
-                (
-                    position * size
-                    for group, (size, _) in zip(groups, self._sizes, strict=True)
-                    for position, block_id in enumerate(group)
-                    if block_id in block_ids
-                ),
-                default=None,
-            )
-            if first_token is not None:
-                for group, (size, _) in zip(groups, self._sizes, strict=True):
-                    dependent.update(group[first_token // size :])
+            for group in self._manager.get_block_ids(request.request_id):
+                dependent.update(dropwhile(lambda block_id: block_id not in block_ids, group))
         return dependent
 
     def cached_prefix(self, hashes: Sequence[Any]) -> CachedPrefix:

@@ -22,6 +22,7 @@ from .compat import (
     current_platform,
 )
 from .cpu_offload_worker import CpuOffloadWorker
+from .kv_connector_settings import AUTO_DEVICES
 from .offload_cache_policy import ProgramCachePolicy
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 MAX_LOOKUP_WAIT_S = 2.0
 """Time for which a request's lookups may be undecided, for example because a chunk is being stored. Then they
 miss and the request computes. vLLM itself asks again without a bound."""
-AUTO_DEVICES = 4
-"""Without a given size, host memory is this multiple of the device's KV, at most ``host_bytes_max``."""
 
 
 class ProgramOffloadingConnector(OffloadingConnector):

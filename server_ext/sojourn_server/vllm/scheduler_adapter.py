@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ from ..core.events_and_actions import (
 from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import plan_items
-from .allocation_fallback import AllocationFallback, DemandMonitor, PinnedBlocks
+from .allocation_fallback import AllocationFallback
 from .compat import (
     KVCacheBlock,
     PauseState,
@@ -78,11 +77,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.sojourn")
 
-MAX_STEPS_IN_FLIGHT = 64
-MAX_STALLED_SHOWN = 10
-STALL_WARNING_S = 300.0
-"""Seconds of empty steps with unfinished requests after which a warning says what they wait for. By default,
-all waits of sojourn's own are shorter."""
+COUNTED_BLOCKS = 20_000
+"""Of a larger pool, ``pool_state`` looks at every nth block, at most this many (about 2 ms)."""
 
 
 class SchedulerAdapter(EngineView):
@@ -160,17 +156,15 @@ class SchedulerAdapter(EngineView):
             before_reuse=self._offload.save if self._offload is not None else None,
         )
         self._pool_blocks = self._pool.num_gpu_blocks - 1
-        self._pinned = PinnedBlocks(self._pool, self.program_scheduler)
+        self._pinned: dict[ProgramId, list[KVCacheBlock]] = {}
+        """Program → the blocks that its lease holds, each by one more reference."""
         # By reference counts vLLM 0.31 finds blocks that all requests share, for cascade attention, off by
         # default. Leases are references too, so requests could read blocks that are not theirs.
         scheduler.kv_cache_manager.get_num_common_prefix_blocks = lambda _: [0] * len(groups)
         self._prefetcher = KVPrefetcher(self._pool, self._queue, groups, own)
         check_scheduling(preset, scheduler.policy.value)
         self.waiting = WaitingQueueAdapter(context)
-        self._demand_monitor = DemandMonitor(context, self._pinned, self._offload)
-        self._allocation_fallback = AllocationFallback(
-            context, self._pinned, self._demand_monitor, self.waiting, self._prefetcher
-        )
+        self._allocation_fallback = AllocationFallback(context, self.waiting, self._prefetcher, self._offload)
         self._length_predictor: LengthPredictor | None = None
         """Set if the preset reads hidden states and the workers capture them."""
         if preset.output_length.reads_hidden_states and captures_hidden_states(scheduler.vllm_config):
@@ -181,13 +175,7 @@ class SchedulerAdapter(EngineView):
             self.paths = connector.pair_status
         self.service = EngineService(self.program_scheduler, self)
         self._event_budget = EventTimeBudget(clock())
-        self._planned: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS_IN_FLIGHT)
-        """(Step without results, time when it was planned), oldest first."""
         self._step_ended_s = -math.inf
-        self._last_empty_s = -math.inf
-        """Time of the latest empty step."""
-        self._stalled_s: float | None = None
-        """Time of the first of the present row of empty steps; ``inf`` if the warning is logged."""
         self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -261,14 +249,12 @@ class SchedulerAdapter(EngineView):
             if self._length_predictor is not None:
                 self._length_predictor.report(now)
             if self.program_scheduler.forecaster.predictor.predicts:
-                self._demand_monitor.before_step(now)
+                fallback.forecast(now)
             if self._offload is not None:
                 self._offload.store_ahead(self._queue)
         finally:
-            # Also after a failure: otherwise the queue could stay closed and the fallback removed, and
-            # leases would never end early.
-            self.waiting.open_step(now)
-            fallback.prepare_step()
+            self.waiting.open_step(now)  # also after a failure: otherwise the queue could stay closed
+            self.guarded(fallback.end_load_deadlock)
             if self.quota is not None:
                 self.quota.open_step()
 
@@ -276,11 +262,7 @@ class SchedulerAdapter(EngineView):
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
         now = self._clock()
         self._allocation_fallback.restore_victim()
-        if output.total_num_scheduled_tokens:
-            self._stalled_s = None
-        else:
-            self._step_was_empty(now)
-        self._planned.append((output, now))
+        output.sojourn_planned_s = now
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         for each in new:
             self._admitted(each.req_id, each.num_computed_tokens, now)
@@ -294,32 +276,6 @@ class SchedulerAdapter(EngineView):
             self._scorer.after_step(self._queue)
         if self.quota is not None:
             self.quota.close_step(output)
-
-    def _step_was_empty(self, now: float) -> None:
-        last_s, self._last_empty_s = self._last_empty_s, now
-        if self._stalled_s is None or now - last_s > STALL_WARNING_S:
-            self._stalled_s = now  # an engine without requests does no steps
-        elif now - self._stalled_s >= STALL_WARNING_S:
-            streaming = RequestStatus.WAITING_FOR_STREAMING_REQ  # for their clients
-            unfinished = [
-                each
-                for each in self._scheduler.requests.values()
-                if each.status is not streaming and not each.is_finished()
-            ]
-            if not unfinished or self._scheduler.pause_state is not PauseState.UNPAUSED:
-                self._stalled_s = None
-                return
-            self._stalled_s = math.inf
-            waiting = [
-                f"{each.request_id}: {'PARKED' if self.waiting.is_parked(each) else each.status.name}, "
-                f"holds {sum(map(len, self._groups.used_by(each)))} blocks"
-                for each in unfinished[:MAX_STALLED_SHOWN]
-            ]
-            logger.warning(
-                "sojourn: nothing was computed for %.0f s, although %d requests are unfinished. Blocks: %s. "
-                "First requests: %s. If sessions that stream their prompts hold all blocks, end one",
-                STALL_WARNING_S, len(unfinished), self.pool_state(), "; ".join(waiting),
-            )  # fmt: skip
 
     def before_results(self, output: SchedulerOutput, results: Any) -> None:
         """Handle the workers' ``results`` of the step ``output``, before vLLM does. Does not raise."""
@@ -337,12 +293,7 @@ class SchedulerAdapter(EngineView):
         """Report how long a step took, without the seconds that it waited for copies: policies compare the
         cost of computing with that of copying. The device runs one step at a time, so a step begins when it
         is planned or when the previous step ends, whichever is later."""
-        planned, now = self._planned, self._clock()
-        if not any(step is output for step, _ in planned):
-            return  # its time is unknown
-        step, planned_s = planned.popleft()
-        while step is not output:  # results come in the order of planning
-            step, planned_s = planned.popleft()
+        planned_s, now = output.sojourn_planned_s, self._clock()
         took_s = max(0.0, now - max(planned_s, self._step_ended_s) - waited_s)
         self._step_ended_s = now
         link = self._offload.load_costs() if self._offload is not None else None
@@ -523,7 +474,20 @@ class SchedulerAdapter(EngineView):
         return answer
 
     def pool_state(self) -> dict[str, int]:
-        return self._pinned.count_by_state()
+        """Return the number of blocks by state: ``total``, ``running`` (used by requests alone), ``leased``,
+        ``cached`` (with content, but evictable) and ``free`` (without content). Those two are estimates in a
+        large pool."""
+        pool, leased = self._pool, self.program_scheduler.leased_blocks
+        available, every = pool.get_num_free_blocks(), -(-pool.num_gpu_blocks // COUNTED_BLOCKS)
+        found = sum(block.ref_cnt == 0 and block.block_hash is not None for block in pool.blocks[::every])
+        total, cached = self._pool_blocks, min(available, every * found)
+        return {
+            "total": total,
+            "running": total - available - leased,
+            "leased": leased,
+            "cached": cached,
+            "free": available - cached,
+        }
 
     def below_blocks(self, program_id: ProgramId) -> tuple[int, int]:
         if self._cache_policy is not None:
@@ -586,17 +550,18 @@ class SchedulerAdapter(EngineView):
     def _execute_one(self, action: EngineAction | LeaseGranted, now: float) -> None:
         program_id = action.program_id
         if isinstance(action, LeaseGranted):
-            self._pinned.hold(program_id, [self._pool.blocks[each] for each in action.block_ids])
+            self._pinned[program_id] = [self._pool.blocks[each] for each in action.block_ids]
+            self._pool.touch(self._pinned[program_id])
         elif action.kind is EngineActionKind.DROP:
             if self._offload is not None:
                 self._offload.program_ended(program_id)
             self._prefetcher.program_ended(program_id)
-            self._pinned.release(program_id)
+            self._unpin(program_id)
             self._queue.place(action.block_ids)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
         elif action.kind is EngineActionKind.RELEASE:
-            self._pinned.release(program_id)
+            self._unpin(program_id)
         elif action.kind is EngineActionKind.PREFETCH:
             self._prefetch(program_id, now)
             return
@@ -606,6 +571,10 @@ class SchedulerAdapter(EngineView):
             request = self._scheduler.requests.get(request_id)
             if request is not None:
                 self.waiting.queue.rekey(request)
+
+    def _unpin(self, program_id: ProgramId) -> None:
+        """End a lease's hold. The blocks stay cached; the pool reuses the last first."""
+        self._pool.free_blocks(reversed(self._pinned.pop(program_id, [])))
 
     def _prefetch(self, program_id: ProgramId, now: float) -> None:
         """Prefetch a program's expected prefix: read blocks from disk into host memory, and load as many as

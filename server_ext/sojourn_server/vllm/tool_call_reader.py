@@ -101,12 +101,11 @@ class ToolCallReader:
         return self._tokenizer is not None
 
     def read_stopped(
-        self, token_ids: Sequence[int], stop: Sequence[str], min_tokens: int = 0
+        self, token_ids: Sequence[int], stop: Sequence[str]
     ) -> tuple[ParsedToolCall, ...] | None:
-        """Return the tool calls of an output up to the end of its first stop string that ends after the first
-        ``min_tokens`` tokens; ``None`` if no stop string ended the output. Without the tokenizer, every
-        output that is not empty counts as stopped, without tool calls; but none if the API server has no
-        tokenizer either (``skip_tokenizer_init``)."""
+        """Return the tool calls of an output up to the end of its first stop string; ``None`` if no stop
+        string ended the output. Without the tokenizer, every output that is not empty counts as stopped,
+        without tool calls; but none if the API server has no tokenizer either (``skip_tokenizer_init``)."""
         if not token_ids:
             return None
         if self._tokenizer is None:
@@ -115,11 +114,7 @@ class ToolCallReader:
             return None if self._finds_no_stop else ()
         # The abort comes some tokens after the stop string, so the string is not at the end.
         text = self._decode_tail(token_ids)
-        # As in vLLM, a stop string may begin in the first tokens, but not end there.
-        skipped = token_ids[-MAX_TOKENS:][: max(0, min_tokens - max(0, len(token_ids) - MAX_TOKENS))]
-        done = len(self._decode_tail(skipped)) if skipped else 0
-        starts = [(text.find(each, max(0, done + 1 - len(each))), each) for each in stop]
-        ends = [start + len(each) for start, each in starts if start >= 0]
+        ends = [text.index(each) + len(each) for each in stop if each in text]
         return self._read_text(text[: min(ends)]) if ends else None
 
     def _decode_tail(self, token_ids: Sequence[int]) -> str:
@@ -177,7 +172,7 @@ def turn_end(
     params = request.sampling_params
     if reason is TurnFinishReason.ABORTED and params is not None and params.stop:
         # vLLM's API server finds stop strings, and then aborts the request in the engine core.
-        calls = guarded(reader.read_stopped, request.output_token_ids, params.stop, params.min_tokens)
+        calls = guarded(reader.read_stopped, request.output_token_ids, params.stop)
         if calls is not None:
             return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=not reader.has_tokenizer)
     return TurnEnd(reason)

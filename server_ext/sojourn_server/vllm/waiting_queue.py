@@ -292,10 +292,6 @@ class WaitingQueueAdapter:
         for request in self.loading():
             self.give_up_load(request, connector)
 
-    def is_parked(self, request: Request) -> bool:
-        """Return whether the request waits because its program is not placed on the device."""
-        return request in self.queue.parked
-
     def _accepts(self, request: Request) -> bool:
         running = bool(self._scheduler.running or self._admitted_loading())
         policy = self._program_scheduler.preset.admission
