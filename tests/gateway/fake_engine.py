@@ -220,7 +220,13 @@ class FakeEngine:
     async def _persist(self, request: Request) -> Response:
         self.persisted.append(request.path_params["name"])
         left = 0 if len(self.persisted) > self.persist_looks else 160
-        told = {"context_tokens": 1600, "stored_tokens": 1600 - left, "pending_tokens": left, "bytes": 1}
+        told = {"program_id": self.persisted[-1], "state": "writing", "reason": None, "turns": 1}
+        told |= {
+            "context_tokens": 1600,
+            "stored_tokens": 1600 - left,
+            "pending_tokens": left,
+            "compute_s": None,
+        }
         return JSONResponse(told)
 
     async def _stats(self, request: Request) -> Response:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,19 +131,6 @@ async def served(gateway: Gateway, app: Starlette, port: int = 0) -> AsyncIterat
     finally:
         server.should_exit = True
         await task
-
-
-@contextmanager
-def no_more_files() -> Iterator[None]:
-    """Let this process open no further files or sockets."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    first_free = os.dup(0)
-    os.close(first_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def until(holds: Callable[[], Any], deadline_s: float = DEADLINE_S) -> None:

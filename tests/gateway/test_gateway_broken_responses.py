@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
-import os
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -58,31 +56,6 @@ async def test_a_last_turn_that_was_cut_ends_no_program() -> None:
             return not it.gateway.routing_backend.core.program_statuses()
 
         await until(is_over)
-
-
-async def cannot_connect(*args: Any, **more: Any) -> None:
-    """Of an event loop that has no file descriptor left for a connection."""
-    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
-async def test_a_gateway_without_files_refuses_requests_and_suspects_no_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with engines(2) as fakes, world(fakes, poll_s=3600) as it:
-        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
-        core = it.gateway.routing_backend.core  # type: ignore[attr-defined]
-        with monkeypatch.context() as patched:
-            await it.gateway.client.close()  # it opens anew
-            patched.setattr(asyncio.get_running_loop(), "create_connection", cannot_connect)
-            answer = await it.chat("p")
-            assert answer.status == 503
-            assert answer.headers["X-Sojourn-Gateway"] == "1"
-            assert int(answer.headers["Retry-After"]) > 0
-            assert "open files" in await answer.text()
-        assert not core.requests
-        assert [(state.health, state.load) for state in core.replica_statuses()] == [("up", 0)] * 2
-        assert sum(core.counts.routes.values()) == 2, "the second was not sent again"
-        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == home
 
 
 class Stalling(FakeEngine):

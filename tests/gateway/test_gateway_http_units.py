@@ -20,6 +20,7 @@ from sojourn_server.gateway.http.engine_client import (
 from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.gateway_server import (
     MAX_OPEN_FILES,
+    OTHER_FILES,
     raise_open_file_limit,
     uvicorn_settings,
 )
@@ -313,5 +314,5 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
     assert raise_open_file_limit(most_waiting) == (limit if limit != resource.RLIM_INFINITY else None)
     assert limits[-1] == (limit, hard)
-    assert uvicorn_settings()["limit_concurrency"] == (limit // 2 if limit > 0 else None)
+    assert uvicorn_settings()["limit_concurrency"] == ((limit - OTHER_FILES) // 2 if limit > 0 else None)
     assert bool(caplog.records) == warns

@@ -376,17 +376,15 @@ class Fleet:
         self.rejects = ""
         """Program whose events engines reject."""
         self.posts = 0
-        self.events = ProgramEvents(
-            self,  # type: ignore[arg-type]
-            self,  # type: ignore[arg-type]
-            lambda: self,  # type: ignore[arg-type, return-value]
-            self.describe,
-            GatewayMetrics(),
-            names=ProgramIdMapper(()),
-            clock=lambda: self.now_s,
-        )
+        self.replicas = self.monitor = self
+        self.engine_key, self.names = None, ProgramIdMapper(())
+        mine: Any = self
+        self.events = ProgramEvents(mine, mine, GatewayMetrics(), lambda: self.now_s)
 
-    def describe(self, engine: str) -> EngineDescription:
+    def session(self) -> Fleet:
+        return self
+
+    def description_of(self, engine: str) -> EngineDescription:
         registered = routing_events.ReplicaRegistered("", str(self.instances[engine]), 100)
         return EngineDescription(registered, speaks_sojourn=True)
 

@@ -65,13 +65,12 @@ def error_event(api: ClientApi, code: str, message: str) -> bytes:
 
 INVALID_KEY = "invalid_api_key"
 GATEWAY_FULL = "gateway_full"
-"""Error code: the gateway holds too many request bodies, or cannot open a connection to an engine."""
+"""Error code: the gateway holds too many request bodies."""
 GATEWAY_FAILED = "gateway_failed"
-INVALID_HTTP = "invalid_http"
 GATEWAY_STOPPING = "gateway_stopping"
 REPLICA_LOST = "replica_lost"
 GATEWAY_ERROR_CODES = (
-    INVALID_HTTP, INVALID_KEY, "bad_request", "body_too_large", "encoded_body", GATEWAY_FULL, "slow_body",
+    INVALID_KEY, "bad_request", "body_too_large", "encoded_body", GATEWAY_FULL, "slow_body",
     GATEWAY_FAILED, GATEWAY_STOPPING, REPLICA_LOST, "not_found",
 )  # fmt: skip
 """Error codes of requests that the gateway itself rejects or aborts. The routing core has further ones."""

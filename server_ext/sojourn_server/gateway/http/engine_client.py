@@ -4,7 +4,6 @@ and the gateway's own queries."""
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import re
 import time
@@ -33,8 +32,6 @@ _LARGE_BODY_BYTES = 64 << 10
 ENGINE_DEAD_MESSAGE = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 """The whole message of vLLM's ``EngineDeadError``, which its API server sends for a moment after the engine
 core has died. Only the whole message counts, because vLLM quotes requests in its errors."""
-OWN_ERRORS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.EADDRNOTAVAIL))
-"""``errno`` values of a shortage at the gateway, not a fault of the engine."""
 
 RawHeaders = Collection[tuple[bytes, bytes]]
 ClientHeaders = Mapping[str, str]
@@ -138,10 +135,6 @@ class ReplicaRequestError(Exception):
     def __init__(self, how: str, *, computing: bool = True) -> None:
         super().__init__(how)
         self.computing = computing
-
-
-class GatewayConnectError(Exception):
-    """The gateway has no file descriptor, port or buffer for a connection. The text is for the client."""
 
 
 class EngineAnswer:
@@ -313,7 +306,7 @@ class EngineClient:
 
         A request on a kept connection that the engine has just closed is sent again over a new one. The
         engine may have read it after all, so any failure of the second attempt counts as ``computing``.
-        Raises ``ReplicaRequestError``, or ``GatewayConnectError`` if the engine is not at fault.
+        Raises ``ReplicaRequestError``.
         """
         began_s = time.monotonic()
         for reuses in (True, False):
@@ -324,8 +317,6 @@ class EngineClient:
                 )
                 return await _begin_answer(response)
             except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-                if getattr(error, "errno", None) in OWN_ERRORS:
-                    raise GatewayConnectError(f"the gateway cannot connect to an engine: {error}") from None
                 raise ReplicaRequestError(
                     f"connection failed: {_text(error)}", computing=not reuses
                 ) from None

@@ -34,7 +34,7 @@ from ...routing.routing_events import (
     ReplicaRegistered,
     ResidentKv,
 )
-from .engine_client import OWN_ERRORS, EngineReply, ask_engine, bearer
+from .engine_client import EngineReply, ask_engine, bearer
 from .program_id_mapper import ProgramIdMapper
 from .replica_addresses import ReplicaAddress, ReplicaAddresses, rank_addresses
 from .routing_backend import RoutingBackend
@@ -366,8 +366,6 @@ class EngineMonitor:
             async with self._session().get(url, headers=headers, timeout=timeout) as answer:
                 await answer.read()
         except aiohttp.ClientConnectorError as error:
-            if error.os_error.errno in OWN_ERRORS:  # no connection is left; the engine may well live
-                watched.answered_s = self._clock()
             # Nothing listens there. A failed name resolution or route may be a local problem.
             return False if isinstance(error.os_error, ConnectionRefusedError) else None
         except (aiohttp.ClientError, TimeoutError, OSError):

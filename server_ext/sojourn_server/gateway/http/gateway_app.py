@@ -46,7 +46,6 @@ from .engine_client import (
     EngineAnswer,
     EngineClient,
     EngineHeaders,
-    GatewayConnectError,
     ReplicaRequestError,
     bearer,
     end_to_end_headers,
@@ -103,7 +102,7 @@ class GatewayApplication(Starlette):
 _GENERATING = frozenset(api.value for api in ClientApi)
 
 
-class Gateway:
+class Gateway(StatusRoutes):
     """One gateway: its routes for clients, its routing backend, and its connections to engines."""
 
     def __init__(
@@ -121,6 +120,7 @@ class Gateway:
         preset = rules if isinstance(rules, ClusterPreset) else None
         self.rules = rules
         self.policy = preset.name if preset is not None else PAIR_POLICY
+        self.read_side = rules.read_side if isinstance(rules, PrefillDecodeRules) else None
         self.routing_backend = routing_backend
         self.replicas = replicas = ReplicaAddresses()
         self.metrics = metrics = GatewayMetrics(routing_reasons(rules))
@@ -144,17 +144,9 @@ class Gateway:
         """Functions that are awaited one after the other before the gateway takes requests."""
         self.tasks: list[Callable[[], Awaitable[Any]]] = [peers.run, self.monitor.run, routing_backend.run]
         """Functions whose coroutines run while the application does."""
-        self._access = ClientAccess(tenants, options.admin_key, metrics)
-        self.events = ProgramEvents(
-            routing_backend,
-            replicas,
-            self.client.session,
-            self.monitor.description_of,
-            metrics,
-            names=names,
-            engine_key=options.engine_key,
-        )
+        self.access = ClientAccess(tenants, options.admin_key, metrics)
         self.queries = EngineQueries(replicas, self.client.session, options.engine_key, names, self.monitor)
+        self.events = ProgramEvents(routing_backend, self.queries, metrics)
         self.live = LiveHub(self.queries, gateway=True)
         self.generation = GenerationProxy(
             routing_backend=routing_backend,
@@ -168,16 +160,6 @@ class Gateway:
             reads_prefixes=preset is not None and preset.routing.reads_prefixes,
             session_header=options.session_header,
             dropped=headers_not_sent(key=options.engine_key, session_header=options.session_header),
-        )
-        self._status = StatusRoutes(
-            routing_backend,
-            self.queries,
-            self.live,
-            metrics,
-            self._access,
-            peers,
-            policy=self.policy,
-            read_side=rules.read_side if isinstance(rules, PrefillDecodeRules) else None,
         )
         routing_backend.on_action = self._run_action
 
@@ -208,7 +190,7 @@ class Gateway:
         )
 
     def _routes(self) -> list[Route]:
-        guard = self._access.guard
+        guard = self.access.guard
         return [
             # Other methods, and paths below a mount point, come to the router.
             *(Route(api.value, self.generation, methods=["POST"]) for api in ClientApi),
@@ -223,7 +205,7 @@ class Gateway:
             Route(f"{PREFIX}/events", guard(self._events), methods=["POST"]),
             Route(f"{PREFIX}/capabilities", guard(self._capabilities)),
             Route(f"{PREFIX}/openapi.json", guard(self._openapi)),
-            *self._status.routes(),
+            *self.status_routes(),
         ]
 
     # -- routes of engines ------------------------------------------------------------
@@ -257,7 +239,7 @@ class Gateway:
         except RequestRejected as refused:
             next_step = "engines keep answers with VLLM_ENABLE_RESPONSES_API_STORE=1, until they restart"
             raise ApiError(refused.status, refused.message, next_step) from None
-        except (GatewayConnectError, ReplicaRequestError):
+        except ReplicaRequestError:
             raise unavailable_error("the engine that stores it does not answer") from None
         response = StreamingResponse(_parts(answer), answer.status)
         response.raw_headers = end_to_end_headers(answer.response.raw_headers)

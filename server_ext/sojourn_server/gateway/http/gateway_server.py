@@ -14,13 +14,14 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from .client_apis import GATEWAY, INVALID_HTTP, error_body
 from .gateway_app import Gateway
 
 logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES = 65_536
 """Open files for which a gateway raises its soft limit, which is usually 1024."""
+OTHER_FILES = 128
+"""Of these files, those that are for no request, such as connections of polls and viewers."""
 KEEP_ALIVE_S = 75
 """Longer than load balancers keep an idle connection."""
 _UPGRADE = re.compile(rb"\r\nupgrade:[^\r\n]*(?=\r\n)", re.IGNORECASE)
@@ -38,17 +39,6 @@ class ClientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(_UPGRADE.sub(b"", data) if b"pgrade:" in data else data)
 
-    def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, which uvicorn has logged, as the gateway refuses requests."""
-        if (metrics := getattr(self.config.app, "metrics", None)) is not None:
-            metrics.refused(INVALID_HTTP)
-        body = error_body(None, 400, INVALID_HTTP, msg)
-        head = f"{GATEWAY}: 1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        self.transport.write(
-            f"HTTP/1.1 400 Bad Request\r\n{head}\r\nConnection: close\r\n\r\n".encode() + body
-        )
-        self.transport.close()
-
 
 def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
     """Return uvicorn's settings for gateways, and raise the limit of open files for ``most_waiting``."""
@@ -61,7 +51,7 @@ def uvicorn_settings(most_waiting: int = 0) -> dict[str, Any]:
         "proxy_headers": False,
         "timeout_keep_alive": KEEP_ALIVE_S,
         # A request has a connection to its client and one to its engine. Further clients get a 503.
-        "limit_concurrency": open_files // 2 if open_files is not None else None,
+        "limit_concurrency": (open_files - OTHER_FILES) // 2 if open_files is not None else None,
     }
 
 

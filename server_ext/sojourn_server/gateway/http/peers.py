@@ -44,7 +44,6 @@ from .engine_client import (
     EngineAnswer,
     EngineClient,
     EngineHeaders,
-    GatewayConnectError,
     RawHeaders,
     ReplicaRequestError,
     ResponseMeter,
@@ -182,8 +181,6 @@ class Peers:
                         await send({"type": "http.response.body", "body": whole, "more_body": True})
                 chunk = await answer.next_part()
             await send({"type": "http.response.body", "body": meter.rest()})
-        except GatewayConnectError:
-            return False
         except ReplicaRequestError:
             if answer is None:
                 self._set_gone(peer)

@@ -33,7 +33,6 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakValueDictionary
 
-import aiohttp
 import msgspec
 from sojourn.hints import AgenticContext
 from sojourn.ids import id_problem
@@ -63,13 +62,14 @@ from sojourn.wire_events import (
     ToolStop,
 )
 
+from ...core.engine_answers import PersistProgress
 from ...core.event_limits import MAX_ATTACHED_EVENTS, undecodable_outcome
 from ...routing.routing_events import ProgramEnded, SendRequest
 from .engine_client import ask_engine, bearer
-from .engine_monitor import EngineDescription
 from .gateway_metrics import GatewayMetrics
-from .program_id_mapper import Key, ProgramIdMapper
-from .replica_addresses import ReplicaAddress, ReplicaAddresses
+from .multi_engine_queries import EngineQueries
+from .program_id_mapper import Key
+from .replica_addresses import ReplicaAddress
 from .routing_backend import RoutingBackend
 
 T = TypeVar("T")
@@ -114,8 +114,6 @@ class _Entry:
 
     event: AnyEvent
     emitter: str
-    authorization: str | None
-    """``Authorization`` header with which it came; ``None``: the gateway's key is sent."""
     at_s: float
     """Time of arrival."""
     outcome: EventOutcome | None = None
@@ -154,16 +152,6 @@ class _Turn:
     """POSTs without an answer."""
 
 
-class _StoredKv(msgspec.Struct):
-    """An engine's report on writing a program's KV to disk."""
-
-    context_tokens: int = 0
-    stored_tokens: int = 0
-    pending_tokens: int = 0
-    compute_s: float | None = None
-    """Estimated seconds in which the context would be computed; ``None``: unknown."""
-
-
 class AttachedEvents:
     """The events in the hint of one request."""
 
@@ -190,23 +178,17 @@ class ProgramEvents:
     def __init__(
         self,
         routing_backend: RoutingBackend,
-        replicas: ReplicaAddresses,
-        session: Callable[[], aiohttp.ClientSession],
-        description_of: Callable[[str], EngineDescription | None],
+        queries: EngineQueries,
         metrics: GatewayMetrics,
-        *,
-        names: ProgramIdMapper,
-        engine_key: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``engine_key``: sent to engines instead of the client's key."""
-        self.names = names
+        self.names = queries.names
         self._routing_backend = routing_backend
-        self._replicas = replicas
-        self._session = session
-        self._engine_key = engine_key
+        self._replicas = queries.replicas
+        self._session = queries.session
+        self._engine_key = queries.engine_key
         self._clock = clock
-        self._description_of = description_of
+        self._description_of = queries.monitor.description_of
         self._metrics = metrics
         self.programs: OrderedDict[Key, _Program] = OrderedDict()
         """The programs whose last event is the oldest come first."""
@@ -372,7 +354,7 @@ class ProgramEvents:
                 timeout_s=MOST_KV_WAIT_S,
             )
             try:
-                stored = msgspec.convert(reply.document if reply is not None else None, _StoredKv)
+                stored = msgspec.convert(reply.document if reply is not None else None, PersistProgress)
             except msgspec.ValidationError:
                 return False
             if not stored.context_tokens or not stored.pending_tokens:
@@ -426,11 +408,10 @@ class ProgramEvents:
         elif isinstance(event, ToolStop) and len(event.status) > MAX_EVENT_NAME_BYTES:
             event = msgspec.structs.replace(event, status="error")
         now = self._clock()
-        shown = authorization if self._engine_key is None else None
-        entry = _Entry(event, emitter, shown, now)
+        entry = _Entry(event, emitter, now)
         record = self.programs.setdefault(key, _Program())
         self.programs.move_to_end(key)
-        record.heard_s, record.authorization = now, shown
+        record.heard_s, record.authorization = now, authorization
         if isinstance(event, ToolStop):
             record.state.pop(event.call_id, None)
         elif not isinstance(event, (Heartbeat, ProgramEnd)):
@@ -522,9 +503,9 @@ class ProgramEvents:
         batch, authorization, size = EventBatch(v=WIRE_VERSION, emitter="", events=[]), None, 0
         told: list[tuple[_Program, _Entry]] = []
         for record, entry in lacking:
-            emitter, shown = entry.emitter, entry.authorization
-            if entry not in record.unsent:  # state that is sent again, maybe after its key was replaced
-                emitter, shown = self._emitter, record.authorization
+            # State that is sent again has numbers of the gateway.
+            emitter = entry.emitter if entry in record.unsent else self._emitter
+            shown = record.authorization
             raw = encode(self._current(tenant, entry, emitter))
             is_full = size + len(raw) >= _BATCH_BYTES or len(told) >= MAX_BATCH_EVENTS
             if is_full or (emitter, shown) != (batch.emitter, authorization):
@@ -555,14 +536,14 @@ class ProgramEvents:
         self, address: ReplicaAddress, key: Key, status: str, authorization: str | None
     ) -> None:
         end = ProgramEnd(program_id=key[1], seq=0, status=status[:MAX_EVENT_NAME_BYTES])
-        entry = _Entry(end, self._emitter, authorization, self._clock())
+        told = [(_Program(authorization=authorization), _Entry(end, self._emitter, self._clock()))]
         for _ in range(END_ATTEMPTS):
             home = self._replicas.get(self._routing_backend.core.home(*key))
             if home is not None and home.url == address.url:
                 return  # the program has come back
             turn = self._turns.setdefault((address.url, key[0]), _Turn())
             async with turn.lock:
-                [(batch, *_)] = self._batches(key[0], [(_Program(), entry)])
+                [(batch, *_)] = self._batches(key[0], told)
                 if await self._post(address.url, batch, authorization) is not None:
                     return
             await asyncio.sleep(ANSWER_TIMEOUT_S)

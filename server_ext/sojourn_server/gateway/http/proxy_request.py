@@ -29,7 +29,6 @@ from ...routing import routing_events
 from ...routing.routing_events import SendRequest
 from .client_apis import (
     GATEWAY_FAILED,
-    GATEWAY_FULL,
     GATEWAY_STOPPING,
     INVALID_KEY,
     REPLICA_LOST,
@@ -43,7 +42,6 @@ from .engine_client import (
     REPLICA,
     EngineAnswer,
     EngineClient,
-    GatewayConnectError,
     ReplicaRequestError,
     ResponseMeter,
     bearer,
@@ -73,8 +71,6 @@ SILENT_ENGINE_S = 5.0
 """Seconds without bytes after which the gateway gives up the answer of a replica that counts as dead."""
 WATCH_DELAY_S = 0.02
 """Seconds after a request's start from which a disconnect of the client is noticed."""
-FULL_RETRY_S = 2.0
-"""``Retry-After``, in seconds, if the gateway cannot open a connection."""
 STOPPING = "the gateway stops; send the request again"
 STOPPING_RETRY_S = 5.0
 """``Retry-After``, in seconds, in answers of a gateway that stops. A restart takes a few seconds."""
@@ -350,9 +346,6 @@ class ProxyRequest:
         except ReplicaRequestError as error:
             self._report_failure(replica_id, error)
             return False
-        except GatewayConnectError as error:
-            # The core learns only that the request has ended, so it suspects no engine.
-            raise RequestRejected(503, GATEWAY_FULL, f"{error}; try again", FULL_RETRY_S) from None
         if answer is None:
             return False
         try:
@@ -362,8 +355,8 @@ class ProxyRequest:
         return True
 
     async def _ask(self, replica_id: str, body: bytes) -> EngineAnswer:
-        """Send a body to a replica, and wait for the first part of the answer. Raises ``ReplicaRequestError``
-        or ``GatewayConnectError``."""
+        """Send a body to a replica, and wait for the first part of the answer. Raises
+        ``ReplicaRequestError``."""
         address = self._proxy.queries.replicas.get(replica_id)
         if address is None:
             raise ReplicaRequestError("its address is not known", computing=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, cast
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -95,8 +94,9 @@ class ReplicaList(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of engines that answer but get no requests, with the reasons."""
 
 
-@dataclass(frozen=True, slots=True)
 class StatusRoutes:
+    """The routes of a ``Gateway``, which sets the fields."""
+
     routing_backend: RoutingBackend
     queries: EngineQueries
     live: LiveHub
@@ -104,10 +104,11 @@ class StatusRoutes:
     access: ClientAccess
     peers: Peers
     policy: str
-    """As ``read_side`` of ``GatewayOptions``."""
+    """Name of the cluster preset, or of the rules of pairs."""
     read_side: str | None
+    """Name of the policy that chooses which engine of a pair reads KV from storage; ``None``: no pairs."""
 
-    def routes(self) -> list[Route]:
+    def status_routes(self) -> list[Route]:
         """Return all routes of this class. Only ``/health``, ``/ping`` and ``/metrics`` check no key."""
         guard = self.access.guard
         return [
