@@ -20,7 +20,7 @@ from faulty_file_system import FaultyFiles, broken  # noqa: E402
 from kv_blocks import key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned  # noqa: E402
 from sojourn_server.kv_offload.cpu_device_backend import CpuCopy  # noqa: E402
-from sojourn_server.kv_offload.offload_jobs import BlockCopy, CopyResult, FileCopy, OffloadJobs  # noqa: E402
+from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs  # noqa: E402
 from sojourn_server.kv_offload.offload_worker import SEARCH_S, OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
 
@@ -264,28 +264,6 @@ def test_a_search_of_a_slow_disk_ends_in_time_with_what_it_has_found(tmp_path: P
     assert searching.take_results().probed == {1: (50, False)}, "of the rest nothing is known"
     assert SEARCH_S < now < engine.planner.limits.max_stage_wait_s
     searching.close()
-    engine.close()
-
-
-def test_marks_of_use_queue_in_bounds_behind_a_read_that_hangs_and_let_reads_pass(tmp_path: Path) -> None:
-    goes_on, files, read = threading.Event(), FaultyFiles(), []
-    engine = Engine(tmp_path, files=files, disk_blocks=100)
-    assert engine.disk is not None
-    for each in KEYS:
-        engine.disk.put(each, [bytes(engine.device.block_bytes)])
-    files.before = waits(goes_on, "read")
-    engine.mover.begin_step(OffloadJobs(stages=[FileCopy(0, A)]))
-    for _ in range(1000):
-        engine.mover.begin_step(OffloadJobs(touches=[key(number) for number in range(1000)]))
-    assert engine.mover._from_disk._work.qsize() <= 2
-    engine.mover.begin_step(OffloadJobs(stages=[FileCopy(1, B)]))
-    engine.disk.touch = read.append  # type: ignore[method-assign, assignment]
-    goes_on.set()
-    for _ in range(10):
-        engine.lane_is_through("_from_disk")
-    assert engine.mover.take_results().staged == {A: CopyResult.MOVED, B: CopyResult.MOVED}
-    used = [each for batch in reversed([batch for batch in read if len(batch) > 1]) for each in batch]
-    assert used == [key(number) for number in range(1000)], "the end first, so that it becomes the oldest"
     engine.close()
 
 

@@ -18,14 +18,11 @@ from typing import Any, Protocol
 from .block_file import BlockCorrupt
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
 from .shared_store import BlockNotFound, PutOutcome, SharedStore
-from .transfer_thread import Moved, TransferThread
+from .transfer_thread import TransferThread
 
 SEARCH_S = 0.5
 """Seconds after which a search of the disk ends with what it has found. Requests wait longer by default
 (``TierLimits.max_stage_wait_s``), so they can use the result."""
-
-TOUCH_BATCH = 256
-"""Maximum number of files marked as used at once. Reads need not wait for the others."""
 
 
 class Copy(Protocol):
@@ -101,8 +98,6 @@ class OffloadWorker:
         """Request whose load has ended → ids of its device blocks that were not filled."""
         self._lost: set[int] = set()
         """Slots whose last save failed. Jobs that were planned before the failure may still name them."""
-        self._touches: dict[BlockKey, None] = {}
-        """Keys of files to mark as used, the newest first. A piece of work for it is queued unless empty."""
         self._lock = threading.Lock()
         self._results = OffloadResults()
         self._waited_s = 0.0
@@ -151,11 +146,8 @@ class OffloadWorker:
             self._to_disk.submit(partial(self._spill, jobs.spills, lost))
         if jobs.stages:
             self._from_disk.submit(partial(self._stage, jobs.stages))
-        if jobs.touches:
-            with self._lock:
-                if not self._touches:
-                    self._from_disk.submit(self._touch)
-                self._touches = dict.fromkeys([*jobs.touches, *self._touches])
+        if jobs.touches and self._disk is not None:
+            self._from_disk.submit(partial(self._disk.touch, jobs.touches))
         for job, keys in jobs.probes.items():
             self._probe.submit(partial(self._look_for, job, keys))
 
@@ -180,10 +172,6 @@ class OffloadWorker:
         with self._lock:
             results, self._results = self._results, OffloadResults()
         results.stored.update(ended)
-        for lane in (self._to_host, self._to_device, self._to_disk, self._from_disk):
-            seconds, moved = lane.take_moved()
-            if seconds:
-                results.seconds[lane.name], results.moved_bytes[lane.name] = seconds, moved
         results.waited_s, self._waited_s = self._waited_s, 0.0
         return results
 
@@ -223,8 +211,14 @@ class OffloadWorker:
             self._lose(slots)
         else:
             self._lost -= slots
-            moved_bytes = len(copies) * self._device.block_bytes
-            self._to_host.submit(lambda: Moved(moved_bytes, copy.wait()))
+            self._to_host.submit(lambda: self._moved("to_host", len(copies), copy.wait()))
+
+    def _moved(self, direction: str, blocks: int, seconds: float) -> None:
+        moved_bytes = blocks * self._device.block_bytes
+        with self._lock:
+            results = self._results
+            results.seconds[direction] = results.seconds.get(direction, 0.0) + seconds
+            results.moved_bytes[direction] = results.moved_bytes.get(direction, 0) + moved_bytes
 
     def _lose(self, slots: set[int]) -> None:
         """Report that the content of ``slots`` is undefined."""
@@ -237,16 +231,15 @@ class OffloadWorker:
         invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
         copies = [copy for copy in copies if copy.slot not in self._lost]
 
-        def load() -> Moved | None:
+        def load() -> None:
             try:
-                seconds = self._device.to_device(copies, fence).wait() if copies else 0.0
+                if copies:
+                    seconds = self._device.to_device(copies, fence).wait()
+                    self._moved("to_device", len(copies), seconds)
             except Exception:
                 invalid.update(copy.block_id for copy in copies)
-                return None
-            finally:
-                with self._lock:
-                    self._loaded[request_id] = invalid
-            return Moved(len(copies) * self._device.block_bytes, seconds)
+            with self._lock:
+                self._loaded[request_id] = invalid
 
         self._to_device.submit(load)
 
@@ -254,33 +247,32 @@ class OffloadWorker:
         store = _PendingStore()
         self._lost.difference_update(copy.slot for copy in copies)
 
-        def copy() -> Moved | None:
+        def copy() -> None:
             if not store.copy.set_running_or_notify_cancel():
-                return None
-            copy_result = CopyResult.FAILED
+                return
             try:
-                try:
-                    begun = self._device.to_host(copies, fence)
-                except Exception as error:
-                    store.copy.set_exception(error)
-                    raise
+                begun = self._device.to_host(copies, fence)
                 store.copy.set_result(begun)
-                seconds = begun.wait()
-                copy_result = CopyResult.MOVED
-            finally:
-                store.copy_result = copy_result
-            return Moved(len(copies) * self._device.block_bytes, seconds)
+                self._moved("to_host", len(copies), begun.wait())
+                store.copy_result = CopyResult.MOVED
+            except Exception as error:
+                if not store.copy.done():
+                    store.copy.set_exception(error)
+                store.copy_result = CopyResult.FAILED
+                raise
 
         self._to_host.submit(copy)
         self._stores[job] = store
 
-    def _spill(self, files: Sequence[FileCopy], lost: Set[int]) -> int:
+    def _spill(self, files: Sequence[FileCopy], lost: Set[int]) -> None:
+        began = time.perf_counter()
         copy_results = {
             file.key: CopyResult.MISSING if file.slot in lost else self._put(file) for file in files
         }
+        moved = [*copy_results.values()].count(CopyResult.MOVED)
+        self._moved("to_disk", moved, time.perf_counter() - began)
         with self._lock:
             self._results.spilled.update(reversed(copy_results.items()))
-        return [*copy_results.values()].count(CopyResult.MOVED) * self._device.block_bytes
 
     def _put(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None
@@ -290,23 +282,13 @@ class OffloadWorker:
             return CopyResult.FAILED
         return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
 
-    def _stage(self, files: Sequence[FileCopy]) -> int:
-        assert self._disk is not None
-        moved_bytes = 0
+    def _stage(self, files: Sequence[FileCopy]) -> None:
         for file in files:
+            began = time.perf_counter()
             copy_result = self._get(file)
-            moved_bytes += self._device.block_bytes * (copy_result is CopyResult.MOVED)
+            self._moved("from_disk", copy_result is CopyResult.MOVED, time.perf_counter() - began)
             with self._lock:
                 self._results.staged[file.key] = copy_result
-        return moved_bytes
-
-    def _touch(self) -> None:
-        assert self._disk is not None
-        with self._lock:
-            oldest = [self._touches.popitem()[0] for _ in range(min(TOUCH_BATCH, len(self._touches)))]
-            if self._touches:
-                self._from_disk.submit(self._touch)
-        self._disk.touch(oldest[::-1])
 
     def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
         assert self._disk is not None

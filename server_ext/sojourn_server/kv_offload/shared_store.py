@@ -98,7 +98,6 @@ MAX_PARENTS = 1 << 16
 
 _KIND = "sojourn KV store"
 _STORE = re.compile(r"[0-9a-f]{16}")
-_FILE = re.compile(r".*/([0-9a-f]{2})/\1[0-9a-f]{30,126}(\.kv|\.[0-9a-f]{16}\.tmp)")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or quota."""
 
@@ -163,29 +162,21 @@ def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None)
     """Raise ``IncompatibleStore`` if ``root`` has stores, but none with the fields ``known`` of an engine's
     ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError`` if the root
     cannot be listed."""
-    closest: tuple[Path, list[tuple[str, Any, Any]]] | None = None
-    expected = {"format": FORMAT_VERSION, **known}
-    try:
-        names = sorted(filter(_STORE.fullmatch, os.listdir(root)))
-    except FileNotFoundError:
-        return
-    for store in (root / name for name in names):
-        try:
-            found = json.loads((store / MANIFEST).read_bytes())
-        except (OSError, ValueError):
-            continue
-        if not isinstance(found, dict) or found.get("kind") != _KIND:
-            continue
-        differences = [(name, found.get(name), value) for name, value in expected.items()]
-        differences = [each for each in differences if each[1] != each[2]]
-        if weights is not None and not str(found.get("model")).startswith(f"{weights} "):
-            differences.append(("model", found.get("model"), f"{weights} …"))
-        if not differences:
-            return
-        if closest is None or len(differences) < len(closest[1]):
-            closest = store, differences
-    if closest is not None:
-        raise IncompatibleStore(*closest)
+    found: dict[Path, list[tuple[str, Any, Any]]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(filter(_STORE.fullmatch, os.listdir(root))):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # not a store
+                manifest = json.loads((root / name / MANIFEST).read_bytes())
+                if manifest.get("kind") == _KIND:
+                    found[root / name] = differences = [
+                        (field, manifest.get(field), value)
+                        for field, value in {"format": FORMAT_VERSION, **known}.items()
+                        if manifest.get(field) != value
+                    ]
+                    if weights is not None and not str(manifest.get("model")).startswith(f"{weights} "):
+                        differences.append(("model", manifest.get("model"), f"{weights} …"))
+    if found and all(found.values()):
+        raise IncompatibleStore(*min(found.items(), key=lambda each: len(each[1])))
 
 
 def check_private(store: Path) -> None:
@@ -230,7 +221,7 @@ class SharedStore:
         wait."""
         self._left = 0
         """Number of files that this store may write before it lists the files again."""
-        self._counted_ns = self._count_again_ns = self._full_until_ns = 0
+        self._count_again_ns = self._full_until_ns = 0
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()
 
     @classmethod
@@ -345,19 +336,16 @@ class SharedStore:
         whole context as used, as far as this store remembers it."""
         context = [key]
         if parent:
+            with contextlib.suppress(OSError):  # it may not be stored
+                used_ns = self._files.stat(self._path(parent))[1]
+                if self._clock_ns() - used_ns < CONTEXT_NS:
+                    self._files.set_mtime(self._path(key), used_ns - 1000)
+                    context = []
             with self._lock:
                 self._parents[key] = parent
                 if len(self._parents) > MAX_PARENTS:
                     self._parents.popitem(last=False)
-            try:
-                used_ns = self._files.stat(self._path(parent))[1]
-                if self._clock_ns() - used_ns < CONTEXT_NS:
-                    self._files.set_mtime(self._path(key), used_ns - 1000)
-                    return
-            except OSError:
-                pass  # it is not stored
-            with self._lock:
-                while before := self._parents.get(context[-1]):
+                while context and (before := self._parents.get(context[-1])):
                     context.append(before)
         self.touch(context[::-1])
 
@@ -365,9 +353,9 @@ class SharedStore:
         """Return whether one more file fits in the budget; if necessary, delete the oldest."""
         with self._lock:
             now_ns = self._clock_ns()
-            if 0 < self._full_until_ns - now_ns <= DISK_FULL_NS:  # otherwise the clock was set back
+            if now_ns < self._full_until_ns:
                 return False
-            if self._left < 1 or not self._counted_ns <= now_ns < self._count_again_ns:
+            if self._left < 1 or now_ns >= self._count_again_ns:
                 self._count()
                 if self._left < 1:
                     self._full_until_ns = now_ns + DISK_FULL_NS
@@ -382,12 +370,11 @@ class SharedStore:
         blocks: list[StoredFile] = []
         used_bytes = 0
         for file in self._files.scan(self.path):
-            if name := _FILE.fullmatch(file.path):
-                if name[2] == ".kv":
-                    blocks.append(file)
-                elif began_ns - file.mtime_ns > TEMPORARY_NS and self._erase(Path(file.path)):
-                    continue
-                used_bytes += file.size
+            if file.path.endswith(".kv"):
+                blocks.append(file)
+            elif began_ns - file.mtime_ns > TEMPORARY_NS and self._erase(Path(file.path)):
+                continue
+            used_bytes += file.size
         deleted = 0
         if evict or used_bytes + self._file_bytes > self._budget_bytes:
             batch_bytes = max(1, len(blocks) // EVICTION_SHARE) * self._file_bytes
@@ -401,9 +388,8 @@ class SharedStore:
         self.blocks = len(blocks) - deleted
         room = max(0, self._budget_bytes - used_bytes) // self._file_bytes
         self._left = min(room, max(1, room // COUNT_SHARE))
-        self._counted_ns = self._clock_ns()
-        # A slow share takes long to list its files.
-        self._count_again_ns = self._counted_ns + max(COUNT_NS, 20 * (self._counted_ns - began_ns))
+        now_ns = self._clock_ns()
+        self._count_again_ns = now_ns + max(COUNT_NS, 20 * (now_ns - began_ns))  # a share may list slowly
         return deleted
 
     def _erase(self, path: Path) -> bool:
