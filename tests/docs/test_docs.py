@@ -28,13 +28,13 @@ from sojourn_server.vllm.plugin_settings import PluginSettings
 
 DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICKSTART = (DOCS / "quickstart.md").read_text(encoding="utf-8")
 ARCHITECTURE = (DOCS / "architecture.md").read_text(encoding="utf-8")
 MECHANISMS = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
 PROMISES = (DOCS / "promises.md").read_text(encoding="utf-8")
 RELEASES = (DOCS / "vllm-releases.md").read_text(encoding="utf-8")
 RULES = (DOCS / "policy-rules.md").read_text(encoding="utf-8")
 OPERATE = (DOCS / "operate.md").read_text(encoding="utf-8")
+FRAMEWORKS = (DOCS / "frameworks.md").read_text(encoding="utf-8")
 
 
 def generator() -> Any:
@@ -91,7 +91,7 @@ COMMAND_LINES = sorted(
 )
 
 
-VLLM_FLAGS = {"--host", "--port", "--max-model-len", "--enable-auto-tool-choice", "--tool-call-parser"}
+VLLM_FLAGS = {"--host", "--port", "--enable-auto-tool-choice", "--tool-call-parser"}
 """Flags of vLLM's own that the documents give to `sojourn serve`."""
 
 
@@ -114,7 +114,7 @@ def test_commands_and_their_options_exist(line: str) -> None:
 
 
 def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
-    text = block(QUICKSTART, "raw-serve").removeprefix("```sh\n").replace("```", "").replace("\\\n", " ")
+    text = block(OPERATE, "raw-serve").removeprefix("```sh\n").replace("```", "").replace("\\\n", " ")
     words = shlex.split(text)
     facts = LaunchEnvironment(python="python", cpu_build=False, has_vllm_cli=True)
     built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy=DEFAULT_PRESET), facts, {})
@@ -127,13 +127,13 @@ def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
 def test_the_cpu_defaults_are_those_of_sojourn_serve() -> None:
     facts = LaunchEnvironment(python="python", cpu_build=True, has_vllm_cli=True)
     built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
-    stated = re.search(r"also adds\n`([^`]+)`", QUICKSTART)
+    stated = re.search(r"also adds\n`([^`]+)`", OPERATE)
     assert stated
     assert stated.group(1) in shlex.join(built.argv)
 
 
 def test_the_settings_are_all_there_with_their_defaults_and_flags() -> None:
-    table = rows(block(QUICKSTART, "settings"))
+    table = rows(block(OPERATE, "settings"))
     defaults = {field.name: field.default for field in dataclasses.fields(PluginSettings)}
     stated = {row[0].strip("`"): None if row[2] == "none" else row[2].strip("`") for row in table}
     assert stated == {name: None if value is None else str(value) for name, value in defaults.items()}
@@ -143,7 +143,7 @@ def test_the_settings_are_all_there_with_their_defaults_and_flags() -> None:
 
 
 def test_the_curl_examples_are_understood() -> None:
-    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'\n", QUICKSTART, re.DOTALL)]
+    bodies = [json.loads(body) for body in re.findall(r"-d '(\{.*?\})'\n", FRAMEWORKS, re.DOTALL)]
     request, batch = bodies
     assert decode_context(request["vllm_xargs"]["agentic_context"]).program_id == "run-17"
     events = [decode_event(raw) for raw in decode_batch(json.dumps(batch).encode()).events]
@@ -151,13 +151,13 @@ def test_the_curl_examples_are_understood() -> None:
 
 
 def test_policies_reasons_and_routes_are_named_as_the_code_has_them() -> None:
-    words = code_words(QUICKSTART)
+    words = code_words(OPERATE)
     assert {"stock", *preset_names()} <= words
     excuses = {"no_tool_call", "not_worth_it", "over_budget", "nothing_cached", "policy_off"}
     assert excuses <= {reason.value for reason in DecisionReason} & words
     routes = (SERVER / "api" / "routes.py").read_text(encoding="utf-8")
     offered = set(re.findall(r'@router\.(?:get|post)\("/(\w+)', routes))
-    assert set(re.findall(r"/sojourn/v1/(\w+)", QUICKSTART)) == offered
+    assert set(re.findall(r"/sojourn/v1/(\w+)", OPERATE)) == offered
 
 
 def test_the_glossary_has_every_outcome() -> None:
