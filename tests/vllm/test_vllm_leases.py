@@ -204,6 +204,22 @@ def stream(engine, program, tokens, *, resumable=True, key="program_id"):
     engine.scheduler.add_request(request)
 
 
+def test_a_warning_says_which_sessions_wait_for_blocks_that_they_hold(make_engine, clock, warnings):
+    """As in stock vLLM they wait for ever: each keeps its blocks, and the client must end one."""
+    engine = make_engine(blocks=65)
+    for number, part in enumerate((500, 64)):
+        for program in ("A", "B"):
+            stream(engine, program, prompt(ord(program) * 10 + number, part))
+        for _ in range(3):
+            engine.step()
+    for expected in (0, 0, 1, 1):
+        assert len(warnings) == expected
+        clock.now += 151
+        engine.step()
+    assert "nothing was computed for 300 s, although 2 requests" in warnings[0]
+    assert "A: WAITING, holds 32 blocks; B: WAITING, holds 32 blocks" in warnings[0]
+
+
 def test_a_further_part_of_a_streamed_prompt_is_not_recomputed_after_a_preemption(make_engine, clock):
     engine = make_engine(blocks=65)
     for number in range(3):

@@ -51,6 +51,10 @@ OnEvicted = Callable[[list[KVCacheBlock], "Score | None"], None]
 """Called with (evicted blocks that a program owns or an ended program has used alone, score of their bucket,
 if any). It must remove their owners."""
 
+MAX_ABANDONED_BUCKETS = 16
+"""Maximum number of abandoned branches of a program, which are all scored anew with the program. If there are
+more, the oldest two are merged."""
+
 Score = tuple[float, ...]
 """Eviction score of a bucket; the lowest is evicted first."""
 NEWEST_TURN = math.inf
@@ -297,14 +301,14 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         if newest is None or self._order is None:
             return
         if used_s in buckets:
-            into = buckets[used_s]
-            into.blocks.update(newest.blocks)
-            self._bucket_of.update(dict.fromkeys(newest.blocks, into))
-            self._order.forget(newest)
-            self._order.push(into)
+            self._merge(buckets[used_s], newest)
         else:
             buckets[used_s], newest.used_s = newest, used_s
             self._order.push(newest)
+        if len(buckets) > MAX_ABANDONED_BUCKETS:
+            # The second-oldest branch joins the oldest, so each block moves at most once.
+            oldest, second = list(buckets)[:2]
+            self._merge(buckets[oldest], buckets.pop(second))
 
     # -- the protocol of vLLM's queue -------------------------------------------
 
@@ -448,6 +452,14 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks -= len(blocks)
         self._forget_if_empty(bucket)
         return blocks
+
+    def _merge(self, into: Bucket, bucket: Bucket) -> None:
+        """Move the blocks of a bucket that ``_buckets`` no longer has to the end of another bucket."""
+        assert self._order is not None
+        into.blocks.update(bucket.blocks)
+        self._bucket_of.update(dict.fromkeys(bucket.blocks, into))
+        self._order.forget(bucket)
+        self._order.push(into)
 
     def _move(self, block: KVCacheBlock) -> None:
         self._take_out(block)

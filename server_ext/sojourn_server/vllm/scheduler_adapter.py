@@ -77,6 +77,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.sojourn")
 
+MAX_STALLED_SHOWN = 10
+STALL_WARNING_S = 300.0
+"""Seconds without computing, with unfinished requests, after which a warning says what they wait for. By
+default, all waits of sojourn's own are shorter."""
 COUNTED_BLOCKS = 20_000
 """Of a larger pool, ``pool_state`` looks at every nth block, at most this many (about 2 ms)."""
 
@@ -176,6 +180,8 @@ class SchedulerAdapter(EngineView):
         self.service = EngineService(self.program_scheduler, self)
         self._event_budget = EventTimeBudget(clock())
         self._step_ended_s = -math.inf
+        self._computed_s = math.inf
+        """Time since when steps compute nothing; ``inf`` if the warning is logged."""
         self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
@@ -198,6 +204,8 @@ class SchedulerAdapter(EngineView):
     def arrived(self, request: Request) -> None:
         """Handle a new request, before vLLM queues it."""
         now = self._clock()
+        if not self._scheduler.requests:
+            self._computed_s = now  # an engine without requests does no steps
         try:
             self._weights.mark(request)
             self._take_in(request, now)
@@ -262,6 +270,10 @@ class SchedulerAdapter(EngineView):
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
         now = self._clock()
         self._allocation_fallback.restore_victim()
+        if output.total_num_scheduled_tokens:
+            self._computed_s = now
+        elif now - self._computed_s >= STALL_WARNING_S:
+            self._warn_of_stall(now)
         output.sojourn_planned_s = now
         new, cached = output.scheduled_new_reqs, output.scheduled_cached_reqs
         for each in new:
@@ -276,6 +288,26 @@ class SchedulerAdapter(EngineView):
             self._scorer.after_step(self._queue)
         if self.quota is not None:
             self.quota.close_step(output)
+
+    def _warn_of_stall(self, now: float) -> None:
+        streaming = RequestStatus.WAITING_FOR_STREAMING_REQ  # for their clients
+        requests = self._scheduler.requests.values()
+        unfinished = [each for each in requests if each.status is not streaming and not each.is_finished()]
+        if not unfinished or self._scheduler.pause_state is not PauseState.UNPAUSED:
+            self._computed_s = now
+            return
+        self._computed_s = math.inf
+        parked = self.waiting.queue.parked
+        waiting = [
+            f"{each.request_id}: {'PARKED' if each in parked else each.status.name}, "
+            f"holds {sum(map(len, self._groups.used_by(each)))} blocks"
+            for each in unfinished[:MAX_STALLED_SHOWN]
+        ]
+        logger.warning(
+            "sojourn: nothing was computed for %.0f s, although %d requests are unfinished. Blocks: %s. "
+            "First requests: %s. If sessions that stream their prompts hold all blocks, end one",
+            STALL_WARNING_S, len(unfinished), self.pool_state(), "; ".join(waiting),
+        )  # fmt: skip
 
     def before_results(self, output: SchedulerOutput, results: Any) -> None:
         """Handle the workers' ``results`` of the step ``output``, before vLLM does. Does not raise."""
