@@ -21,12 +21,12 @@ from weakref import WeakKeyDictionary
 
 import sojourn
 from sojourn.errors import tool_status_of
-from sojourn.monkey_patches import Around, Patches
+from sojourn.monkey_patches import Patches
 from sojourn.program import Program, current_context
 from sojourn.user_hints import step_limit
 from sojourn.valid_ids_and_names import agent_type_of
 
-from .safe_scope import Scope, enter, entered, guarded, leave
+from .safe_scope import Scope, enter, guarded, inside, leave, set_status
 
 _patches = Patches()
 
@@ -51,13 +51,13 @@ def patch() -> bool:
         return False
     for kind, name, around in (
         (Crew, "kickoff", _run),
-        (Crew, "akickoff", _arun),
-        (Flow, "kickoff_async", _arun),
-        (Flow, "resume_async", _arun),
+        (Crew, "akickoff", _run),
+        (Flow, "kickoff_async", _run),
+        (Flow, "resume_async", _run),
         (Agent, "execute_task", _agent),
-        (Agent, "aexecute_task", _aagent),
+        (Agent, "aexecute_task", _agent),
         (Agent, "kickoff", _kickoff),
-        (Agent, "kickoff_async", _aagent),
+        (Agent, "kickoff_async", _agent),
         (CrewAIEventsBus, "emit", _emit),
     ):
         if callable(getattr(kind, name, None)):
@@ -75,22 +75,6 @@ def wrap(target: Any) -> None:
 
 
 # ---- runs
-
-
-def _inside(scope: Callable[[Any], AbstractContextManager[Any]]) -> tuple[Around, Around]:
-    """Return the wrappers of a method and of an async method that run it inside ``scope(object)``."""
-
-    def call(owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with entered(lambda: scope(owner)):
-            return original(*args, **kwargs)
-
-    async def acall(
-        owner: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with entered(lambda: scope(owner)):
-            return await original(*args, **kwargs)
-
-    return call, acall
 
 
 def _program(owner: Any) -> AbstractContextManager[Any]:
@@ -160,8 +144,7 @@ def _node(agent: Any) -> Iterator[None]:
         _end_calls(len(before), "cancelled")
 
 
-_run, _arun = _inside(_program)
-_agent, _aagent = _inside(_node)
+_run, _agent = inside(_program), inside(_node)
 
 
 # ---- tool calls
@@ -205,7 +188,8 @@ def _end_calls(begun: int, status: str) -> None:
     if len(calls) > begun:
         _calls.set(calls[:begun])
         for _, _, scope in reversed(calls[begun:]):
-            leave(scope, status=status)
+            set_status(scope and scope.handle, str, status)
+            leave(scope)
 
 
 def _call_id(source: Any, tool: str, arguments: Any) -> str | None:

@@ -15,7 +15,6 @@ litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -24,14 +23,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 from sojourn.config import LLM_PATHS, target_of
-from sojourn.monkey_patches import Patches
+from sojourn.monkey_patches import Patches, wrap_like
 from sojourn.outgoing_request import OutgoingRequest, RetryScope, under_way
 from sojourn.program import find_context
 from sojourn.request_warnings import warn_unlisted_host
 from sojourn.runtime import session
 
 from .instance_method_wrapper import overlay_method
-from .safe_scope import count_error
+from .safe_scope import count_error, inside
 
 _RETRYING = ("completion", "acompletion", "text_completion", "atext_completion", "responses", "aresponses")
 _ROUTER = ("function_with_fallbacks", "async_function_with_fallbacks")
@@ -211,22 +210,10 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _as_one_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(original):
-
-        @functools.wraps(original)
-        async def call_async(*args: Any, **kwargs: Any) -> Any:
-            if not _patches.active:
-                return await original(*args, **kwargs)
-            with RetryScope():
-                return await original(*args, **kwargs)
-
-        return call_async
-
-    @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not _patches.active:
-            return original(*args, **kwargs)
-        with RetryScope():
-            return original(*args, **kwargs)
+        return _retried(None, original, args, kwargs) if _patches.active else original(*args, **kwargs)
 
-    return call
+    return wrap_like(original, call)
+
+
+_retried = inside(lambda _: RetryScope())

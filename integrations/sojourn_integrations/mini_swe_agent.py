@@ -29,7 +29,7 @@ from sojourn.shell_command import command_class
 from sojourn.user_hints import step_limit
 
 from .instance_method_wrapper import overlay_method, remove_all_overlays, remove_overlay
-from .safe_scope import count_error, enter, entered, leave
+from .safe_scope import count_error, entered, inside, set_status
 
 __all__ = ["DefaultAgent", "InteractiveAgent", "attach", "detach", "instrument", "uninstrument", "wrap"]  # noqa: F822
 
@@ -177,16 +177,14 @@ def _in_tool_call(
     executing = _executing.get()
     if id(environment) in executing:
         return execute(*args, **kwargs)
-    scope = enter(functools.partial(_tool_call, args[0] if args else kwargs.get("action")))
-    token = _executing.set(executing | {id(environment)})
-    try:
-        output = execute(*args, **kwargs)
-    except BaseException as error:
-        leave(scope, error)
-        raise
-    finally:
-        _executing.reset(token)
-    leave(scope, status=functools.partial(_status, output))
+    make = functools.partial(_tool_call, args[0] if args else kwargs.get("action"))
+    with entered(make) as call:
+        token = _executing.set(executing | {id(environment)})
+        try:
+            output = execute(*args, **kwargs)
+        finally:
+            _executing.reset(token)
+        set_status(call, _status, output)
     return output
 
 
@@ -210,13 +208,9 @@ def _status(output: Any) -> str:
 # ---- one request
 
 
-def _as_one_request(
-    model: Any, query: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call ``query``, which retries up to ten times, as one logical request. The patches of openai and
-    litellm report the request."""
-    with RetryScope():
-        return query(*args, **kwargs)
+_as_one_request = inside(lambda model: RetryScope())
+"""Wraps a model's ``query``, which retries up to ten times, as one logical request. The patches of openai and
+litellm report the request."""
 
 
 # ---- wrapping

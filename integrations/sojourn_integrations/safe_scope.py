@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from inspect import iscoroutinefunction
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from sojourn.monkey_patches import Around
 from sojourn.runtime import session
 
 P = ParamSpec("P")
@@ -46,37 +48,47 @@ def enter(make: Callable[[], Any]) -> Scope | None:
         return None
 
 
-def leave(
-    scope: Scope | None, error: BaseException | None = None, *, status: str | Callable[[], str] | None = None
-) -> None:
-    """Leave the scope. ``error``: the exception of the code inside, if any. The caller re-raises it.
-
-    ``status`` is the tool call's status, or a function that returns it. Without ``status``, ``error``
-    decides.
-    """
-    if scope is None:
-        return
-    try:
-        if status is not None:
-            scope.handle.status = status() if callable(status) else status
-    except Exception:
-        count_error("internal_error")
-    try:
+@guarded
+def leave(scope: Scope | None, error: BaseException | None = None) -> None:
+    """Leave the scope. ``error``: the exception of the code inside, if any. The caller re-raises it."""
+    if scope is not None:
         scope.manager.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-    except Exception:
-        count_error("internal_error")
 
 
 @contextmanager
-def entered(make: Callable[[], Any]) -> Iterator[None]:
-    """Run the block inside the context manager that ``make`` returns. Raises the block's exceptions only."""
+def entered(make: Callable[[], Any]) -> Iterator[Any]:
+    """Run the block inside the context manager that ``make`` returns. The value is that of its ``__enter__``;
+    ``None`` if entering failed. Raises the block's exceptions only."""
     scope = enter(make)
     try:
-        yield
+        yield None if scope is None else scope.handle
     except BaseException as error:
         leave(scope, error)
         raise
     leave(scope)
+
+
+@guarded
+def set_status(call: Any, status_of: Callable[[Any], str], result: Any) -> None:
+    """Set the status of a tool call that raised nothing. ``call``: ``None`` if entering it failed."""
+    if call is not None:
+        call.status = status_of(result)
+
+
+def inside(scope: Callable[[Any], AbstractContextManager[Any]]) -> Around:
+    """Return a wrapper for methods, sync or async, that runs a call inside the block ``scope(object)``."""
+
+    async def awaited(owner: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with entered(lambda: scope(owner)):
+            return await original(*args, **kwargs)
+
+    def around(owner: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if iscoroutinefunction(original):
+            return awaited(owner, original, args, kwargs)
+        with entered(lambda: scope(owner)):
+            return original(*args, **kwargs)
+
+    return around
 
 
 def count_error(name: str) -> None:

@@ -80,12 +80,14 @@ class EnvironmentBroke(Exception):
 
 
 def broken_environment(base_url: str, model: str, error: type[BaseException] = EnvironmentBroke) -> Any:
+    from impatient_environment import ImpatientEnvironment
+
+    class Broken(ImpatientEnvironment):
+        def execute(self, *_: Any, **__: Any) -> Any:
+            raise error
+
     made = agent(base_url, model)
-
-    def execute(*_: Any, **__: Any) -> Any:
-        raise error
-
-    made.env.execute = execute
+    made.env = Broken()
     return made.run("it")
 
 

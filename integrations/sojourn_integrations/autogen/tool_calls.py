@@ -18,7 +18,7 @@ from sojourn.program import current_context
 from sojourn.shell_command import command_class
 from sojourn.tools import ToolCall
 
-from sojourn_integrations.safe_scope import Scope, guarded, leave
+from sojourn_integrations.safe_scope import Scope, guarded, leave, set_status
 
 from . import run_scopes
 
@@ -59,7 +59,8 @@ async def _in_call(
     except BaseException as error:
         _end_call(call, error)
         raise
-    _end_call(call, status=functools.partial(status_of, call, result))
+    set_status(call, functools.partial(status_of, call), result)
+    _end_call(call)
     return result
 
 
@@ -102,10 +103,8 @@ def _begin_code(blocks: Any) -> ToolCall | None:
 
 
 @guarded
-def _end_call(
-    call: ToolCall, error: BaseException | None = None, *, status: Callable[[], str] | None = None
-) -> None:
-    leave(Scope(call, call), error, status=status)
+def _end_call(call: ToolCall, error: BaseException | None = None) -> None:
+    leave(Scope(call, call), error)
     run_scopes.end_call(call)
 
 

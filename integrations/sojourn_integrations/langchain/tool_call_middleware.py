@@ -7,7 +7,7 @@ from typing import Any
 
 import sojourn
 
-from sojourn_integrations.safe_scope import enter, leave
+from sojourn_integrations.safe_scope import entered, set_status
 
 from .run_tree import result_status
 
@@ -32,23 +32,15 @@ def middleware_class() -> Any:
             return "SojournMiddleware"
 
         def wrap_tool_call(self, request: Any, handler: Any) -> Any:
-            scope = enter(lambda: _tool_call(request))
-            try:
+            with entered(lambda: _tool_call(request)) as call:
                 result = handler(request)
-            except BaseException as error:
-                leave(scope, error)
-                raise
-            leave(scope, status=lambda: result_status(result))
+                set_status(call, result_status, result)
             return result
 
         async def awrap_tool_call(self, request: Any, handler: Any) -> Any:
-            scope = enter(lambda: _tool_call(request))
-            try:
+            with entered(lambda: _tool_call(request)) as call:
                 result = await handler(request)
-            except BaseException as error:
-                leave(scope, error)
-                raise
-            leave(scope, status=lambda: result_status(result))
+                set_status(call, result_status, result)
             return result
 
     Middleware.__module__, Middleware.__qualname__ = __name__.rpartition(".")[0], "Middleware"

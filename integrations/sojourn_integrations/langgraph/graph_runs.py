@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from typing import Any
@@ -17,7 +17,7 @@ from sojourn.user_hints import step_limit
 from ..instance_method_wrapper import overlay_method
 from ..langchain import callback_handler
 from ..langchain.run_tree import GraphStart, batch_context, starting_graph
-from ..safe_scope import guarded
+from ..safe_scope import guarded, inside
 from .graph_reader import graph_of
 
 _INTERRUPT = "__interrupt__"
@@ -153,28 +153,17 @@ class _AsyncChunks:
             callback_handler.tree.give_up(self._start.run)
 
 
-def _batch(graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with _in_batch():
-        return original(*args, **kwargs)
-
-
-async def _abatch(
-    graph: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with _in_batch():
-        return await original(*args, **kwargs)
-
-
 @contextmanager
-def _in_batch() -> Iterator[None]:
-    token = batch_context.set(_mark())
+def _in_batch(_: Any) -> Iterator[None]:
+    token = batch_context.set((callback_handler.current_run_id(),))
     try:
         yield
     finally:
         _reset(batch_context, token)
 
 
-_AROUND: dict[str, Around] = {"stream": _stream, "astream": _astream, "batch": _batch, "abatch": _abatch}
+_batch = inside(_in_batch)
+_AROUND: dict[str, Around] = {"stream": _stream, "astream": _astream, "batch": _batch, "abatch": _batch}
 
 
 def _nothing() -> None:
@@ -189,11 +178,6 @@ def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:
     # A generator that is finalised after its event loop ended runs in another context.
     with suppress(ValueError):
         variable.reset(token)
-
-
-@guarded
-def _mark() -> tuple[Hashable]:
-    return (callback_handler.current_run_id(),)
 
 
 @guarded
