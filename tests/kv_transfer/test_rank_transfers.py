@@ -16,7 +16,7 @@ from sojourn_server.kv_transfer.rank_transfers import (
     rank_address,
     split_addresses,
 )
-from sojourn_server.kv_transfer.transfer_jobs import FetchJob, PushJob, TransferJobs
+from sojourn_server.kv_transfer.transfer_jobs import AbortJob, FetchJob, PushJob, TransferJobs
 from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle, through
 
 RANKS = 2
@@ -139,11 +139,12 @@ def test_a_worker_gets_the_address_of_its_counterpart() -> None:
     jobs = TransferJobs(
         fetches=[FetchJob(3, [b"k"], "c", "tcp:h:1,tcp:h:2", 1), FetchJob(4, [b"k"])],
         pushes=[PushJob("r", "c", "tcp:h:1,tcp:h:2", [b"k"], [1])],
+        aborts=[AbortJob("c", "tcp:h:1,tcp:h:2")],
         ends=[7],
     )
     part = jobs_of_rank(jobs, 1, 2)
     assert [each.peer for each in part.fetches] == ["tcp:h:2", ""]
-    assert [each.address for each in part.pushes] == ["tcp:h:2"]
+    assert [each.address for each in (*part.pushes, *part.aborts)] == ["tcp:h:2"] * 2
     assert part.ends == [7]
     assert jobs.pushes[0].address == "tcp:h:1,tcp:h:2", "the other worker has its own"
     assert jobs_of_rank(jobs, 0, 1) is jobs

@@ -144,6 +144,18 @@ def test_a_second_push_of_an_open_transfer_fails_and_the_first_goes_on() -> None
     assert_clean(p, d)
 
 
+def test_a_peer_that_has_read_for_a_request_is_told_when_it_ends_without_a_push() -> None:
+    world, p, d = two_engines()
+    world.put(*CONTEXT)
+    p.load("t", CONTEXT, address="d", total=9)
+    p.wait(LoadEnded, "t")
+    p.end_load("t")
+    assert d.buffers.used == 9, "the prompt is being computed"
+    p.node.give_up("t", "d")
+    world.run(0.1)
+    assert_clean(p, d)
+
+
 # -- Contexts that no request asks for, while others wait for their buffers.
 
 

@@ -27,16 +27,23 @@ class FakeWorker:
     prompts: set[int] = field(default_factory=set)
     unanswered: set[int] = field(default_factory=set)
     pushes: set[str] = field(default_factory=set)
+    """Contexts that are pushed, or that no request with an answer names."""
+    read_by_peer: set[str] = field(default_factory=set)
+    """Contexts whose beginning a peer has read, and which are not pushed yet."""
     fills: list[str] = field(default_factory=list)
     asks: set[int] = field(default_factory=set)
     """All there ever were."""
 
     def carry_out(self, orders: TransferJobs) -> None:
-        assert set(orders.aborts) <= {*orders.holds, *orders.unreported}
+        for abort in orders.aborts:
+            self.pushes.discard(abort.context)
+            self.read_by_peer.discard(abort.context)
         for fetch in orders.fetches:
             self._begin(fetch.ask)
             if fetch.keys:
                 self.fetches[fetch.ask] = len(fetch.keys)
+                if fetch.peer:
+                    self.read_by_peer.add(fetch.context)
             else:
                 self.prompts.add(fetch.ask)
                 assert not fetch.context.startswith("foreign")
@@ -59,15 +66,13 @@ class FakeWorker:
             assert take.block_ids
             self.fills.append(take.request)
         for push in orders.pushes:
-            assert push.request not in self.pushes, "pushed twice"
+            assert push.context not in self.pushes, "pushed twice"
             assert len(push.keys) == -(-len(push.block_ids) // PER_FULL)
-            self.pushes.add(push.request)
+            self.pushes.add(push.context)
+            self.read_by_peer.discard(push.context)
         late = {save.request for save in orders.saves}
         for request in orders.holds:
-            assert (request in self.pushes) != (request in late)
-            self.pushes.discard(request)
-        for request in orders.unreported:
-            self.pushes.remove(request)
+            assert request in late
         assert not orders.not_filled
 
     def _begin(self, ask: int) -> None:
@@ -246,12 +251,13 @@ class Planning(RuleBasedStateMachine):
             return
         name = life.request.request_id
         hold, answer = self.planner.finished(name, well, life.ids)
-        pushed = name in self.worker.pushes
-        assert not (pushed and not hold), "its blocks are being sent"
+        pushed = any(context.startswith(f"t{name[1:]}.") for context in self.worker.pushes)
         assert (answer is not None) == (pushed and well)
         filling = life.stage == "remote"
         assert hold or not filling, "its blocks are being filled"
-        assert not (hold and not pushed and not well and not filling), "nobody wants what is left"
+        assert not (hold and (pushed or not well) and not filling), "nobody wants what is left"
+        if well:
+            self.worker.pushes = {one for one in self.worker.pushes if not one.startswith(f"t{name[1:]}.")}
         del self.lives[name]
         if not hold or filling:
             self.saved.pop(name, None)
@@ -286,6 +292,7 @@ class Planning(RuleBasedStateMachine):
         assert not self.worker.fetches
         assert not self.worker.prompts
         assert not self.worker.pushes
+        assert not self.worker.read_by_peer
 
 
 class PlanningAhead(Planning):

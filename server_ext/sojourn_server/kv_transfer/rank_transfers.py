@@ -71,6 +71,7 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
         jobs,
         fetches=[job._replace(peer=address(job.peer)) for job in jobs.fetches],
         pushes=[job._replace(address=address(job.address)) for job in jobs.pushes],
+        aborts=[job._replace(address=address(job.address)) for job in jobs.aborts],
     )
 
 

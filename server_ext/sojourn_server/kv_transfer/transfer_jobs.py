@@ -46,6 +46,13 @@ class PushJob(NamedTuple):
     block_ids: list[int]
 
 
+class AbortJob(NamedTuple):
+    """End the push of a context, or tell the peer, which may have read for it, that there will be none."""
+
+    context: str
+    address: str
+
+
 class SaveJob(NamedTuple):
     """Store a Full Block that this step fills, or one of a finished request (``TransferJobs.holds``), unless
     it is known to be stored."""
@@ -66,8 +73,7 @@ class TransferJobs:
     fetches: list[FetchJob] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """Numbers of asks whose results are not needed any more. They may be asks of the same step."""
-    aborts: list[str] = field(default_factory=list)
-    """Requests whose push is cancelled."""
+    aborts: list[AbortJob] = field(default_factory=list)
     streams: list[FillJob] = field(default_factory=list)
     """Blocks that are filled layer by layer while this step computes."""
     not_filled: list[int] = field(default_factory=list)
@@ -77,11 +83,8 @@ class TransferJobs:
     fills: list[FillJob] = field(default_factory=list)
     """Blocks that are filled while other requests compute. The worker tells vLLM of the end of each."""
     holds: list[str] = field(default_factory=list)
-    """Finished requests whose blocks vLLM keeps until their push and ``saves`` have ended. The worker then
-    reports these requests to vLLM as sent."""
-    unreported: list[str] = field(default_factory=list)
-    """Finished requests whose push must not be reported to vLLM, because vLLM forgets these requests when
-    their fill job ends."""
+    """Finished requests whose blocks vLLM keeps until this step has copied them for ``saves``. The worker
+    then reports these requests to vLLM as sent. A push needs no hold: its step has copied the blocks."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))

@@ -14,7 +14,7 @@ from typing import Any
 from ..kv_offload.block_file import KvIdentity
 from .block_transfers import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
 from .peer_connection import PeerConnection, PeerTable
-from .transfer import Transfer, TransferContext, TransferOutcome
+from .transfer import GIVEN_UP, Transfer, TransferContext, TransferOutcome
 from .transfer_limits import TransferLimits
 from .transfer_wire import (
     AbortMessage,
@@ -69,6 +69,11 @@ class TransferNode(TransferContext):
         push = BlockPush(self, transfer, address, keys)
         self._post_start(self._start_push, push)
         return push
+
+    def give_up(self, transfer: str, address: str) -> None:
+        """End the push of a prompt, or tell the peer at ``address``, which may have read for it, that there
+        will be none."""
+        self.post(self._give_up, transfer, address)
 
     def expect(self, transfer: str) -> IncomingPrompt:
         """Announce that the engine needs a prompt that a peer pushes to it, and return a handle to wait for
@@ -161,6 +166,17 @@ class TransferNode(TransferContext):
         else:
             self.pushes[push.name] = push
             push.start()
+
+    def _give_up(self, transfer: str, address: str) -> None:
+        async def tell() -> None:
+            conn = await self.peers.reach(address)
+            conn.post(AbortMessage(transfer=transfer, reason=GIVEN_UP))
+
+        push = self.pushes.get(transfer)
+        if push is not None:
+            push.stop(GIVEN_UP)
+        else:
+            self.spawn(tell())
 
     def _asked(self, conn: PeerConnection, message: ReadMessage | OfferMessage) -> None:
         if self.is_closing or not message.keys or len(set(message.keys)) != len(message.keys):

@@ -11,7 +11,7 @@ Fetch are jobs (``transfer_jobs``), and names in capitals are phases of the requ
     first layers arrived ──▶ READY             all arrived ──▶ READY; failed ──▶ as a whole request
     allocated ── Stream ──▶ RUNNING            allocated ── Fill ──▶ FILLING ──▶ RUNNING
     last chunk of the prompt ── Push           each Full Block once it is full ── Save
-    finished: held until the push is over      finished: the rest ── Save; held until it is saved
+    finished without a push ── Abort           finished: the rest ── Save; held until it is copied
 
 An *ask* is one attempt to get a request's KV. It may last for many steps. In each of them vLLM calls the
 method ``ask`` for the waiting request, and all these calls belong to the same ask. A decode request's first
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .rank_transfers import check_peer_ranks
-from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
+from .transfer_jobs import AbortJob, FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 from .transfer_request import (
     MATCH_PENDING,
     NO_MATCH,
@@ -134,9 +134,11 @@ class TransferPlanner:
             self._end(entry)
             if is_reached:
                 return NO_MATCH
-        elif entry.phase is TransferPhase.RUNNING or (
-            entry.phase is TransferPhase.FILLING and entry.is_pushed
-        ):  # preempted, or the context was not filled in
+        elif entry.phase is TransferPhase.FILLING:
+            # Nothing was filled. vLLM still reserves the request's blocks, and might never have as many again
+            # for another asynchronous load.
+            entry.fetches = MAX_FETCHES
+        elif entry.phase is TransferPhase.RUNNING:  # preempted
             entry.fetches = 0
         return self._fetch(entry, computed)
 
@@ -238,10 +240,10 @@ class TransferPlanner:
     def finished(
         self, request_id: str, well: bool, block_ids: Sequence[int] = (), *, is_loading: bool = False
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Handle a finished request. Returns whether vLLM must keep its blocks, because a transfer uses them,
-        and the parameters for the decode engine, if the prompt was pushed. ``well``: whether the request
-        completed normally. If so, and if its prompt was not pushed, the blocks in ``block_ids`` that are not
-        stored yet are saved. ``is_loading``: whether another connector still fills its blocks."""
+        """Handle a finished request. Returns whether vLLM must keep its blocks, because they are filled or
+        saved, and the parameters for the decode engine, if the prompt was pushed. ``well``: whether the
+        request completed normally. If so, and if its prompt was not pushed, the blocks in ``block_ids`` that
+        are not stored yet are saved. ``is_loading``: whether another connector still fills its blocks."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False, None
@@ -250,23 +252,20 @@ class TransferPlanner:
         if entry.pushed and well:
             answer = {"do_remote_prefill": True, "transfer": entry.params.transfer}
             answer |= {"context": entry.context, "stored": entry.stored}
-        elif entry.pushed:
-            self._orders.aborts.append(request_id)
+        elif entry.params.role is TransferRole.PREFILL and (entry.pushed or entry.params.decode_reads):
+            self._orders.aborts.append(AbortJob(entry.context, entry.params.peer))
         if entry.is_filling or is_loading:
             # The request was aborted, or preempted and then ended by a step planned before the preemption.
-            # When the fill job or load ends, vLLM frees the request's blocks and forgets the request. The end
-            # of its push must not be reported to vLLM after that.
-            if entry.pushed:
-                self._orders.unreported.append(request_id)
+            # When the fill job or load ends, vLLM frees the request's blocks and forgets the request.
             return True, answer
         late = []
         if well and not entry.pushed:
             first = max(min([entry.saved, *entry.saved_before]), entry.stored)
             late = self._save_jobs(entry, block_ids, first, self._keys(entry, first, entry.computed))
+        if late:
             self._orders.saves += late
-        if entry.pushed or late:
             self._orders.holds.append(request_id)
-        return entry.pushed or bool(late), answer
+        return bool(late), answer
 
     def abandon(self) -> None:
         """Cancel the transfers that requests wait for. Called after an error of sojourn or a cache reset.

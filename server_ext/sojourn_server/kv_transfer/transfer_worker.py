@@ -70,12 +70,10 @@ class TransferWorker:
         """Ids of blocks that fill jobs could not fill since the last ``take_not_filled``."""
         self._streams: list[tuple[FillJob, BlockLoad]] = []
         self._step_pushes: list[tuple[PushJob, BlockPush]] = []
-        self._pushes: dict[str, BlockPush] = {}
-        """Request → the push of its prompt, until the request is reported or forgotten."""
+        self._pushes: list[BlockPush] = []
+        """Pushes that may be open."""
         self._held: set[str] = set()
         """Finished requests whose blocks vLLM keeps until ``take_sent`` returns them."""
-        self._unreported: set[str] = set()
-        """Finished requests whose push must not be reported to vLLM."""
         self._saves: list[SaveJob] = []
         self._fills: list[FillJob] = []
         self._bad: set[int] = set()
@@ -91,8 +89,8 @@ class TransferWorker:
         self._bad = set(step.not_filled)
         self._streams, self._step_pushes = [], []
         self._saves, self._fills = step.saves, step.fills
-        for request in filter(self._pushes.__contains__, step.aborts):
-            self._do("end a push", self._pushes[request].end)
+        for abort in step.aborts:
+            self._do("end a push", self._node.give_up, *abort)
         for job in step.fetches:
             self._unanswered.add(job.ask)
             self._do("begin a transfer", self._begin, job)
@@ -107,7 +105,6 @@ class TransferWorker:
         for order in step.pushes:
             self._do("offer a prompt", self._offer, order)
         self._held.update(step.holds)
-        self._unreported.update(step.unreported)
 
     def wait_for_layer(self, name: str) -> None:
         """Wait until this step's streams have filled layer ``name``, which the forward pass needs next."""
@@ -153,14 +150,9 @@ class TransferWorker:
     # -- results ------------------------------------------------------------------------
 
     def take_sent(self) -> set[str]:
-        """Return the finished requests whose pushes have ended, so that vLLM may free their blocks.
-        Each request is returned once."""
-        pushing = {request for request, push in self._pushes.items() if push.outcome is None}
-        sent = self._held - pushing
-        self._held -= sent
-        for request in sent | (self._unreported - pushing):
-            self._unreported.discard(request)
-            self._pushes.pop(request, None)
+        """Return the finished requests whose blocks the step has copied, so that vLLM may free them. Call it
+        after ``end_step``. Each request is returned once."""
+        sent, self._held = self._held, set()
         return sent
 
     def take_received(self) -> set[str]:
@@ -195,7 +187,7 @@ class TransferWorker:
     @property
     def open_operations(self) -> int:
         """Number of open asks, pushes, and finished requests whose blocks are kept."""
-        return len(self._sources) + len(self._filled) + len(self._pushes) + len(self._held)
+        return len(self._sources) + len(self._filled) + len(self._held) + len(self._open_pushes())
 
     def close(self) -> None:
         """Stop all threads, and unpin host memory unless one of them hangs in a copy."""
@@ -271,8 +263,12 @@ class TransferWorker:
 
     # -- pushes -------------------------------------------------------------------------
 
+    def _open_pushes(self) -> list[BlockPush]:
+        self._pushes = [push for push in self._pushes if push.outcome is None]
+        return self._pushes
+
     def _offer(self, order: PushJob) -> None:
-        held = sum(len(push.keys) for push in self._pushes.values() if push.outcome is None)
+        held = sum(len(push.keys) for push in self._open_pushes())
         try:
             if held and held + len(order.keys) > self._slots:
                 raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
@@ -280,7 +276,7 @@ class TransferWorker:
         except ValueError:
             self.counts["pushes_refused"] += 1
         else:
-            self._pushes[order.request] = push
+            self._pushes.append(push)
             self._step_pushes.append((order, push))
 
     def _push_layer(self, order: PushJob, push: BlockPush, layer: int, after: Any) -> None:
