@@ -65,12 +65,12 @@ def test_the_command_line_shows_no_value_of_the_file(tmp_path: Path) -> None:
         ("", "is empty; expected flag: value"),
         ("port", "is a str; expected flag: value"),
         ("- port", "is a list; expected"),
-        ("port: [", "is not YAML: .* line 1"),
+        ("port: [", "is not YAML, .* line 1"),
         ("a: \x00", "is not YAML"),
         ("1: 2", "1 is no flag's name"),
         ("config: g.yaml", "names another config file"),
-        ("a: {b: 2020-01-01}", "a cannot be JSON"),
-        ("a: &a {b: *a}", "a cannot be JSON"),
+        ("a: {b: 2020-01-01}", "is not YAML, or not as JSON: Object of type date"),
+        ("a: &a {b: *a}", "is not YAML, or not as JSON: Circular"),
     ],
 )
 def test_an_unusable_file_is_named(tmp_path: Path, text: str, message: str) -> None:

@@ -31,15 +31,15 @@ def hub(tmp_path):
     return cache
 
 
-def download(cache: Path, commit: str, *, file: str = "model.safetensors", ref: str = "main") -> Path:
+def download(cache: Path, commit: str) -> Path:
     """As the hub's client leaves it."""
     folder = cache / "models--org--name"
     for part in ("blobs", "refs", f"snapshots/{commit}"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", file):
+    for name in ("config.json", "model.safetensors"):
         (folder / "blobs" / f"{commit[:8]}{name[:1]}").write_text("{}")
         (folder / "snapshots" / commit / name).symlink_to(f"../../blobs/{commit[:8]}{name[:1]}")
-    (folder / "refs" / ref).write_text(commit)
+    (folder / "refs" / "main").write_text(commit)
     return folder / "snapshots" / commit
 
 
@@ -140,13 +140,3 @@ def test_added_files_in_a_snapshot_are_distinguished(hub, tmp_path):
     (there / "model.safetensors").write_bytes(b"trained on")
     assert weights_fingerprint(str(there), None).startswith(f"{there} [('model.safetensors', 10, ")
     assert weights_fingerprint("org/name", None, cache=hub).startswith(f"org/name@{COMMIT} {there} [(")
-
-
-def test_another_form_of_a_commits_weights_is_distinguished(tmp_path):
-    binary = download(tmp_path / "b", COMMIT, file="pytorch_model.bin")
-    assert weights_fingerprint(str(binary), None) == f"org/name@{COMMIT} of .bin"
-    both = binary / "model.safetensors"
-    both.symlink_to("../../blobs/11111111p")
-    assert weights_fingerprint("org/name", None, cache=tmp_path / "b") == f"org/name@{COMMIT}", (
-        "as it is loaded then"
-    )

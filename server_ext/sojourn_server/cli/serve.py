@@ -20,7 +20,6 @@ import typer
 
 from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, flag_name
 from ..launch.kv_options import (
-    EngineFacts,
     KvOffloadOptions,
     PrefillDecodeOptions,
     check_kv_offload,
@@ -132,9 +131,9 @@ def serve(
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
         if tiers.any:
-            _print_notes(check_kv_offload(tiers, _engine_facts(model_path, command.flags)))
+            _print_notes(check_kv_offload(tiers, *_engine_facts(model_path, command.flags)))
         if pair.any:
-            _print_notes(check_pair(pair, _engine_facts(model_path, command.flags)))
+            _print_notes(check_pair(pair, *_engine_facts(model_path, command.flags)))
         if dry_run:
             return
         if address is not None:
@@ -298,11 +297,11 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     return notes
 
 
-def _engine_facts(model_path: str, flags: EngineFlags) -> EngineFacts:
+def _engine_facts(model_path: str, flags: EngineFlags) -> tuple[str | None, str | None, int]:
     from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.vllm.compat import installed_vllm
 
-    return EngineFacts(installed_vllm(), known_weights(model_path), engine_workers(flags))
+    return installed_vllm(), known_weights(model_path), engine_workers(flags)
 
 
 def _print_notes(notes: Sequence[str]) -> None:

@@ -203,10 +203,7 @@ def read_config_file(path: str) -> tuple[str, ...]:
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)] if value else []
         elif isinstance(value, dict):
-            try:
-                flags.append(f"--{key}={json.dumps(value)}")
-            except (TypeError, ValueError, RecursionError) as error:
-                raise _config_error(path, f": {key} cannot be JSON: {error}") from None
+            flags.append(f"--{key}={json.dumps(value)}")
         else:
             flags.append(f"--{key}={value}")
     return tuple(flags)
@@ -215,19 +212,16 @@ def read_config_file(path: str) -> tuple[str, ...]:
 def _read_document(path: str) -> dict[Any, Any]:
     if path.rsplit(".", 1)[-1] not in ("yaml", "yml"):
         raise _config_error(path, ": expected a file named .yaml or .yml")
-    try:
-        # vLLM requires PyYAML. We do not, so a --dry-run elsewhere may lack it.
-        yaml = import_module("yaml")
-    except ImportError:
-        raise _config_error(path, ": PyYAML, which reads it, is not installed") from None
+    yaml = import_module("yaml")  # vLLM requires it
     try:
         # An open file, because YAML's errors would quote lines of a text, secrets included.
         with Path(path).open(encoding="utf-8") as file:
             document = yaml.safe_load(file)
+        json.dumps(document)
     except OSError as error:
         raise _config_error(path, f": cannot read the file: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _config_error(path, f" is not YAML: {error}") from None
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
+        raise _config_error(path, f" is not YAML, or not as JSON: {error}") from None
     if not isinstance(document, dict):
         what = "is empty" if document is None else f"is a {type(document).__name__}"
         raise _config_error(path, f" {what}; expected flag: value, one flag a line")

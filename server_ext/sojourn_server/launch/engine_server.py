@@ -27,12 +27,13 @@ the current stage."""
 _POLL_S = 0.25
 ANSWER_TIMEOUT_S = 5.0
 """Maximum seconds to wait for an answer of a server."""
+_KILL_S = 10.0
+"""Maximum seconds until the killed processes of a group are gone."""
 _INTERRUPT_GRACE_S = 10.0
 """Seconds that a server has to end by itself after SIGINT. Then its process group is killed."""
 
 _STARTUP_STAGES = (
     ("Waiting for application startup", "opening the port"),
-    ("KV cache size", "preparing the KV cache"),
     ("Loading weights took", "preparing the KV cache"),
     ("Starting to load model", "loading the weights"),
     ("Initializing a V1 LLM engine", "starting the worker"),
@@ -146,9 +147,13 @@ class ServerProcess:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=grace_s)
         finally:
-            # A second Ctrl-C raises out of the wait. The server has a process group of its own, so it would
-            # outlive this process.
-            _kill_group(process.pid)
+            # Also if a second Ctrl-C raises out of the wait, since the group would outlive this process.
+            end_s = time.monotonic() + _KILL_S
+            with suppress(ProcessLookupError, PermissionError):  # the latter is macOS's for zombies
+                while time.monotonic() < end_s:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.poll()  # the leader is our child: a zombie keeps the group alive
+                    time.sleep(0.02)
             process.wait()
             self._is_ended = True
 
@@ -262,19 +267,3 @@ def free_port(host: str) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as probe:
         return int(probe.getsockname()[1])
-
-
-def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill the remaining processes of a group, and wait at most ``timeout_s`` until they are gone."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        except PermissionError:  # macOS's answer for a group of zombies
-            return
-        # The leader is our child: a zombie keeps the group alive until it is reaped.
-        with suppress(ChildProcessError):
-            os.waitpid(group, os.WNOHANG)
-        time.sleep(0.05)

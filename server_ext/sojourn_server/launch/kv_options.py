@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, IncompatibleStore, blocks_per_full, check_root
 from ..kv_transfer.peer_transport import parse_address
@@ -269,12 +269,6 @@ def _transfer_config(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def hash_seed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variable that makes block hashes equal in every process. An engine then finds
-    its stored blocks after a restart. The result is empty if ``environ`` sets a fixed hash seed already."""
-    return {"PYTHONHASHSEED": "0"} if environ.get("PYTHONHASHSEED") in (None, "random") else {}
-
-
 def _check_size(flag: str, gib: float) -> None:
     refuse({f"{flag} is {gib}; expected a size in GiB above 0": not 0 < gib < math.inf})
 
@@ -282,28 +276,25 @@ def _check_size(flag: str, gib: float) -> None:
 # --- checks of this machine -----------------------------------------------------------------------
 
 
-class EngineFacts(NamedTuple):
-    """What is known of an engine before it starts; ``None`` means unknown. Only the engine knows all parts of
-    a store's identity, such as the layout of the KV, so it checks everything again."""
-
-    vllm_version: str | None
-    weights: str | None
-    """Result of ``known_weights``."""
-    workers: int = 1
-
-
-def check_kv_offload(options: KvOffloadOptions, engine: EngineFacts) -> list[str]:
+def check_kv_offload(
+    options: KvOffloadOptions, vllm_version: str | None, weights: str | None, workers: int = 1
+) -> list[str]:
     """Return one-line notes on options that may cause trouble later. Raises ``InvalidOption`` for an option
-    that the engine will surely reject. ``options``: accepted by ``offload_transfer_config``. The check writes
-    nothing."""
+    that the engine will surely reject. The engine, which alone knows all parts of a store's identity, checks
+    everything again. The check writes nothing.
+
+    ``options``: accepted by ``offload_transfer_config``. ``weights``: result of ``known_weights``.
+    ``workers``: of the engine. ``None`` means unknown."""
     host_gib = host_size_gib(options.host_gib)
     notes = [] if host_gib is None else check_host_memory(host_gib, read_memory(), "--kv-host-gib")
     if options.disk is not None:
-        _check_store(_DISK_FLAG, options.disk, engine)
+        _check_store(_DISK_FLAG, options.disk, vllm_version, weights, workers)
     return notes
 
 
-def check_pair(options: PrefillDecodeOptions, engine: EngineFacts) -> list[str]:
+def check_pair(
+    options: PrefillDecodeOptions, vllm_version: str | None, weights: str | None, workers: int = 1
+) -> list[str]:
     """Do for a prefill or decode engine what ``check_kv_offload`` does for host memory and disk."""
     assert options.store is not None, "prefill_decode_transfer_config has let it through"
     if not Path(options.store).exists():
@@ -311,7 +302,7 @@ def check_pair(options: PrefillDecodeOptions, engine: EngineFacts) -> list[str]:
             f"{_STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
             "mount it, or make it with mkdir",
         )
-    _check_store(_STORE_FLAG, options.store, engine)
+    _check_store(_STORE_FLAG, options.store, vllm_version, weights, workers)
     return check_host_memory(options.buffer_gib, read_memory(), "--kv-buffer-gib")
 
 
@@ -332,16 +323,18 @@ def check_host_memory(host_gib: float, memory: MachineMemory, flag: str) -> list
     return []
 
 
-def _check_store(flag: str, directory: str, engine: EngineFacts) -> None:
+def _check_store(
+    flag: str, directory: str, vllm_version: str | None, weights: str | None, workers: int
+) -> None:
     """Raise ``InvalidOption`` if the engine would reject a directory, because it has only KV of other models.
     Errors name the ``flag``, and the directory as the user wrote it."""
     root = Path(os.path.realpath(directory))  # the path that the engine opens
     # Several workers have a folder each.
-    folder = root if engine.workers == 1 else root / f"rank0of{engine.workers}"
+    folder = root if workers == 1 else root / f"rank0of{workers}"
     # Two parts of a KvIdentity are known here: the release and, for most directories, the weights.
-    known = {} if engine.vllm_version is None else {"vllm_version": engine.vllm_version}
+    known = {} if vllm_version is None else {"vllm_version": vllm_version}
     try:
-        check_root(folder, known, engine.weights)
+        check_root(folder, known, weights)
     except IncompatibleStore as error:
         raise InvalidOption(f"{flag} {directory} cannot be used: {error.what}", error.advice) from None
     except OSError as error:

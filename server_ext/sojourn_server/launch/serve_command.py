@@ -25,7 +25,6 @@ from .kv_options import (
     PrefillDecodeOptions,
     auto_host_bytes,
     choose_backend,
-    hash_seed_environment,
     host_size_gib,
     offload_transfer_config,
     prefill_decode_transfer_config,
@@ -200,8 +199,9 @@ def build_command(
             auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
         )
         added += ["--kv-transfer-config", json.dumps(config)]
-    if options.pair.any or options.tiers.disk is not None:
-        env.update(hash_seed_environment(environ))
+    stores = options.pair.any or options.tiers.disk is not None
+    if stores and environ.get("PYTHONHASHSEED") in (None, "random"):
+        env["PYTHONHASHSEED"] = "0"  # equal block hashes in every process, and after a restart
     stages = parallel_size(flags, "--pipeline-parallel-size")
     # Under auto the engine does without host memory rather than change the model's groups.
     on_host_alone = (

@@ -21,9 +21,6 @@ MAX_HEADER_BYTES = 100_000_000
 """Of a safetensors file, as the format says."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SUFFIX_PRIORITY = (".safetensors", ".bin", ".pt")
-"""Suffixes of weight files; an engine reads the first that it finds. A commit may have its weights in several
-types, and a snapshot in only one of them. Files of different types may hold different weights."""
 
 
 class UnknownWeights(ValueError):
@@ -56,11 +53,9 @@ def weights_fingerprint(
     if commit is None:
         commit = _loaded_commit(model, revision, cache, since_s)
     snapshot = _hub_folder(cache, model) / "snapshots" / commit if cache is not None else None
-    if snapshot is None or not snapshot.is_dir():
-        return f"{model}@{commit}"
-    if _commit_of(snapshot) is None:  # the snapshot has files of another origin
-        return f"{model}@{commit} {_dated(snapshot)}"
-    return f"{model}@{commit}{_suffix_label(snapshot)}"
+    if snapshot is not None and snapshot.is_dir() and _commit_of(snapshot) is None:
+        return f"{model}@{commit} {_dated(snapshot)}"  # the snapshot has files of another origin
+    return f"{model}@{commit}"
 
 
 def _loaded_commit(model: str, revision: str | None, cache: Path | None, since_s: float | None) -> str:
@@ -109,14 +104,7 @@ def _commit_of(folder: Path) -> str | None:
     weights = _weight_files(path)
     if not weights or not all(file.is_symlink() and file.resolve().parent == blobs for file in weights):
         return None
-    return f"{hub.name.removeprefix('models--').replace('--', '/')}@{path.name}{_suffix_label(path)}"
-
-
-def _suffix_label(snapshot: Path) -> str:
-    """Return a text that names the type of weight files that an engine would read; empty for safetensors."""
-    kinds = {file.suffix for file in _weight_files(snapshot)}
-    kind = next((kind for kind in _SUFFIX_PRIORITY if kind in kinds), "others")
-    return "" if kind == ".safetensors" else f" of {kind}"
+    return f"{hub.name.removeprefix('models--').replace('--', '/')}@{path.name}"
 
 
 def weights_digest(folder: Path) -> str:
