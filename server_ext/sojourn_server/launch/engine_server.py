@@ -49,17 +49,20 @@ class ServerStartError(RuntimeError):
     """The server ended, did not answer in time, or cannot be used. The text may end with lines of its log."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ServerProcess:
     """A server in a child process. Not thread-safe, but ``end`` also ends ``wait_until_ready``."""
 
     host: str = "127.0.0.1"
     port: int = 0
+    """0: any free port, which is here after the start."""
     log_path: Path | None = None
     """File of the server's output."""
     api_key: str | None = None
-    process: subprocess.Popen[bytes] | None = None
+    """The key that the server will require."""
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     """The server's process; ``None``: not started."""
-    _is_ended = False
+    _is_ended: bool = field(default=False, init=False)
     """Whether ``end`` has killed the process group, whose number may then belong to other processes."""
 
     @property
@@ -168,7 +171,8 @@ class ServerProcess:
 @dataclass(eq=False, repr=False)
 class EngineServer(ServerProcess):
     """Context manager that runs ``sojourn serve MODEL``. Entering the ``with`` block waits until the server
-    answers. It raises ``ServerStartError`` if the server ends, or after ``ready_timeout_s`` seconds."""
+    answers. It raises ``ServerStartError`` if the server ends, or after ``ready_timeout_s`` seconds. The log
+    is a temporary file, which ``stop`` deletes, if ``log_path`` is ``None``."""
 
     model: str
     _: KW_ONLY
@@ -178,17 +182,12 @@ class EngineServer(ServerProcess):
     """Flags of sojourn and vLLM, passed on unchanged."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
-    log_path: Path | None = None
-    """``None``: a temporary file, which ``stop`` deletes."""
-    api_key: str | None = None
-    """The key that the server will require."""
     ready_timeout_s: float = 300.0
     progress: Progress | None = None
-    port: int = 0
-    """0: any free port, which is here after the start."""
 
     def __post_init__(self) -> None:
         self._own_log = self.log_path is None
+        self._is_named = "--served-model-name" in self.serve_args
         # A secret model alias identifies this server. Another server on a reused port does not have it.
         self._alias = f"sojourn-{secrets.token_hex(6)}"
 
@@ -233,12 +232,8 @@ class EngineServer(ServerProcess):
             self.log_path.unlink(missing_ok=True)
             self.log_path = None
 
-    @property
-    def _named_by_caller(self) -> bool:
-        return "--served-model-name" in self.serve_args
-
     def _command(self) -> list[str]:
-        names = [] if self._named_by_caller else ["--served-model-name", self.model, self._alias]
+        names = [] if self._is_named else ["--served-model-name", self.model, self._alias]
         policy = [] if self.policy is None else ["--policy", self.policy]
         return [
             sys.executable, "-m", "sojourn_server.cli", "serve", self.model, *policy,
@@ -255,7 +250,7 @@ class EngineServer(ServerProcess):
         if models.status_code != 200:
             return False
         served = {entry["id"] for entry in models.json()["data"]}
-        if self._named_by_caller or self._alias in served:
+        if self._is_named or self._alias in served:
             return True
         raise ServerStartError(
             f"another server answers on port {self.port}; it serves {', '.join(sorted(served))}"

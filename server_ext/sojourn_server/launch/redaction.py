@@ -11,9 +11,6 @@ SECRET_FLAGS = ("--api-key", "--hf-token")
 """vLLM's flags whose values are secrets."""
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s@\"']+(?=@)")
-_SHORTEST = len("--hf-")
-"""Minimum length of an argument that counts as the abbreviation of a secret flag. argparse accepts
-abbreviations, such as ``--api-k`` for ``--api-key``."""
 
 
 def redacted(argv: Sequence[str]) -> list[str]:
@@ -39,5 +36,5 @@ def without_userinfo(text: str) -> str:
 
 
 def _is_secret(flag: str) -> bool:
-    name = flag.replace("_", "-")
-    return len(name) >= _SHORTEST and any(known.startswith(name) for known in SECRET_FLAGS)
+    name = flag.replace("_", "-")  # argparse accepts abbreviations, such as --api-k
+    return len(name) >= len("--hf-") and any(known.startswith(name) for known in SECRET_FLAGS)

@@ -288,7 +288,8 @@ def _host_by_default(
     if tiers.host_gib is None:
         on_cuda = not facts.cpu_build and facts.available_bytes is not None
         is_other = options.policy == STOCK_POLICY or options.pair.any
-        if not on_cuda or is_other or any(map(flags.has, _OTHER_PLACES_OF_KV)):
+        other_places = ("--kv-transfer-config", "--kv-offloading-size")  # they set a KV connector
+        if not on_cuda or is_other or any(map(flags.has, other_places)):
             return tiers, []
         if facts.unified_memory and tiers.disk is None:
             return tiers, [line.format("the GPU's memory is this machine's; give a size if you want some")]
@@ -320,10 +321,6 @@ def _only_vllm(options: ServeOptions, flags: EngineFlags) -> str:
     if flags.has("--kv-cache-dtype-skip-layers"):
         return "--kv-cache-dtype-skip-layers makes KV of mixed precision"
     return options.only_vllm
-
-
-_OTHER_PLACES_OF_KV = ("--kv-transfer-config", "--kv-offloading-size")
-"""Flags of vLLM that set a KV connector."""
 
 
 def policy_settings(

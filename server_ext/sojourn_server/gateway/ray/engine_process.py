@@ -60,10 +60,8 @@ class EngineProcess(ServerProcess):
         """``environment``: variables that are added to this process's own. Of the latter, Ray's are left out.
         ``key``: key for queries to the engine. ``words``: further placeholders of ``command``, with their
         values."""
+        super().__init__(host=host, log_path=log_dir / f"engine-{engine_id}.log", api_key=key)
         self.engine_id = engine_id
-        self.log_path = log_dir / f"engine-{engine_id}.log"
-        self.host = host
-        self.api_key = key
         self._command = tuple(command)
         self._words = dict(words or {})
         self._added = dict(environment or {})
