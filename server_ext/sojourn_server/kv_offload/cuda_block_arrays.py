@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -26,8 +28,8 @@ from .cuda_device_backend import (
     CudaEvent,
     CudaRuntime,
     CudaStream,
-    page_aligned,
-    pin_memory,
+    Int64Array,
+    PinnedMemory,
     queue_copy,
     record_event,
 )
@@ -57,14 +59,9 @@ class CudaBlockArrays(KvBlockArrays):
         self._pages = [np.array(list(pages), np.int64).reshape(-1, 3) for pages in layers.values()]
         self._set_sizes(layers, {int(pages[:, 2].sum()) for pages in self._pages}, per_full)
         self._cuda = cuda
-        rows = max(1, staging_bytes // self.engine_bytes)
-        self._out, self._in = (page_aligned(rows, self.engine_bytes) for _ in range(2))
-        self._pinned = pin_memory(cuda, self._out)
-        try:
-            self._pinned += pin_memory(cuda, self._in)
-        except RuntimeError:
-            self.close()
-            raise
+        staging_rows = max(1, staging_bytes // self.engine_bytes)
+        self._pinned = PinnedMemory(cuda, 2 * staging_rows, self.engine_bytes)
+        self._out, self._in = self._pinned.rows[:staging_rows], self._pinned.rows[staging_rows:]
         self._out_stream, self._in_stream = cuda.new_stream(), cuda.new_stream()
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
         """Each lock guards the staging memory of one direction, and the order of work on its stream."""
@@ -76,11 +73,9 @@ class CudaBlockArrays(KvBlockArrays):
 
     def close(self) -> None:
         """Wait for all copies and unpin host memory."""
-        if hasattr(self, "_in_lock"):
-            with self._in_lock:
-                self._await_staging()
-        while self._pinned:
-            self._cuda.unpin(self._pinned.pop())
+        with self._in_lock:
+            self._await_staging()
+        self._pinned.unpin()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -97,7 +92,7 @@ class CudaBlockArrays(KvBlockArrays):
             self._out_stream.wait_event(after)
             for low in range(0, len(places), len(self._out)):
                 some = places[low : low + len(self._out)]
-                pages, parts, sizes = self._addresses(some, self._out)
+                pages, parts, sizes = self._addresses(some, 0)
                 # Before the copies are read on the host, the device must have made them.
                 self._copy(pages, parts, sizes, self._out_stream).wait()
                 for row, content in zip(rows[low:], self._out[: len(some)], strict=False):
@@ -118,7 +113,7 @@ class CudaBlockArrays(KvBlockArrays):
                 self._await_staging()
                 for place, content in zip(self._in, rows[low:], strict=False):
                     place[:] = content
-                pages, parts, sizes = self._addresses([(layer, block) for block in ids], self._in)
+                pages, parts, sizes = self._addresses([(layer, block) for block in ids], len(self._out))
                 self._last_in = self._copy(parts, pages, sizes, self._in_stream)
             assert self._last_in is not None
             if hold:
@@ -126,19 +121,15 @@ class CudaBlockArrays(KvBlockArrays):
             else:
                 self._await_staging()  # before the blocks' request is reported as loaded
 
-    def _addresses(
-        self, places: Sequence[tuple[int, int]], staging: np.ndarray[Any, Any]
-    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return three arrays with an item per page of the blocks ``places`` (layer, block id): address on
-        the device, address in ``staging``, and size in bytes. Each block uses one row of ``staging``."""
-        found: tuple[list[Any], list[Any], list[Any]] = [], [], []
-        for row, (layer, block) in enumerate(places):
-            address, stride, size = self._pages[layer].T
-            found[0].append(address + block * stride)
-            found[1].append(staging.ctypes.data + row * self.engine_bytes + np.cumsum(size) - size)
-            found[2].append(size)
-        pages, parts, sizes = (np.ascontiguousarray(np.concatenate(each), np.int64) for each in found)
-        return pages, parts, sizes
+    def _addresses(self, places: Sequence[tuple[int, int]], row: int) -> list[Int64Array]:
+        """Return ``PinnedMemory.addresses`` of the blocks ``places`` (layer, block id) and the rows from
+        ``row`` on."""
+        found = []
+        for layer, group in groupby(places, key=itemgetter(0)):
+            ids = [block for _, block in group]
+            found.append(self._pinned.addresses(self._pages[layer], ids, range(row, row + len(ids))))
+            row += len(ids)
+        return [np.concatenate(each) for each in zip(*found, strict=True)]
 
     def _copy(self, sources: Any, destinations: Any, sizes: Any, stream: CudaStream) -> CudaCopy:
         return queue_copy(self._cuda, sources, destinations, sizes, stream, stable_sources=False)

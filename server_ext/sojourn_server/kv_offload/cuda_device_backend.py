@@ -32,20 +32,10 @@ PIN_CHUNK_BYTES = 16 * 2**30
 MEMORY_PAGE_BYTES = 4096
 
 
-class CudaEvent(Protocol):
-    """A point in a stream's work, like ``torch.cuda.Event``."""
-
-    def record(self, stream: Any) -> None: ...
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to ``end_event``."""
-
-
-class CudaStream(Protocol):
-    """A queue of work that the device does in order, like ``torch.cuda.Stream``."""
-
-    def wait_event(self, event: Any) -> None: ...
+CudaEvent = Any
+"""A point in a stream's work: ``torch.cuda.Event``."""
+CudaStream = Any
+"""A queue of work that the device does in order: ``torch.cuda.Stream``."""
 
 
 class CudaRuntime(Protocol):
@@ -90,14 +80,14 @@ class CudaCopy:
 
     def done(self) -> bool:
         """Whether all bytes have arrived."""
-        return self.event.query()
+        return bool(self.event.query())
 
     def wait(self) -> float:
         """Block the calling thread until all bytes have arrived. Return the seconds that the copies took.
         Raises ``RuntimeError`` from CUDA."""
         self.event.synchronize()
         self._arrays = ()
-        return self._begun.elapsed_time(self.event) / 1e3
+        return float(self._begun.elapsed_time(self.event)) / 1e3
 
 
 def record_event(cuda: CudaRuntime, stream: CudaStream) -> CudaEvent:
@@ -122,6 +112,51 @@ def queue_copy(
     return CudaCopy(begun, record_event(cuda, stream), (sources, destinations, sizes))
 
 
+class PinnedMemory:
+    """Pinned host memory with rows of ``row_bytes`` bytes. A row holds one block, page after page."""
+
+    def __init__(self, cuda: CudaRuntime, rows: int, row_bytes: int) -> None:
+        """Raises ``RuntimeError`` if the memory cannot be pinned; nothing stays pinned then."""
+        # It begins with a page of memory. The operating system allocates a page when it is first pinned.
+        raw = np.empty(rows * row_bytes + MEMORY_PAGE_BYTES, np.uint8)
+        start = -raw.ctypes.data % MEMORY_PAGE_BYTES
+        self.rows = raw[start : start + rows * row_bytes].reshape(rows, row_bytes)
+        self._cuda = cuda
+        self._pinned: list[int] = []
+        """Addresses of the pinned chunks. Each chunk except the last ends where both a row and a memory page
+        end. So no copy of a row crosses chunks, and no page is pinned twice."""
+        unit = MEMORY_PAGE_BYTES // math.gcd(row_bytes, MEMORY_PAGE_BYTES)
+        chunk_rows = max(unit, PIN_CHUNK_BYTES // row_bytes // unit * unit)
+        for first in range(0, rows, chunk_rows):
+            address = self.rows.ctypes.data + first * row_bytes
+            try:
+                cuda.pin(address, min(chunk_rows, rows - first) * row_bytes)
+            except RuntimeError:
+                self.unpin()
+                raise
+            self._pinned.append(address)
+
+    def unpin(self) -> None:
+        while self._pinned:
+            self._cuda.unpin(self._pinned.pop())
+
+    def addresses(
+        self, pages: Int64Array, block_ids: Sequence[int], rows: Sequence[int]
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return three arrays with an item per page of the blocks: the page's address on the device, the
+        address of its place in the block's row, and its size in bytes. ``pages``: the fields of each
+        ``KvPages`` of a block."""
+        ids, at = np.array(block_ids, np.int64), np.array(rows, np.int64)
+        if at.size and not 0 <= at.min() <= at.max() < len(self.rows):
+            # A copy by address would reach other memory of the process.
+            raise IndexError(f"slots {at.min()} to {at.max()}; expected 0 to {len(self.rows) - 1}")
+        address, stride, size = pages.T
+        on_device = address[:, None] + ids * stride[:, None]
+        offsets = np.cumsum(size) - size
+        in_rows = self.rows.ctypes.data + at * self.rows.shape[1] + offsets[:, None]
+        return on_device.ravel(), in_rows.ravel(), np.repeat(size, len(ids))
+
+
 class CudaDeviceBackend:
     """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot holds
     one block, with its layers one after the other, as in a block's file."""
@@ -130,13 +165,9 @@ class CudaDeviceBackend:
         """``pages``: places of the blocks on the device, in the order of the forward pass. Raises
         ``RuntimeError`` if host memory cannot be pinned."""
         self._cuda = cuda
-        self.block_bytes = sum(each.page_bytes for each in pages)
-        self._page_address = np.array([each.address for each in pages], np.int64)
-        self._page_stride = np.array([each.stride_bytes for each in pages], np.int64)
-        self._page_bytes = np.array([each.page_bytes for each in pages], np.int64)
-        self._offsets = np.cumsum(self._page_bytes) - self._page_bytes
-        self._host = page_aligned(slots, self.block_bytes)
-        self._pinned = pin_memory(cuda, self._host)
+        self._pages = np.array(list(pages), np.int64)
+        self.block_bytes = int(self._pages[:, 2].sum())
+        self._host = PinnedMemory(cuda, slots, self.block_bytes)
         self._lock = threading.Lock()
         """Held while a stream's wait and the copies after it are queued, so that no other thread queues work
         between them."""
@@ -153,19 +184,18 @@ class CudaDeviceBackend:
             self._store_stream.wait_event(after)
             # Of several copies into a slot only the last is made: copies of one call have no order.
             last = {copy.slot: copy.block_id for copy in copies}
-            blocks, slots = self._addresses(list(last.values()), list(last))
-            copy = self._queue(blocks, slots, self._store_stream, stable_sources=False)
+            sources, places, sizes = self._host.addresses(self._pages, list(last.values()), list(last))
+            copy = queue_copy(self._cuda, sources, places, sizes, self._store_stream, stable_sources=False)
             self._filling.update(dict.fromkeys(last, copy))
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         with self._lock:
             self._load_stream.wait_event(after)
-            stable = self._follow_stores([copy.slot for copy in copies])
-            blocks, slots = self._addresses(
-                [copy.block_id for copy in copies], [copy.slot for copy in copies]
-            )
-            return self._queue(slots, blocks, self._load_stream, stable_sources=stable)
+            block_ids, slots = [copy.block_id for copy in copies], [copy.slot for copy in copies]
+            stable = self._follow_stores(slots)
+            places, sources, sizes = self._host.addresses(self._pages, block_ids, slots)
+            return queue_copy(self._cuda, sources, places, sizes, self._load_stream, stable_sources=stable)
 
     def hold_compute(self, copy: CudaCopy) -> None:
         self._cuda.compute_stream().wait_event(copy.event)
@@ -178,13 +208,12 @@ class CudaDeviceBackend:
             with self._lock:  # the slot is now a stable source, unless another copy into it has begun
                 if self._filling.get(slot) is copy:
                     del self._filling[slot]
-        return memoryview(self._host[slot])
+        return memoryview(self._host.rows[slot])
 
     def close(self) -> None:
         for stream in (self._store_stream, self._load_stream):
             record_event(self._cuda, stream).synchronize()
-        while self._pinned:
-            self._cuda.unpin(self._pinned.pop())
+        self._host.unpin()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -199,23 +228,6 @@ class CudaDeviceBackend:
             for slot in slots:
                 self._filling.pop(slot, None)
         return not pending
-
-    def _addresses(self, block_ids: list[int], slots: list[int]) -> tuple[Int64Array, Int64Array]:
-        """Return two arrays with an item per page of the blocks: the page's address on the device, and the
-        address of its place in the block's slot."""
-        ids, at = np.array(block_ids, np.int64), np.array(slots, np.int64)
-        if at.size and not 0 <= at.min() <= at.max() < len(self._host):
-            # A copy by address would reach other memory of the process.
-            raise IndexError(f"slots {at.min()} to {at.max()}; expected 0 to {len(self._host) - 1}")
-        pages = self._page_address[:, None] + ids[None, :] * self._page_stride[:, None]
-        parts = self._host.ctypes.data + at[None, :] * self.block_bytes + self._offsets[:, None]
-        return pages.ravel(), parts.ravel()
-
-    def _queue(
-        self, sources: Int64Array, destinations: Int64Array, stream: CudaStream, *, stable_sources: bool
-    ) -> CudaCopy:
-        sizes = np.repeat(self._page_bytes, len(sources) // len(self._page_bytes))
-        return queue_copy(self._cuda, sources, destinations, sizes, stream, stable_sources=stable_sources)
 
 
 class TorchCuda:
@@ -262,33 +274,3 @@ class TorchCuda:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             addresses = torch.from_numpy(sources), torch.from_numpy(destinations)
             self._batch_copy(*addresses, torch.from_numpy(sizes), stable_sources)
-
-
-def page_aligned(slots: int, slot_bytes: int) -> np.ndarray[Any, Any]:
-    """Return an array of ``slots`` rows of ``slot_bytes`` bytes. It begins at the start of a memory page. The
-    operating system allocates each page when it is first written or pinned."""
-    raw = np.empty(slots * slot_bytes + MEMORY_PAGE_BYTES, np.uint8)
-    start = -raw.ctypes.data % MEMORY_PAGE_BYTES
-    return raw[start : start + slots * slot_bytes].reshape(slots, slot_bytes)
-
-
-def pin_memory(cuda: CudaRuntime, host: np.ndarray[Any, Any]) -> list[int]:
-    """Pin all of ``host`` in chunks, and return the addresses of the chunks.
-
-    Each chunk except the last ends where both a slot and a memory page end. So no copy of a slot crosses
-    chunks, and no page is pinned twice. Raises ``RuntimeError``; nothing stays pinned then.
-    """
-    slots, slot_bytes = host.shape
-    unit = MEMORY_PAGE_BYTES // math.gcd(slot_bytes, MEMORY_PAGE_BYTES)
-    chunk_slots = max(unit, PIN_CHUNK_BYTES // slot_bytes // unit * unit)
-    pinned: list[int] = []
-    for start in range(0, slots, chunk_slots):
-        address = host.ctypes.data + start * slot_bytes
-        try:
-            cuda.pin(address, min(chunk_slots, slots - start) * slot_bytes)
-        except RuntimeError:
-            for each in pinned:
-                cuda.unpin(each)
-            raise
-        pinned.append(address)
-    return pinned
