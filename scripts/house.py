@@ -81,7 +81,6 @@ BUDGETS = {
 much and says why. The commit that reaches a lower number lowers the budget."""
 MAX_PROMISES = 40
 PROMISES = ROOT / "docs" / "promises.md"
-OWN_DEPENDENCIES = {"tomli": "the standard library's tomllib, on an older Python"}
 COMPAT = "sojourn_server.vllm.compat"
 """The only module that imports vLLM. It imports nothing of ours, so every package may import it."""
 
@@ -115,18 +114,13 @@ class ImportGraph:
                 self.paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
         self.edges: dict[str, set[str]] = {module: set() for module in self.paths}
         self.vllm_importers: set[str] = set()
-        self.libraries: dict[str, set[str]] = {module: set() for module in self.paths}
-        """Third-party packages that each module imports."""
         for module, path in self.paths.items():
             for target in self._imported(module, path):
-                top = target.split(".")[0]
                 if (known := self._known(target)) is not None:
                     if known != module:
                         self.edges[module].add(known)
-                elif top not in sys.stdlib_module_names and top not in OWN_DEPENDENCIES and top:
-                    self.libraries[module].add(top)
-                    if top == "vllm":
-                        self.vllm_importers.add(module)
+                elif target.split(".")[0] == "vllm":
+                    self.vllm_importers.add(module)
 
     def _imported(self, module: str, path: Path) -> Iterator[str]:
         """Yield the dotted name of everything that a module imports."""
@@ -174,14 +168,12 @@ class ImportGraph:
                 visit(module)
         return sorted(found)
 
-    def package_imports(self) -> dict[str, tuple[set[str], set[str]]]:
-        """Return what each package imports: a set of this project's packages, and a set of libraries."""
-        found: dict[str, tuple[set[str], set[str]]] = {}
+    def package_imports(self) -> dict[str, set[str]]:
+        """Return which of this project's packages each package imports."""
+        found: dict[str, set[str]] = defaultdict(set)
         for module, targets in self.edges.items():
             package = package_of(module)
-            ours, libraries = found.setdefault(package, (set(), set()))
-            ours |= {package_of(target) for target in targets - {COMPAT}} - {package}
-            libraries |= self.libraries[module]
+            found[package] |= {package_of(target) for target in targets - {COMPAT}} - {package}
         found.pop("sojourn_server", None)
         return found
 
@@ -210,7 +202,7 @@ def duplicate_basenames(graph: ImportGraph) -> dict[str, list[str]]:
 def order_faults(graph: ImportGraph) -> list[str]:
     """Return one line for each import to the right in ``PACKAGE_ORDER``, and each package missing there."""
     broken = []
-    for package, (ours, _) in sorted(graph.package_imports().items()):
+    for package, ours in sorted(graph.package_imports().items()):
         if package not in PACKAGE_ORDER:
             broken.append(f"package {package} is not in PACKAGE_ORDER")
             continue
@@ -221,19 +213,13 @@ def order_faults(graph: ImportGraph) -> list[str]:
 
 
 def package_table() -> str:
-    """Return a Markdown table of the packages: what each package is, and what it imports."""
+    """Return a Markdown table of the packages: what each package is."""
     graph = ImportGraph()
-    imports = graph.package_imports()
-    lines = ["| package | what it is | our packages it imports | libraries |", "|---|---|---|---|"]
+    lines = ["| package | what it is |", "|---|---|"]
     for package in PACKAGE_ORDER:
-        ours, libraries = imports[package]
         module = package if package in SOURCES else f"sojourn_server.{package}"
         docstring = ast.get_docstring(ast.parse(graph.paths[module].read_text(encoding="utf-8"))) or ""
-        lines.append(
-            f"| `{package}` | {docstring.splitlines()[0] if docstring else ''} "
-            f"| {', '.join(f'`{name}`' for name in sorted(ours, key=PACKAGE_ORDER.index)) or '–'} "
-            f"| {', '.join(f'`{name}`' for name in sorted(libraries)) or '–'} |"
-        )
+        lines.append(f"| `{package}` | {docstring.splitlines()[0] if docstring else ''} |")
     return "\n".join(lines)
 
 
