@@ -130,7 +130,7 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
             "mori: disk_ratio is 4 and cpu_ratio 0, no host memory",
         ),
         ("--warm-up-s 7200", "--warm-up-s 7200 leaves nothing of 3600 virtual s"),
-        ("--explain p9@0", "name one of its 4, such as p"),
+        ("--explain p9@0", "name one of 4, such as p"),
     ],
 )
 def test_a_bad_option_is_named(trace: Path, arguments: str, message: str) -> None:

@@ -19,8 +19,8 @@ from sojourn_server.policies.costs.engine_profile import EngineLimits, EnginePro
 from sojourn_server.profiling import machine_speed
 from sojourn_server.profiling.machine_speed import measure_bandwidth
 from sojourn_server.profiling.offload_break_even import offload_break_even
-from sojourn_server.profiling.prefill_measurement import lengths_up_to, measure_prefill
-from sojourn_server.replay.completions_client import Completion, ServedModel
+from sojourn_server.profiling.prefill_measurement import MeasurementRun, lengths_up_to, measure_prefill
+from sojourn_server.replay.completions_client import Completion
 from sojourn_server.traces import atomic_files
 from typer.testing import CliRunner
 
@@ -103,28 +103,22 @@ class ModelledClient:
         )
 
 
-async def measure(client: ModelledClient, budget_s: float) -> Any:
-    served = ServedModel(name="m", max_context_tokens=None, speaks_sojourn=False, engine="e")
-    return await measure_prefill(
-        client,  # type: ignore[arg-type]
-        served,
-        max_tokens=32_000,
-        repeats=3,
-        budget_s=budget_s,
-        vocabulary=1000,
-        clock=lambda: client.now,
+async def measure(client: Any, budget_s: float) -> tuple[list[tuple[int, float]], list[str]]:
+    run = MeasurementRun(
+        client=client, model="m", repeats=3, budget_s=budget_s, vocabulary=1000, clock=lambda: client.now,
         rng=random.Random(0),
-    )
+    )  # fmt: skip
+    return await measure_prefill(run, 32_000, budget_s), run.notes
 
 
 async def test_a_budget_leaves_out_the_longest_lengths_and_is_kept() -> None:
     client = ModelledClient()
-    measured = await measure(client, budget_s=60.0)
+    points, notes = await measure(client, budget_s=60.0)
     assert client.now <= 60.0
-    assert [tokens for tokens, _ in measured.points] == [1000, 2000, 4000, 8000]
-    assert measured.notes == ["the time budget of 60 s left out these lengths: 16000, 32000"]
+    assert [tokens for tokens, _ in points] == [1000, 2000, 4000, 8000]
+    assert notes == ["the time budget of 60 s left out these lengths: 16000, 32000"]
     roomy = ModelledClient()
-    assert [tokens for tokens, _ in (await measure(roomy, 1e6)).points][-1] == 32_000
+    assert [tokens for tokens, _ in (await measure(roomy, 1e6))[0]][-1] == 32_000
     assert len(roomy.lengths) == 1 + 3 * 6
 
 

@@ -12,32 +12,22 @@ from fake_completions_server import FakeServer
 from sojourn_server.policies.costs.engine_profile import EngineLimits
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
-from sojourn_server.profiling.live_engine_limits import ReportedLimits, read_limits
-from sojourn_server.profiling.step_measurement import (
-    decode_sample,
-    measure_steps,
-    prefill_sample,
-)
-from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel
+from sojourn_server.profiling.live_engine_limits import read_limits
+from sojourn_server.profiling.prefill_measurement import MeasurementRun
+from sojourn_server.profiling.step_measurement import StepMeasurement, decode_sample, prefill_sample
+from sojourn_server.replay.completions_client import Completion, CompletionsClient
 
 COSTS = StepCosts(step_s=8e-3, token_s=2e-4, pair_s=2e-8, kv_token_s=3e-7, request_s=1e-4, call_s=5e-3)
 LIMITS = EngineLimits(kv_pool_tokens=40_000, max_num_seqs=16, max_num_batched_tokens=1024)
-SERVED = ServedModel(name="m", max_context_tokens=8000, speaks_sojourn=False, engine="e")
 BLOCK = 16
 
 
 class ModelledEngine:
     """Answers in virtual time with a prefix cache of whole blocks; requests that overlap share steps."""
 
-    def __init__(
-        self, *, keeps: bool = True, reports: bool = True, together: bool = False, stubborn: bool = False
-    ) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
         self.live = self.most_live = 0
-        self.keeps = keeps
-        self.reports = reports
-        self.together = together
-        self.stubborn = stubborn
         self._cache: set[tuple[int, ...]] = set()
 
     async def complete(self, model: str, prompt: list[int], max_tokens: int) -> Completion:
@@ -51,10 +41,9 @@ class ModelledEngine:
         blocks = [(end, *prompt[end - BLOCK : end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)]
         while cached + BLOCK < len(prompt) and blocks[cached // BLOCK] in self._cache:
             cached += BLOCK
-        if self.keeps:
-            self._cache.update(blocks)
+        self._cache.update(blocks)
         ttft_s = COSTS.seconds(prefill_sample(1, len(prompt) - cached, cached, 1024))
-        decode = 0 if self.stubborn else max_tokens - 1
+        decode = max_tokens - 1
         tpot_s = COSTS.seconds(decode_sample(1, len(prompt) + 33 / 2, batch)) if decode else None
         self.now += (ttft_s + decode * (tpot_s or 0.0)) / batch
         await asyncio.sleep(0)
@@ -62,10 +51,10 @@ class ModelledEngine:
         return Completion(
             ttft_s=ttft_s,
             latency_s=ttft_s + decode * (tpot_s or 0.0),
-            tpot_s=0.0 if self.together and decode else tpot_s,
+            tpot_s=tpot_s,
             prompt_tokens=len(prompt),
             output_tokens=max_tokens,
-            cached_tokens=cached if self.reports else None,
+            cached_tokens=cached,
             output_ids=None,
         )
 
@@ -74,26 +63,20 @@ def prefill_points() -> list[tuple[int, float]]:
     return [(n, COSTS.seconds(prefill_sample(1, n, 0, 1024))) for n in (1000, 2000, 4000, 8000)]
 
 
-async def measure(engine: ModelledEngine, budget_s: float = 1e6, limits: EngineLimits = LIMITS) -> Any:
-    return await measure_steps(
-        engine,  # type: ignore[arg-type]
-        SERVED,
-        prefill_points(),
-        max_tokens=8000,
-        limits=limits,
-        block_size=BLOCK,
-        repeats=2,
-        budget_s=budget_s,
-        vocabulary=8000,
-        clock=lambda: engine.now,
+async def measure(engine: Any, budget_s: float = 1e6) -> tuple[StepMeasurement, list[str]]:
+    run = MeasurementRun(
+        client=engine, model="m", repeats=2, budget_s=budget_s, vocabulary=8000, clock=lambda: engine.now,
         rng=random.Random(1),
-    )
+    )  # fmt: skip
+    measured = StepMeasurement(run, LIMITS, BLOCK)
+    await measured.measure(prefill_points(), 8000)
+    return measured, run.notes
 
 
 async def test_the_costs_of_the_engine_are_found() -> None:
     engine = ModelledEngine()
-    measured = await measure(engine)
-    assert measured.notes == []
+    measured, notes = await measure(engine)
+    assert notes == []
     assert fit_step_costs(measured.samples) == pytest.approx(COSTS, rel=1e-3)
     assert engine.most_live == 16
     contexts = [context for context, _ in measured.decode_points]
@@ -103,10 +86,10 @@ async def test_the_costs_of_the_engine_are_found() -> None:
 
 async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
     engine = ModelledEngine()
-    measured = await measure(engine, budget_s=8.0)
+    measured, notes = await measure(engine, budget_s=8.0)
     assert engine.now <= 8.0 * 1.2
     assert measured.samples
-    (note,) = measured.notes
+    (note,) = notes
     assert note.startswith("the time budget left out: ")
     assert "decode of 1 × 7,967 tokens" in note
 
@@ -140,7 +123,7 @@ CAPABILITIES = {
 }
 
 
-async def reported(url: str) -> ReportedLimits:
+async def reported(url: str) -> tuple[EngineLimits, int | None]:
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
         return await read_limits(client, dataclasses.replace(served, max_context_tokens=8000))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,23 @@ def print_line(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a note to the user on stderr. ``text`` has no markup."""
     console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+class ProgressLines:
+    """Prints lines of progress, at most one every ``INTERVAL_S`` seconds. ``at_once``: also one at first."""
+
+    INTERVAL_S = 15.0
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._started_s = time.monotonic()
+        self._said_s = -math.inf if at_once else self._started_s
+
+    def show(self, text: str | Callable[[float], str]) -> None:
+        """Print ``text`` if a line is due. A function gets the seconds since the start."""
+        now_s = time.monotonic()
+        if now_s - self._said_s >= self.INTERVAL_S:
+            self._said_s = now_s
+            print_line(text if isinstance(text, str) else text(now_s - self._started_s))
 
 
 def json_option(what: str) -> Any:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,40 +44,26 @@ def demo(
         "--quick",
         help="Four agents on the model tiny, about two minutes: a smoke run, which measures nothing.",
     ),
-    programs: int | None = typer.Option(
-        None,
-        "--programs",
-        min=1,
-        help="Agents that work at the same time. Default: 8.",
-    ),
+    programs: int | None = typer.Option(None, min=1, help="Agents that work at the same time. Default: 8."),
     json_file: str | None = json_option("all figures"),
     plot: Path | None = typer.Option(
         None, "--plot", callback=output_file, help="Write a PNG of completions and timelines."
     ),
-    arms: str = typer.Option("stock,sojourn", "--arms", help="Arms to run, in this order."),
-    policy: str = typer.Option(DEFAULT_PRESET, "--policy", help="Policy of the sojourn arm."),
+    arms: str = typer.Option("stock,sojourn", help="Arms to run, in this order."),
+    policy: str = typer.Option(DEFAULT_PRESET, help="Policy of the sojourn arm."),
     model: str | None = typer.Option(
-        None,
-        "--model",
-        help="smol (the default) or tiny; both have the tokenizer that the scripts need.",
-        show_default=False,
+        None, help="smol (the default) or tiny; both have the tokenizer that the scripts need."
     ),
-    max_num_seqs: int = typer.Option(
-        8, "--max-num-seqs", min=1, help="Requests that the engine runs at once, in every arm."
-    ),
-    seed: int = typer.Option(0, "--seed", help="Seed of the arrival times."),
+    max_num_seqs: int = typer.Option(8, min=1, help="Requests that the engine runs at once, in every arm."),
+    seed: int = typer.Option(0, help="Seed of the arrival times."),
     url: str | None = url_option(
         "Use this server instead of starting one; for one arm only.", None, envvar=None
     ),
     kv_host_gib: float | None = typer.Option(
-        None, "--kv-host-gib", min=0.0, help="Host memory for KV in the sojourn arm, GiB."
+        None, min=0.0, help="Host memory for KV in the sojourn arm, GiB."
     ),
     resident: float = typer.Option(
-        3.0,
-        "--resident",
-        min=0.5,
-        max=100.0,
-        help="Number of final-length contexts that fit into the KV pool.",
+        3.0, min=0.5, max=100.0, help="Number of final-length contexts that fit into the KV pool."
     ),
     keep: bool = typer.Option(
         False,
@@ -106,19 +93,10 @@ def demo(
     # As Ctrl-C does it, so that the server is stopped.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        run = _DemoRun(
-            directory,
-            policy=policy,
-            model=model or ("tiny" if quick else "smol"),
-            programs=programs or (QUICK_PROGRAMS if quick else FULL_PROGRAMS),
-            max_num_seqs=max_num_seqs,
-            seed=seed,
-            url=url,
-            kv_host_gib=kv_host_gib,
-            # The smaller pool of a quick run holds the same share of the programs.
-            resident=resident * QUICK_PROGRAMS / FULL_PROGRAMS if quick else resident,
-            quick=quick,
-        )
+        run = _DemoRun(directory, policy, model or ("tiny" if quick else "smol"), url, seed, kv_host_gib)
+        # The smaller pool of a quick run holds the same share of the programs.
+        resident = resident * QUICK_PROGRAMS / FULL_PROGRAMS if quick else resident
+        run.prepare(programs or (QUICK_PROGRAMS if quick else FULL_PROGRAMS), max_num_seqs, resident, quick)
         records = [run.arm(name) for name in names]
         result = demo_report.document(records, run.facts)
         console.print(demo_report.table(result))
@@ -144,41 +122,34 @@ def demo(
         raise typer.Exit(1)
 
 
+@dataclass
 class _DemoRun:
     """Runs arms with the same tasks and settings. ``facts``: what a reader needs to repeat the run."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        policy: str,
-        model: str,
-        programs: int,
-        max_num_seqs: int,
-        seed: int,
-        url: str | None,
-        kv_host_gib: float | None,
-        resident: float,
-        quick: bool,
-    ) -> None:
+    directory: Path
+    policy: str
+    model: str
+    url: str | None
+    seed: int
+    kv_host_gib: float | None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def prepare(self, programs: int, max_num_seqs: int, resident: float, quick: bool) -> None:
+        """Load what all arms need: model, libraries and tasks, and size the KV pool."""
         from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
         from sojourn_server.demo.demo_tasks import load_tasks
         from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
         from sojourn_server.launch.launch_environment import installed_versions
-        from sojourn_server.simulator.report.results_file import processor_name
+        from sojourn_server.simulator.report.results_file import machine
 
-        self.directory, self.policy, self.model, self.seed, self.url = directory, policy, model, seed, url
-        self.kv_host_gib = kv_host_gib
-        path = make_model(model)
+        path = make_model(self.model)
         try:
             self.tokenizer = Tokenizer(path)
         except Exception as error:
-            message = f"no tokenizer.json for {model!r}: {error}"
+            message = f"no tokenizer.json for {self.model!r}: {error}"
             raise CliError(message, "use --model smol or --model tiny") from error
         print_line("loading the agents' libraries")
-        importlib.import_module(
-            "minisweagent.models.litellm_model"
-        )  # takes seconds; here, no arm counts them
+        importlib.import_module("minisweagent.models.litellm_model")  # takes seconds, which no arm counts
         self.tasks = load_tasks(programs)
         if quick:
             self.tasks = [task.shortened(QUICK_TURNS) for task in self.tasks]
@@ -189,24 +160,20 @@ class _DemoRun:
         contexts = [task.context_tokens for task in self.tasks]
         blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
         self.flags = serve_args(blocks, model_length(contexts), max_num_seqs)
-        own = url is None
+        own = self.url is None
         pool = f"KV for {blocks * BLOCK_TOKENS:,} tokens, final contexts together {sum(contexts):,}"
-        self.facts: dict[str, Any] = {
-            "pool": pool if own else without_userinfo(f"a server at {url}"),
+        self.facts = {
+            "pool": pool if own else without_userinfo(f"a server at {self.url}"),
             "pool_blocks": blocks if own else None,
             "block_tokens": BLOCK_TOKENS if own else None,
             "context_tokens": contexts,
-            "seed": seed,
-            "policy": policy,
-            "model": model,
+            "seed": self.seed,
+            "policy": self.policy,
+            "model": self.model,
             "serve_args": list(self.flags) if own else None,
-            "kv_host_gib": kv_host_gib,
+            "kv_host_gib": self.kv_host_gib,
             "smoke": quick,
-            "machine": {
-                "system": platform.platform(),
-                "processor": processor_name(),
-                "cores": os.cpu_count(),
-            },
+            "machine": {**machine(), "system": platform.platform()},
             "versions": {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)},
             "command": shlex.join(["sojourn", *redacted(sys.argv[1:])]),
         }
@@ -222,12 +189,11 @@ class _DemoRun:
             return self._measure(name, self.url.rstrip("/").removesuffix("/v1"), place, headers)
         from sojourn_server.launch.engine_server import EngineServer, ServerStartError
 
-        last_stage = ""
+        stages = {""}
 
         def progress(seconds: float, stage: str) -> None:
-            nonlocal last_stage
-            if stage and stage != last_stage:
-                last_stage = stage
+            if stage not in stages:
+                stages.add(stage)
                 print_line(f"arm {name}: {stage}, {seconds:.0f} s")
 
         stock = name == "stock"
@@ -275,8 +241,7 @@ class _DemoRun:
 
 def _checked_arms(text: str, url: str | None) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in ARMS]
-    if unknown or not names or len(set(names)) < len(names):
+    if not names or set(names) - set(ARMS) or len(set(names)) < len(names):
         raise CliError(
             f"--arms {text}: expected each of stock, sojourn at most once", "for example --arms stock,sojourn"
         )

@@ -19,6 +19,14 @@ import msgspec
 import typer
 from rich.console import Console
 from sojourn.errors import install_command
+from sojourn.wire_codec import (
+    CAPABILITIES_PATH,
+    EVENTS_PATH,
+    WIRE_VERSION,
+    EventBatch,
+    decode_outcomes,
+    encode,
+)
 
 from ..vllm import compat
 from .console import (
@@ -31,7 +39,7 @@ from .console import (
     url_option,
     write_json,
 )
-from .live_client import connection_advice, http_client
+from .live_client import connection_advice, http_client, json_object
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
@@ -79,11 +87,6 @@ def doctor(
     raise typer.Exit(1 if failed else 0)
 
 
-def _announce(what: str) -> None:
-    if console.is_terminal:
-        console.print(f"[dim]… {what}[/]", highlight=False, soft_wrap=True)
-
-
 def _url_checks(url: str, api_key: str | None, key_source: str) -> Iterator[Check]:
     try:
         client = http_client(url, api_key, _TIMEOUT_S)
@@ -102,6 +105,11 @@ def _print(check: Check, report: Console) -> None:
     report.print(f"{check.name}: {check.detail}", highlight=False, markup=False, soft_wrap=True)
     if check.next_step:
         report.print(f"    next: {check.next_step}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _announce(what: str) -> None:
+    if console.is_terminal:
+        console.print(f"[dim]… {what}[/]", highlight=False, soft_wrap=True)
 
 
 # --- this environment ---------------------------------------------------------------------------
@@ -241,10 +249,10 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
         return
     yield Check("server", True, f"{base} is up")
 
-    models = _get(client, "/v1/models")
+    models = _ask(client, "GET", "/v1/models")
     found = gateway_checks(client) if _is_gateway_answer(models) else []
     yield from found
-    served = [str(entry["id"]) for entry in _json_object(models).get("data") or ()]
+    served = [str(entry["id"]) for entry in json_object(models).get("data") or ()]
     with_key = "Authorization" in client.headers
     if models.status_code in (401, 403):
         said, step = "the server needs one", PASS_KEY
@@ -264,23 +272,14 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
 
 
 def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
-    from sojourn.wire_codec import (
-        CAPABILITIES_PATH,
-        EVENTS_PATH,
-        WIRE_VERSION,
-        EventBatch,
-        decode_outcomes,
-        encode,
-    )
-
-    answer = _get(client, CAPABILITIES_PATH)
+    answer = _ask(client, "GET", CAPABILITIES_PATH)
     if answer.status_code != 200:
         step = _error(answer).get("next") or "see the server's log"
         if answer.status_code == 404:
             step = "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
         yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_error_summary(answer)}", step)
         return
-    document = _json_object(answer)
+    document = json_object(answer)
     wires = document.get("wire", [])
     understood = WIRE_VERSION in (wires if isinstance(wires, list) else [wires])
     policy = document.get("policy", "?")
@@ -321,7 +320,7 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     from ..metrics.live_frame import LiveFrame
     from .top_view import age_s, age_text, printable, untracked_text
 
-    answer = _get(client, STREAM_PATH)
+    answer = _ask(client, "GET", STREAM_PATH)
     if answer.status_code != 200:
         if answer.status_code != 404:
             yield Check("programs", None, f"not known: {_error_summary(answer)}")
@@ -400,7 +399,7 @@ def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
         fault = answer.status_code >= 500
         said = f"/v1/completions: {_error_summary(answer)}"
         return Check(name, False if fault else None, said, advice if fault else "")
-    details = (_json_object(answer).get("usage") or {}).get("prompt_tokens_details")
+    details = (json_object(answer).get("usage") or {}).get("prompt_tokens_details")
     if isinstance(details, dict) and details.get("cached_tokens") is not None:
         return Check(name, True, "reported with each answer")
     return Check(name, False, "not reported", "start the server with --enable-prompt-tokens-details")
@@ -412,15 +411,13 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
     ``goes_on``: True if checks of a single server follow in the report. The result then says that replicas
     answer those checks, because the gateway forwards the requests.
     """
-    from sojourn.wire_codec import CAPABILITIES_PATH
-
-    answer = _get(client, REPLICAS_PATH)
+    answer = _ask(client, "GET", REPLICAS_PATH)
     if not _is_gateway_answer(answer):
         return []
     if answer.status_code != 200:
         said = f"a gateway that does not list its replicas: {_error_summary(answer)}"
         return [Check("gateway", None, said)]
-    document = _json_object(answer)
+    document = json_object(answer)
     states: list[dict[str, Any]] = document.get("replicas") or []
     missing: list[str] = document.get("missing") or []
     health = {state["replica"]: state["health"] for state in states}
@@ -428,7 +425,7 @@ def gateway_checks(client: httpx.Client, *, goes_on: bool = True) -> list[Check]
     leaving = [name for name, how in health.items() if how == "draining"]
     refused: dict[str, str] = document.get("refused") or {}
     known, up = len(states) + len(missing) + len(refused), len(states) - len(unanswered)
-    capabilities = _json_object(_get(client, CAPABILITIES_PATH))
+    capabilities = json_object(_ask(client, "GET", CAPABILITIES_PATH))
     # Capabilities need an engine that answers; the gateway's policy is known without an engine.
     policy = capabilities.get("cluster_policy") or document.get("policy") or "unknown"
     detail = f"policy {policy}, {up} of {known} replicas up"
@@ -486,26 +483,13 @@ def _ask(client: httpx.Client, method: str, path: str, **more: Any) -> httpx.Res
         return httpx.Response(_NO_ANSWER, json={"error": f"{type(error).__name__}: {error}"})
 
 
-def _get(client: httpx.Client, path: str) -> httpx.Response:
-    return _ask(client, "GET", path)
-
-
 def _base_url(client: httpx.Client) -> str:
     return str(client.base_url).rstrip("/")
 
 
-def _json_object(answer: httpx.Response) -> dict[str, Any]:
-    """Return the JSON object in a response body; empty if the body is anything else."""
-    try:
-        document = answer.json()
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
 def _error(answer: httpx.Response) -> dict[str, Any]:
     """Return the error in a response body: message and next step, as far as the server gives them."""
-    error = _json_object(answer).get("error")
+    error = json_object(answer).get("error")
     return error if isinstance(error, dict) else {"message": error}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -21,8 +21,7 @@ TIMEOUT_S = 35.0
 """Timeout of a request. It is longer than the server's own wait for its engine."""
 
 _START = 'start one: sojourn serve tiny; if it is starting, wait for its line "sojourn: ready at"'
-_frames = msgspec.json.Decoder(LiveFrame)
-_explanations = msgspec.json.Decoder(Explanation)
+_Answer = TypeVar("_Answer", LiveFrame, Explanation)
 
 
 class AnswerError(CliError):
@@ -104,10 +103,7 @@ class LiveClient:
 
     def frame(self) -> LiveFrame:
         """Return the current live frame: the state of the programs, as ``sojourn top`` shows it."""
-        try:
-            return _frames.decode(self._answer(f"{API}/stream", once=1).content)
-        except msgspec.DecodeError as error:
-            raise self._not_a("a live frame", error) from None
+        return self._typed(LiveFrame, "a live frame", f"{API}/stream", once=1)
 
     def program(self, program_id: str) -> dict[str, Any]:
         """Return one program with the ledger of its turns. Raises ``AnswerError`` if the server does not know
@@ -117,12 +113,8 @@ class LiveClient:
     def explanation(self, program_id: str, turn: int | None = None) -> Explanation:
         """Return the explanation of the turn with number ``turn``, or of the newest turn if ``turn`` is
         ``None``."""
-        more = {"turn": turn} if turn is not None else {}
-        try:
-            answer = self._answer(f"{API}/programs/{quote(program_id, safe='')}/explain", **more)
-            return _explanations.decode(answer.content)
-        except msgspec.DecodeError as error:
-            raise self._not_a("an explanation", error) from None
+        path = f"{API}/programs/{quote(program_id, safe='')}/explain"
+        return self._typed(Explanation, "an explanation", path, **({} if turn is None else {"turn": turn}))
 
     def find_program(self, program_id: str) -> dict[str, Any] | None:
         """Return one program with the ledger of its turns; ``None`` if the server does not know it."""
@@ -155,7 +147,8 @@ class LiveClient:
             raise CliError(message, f"{next_step}; or name another server with --url") from None
         if answer.status_code == 200:
             return answer
-        detail = _error_of(answer)
+        said = json_object(answer).get("error")
+        detail = said if isinstance(said, dict) else {}
         message = detail.get("message") or answer.reason_phrase or "no reason"
         next_step = detail.get("next") or "see sojourn doctor --url and the server's log"
         if answer.status_code == 401 or (answer.status_code == 403 and "next" not in detail):
@@ -166,25 +159,27 @@ class LiveClient:
             answer.status_code, f"{self.url}{path}: {answer.status_code} {message}", str(next_step)
         )
 
-    def _not_a(self, what: str, error: Exception) -> CliError:
-        return CliError(
-            f"{self.url} answered something else than {what}: {error}",
-            "use the same release of sojourn here and on the server",
-        )
+    def _typed(self, kind: type[_Answer], what: str, path: str, **parameters: Any) -> _Answer:
+        answer = self._answer(path, **parameters)
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError as error:
+            raise CliError(
+                f"{self.url} answered something else than {what}: {error}",
+                "use the same release of sojourn here and on the server",
+            ) from None
 
     def _json(self, path: str, method: str = "GET", /, **parameters: Any) -> dict[str, Any]:
-        try:
-            document = self._answer(path, method, **parameters).json()
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
+        document = json_object(self._answer(path, method, **parameters))
+        if not document:
             raise CliError(f"{self.url}{path} did not answer a JSON object", "is this a server of sojourn?")
         return document
 
 
-def _error_of(answer: httpx.Response) -> dict[str, Any]:
+def json_object(answer: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object in a response body; empty if the body is anything else."""
     try:
-        error = answer.json().get("error")
-    except (ValueError, AttributeError):
+        document = answer.json()
+    except ValueError:
         return {}
-    return error if isinstance(error, dict) else {}
+    return document if isinstance(document, dict) else {}

@@ -86,12 +86,7 @@ def plan_pd(
 
 
 def _division(
-    links: NodeLinks,
-    found: PdRatioRange,
-    prefill: int,
-    decode: int,
-    read_per_s: float,
-    computed_per_s: float,
+    links: NodeLinks, found: PdRatioRange, prefill: int, decode: int, read_per_s: float, computed_per_s: float
 ) -> dict[str, Any]:
     """Return one division of the nodes. ``read_per_s``: turns per second that one storage NIC reads;
     ``computed_per_s``: turns per second that one prefill node computes. Load is even, nothing waits, and
@@ -104,18 +99,16 @@ def _division(
     compute = prefill * computed_per_s
     # Outside the useful range, another link limits the storage NICs, so their total bandwidth says nothing.
     in_range = found.possible and found.contains_ratio(prefill / decode)
+    gain = min(two_paths, compute) / min(one_path, compute)
+    turns = {"one_path": one_path, "two_paths": two_paths if in_range else None, "compute": compute}
     return {
         "prefill_nodes": prefill,
         "decode_nodes": decode,
         "in_range": in_range,
         "fullest_link": fullest,
         "fullest_load": round(loads[fullest], 4),
-        "turns_per_s": {
-            "one_path": round(one_path, 3),
-            "two_paths": round(two_paths, 3) if in_range else None,
-            "compute": round(compute, 3),
-        },
-        "gain_at_most": round(min(two_paths, compute) / min(one_path, compute), 4) if in_range else None,
+        "turns_per_s": {name: None if each is None else round(each, 3) for name, each in turns.items()},
+        "gain_at_most": round(gain, 4) if in_range else None,
     }
 
 
@@ -145,20 +138,13 @@ def _divisions(divisions: list[dict[str, Any]]) -> Table:
     for name in ("load", "one\npath", "two\npaths", "prefill", "gain at\nmost"):
         table.add_column(name, vertical="bottom", justify="right", no_wrap=True)
     for each in divisions:
-        turns = each["turns_per_s"]
-        table.add_row(
-            f"{each['prefill_nodes']}P{each['decode_nodes']}D",
-            "yes" if each["in_range"] else "no",
-            each["fullest_link"],
-            f"{each['fullest_load']:,.0%}",
-            *(_number_text(turns[name], ",.1f") for name in ("one_path", "two_paths", "compute")),
-            _number_text(each["gain_at_most"], ".2f", "×"),
-        )
+        numbers = [None if turns is None else f"{turns:,.1f}" for turns in each["turns_per_s"].values()]
+        numbers.append(None if each["gain_at_most"] is None else f"{each['gain_at_most']:.2f}×")
+        nodes = f"{each['prefill_nodes']}P{each['decode_nodes']}D"
+        load = f"{each['fullest_load']:,.0%}"
+        in_range = "yes" if each["in_range"] else "no"
+        table.add_row(nodes, in_range, each["fullest_link"], load, *(text or "–" for text in numbers))
     return table
-
-
-def _number_text(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
 
 
 def _ends(found: LinkRatioBound | PdRatioRange) -> dict[str, float | None]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime
-import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -16,6 +13,7 @@ import typer
 
 from .console import (
     CliError,
+    ProgressLines,
     api_key_option,
     console,
     json_option,
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from sojourn_server.replay.completions_client import CompletionsClient
 
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
-PROGRESS_INTERVAL_S = 10.0
 
 
 def profile(
@@ -74,10 +71,11 @@ def profile(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    sampling = {"repeats": repeats, "vocabulary": vocabulary, "on_sample": _progress_lines()}
+    on_sample = ProgressLines(at_once=True).show
+    sampling = {"repeats": repeats, "vocabulary": vocabulary, "budget_s": budget_s, "on_sample": on_sample}
     client = CompletionsClient(url, api_key=api_key or None, timeout_s=budget_s)
     try:
-        result, notes = asyncio.run(_measure(client, model, given, budget_s, decode, hardware, sampling))
+        result, notes = asyncio.run(_measure(client, model, given, decode, hardware, sampling))
     except RequestError as error:
         raise CliError(f"a measurement failed: {error}", _resume_hint(error)) from None
     break_even = offload_break_even(result)
@@ -112,68 +110,50 @@ async def _measure(
     client: CompletionsClient,
     model: str | None,
     given: EngineLimits,
-    budget_s: float,
     decode: bool,
     hardware: str | None,
     sampling: dict[str, Any],
 ) -> tuple[EngineProfile, list[str]]:
-    """Return the measured profile, and notes for the user. ``sampling``: arguments of each measurement."""
+    """Return the measured profile, and notes for the user. ``sampling``: arguments of ``MeasurementRun``."""
     from sojourn_server.launch.launch_environment import installed_versions
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
     from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
     from sojourn_server.profiling.live_engine_limits import read_limits
-    from sojourn_server.profiling.machine_speed import (
-        CopyBandwidth,
-        describe_hardware,
-        measure_bandwidth,
-    )
-    from sojourn_server.profiling.prefill_measurement import measure_prefill
-    from sojourn_server.profiling.step_measurement import StepMeasurement, measure_steps
+    from sojourn_server.profiling.machine_speed import CopyBandwidth, describe_hardware, measure_bandwidth
+    from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill
+    from sojourn_server.profiling.step_measurement import StepMeasurement
     from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 
     async with client:
         served = await client.discover(model)
-        reported = await read_limits(client, served)
+        reported, reported_block_tokens = await read_limits(client, served)
         limit, max_context = served.max_context_tokens, given.max_context_tokens
         # The user's limits take precedence, except max_context, which only shortens the measurement.
         limits = EngineLimits(
             **{
-                known.name: getattr(given, known.name) or getattr(reported.limits, known.name)
+                known.name: getattr(given, known.name) or getattr(reported, known.name)
                 for known in dataclasses.fields(EngineLimits)
                 if known.name != "max_context_tokens"
             },
             max_context_tokens=limit or max_context,
         )
-        block_tokens = served.block_size or reported.block_size or DEFAULT_BLOCK_SIZE
+        block_tokens = served.block_size or reported_block_tokens or DEFAULT_BLOCK_SIZE
         if limit is None and max_context is None:
             raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
         longest = min(n for n in (limit, max_context) if n is not None) - 1  # one token is generated
         also = ", then decodes and extended prefixes" if decode else ""
         print_line(
             f"measuring {served.name}: prompts of up to {longest:,} tokens{also}; takes at most "
-            f"{budget_s:.0f} s (--budget-s), and less with --max-context TOKENS or --no-decode"
+            f"{sampling['budget_s']:.0f} s (--budget-s), and less with --max-context TOKENS or --no-decode"
         )
-        started = time.monotonic()
+        run = MeasurementRun(client=client, model=served.name, **sampling)
         # The policies of a live engine need the prefill curve, so it comes first; decodes get the rest of the
         # budget, at least half.
-        prefill_budget_s = budget_s / 2 if decode else budget_s
-        prefill = await measure_prefill(
-            client, served, max_tokens=longest, budget_s=prefill_budget_s, **sampling
-        )
-        steps = StepMeasurement()
-        if decode and prefill.points:
-            steps = await measure_steps(
-                client,
-                served,
-                prefill.points,
-                # At most the longest prompt that the budget allowed.
-                max_tokens=min(longest, prefill.points[-1][0]),
-                limits=limits,
-                block_size=block_tokens,
-                budget_s=budget_s - (time.monotonic() - started),
-                **sampling,
-            )
-    if not prefill.points:
+        points = await measure_prefill(run, longest, run.budget_s / 2 if decode else run.budget_s)
+        steps = StepMeasurement(run, limits, block_tokens)
+        if decode and points:  # contexts of at most the longest prompt that the budget allowed
+            await steps.measure(points, min(longest, points[-1][0]))
+    if not points:
         raise CliError("nothing was measured within the budget", "raise --budget-s", exit_code=1)
     local = (urlsplit(client.url).hostname or "") in _LOCAL_HOSTS
     bandwidth = CopyBandwidth(None, None, "the server runs on another machine; profile it there")
@@ -187,8 +167,8 @@ async def _measure(
         hardware=hardware or (describe_hardware() if local else "unknown (remote server)"),
         engine=served.engine,
         block_size=block_tokens,
-        prefill=fit_prefill_curve(prefill.points),
-        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in prefill.points),
+        prefill=fit_prefill_curve(points),
+        points=tuple((tokens, round(seconds, 6)) for tokens, seconds in points),
         device_to_host_bytes_per_s=_rounded(bandwidth.device_to_host_bytes_per_s),
         host_to_device_bytes_per_s=_rounded(bandwidth.host_to_device_bytes_per_s),
         decode_points=tuple((tokens, round(seconds, 6)) for tokens, seconds in steps.decode_points),
@@ -198,20 +178,7 @@ async def _measure(
         measured_at=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         versions={"engine": served.engine, **installed_versions(*distributions)},
     )
-    return result, [*prefill.notes, *steps.notes, *([bandwidth.reason] if bandwidth.reason else [])]
-
-
-def _progress_lines() -> Callable[[str], None]:
-    """Return a function that prints what is measured, at most every ``PROGRESS_INTERVAL_S`` seconds."""
-    last_s = -math.inf
-
-    def show(what: str) -> None:
-        nonlocal last_s
-        if time.monotonic() - last_s >= PROGRESS_INTERVAL_S:
-            last_s = time.monotonic()
-            print_line(what)
-
-    return show
+    return result, [*run.notes, *([bandwidth.reason] if bandwidth.reason else [])]
 
 
 def _show(result: EngineProfile) -> None:

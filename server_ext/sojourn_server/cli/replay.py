@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from sojourn_server.replay.replay_report import ReplayTally
     from sojourn_server.traces.trace_schema import TraceProgram
 
+_TOO_LONG = "cut programs with --max-context N, shrink them with --token-scale, or serve a longer context"
+_NEXT_STEPS = {
+    "context too long": _TOO_LONG,
+    "max-context": _TOO_LONG,
+    "vocabulary": "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size",
+    "key": PASS_KEY,
+}
+"""Part of a reason why no program finished → next step."""
+
 
 def replay(
     trace: str = typer.Argument(
@@ -111,7 +120,7 @@ async def _run(
 ) -> tuple[ReplayTally, dict[str, Any]]:
     from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
+    from sojourn_server.replay.program_announcer import NullAnnouncer, SdkAnnouncer
     from sojourn_server.replay.replay_driver import Replay
 
     async with CompletionsClient(url, api_key=api_key) as client:
@@ -123,9 +132,7 @@ async def _run(
                 f"{client.url} does not answer /sojourn/v1/capabilities",
                 "start it with sojourn serve, or use --dialect vllm",
             )
-        announcer: ProgramAnnouncer = (
-            SdkAnnouncer(client.url, api_key) if dialect == "sojourn" else NullAnnouncer()
-        )
+        announcer = SdkAnnouncer(client.url, api_key) if dialect == "sojourn" else NullAnnouncer()
         try:
             with console.status("replay") as status:
 
@@ -160,12 +167,5 @@ async def _run(
 def _nothing_finished(tally: ReplayTally) -> CliError:
     reasons = ", ".join(tally.unfinished)
     detail = f" ({tally.first_error})" if tally.first_error else ""
-    if "context too long" in reasons or "max-context" in reasons:
-        step = "cut programs with --max-context N, shrink them with --token-scale, or serve a longer context"
-    elif "vocabulary" in reasons:
-        step = "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size"
-    elif "key" in reasons:
-        step = PASS_KEY
-    else:
-        step = "see the server's log"
+    step = next((step for word, step in _NEXT_STEPS.items() if word in reasons), "see the server's log")
     return CliError(f"no program finished: {reasons}{detail}", step, exit_code=1)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +15,7 @@ from sojourn.errors import install_command
 
 from .console import (
     CliError,
+    ProgressLines,
     console,
     is_given,
     json_option,
@@ -44,8 +42,6 @@ SWEEP_POLICIES = {
 """Default policies of sweeps of a number that ``DEFAULT_POLICIES`` do not use."""
 _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 """Options that have an effect on runs loaded with ``--load``."""
-LINE_INTERVAL_S = 15.0
-"""Seconds between two lines of progress."""
 
 
 def _workload_help() -> str:
@@ -145,17 +141,20 @@ def simulate(
             policy = SWEEP_POLICIES.get(sweeping.field, policy) if sweeping is not None else policy
         if async_scheduling is None:  # a file from sojourn profile does not name its device
             async_scheduling = not is_engine_profile(hardware)
-        specs = [
-            replace(
-                spec, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio, disk_ratio=disk_ratio,
-                async_scheduling=async_scheduling,
-                replicas=replicas, seed=seed, max_gap_s=max_gap_s, human_gaps=human_gaps,
-                pool_tokens=pool_tokens, max_model_len=max_model_len, max_context_tokens=max_context,
-            )
-            for spec in _specs(workload, policy, programs, rate)
-        ]  # fmt: skip
+        settings = dict(
+            workload=workload, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio,
+            disk_ratio=disk_ratio, async_scheduling=async_scheduling, replicas=replicas, seed=seed,
+            max_gap_s=max_gap_s, human_gaps=human_gaps, pool_tokens=pool_tokens, max_model_len=max_model_len,
+            max_context_tokens=max_context,
+        )  # fmt: skip
+        specs = _specs(policy, programs, rate, settings)
         if sweeping is not None:
-            specs = _expand_sweep(sweeping, specs)
+            if len(loads := {(spec.programs, spec.rate_per_s) for spec in specs}) > 1:
+                raise CliError(
+                    f"--sweep shows one load, and --programs and --rate make {len(loads)}",
+                    "give one of each, or sweep programs or rate_per_s alone",
+                )
+            specs = sweeping.specs(specs)
         specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
             _check_program(explain, specs[0])
@@ -184,19 +183,19 @@ def _until_s(hours: float | None, spec: RunSpec) -> float | None:
     return hours * 3600.0
 
 
-def _specs(workload: str, policies: str, programs: str, rate: str | None) -> list[RunSpec]:
+def _specs(policies: str, programs: str, rate: str | None, settings: dict[str, Any]) -> list[RunSpec]:
     from sojourn_server.simulator.simulation_run import RunSpec
 
-    names = [name.strip() for name in policies.split(",") if name.strip()]
+    names = dict.fromkeys(name.strip() for name in policies.split(",") if name.strip())
     if not names:
         raise CliError("--policy names no policy", "for example --policy stock,sojourn")
     counts = _numbers("--programs", programs, int)
-    rates: Sequence[float | None] = _numbers("--rate", rate, float) if rate is not None else [None]
+    rates = [None] if rate is None else _numbers("--rate", rate, float)
     return [
-        RunSpec(policy=name, workload=workload, programs=count, rate_per_s=per_s)
+        RunSpec(policy=name, programs=count, rate_per_s=per_s, **settings)
         for count in counts
         for per_s in rates
-        for name in dict.fromkeys(names)
+        for name in names
     ]
 
 
@@ -231,16 +230,6 @@ def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
     return sweep
 
 
-def _expand_sweep(sweep: ParameterSweep, specs: Sequence[RunSpec]) -> list[RunSpec]:
-    loads = {(spec.programs, spec.rate_per_s) for spec in specs}
-    if len(loads) > 1:
-        raise CliError(
-            f"--sweep shows one load, and --programs and --rate make {len(loads)}",
-            "give one of each, or sweep programs or rate_per_s alone",
-        )
-    return sweep.specs(specs)
-
-
 def _check_program(name: str, spec: RunSpec) -> None:
     """Raise ``CliError`` if the workload has no program ``name``. A closed loop repeats programs as
     ``ID@N``."""
@@ -248,10 +237,12 @@ def _check_program(name: str, spec: RunSpec) -> None:
 
     known = [program.program_id for program in load_programs(spec.workload, spec.seed)]
     if name not in known and name.rpartition("@")[0] not in known:
-        raise CliError(
-            f"--explain {name}: {spec.workload} has no such program",
-            f"name one of its {len(known)}, such as {', '.join(known[:3])}",
-        )
+        raise _unknown_program(f"--explain {name}: {spec.workload} has no such program", known)
+
+
+def _unknown_program(message: str, known: list[str], exit_code: int = 2) -> CliError:
+    next_step = f"name one of {len(known)}, such as {', '.join(known[:3])}"
+    return CliError(message, next_step, exit_code=exit_code)
 
 
 def _check_warm_up(warm_up_s: float, shortest_s: float) -> None:
@@ -274,14 +265,32 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
             "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
         )
     from sojourn_server.simulator.simulation_run import validate_specs
-    from sojourn_server.simulator.simulation_suite import SuiteInterrupted
+    from sojourn_server.simulator.simulation_suite import SuiteInterrupted, run_suite
 
     _check_warm_up(warm_up_s, min((spec.until_s for spec in specs if spec.until_s is not None), default=0.0))
     for note in validate_specs(specs):
         print_note(note)
     print_line(_announcement(specs))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: timeout and supervisors send it
+    planned, lines = list(dict.fromkeys(specs)), ProgressLines()
+    parts = [0.0] * len(planned)
+
+    def move(number: int, now: float, finished: int) -> None:
+        spec = planned[number]
+        parts[number] = min(1.0, now / spec.until_s if spec.until_s is not None else finished / spec.programs)
+        done = max(1e-3, sum(parts) / len(planned))
+        lines.show(
+            lambda passed_s: (
+                f"{100 * done:.0f}% of {len(planned)} runs, "
+                f"about {passed_s * (1.0 / done - 1.0) / 60:,.0f} min left"
+            )
+        )
+
+    def end(number: int) -> None:
+        parts[number] = 1.0
+
     try:
-        return _run_with_progress(specs, jobs, warm_up_s)
+        return run_suite(specs, processes=jobs, since_s=warm_up_s, on_progress=move, on_done=end)
     except SuiteInterrupted as interrupt:
         if interrupt.result.rows:
             return interrupt.result
@@ -303,45 +312,6 @@ def _announcement(specs: Sequence[RunSpec]) -> str:
     until_s = specs[0].until_s
     ends = "until all programs have finished" if until_s is None else f"{until_s / 3600:.4g} virtual hours"
     return f"{runs} run{'s' if runs > 1 else ''}: {loads}; {ends}{' each' if runs > 1 else ''}"
-
-
-def _run_with_progress(specs: Sequence[RunSpec], jobs: int | None, since_s: float) -> SuiteResult:
-    """Call ``run_suite`` and print its progress every ``LINE_INTERVAL_S``. SIGTERM interrupts the runs as
-    Ctrl-C does."""
-    from sojourn_server.simulator.simulation_suite import run_suite
-
-    planned = list(dict.fromkeys(specs))
-    parts = [0.0] * len(planned)
-    started_s = said_s = time.monotonic()
-
-    def move(number: int, now: float, finished: int) -> None:
-        nonlocal said_s
-        spec = planned[number]
-        parts[number] = min(1.0, now / spec.until_s if spec.until_s is not None else finished / spec.programs)
-        if time.monotonic() - said_s >= LINE_INTERVAL_S:
-            said_s = time.monotonic()
-            done = max(1e-3, sum(parts) / len(planned))
-            left_s = (said_s - started_s) * (1.0 / done - 1.0)
-            print_line(f"{100 * done:.0f}% of {len(planned)} runs, about {left_s / 60:,.0f} min left")
-
-    def end(number: int) -> None:
-        parts[number] = 1.0
-
-    with _sigterm_interrupts():
-        return run_suite(specs, processes=jobs, since_s=since_s, on_progress=move, on_done=end)
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Context in which SIGTERM, which ``timeout`` and supervisors send, raises ``KeyboardInterrupt``."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # -- showing -------------------------------------------------------------------------------------
@@ -412,17 +382,15 @@ def _explain(result: SuiteResult, name: str) -> None:
 
     from .explain import turn_table
 
+    known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))
     shown = False
     for log in result.logs:
-        found = next((p for p in log.programs if p.program_id == name), None)
-        found = found or next((p for p in log.programs if p.trace_id == name), None)
-        if found is not None:
-            print_line(f"{found.program_id} under {log.policy}")
-            print_line(turn_table(ledger(found, log.virtual_s), last=len(found.turns)))
+        found = [p for p in log.programs if p.program_id == name] or [
+            p for p in log.programs if p.trace_id == name
+        ]
+        for program in found[:1]:
+            print_line(f"{program.program_id} under {log.policy}")
+            print_line(turn_table(ledger(program, log.virtual_s), last=len(program.turns)))
             shown = True
     if not shown:
-        known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))
-        raise CliError(
-            f"no program {name!r} in these runs", f"name one of {len(known)}, such as {', '.join(known[:3])}",
-            exit_code=1,
-        )  # fmt: skip
+        raise _unknown_program(f"no program {name!r} in these runs", known, exit_code=1)

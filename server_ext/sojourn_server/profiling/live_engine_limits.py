@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from sojourn_server.metrics.vllm_metrics_page import CachePool, cache_pool, whole
 from sojourn_server.policies.costs.engine_profile import EngineLimits
 from sojourn_server.replay.completions_client import CompletionsClient, ServedModel, ServerError
@@ -11,17 +9,9 @@ from sojourn_server.replay.completions_client import CompletionsClient, ServedMo
 METRICS_PATH = "/metrics"
 
 
-class ReportedLimits(NamedTuple):
-    """The limits and the block size that a server reports."""
-
-    limits: EngineLimits
-    block_size: int | None
-    """Tokens per KV block, from vLLM's metrics; ``None`` if the metrics do not contain it."""
-
-
-async def read_limits(client: CompletionsClient, served: ServedModel) -> ReportedLimits:
-    """Return the limits of the server's engine; ``None`` for each limit that the server does not report.
-    Never raises.
+async def read_limits(client: CompletionsClient, served: ServedModel) -> tuple[EngineLimits, int | None]:
+    """Return the limits of the server's engine, and the tokens per KV block by vLLM's metrics; ``None`` for
+    each that the server does not report. Never raises.
 
     A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
     context. Other servers report at most the maximum context.
@@ -40,4 +30,4 @@ async def read_limits(client: CompletionsClient, served: ServedModel) -> Reporte
         max_num_batched_tokens=whole(engine.get("max_num_batched_tokens")),
         kv_bytes_per_token=whole(engine.get("kv_bytes_per_token")),
     )
-    return ReportedLimits(limits, pool.block_size)
+    return limits, pool.block_size

@@ -13,22 +13,51 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sojourn_server.profiling.cost_fitting import fit_prefill_curve
-from sojourn_server.replay.completions_client import CompletionsClient, ServedModel
+from sojourn_server.replay.completions_client import Completion, CompletionsClient
 from sojourn_server.traces.token_ids import FIRST_ID
 
 FIRST_LENGTH = 1000
 WARM_UP_TOKENS = 64
 
 
-@dataclass(slots=True)
-class PrefillMeasurement:
-    """Measured prefill times, and notes about lengths that were left out or are unreliable."""
+@dataclass(kw_only=True)
+class MeasurementRun:
+    """Sends the requests of a profile to one server, within a time budget that starts now."""
 
-    points: list[tuple[int, float]] = field(default_factory=list)
-    """(prompt tokens, median seconds) of each measured length."""
-    samples: int = 0
-    """Number of measured prompts."""
+    client: CompletionsClient
+    model: str
+    repeats: int
+    """Most samples of one quantity; their median counts."""
+    budget_s: float
+    vocabulary: int
+    """Upper bound of the random token ids."""
+    on_sample: Callable[[str], None] = lambda what: None
+    """Called before each sample."""
+    clock: Callable[[], float] = time.monotonic
+    rng: random.Random = field(default_factory=random.Random)
+    """Unseeded by default: a second profile of the same server must not hit the first one's blocks."""
     notes: list[str] = field(default_factory=list)
+    """What was left out or is unreliable."""
+
+    def __post_init__(self) -> None:
+        self._started_s = self.clock()
+
+    def left_s(self, budget_s: float | None = None) -> float:
+        """Return the seconds left of the budget, or of its first ``budget_s`` seconds."""
+        return (self.budget_s if budget_s is None else budget_s) - (self.clock() - self._started_s)
+
+    def fresh(self, tokens: int) -> list[int]:
+        """Return new random token ids."""
+        return self.rng.choices(range(FIRST_ID, self.vocabulary), k=tokens)
+
+    async def ask(self, prompt: list[int], max_tokens: int = 1) -> Completion:
+        """Send a request. Raises ``RequestError`` if it fails."""
+        return await self.client.complete(self.model, prompt, max_tokens)
+
+    def note(self, text: str) -> None:
+        """Add a note, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 def lengths_up_to(max_tokens: int) -> list[int]:
@@ -48,61 +77,34 @@ def lengths_up_to(max_tokens: int) -> list[int]:
     return [*lengths, max_tokens]
 
 
-async def measure_prefill(
-    client: CompletionsClient,
-    served: ServedModel,
-    *,
-    max_tokens: int,
-    repeats: int,
-    budget_s: float,
-    vocabulary: int,
-    on_sample: Callable[[str], None] = lambda what: None,
-    clock: Callable[[], float] = time.monotonic,
-    rng: random.Random | None = None,
-) -> PrefillMeasurement:
-    """Measure the prefill seconds of several prompt lengths, within ``budget_s`` seconds in total.
+async def measure_prefill(run: MeasurementRun, max_tokens: int, budget_s: float) -> list[tuple[int, float]]:
+    """Return (prompt tokens, median seconds) for each of ``lengths_up_to(max_tokens)``, within the first
+    ``budget_s`` seconds of the run.
 
-    The lengths are ``lengths_up_to(max_tokens)``. The result for a length is the median of up to ``repeats``
-    samples. If a length is predicted to exceed the budget, this length and all longer ones are left out, with
-    a note. ``vocabulary``: upper bound of the random token ids. ``on_sample`` is called before each sample.
-    Raises ``RequestError`` if a request fails.
+    If a length is predicted to exceed the budget, this length and all longer ones are left out, with a note.
     """
-    # Unseeded by default: a second profile of the same server must not hit the first one's blocks.
-    rng = rng or random.Random()
-    ids = range(FIRST_ID, vocabulary)
-    started = clock()
-    measurement = PrefillMeasurement()
     lengths = lengths_up_to(max_tokens)
-    cached = 0
-
-    async def sample(tokens: int) -> float:
-        nonlocal cached
-        answer = await client.complete(served.name, rng.choices(ids, k=tokens), 1)
-        cached += answer.cached_tokens or 0
-        return answer.ttft_s
-
     # The first request pays for lazy set-up, e.g. kernels that compile on first use.
-    await sample(min(WARM_UP_TOKENS, lengths[0]))
+    cached = (await run.ask(run.fresh(min(WARM_UP_TOKENS, lengths[0])))).cached_tokens or 0
+    points: list[tuple[int, float]] = []
     for position, tokens in enumerate(lengths):
         times: list[float] = []
-        for _ in range(repeats):
-            left_s = budget_s - (clock() - started)
-            expected_s = times[-1] if times else _predicted_prefill_s(measurement.points, tokens)
-            if expected_s > left_s:
+        for _ in range(run.repeats):
+            expected_s = times[-1] if times else _predicted_prefill_s(points, tokens)
+            if expected_s > run.left_s(budget_s):
                 break
-            on_sample(f"prefill of {tokens:,} tokens")
-            times.append(await sample(tokens))
-            measurement.samples += 1
+            run.on_sample(f"prefill of {tokens:,} tokens")
+            answer = await run.ask(run.fresh(tokens))
+            cached += answer.cached_tokens or 0
+            times.append(answer.ttft_s)
         if not times:
-            left_out = ", ".join(str(length) for length in lengths[position:])
-            measurement.notes.append(
-                f"the time budget of {budget_s:.0f} s left out these lengths: {left_out}"
-            )
+            left_out = ", ".join(map(str, lengths[position:]))
+            run.note(f"the time budget of {budget_s:.0f} s left out these lengths: {left_out}")
             break
-        measurement.points.append((tokens, statistics.median(times)))
+        points.append((tokens, statistics.median(times)))
     if cached:
-        measurement.notes.append(f"{cached} prompt tokens came from a cache; the times are too low")
-    return measurement
+        run.note(f"{cached} prompt tokens came from a cache; the times are too low")
+    return points
 
 
 def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:

@@ -127,13 +127,14 @@ class CompletionsClient:
             )
         entry = served[names.index(model)] if model is not None else served[0]
         limit, root = entry.get("max_model_len"), entry.get("root")
+        owner, version = entry.get("owned_by") or "unknown", (await self._json("/version")).get("version")
         capabilities = await self._capabilities()
         described = capabilities.get("engine") if capabilities else None
         return ServedModel(
             name=model or names[0],
             max_context_tokens=limit if isinstance(limit, int) else None,
             speaks_sojourn=capabilities is not None,
-            engine=await self._engine(entry.get("owned_by")),
+            engine=f"{owner} {version}" if version is not None else str(owner),
             capabilities=described if isinstance(described, dict) else {},
             root=root if isinstance(root, str) else None,
         )
@@ -156,33 +157,21 @@ class CompletionsClient:
         ``RequestError``.
         """
         request = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **({"return_token_ids": True} if return_token_ids else {}),
-            **(body or {}),
-        }
+            "model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True,
+            "temperature": 0.0, "stream": True, "stream_options": {"include_usage": True},
+            **({"return_token_ids": True} if return_token_ids else {}), **(body or {}),
+        }  # fmt: skip
         # Encode before the clock starts, because encoding a long prompt takes milliseconds.
         content = msgspec.json.encode(request)
+        # The id says that this is no request of an agent.
+        ours = {"Content-Type": "application/json", "X-Request-Id": f"{PROBE_ID}-{uuid4().hex}"}
+        all_headers, path = ours | dict(headers or {}), f"{self.url}/v1/completions"
         started = self._clock()
         first = last = 0.0
         usage: dict[str, Any] = {}
         output_ids: list[int] = []
         try:
-            async with self._http.stream(
-                "POST",
-                f"{self.url}/v1/completions",
-                content=content,
-                headers={
-                    "Content-Type": "application/json",
-                    "X-Request-Id": f"{PROBE_ID}-{uuid4().hex}",  # no request of an agent
-                    **(headers or {}),
-                },
-            ) as answer:
+            async with self._http.stream("POST", path, content=content, headers=all_headers) as answer:
                 if answer.status_code != 200:
                     raise _refusal(answer.status_code, (await answer.aread()).decode("utf-8", "replace"))
                 async for line in answer.aiter_lines():
@@ -246,28 +235,26 @@ class CompletionsClient:
         version."""
         from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
-        try:
-            document = (await self.get(CAPABILITIES_PATH)).json()
-            ours = document["name"] == "sojourn" and WIRE_VERSION in document["wire"]
-        except (ServerError, ValueError, KeyError, TypeError, RecursionError):
-            return None
-        return dict(document) if ours else None
+        document = await self._json(CAPABILITIES_PATH)
+        wires = document.get("wire")
+        known = document.get("name") == "sojourn" and isinstance(wires, list) and WIRE_VERSION in wires
+        return document if known else None
 
-    async def _engine(self, owner: object) -> str:
+    async def _json(self, path: str) -> dict[str, Any]:
+        """Return the JSON object at ``path``; empty without one."""
         try:
-            version = (await self.get("/version")).json()["version"]
-        except (ServerError, ValueError, KeyError, TypeError, RecursionError):
-            return str(owner or "unknown")
-        return f"{owner or 'unknown'} {version}"
+            return dict((await self.get(path)).json())
+        except (ServerError, ValueError, TypeError, RecursionError):
+            return {}
 
 
 def _refusal(status: int, text: str) -> RequestError:
     """Return the error for an HTTP answer with another status than 200. ``text``: the answer's body."""
-    lowered = text.lower()
-    if "context length" in lowered or "max_model_len" in lowered or "maximum input length" in lowered:
-        return RequestError("context too long", text[:300])
-    if "vocab" in lowered:
-        return RequestError("token id outside the vocabulary", text[:300])
-    if status in (401, 403):
-        return RequestError("API key refused", text[:300])
-    return RequestError(f"HTTP {status}", text[:300])
+    lowered, reason = text.lower(), f"HTTP {status}"
+    if any(words in lowered for words in ("context length", "max_model_len", "maximum input length")):
+        reason = "context too long"
+    elif "vocab" in lowered:
+        reason = "token id outside the vocabulary"
+    elif status in (401, 403):
+        reason = "API key refused"
+    return RequestError(reason, text[:300])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 
@@ -38,9 +37,10 @@ class SdkAnnouncer(NullAnnouncer):
     def __init__(self, url: str, api_key: str | None) -> None:
         import sojourn
 
-        with _without_proxies():
-            # No history of other runs, because a replay must not depend on earlier replays.
-            sojourn.init(url, api_key=api_key, dialect="sojourn")
+        # For this process, so that the SDK's events bypass proxies, as ``CompletionsClient`` does.
+        os.environ["no_proxy"] = "*"
+        # No history of other runs, because a replay must not depend on earlier replays.
+        sojourn.init(url, api_key=api_key, dialect="sojourn")
         self._sojourn = sojourn
 
     def program(self, name: str, program_id: str, parent_id: str | None) -> AbstractAsyncContextManager[Any]:
@@ -55,18 +55,3 @@ class SdkAnnouncer(NullAnnouncer):
     def close(self) -> None:
         self._sojourn.flush()
         self._sojourn.shutdown()
-
-
-@contextmanager
-def _without_proxies() -> Iterator[None]:
-    """Hide the environment's proxies from the SDK, which reads them when it is initialized. The SDK's events
-    then bypass proxies, as the requests of ``CompletionsClient`` do."""
-    before = os.environ.get("no_proxy")
-    os.environ["no_proxy"] = "*"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["no_proxy"]
-        else:
-            os.environ["no_proxy"] = before

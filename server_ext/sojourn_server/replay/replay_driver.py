@@ -10,10 +10,10 @@ turn, because later turns would have other prefixes than in the trace.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -108,19 +108,15 @@ class Replay:
         self._declared_tokens = max(1, math.ceil(longest * options.token_scale))
         """Value of ``max_tokens`` for requests that must not reveal their output length."""
         known = {program.program_id for program in programs}
-        self._roots = [p for p in programs if p.parent is None or p.parent not in known]
-        self._children: dict[str, list[TraceProgram]] = {}
+        self._roots = [program for program in programs if program.parent not in known]
+        self._children: dict[str | None, list[TraceProgram]] = defaultdict(list)
         for program in programs:
-            if program.parent is not None and program.parent in known:
-                self._children.setdefault(program.parent, []).append(program)
+            self._children[program.parent].append(program)
 
     async def run(self) -> ReplayTally:
         """Replay all programs and return the tally. Failed requests are counted, not raised."""
         self._started_s = self._clock()
-        if self._options.arrivals:
-            await self._open_loop()
-        else:
-            await self._closed_loop()
+        await (self._open_loop() if self._options.arrivals else self._closed_loop())
         self.tally.wall_s = self._clock() - self._started_s
         return self.tally
 
@@ -132,17 +128,16 @@ class Replay:
             for program in waiting:
                 await self._run_with_sub_agents(program, None)
 
-        count = min(self._options.concurrency, len(self._roots))
-        await asyncio.gather(*(worker(number) for number in range(count)))
+        await asyncio.gather(*map(worker, range(min(self._options.concurrency, len(self._roots)))))
 
     async def _open_loop(self) -> None:
-        first = min((p.arrival_s for p in self._roots if p.arrival_s is not None), default=0.0)
+        first_s = min((p.arrival_s for p in self._roots if p.arrival_s is not None), default=0.0)
 
         async def one(program: TraceProgram) -> None:
-            await asyncio.sleep(((program.arrival_s or first) - first) / self._options.speed)
+            await asyncio.sleep(((program.arrival_s or first_s) - first_s) / self._options.speed)
             await self._run_with_sub_agents(program, None)
 
-        await asyncio.gather(*(one(program) for program in self._roots))
+        await asyncio.gather(*map(one, self._roots))
 
     async def _run_with_sub_agents(self, program: TraceProgram, parent_id: str | None) -> None:
         """Run a program. Start each sub-agent of the program at the sub-agent's start time. Return when all
@@ -166,8 +161,7 @@ class Replay:
             self.tally.programs.append(outcome)
             self._on_progress(self.tally)
 
-        children = self._children.get(program.program_id, [])
-        await asyncio.gather(own(), *(child(sub) for sub in children))
+        await asyncio.gather(own(), *map(child, self._children.get(program.program_id, ())))
 
     async def _program(
         self,
@@ -244,20 +238,12 @@ class Replay:
         )
         if answer.output_ids is not None:
             builder.replace_output(answer.output_ids)
-        outcome = ReplayedTurn(
-            completion=answer,
-            computed_again=None
-            if answer.cached_tokens is None
-            else recomputed_tokens(builder.plans, index, answer.cached_tokens, self.block_size),
-            forcing_failed=forced is not None
-            and answer.output_ids is not None
-            and list(answer.output_ids) != forced,
-            has_output_ids=answer.output_ids is not None or forced is not None,
-            program_id=program_id,
-            turn=index,
-            sent_s=sent_s,
-        )
-        self.tally.turns.append(outcome)
+        ids, cached, again = answer.output_ids, answer.cached_tokens, None
+        if cached is not None:
+            again = recomputed_tokens(builder.plans, index, cached, self.block_size)
+        failed = forced is not None and ids is not None and list(ids) != forced
+        known = ids is not None or forced is not None
+        self.tally.turns.append(ReplayedTurn(answer, again, failed, known, program_id, index, sent_s))
 
     async def _gap(self, turn: TraceTurn) -> None:
         """Wait until the next turn is due. Report the tool call of the gap, if there is one. It lasts as long
@@ -277,12 +263,8 @@ def first_programs(programs: Sequence[TraceProgram], count: int | None) -> list[
     if count is None:
         return list(programs)
     known = {program.program_id for program in programs}
-    roots = (p.program_id for p in programs if p.parent is None or p.parent not in known)
-    chosen = set(itertools.islice(roots, count))
+    chosen = set([p.program_id for p in programs if p.parent not in known][:count])
     # A sub-agent may have sub-agents, and may come before its parent in the file.
-    grew = True
-    while grew:
-        more = {p.program_id for p in programs if p.parent in chosen} - chosen
+    while more := {p.program_id for p in programs if p.parent in chosen} - chosen:
         chosen |= more
-        grew = bool(more)
     return [program for program in programs if program.program_id in chosen]

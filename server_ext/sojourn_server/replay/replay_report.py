@@ -88,14 +88,12 @@ class ReplayTally:
 
     def notes(self) -> list[str]:
         """Return the reasons, if any, why these figures are not comparable with those of other replays."""
-        notes = []
-        if any(turn.completion.cached_tokens is None for turn in self.turns):
-            notes.append(CACHED_TOKENS_MISSING)
-        if any(turn.forcing_failed for turn in self.turns):
-            notes.append(FORCING_IGNORED)
-        if any(not turn.has_output_ids for turn in self.turns):
-            notes.append(OUTPUTS_UNKNOWN)
-        return notes
+        reasons = {
+            CACHED_TOKENS_MISSING: any(turn.completion.cached_tokens is None for turn in self.turns),
+            FORCING_IGNORED: any(turn.forcing_failed for turn in self.turns),
+            OUTPUTS_UNKNOWN: any(not turn.has_output_ids for turn in self.turns),
+        }
+        return [note for note, applies in reasons.items() if applies]
 
     def document(self) -> dict[str, Any]:
         """Return all figures as JSON data, with units in the names; ``None`` if a figure was not measured."""
@@ -133,15 +131,15 @@ class ReplayTally:
         table = Table(title="replay", title_justify="left")
         # Long reasons wrap, so that large figures stay on one line in a terminal of 80 columns.
         table.add_column("", overflow="fold", min_width=12)
-        for name in ("mean", "p50", "p90", "p95", "p99"):
+        statistics = ("mean", "p50", "p90", "p95", "p99")
+        for name in statistics:
             table.add_column(name, justify="right", no_wrap=True)
         for label, field in (
             ("program completion, s", "completion_s"),
             ("time to first token, s", "ttft_s"),
             ("time per output token, s", "tpot_s"),
         ):
-            figures = document[field]
-            table.add_row(label, *(_figure(figures[n]) for n in ("mean", "p50", "p90", "p95", "p99")))
+            table.add_row(label, *(_figure(document[field][name]) for name in statistics))
         table.add_section()
         for label, field in (
             ("programs finished", "programs_finished"),

@@ -55,12 +55,12 @@ def made_with(arguments: Sequence[str]) -> Provenance:
     given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
     command = shlex.join(given)
     versions = {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)}
-    machine: dict[str, str | int] = {
-        "system": platform.system(),
-        "processor": processor_name(),
-        "cores": os.cpu_count() or 1,
-    }
-    return Provenance(command=command, versions=versions, machine=machine)
+    return Provenance(command=command, versions=versions, machine=machine())
+
+
+def machine() -> dict[str, str | int]:
+    """Operating system, processor and number of cores of this machine."""
+    return {"system": platform.system(), "processor": processor_name(), "cores": os.cpu_count() or 1}
 
 
 def document(
