@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -62,7 +63,7 @@ CACHE_TTL_S = 0.5
 CACHEABLE_OPERATIONS = frozenset({"capabilities", "programs", "load", "stats"})
 """Operations that clients poll. Queries for the decision log or for one program are not cached."""
 MAX_CACHED_ANSWERS = 16
-"""Maximum number of cached answers. Queries with different parameters have separate answers."""
+"""Maximum number of shared answers. Queries with different parameters have separate answers."""
 
 _Query = tuple[str, str]
 
@@ -74,10 +75,8 @@ class EngineQueryLimiter:
         self._engine = engine
         self._clock = clock
         self._in_flight: dict[str, set[asyncio.Task[list[str]]]] = {}
-        self._asked: dict[_Query, asyncio.Task[list[str]]] = {}
-        """Cacheable queries that have not been answered yet."""
-        self._cached_answers: dict[_Query, tuple[float, list[str]]] = {}
-        """Query → (time of the answer, one text per engine), oldest first."""
+        self._shared: dict[_Query, tuple[float, asyncio.Task[list[str]]]] = {}
+        """Cacheable query → (time until which its answer is shared, query), oldest first."""
 
     async def __call__(self, op: str, payload: str, timeout_s: float) -> list[str]:
         """Query the engines, or reuse a recent answer. Return one JSON text per engine.
@@ -86,13 +85,13 @@ class EngineQueryLimiter:
         ``ApiError`` 429 if too many queries are unanswered.
         """
         question = (op, payload)
-        remembered = self._cached_answers.get(question)
-        if remembered is not None and self._clock() - remembered[0] < CACHE_TTL_S:
-            return remembered[1]
+        until_s, task = self._shared.get(question, (-math.inf, None))
+        if task is None or self._clock() >= until_s:
+            task = self._ask(question)
         # A timeout does not cancel the task, because the engine has the call and will answer it.
-        task = self._asked.get(question) or self._ask(question)
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
-        if not done:
+        if not task.done():
+            await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
             raise EngineUnavailableError(f"{op}: no answer within {timeout_s:g} s")
         return task.result()
 
@@ -107,17 +106,15 @@ class EngineQueryLimiter:
         task = asyncio.ensure_future(self._engine.call(op, payload))
         in_flight.add(task)
         if op in CACHEABLE_OPERATIONS:
-            self._asked[question] = task
+            self._shared[question] = (math.inf, task)
         task.add_done_callback(lambda landed: self._on_answer(question, landed))
         return task
 
     def _on_answer(self, question: _Query, task: asyncio.Task[list[str]]) -> None:
         self._in_flight[question[0]].discard(task)
-        repeatable = self._asked.pop(question, None) is not None
+        was_shared = self._shared.pop(question, None) is not None
         # Reading the exception keeps asyncio from reporting it as never retrieved.
-        if task.cancelled() or task.exception() is not None or not repeatable:
-            return
-        self._cached_answers.pop(question, None)
-        self._cached_answers[question] = (self._clock(), task.result())
-        if len(self._cached_answers) > MAX_CACHED_ANSWERS:
-            del self._cached_answers[next(iter(self._cached_answers))]
+        if not task.cancelled() and task.exception() is None and was_shared:
+            self._shared[question] = (self._clock() + CACHE_TTL_S, task)
+        while len(self._shared) > MAX_CACHED_ANSWERS:
+            del self._shared[next(iter(self._shared))]

@@ -12,6 +12,7 @@ while a busy engine computes a step.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import logging
@@ -86,16 +87,11 @@ class PrometheusBridge:
                     self._metrics[spec.name].labels(*values, engine)
 
 
-_bridges: weakref.WeakKeyDictionary[CollectorRegistry, PrometheusBridge] = weakref.WeakKeyDictionary()
-
-
+@functools.cache
 def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
     """Return the registry's bridge. The first call makes it. A registry can have only one bridge, because it
     rejects a second metric of the same name."""
-    bridge = _bridges.get(registry)
-    if bridge is None:
-        bridge = _bridges[registry] = PrometheusBridge(registry)
-    return bridge
+    return PrometheusBridge(registry)
 
 
 async def poll_forever(
@@ -116,12 +112,9 @@ async def poll_forever(
             await drain_once(engine, bridge)
         except StockEngineError:
             return
-        except EngineError as error:
-            logger.debug("metrics poll failed: %s", error)
-            pause_s = max(interval_s, RETRY_INTERVAL_S)
-        except Exception:
-            # Metrics must not stop for good because of one unexpected error.
-            logger.exception("metrics poll failed")
+        except Exception as error:  # metrics must not stop for good because of one unexpected error
+            level = logging.DEBUG if isinstance(error, EngineError) else logging.ERROR
+            logger.log(level, "metrics poll failed", exc_info=error)
             pause_s = max(interval_s, RETRY_INTERVAL_S)
         del engine
         await asyncio.sleep(pause_s)

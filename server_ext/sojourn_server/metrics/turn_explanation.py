@@ -19,36 +19,40 @@ from .turn_ledger import TurnSeconds, TurnTokens
 
 
 class _Loss(NamedTuple):
-    """A cause of lost tokens, in words."""
+    """A cause of tokens that were computed again, in words."""
 
     why: str
-    """``{by}`` names the program whose request took the blocks; it is left out if the program is unknown."""
+    """What the tokens did. ``{by}`` names the program whose request took the blocks, if it is known."""
     hint: str | None = None
     advice: str = ""
     """What would have kept the tokens, with the hint that the client may send, if any."""
 
 
 _LOSSES = {
-    "evicted": _Loss("evicted{by} while no lease held them"),
-    "expired": _Loss("evicted{by} after the lease had expired"),
+    "evicted": _Loss("had been lost: evicted{by} while no lease held them"),
+    "expired": _Loss("had been lost: evicted{by} after the lease had expired"),
     "silent": _Loss(
-        "evicted{by} after the lease had ended, because the client stopped its heartbeats",
+        "had been lost: evicted{by} after the lease had ended, because the client stopped its heartbeats",
         "heartbeat",
         "Heartbeats during the tool would have kept the lease.",
     ),
     "pressure": _Loss(
-        "evicted{by} after the lease had been taken back for another request",
+        "had been lost: evicted{by} after the lease had been taken back for another request",
         advice="No hint: another request needed the blocks. More memory or a host tier would have kept them.",
     ),
     "dropped": _Loss(
-        "dropped at the program's end or by a cache reset",
+        "had been lost: dropped at the program's end or by a cache reset",
         "program_end",
         "Send program_end only after the last turn.",
     ),
-    "preempted": _Loss("the request itself was preempted"),
-    "unknown": _Loss("the ledger has no cause"),
+    "preempted": _Loss("had been lost: the request itself was preempted"),
+    "unknown": _Loss("had been lost: the ledger has no cause"),
+    "changed": _Loss("differ from the previous context, counted from the block of the first changed token"),
+    "unread": _Loss(
+        "were computed again, because the request may not read cached KV (prompt_logprobs, or echo with "
+        "logprobs)"
+    ),
 }
-"""Cause of a loss → its description. ``changed`` and ``unread`` are missing, because nothing was lost."""
 NO_TOOL_SEEN = "no tool seen (if one ran, name it: @sojourn.tool)"
 """Note on a gap in which neither the client nor the output named a tool."""
 _MOVES = {
@@ -312,24 +316,11 @@ def _paragraph(
             f"{tokens['prompt'] - reused:,} computed in {seconds['prefilling']:.2f} s"
         )
         for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
-            if cause == "unread":
-                sentences.append(
-                    f"{count:,} tokens were computed again, because the request may not read cached KV "
-                    "(prompt_logprobs, or echo with logprobs)"
-                )
-                continue
-            if cause == "changed":
-                sentences.append(
-                    f"{count:,} tokens differ from the previous context, "
-                    "counted from the block of the first changed token"
-                )
-                continue
-            by = f" by program {record['evictor']}" if record["evictor"] else ""
-            why = _LOSSES[cause].why if cause in _LOSSES else cause
+            why = _LOSSES[cause].why
             if without_leases:
                 why = why.removesuffix(" while no lease held them")
-            why = why.replace("{by}", by)
-            sentences.append(f"{count:,} tokens had been lost: {why}")
+            by = f" by program {record['evictor']}" if record["evictor"] else ""
+            sentences.append(f"{count:,} tokens {why.replace('{by}', by)}")
         if recompute_s:
             sentences.append(f"Computing them again took about {recompute_s:.2f} s (estimate)")
     if record["preemptions"]:
