@@ -50,9 +50,9 @@ class Device:
         def nothing(*arguments: Any) -> None: ...
 
         if missing == "gather's fence":
-            self.kv._out_stream.wait_event = nothing  # type: ignore[method-assign]
+            self.kv._backend._store_stream.wait_event = nothing  # type: ignore[method-assign]
         elif missing == "scatter's fence":
-            self.kv._in_stream.wait_event = nothing  # type: ignore[method-assign]
+            self.kv._backend._load_stream.wait_event = nothing  # type: ignore[method-assign]
         elif missing == "staging":
             self.kv._await_staging = nothing  # type: ignore[method-assign]
 

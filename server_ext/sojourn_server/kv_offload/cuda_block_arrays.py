@@ -16,24 +16,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from itertools import groupby
-from operator import itemgetter
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from .cpu_device_backend import KvBlockArrays
-from .cuda_device_backend import (
-    CudaCopy,
-    CudaEvent,
-    CudaRuntime,
-    CudaStream,
-    Int64Array,
-    PinnedMemory,
-    queue_copy,
-    record_event,
-)
+from .cuda_device_backend import CudaCopy, CudaDeviceBackend, CudaEvent, CudaRuntime
 from .kv_pages import KvPages
+from .offload_jobs import BlockCopy
 
 STAGING_BYTES = 64 * 2**20
 """Bytes of pinned host memory for each direction. Larger transfers pass through it in parts."""
@@ -56,26 +47,22 @@ class CudaBlockArrays(KvBlockArrays):
     ) -> None:
         """``layers``: places of each layer's blocks on the device, in the order of the forward pass. Raises
         ``ValueError`` for layers of different sizes, and ``RuntimeError`` if host memory cannot be pinned."""
-        self._pages = [np.array(list(pages), np.int64).reshape(-1, 3) for pages in layers.values()]
-        self._set_sizes(layers, {int(pages[:, 2].sum()) for pages in self._pages}, per_full)
-        self._cuda = cuda
-        staging_rows = max(1, staging_bytes // self.engine_bytes)
-        self._pinned = PinnedMemory(cuda, 2 * staging_rows, self.engine_bytes)
-        self._out, self._in = self._pinned.rows[:staging_rows], self._pinned.rows[staging_rows:]
-        self._out_stream, self._in_stream = cuda.new_stream(), cuda.new_stream()
+        sizes = {sum(each.page_bytes for each in pages) for pages in layers.values()}
+        self._set_sizes(layers, sizes, per_full)
+        self._rows_each_way = max(1, staging_bytes // self.engine_bytes)
+        self._backend = CudaDeviceBackend([*layers.values()], 2 * self._rows_each_way, cuda)
+        """Its slots are the staging memory: first those to the host, then those to the device."""
         self._out_lock, self._in_lock = threading.Lock(), threading.Lock()
-        """Each lock guards the staging memory of one direction, and the order of work on its stream."""
+        """Each lock guards the staging memory of one direction."""
         self._last_in: CudaCopy | None = None
-        """The newest copy from the staging memory ``_in`` to the device, if it may still be under way."""
+        """The newest copy from staging memory to the device, if it may still be under way."""
 
     def fence(self) -> CudaEvent:
-        return record_event(self._cuda, self._cuda.compute_stream())
+        return self._backend.fence()
 
     def close(self) -> None:
         """Wait for all copies and unpin host memory."""
-        with self._in_lock:
-            self._await_staging()
-        self._pinned.unpin()
+        self._backend.close()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -86,17 +73,16 @@ class CudaBlockArrays(KvBlockArrays):
         block_ids: Sequence[int],
         after: CudaEvent,
     ) -> None:
-        places = [(layer, block) for layer in layers for block in block_ids]
+        places = list(product(layers, block_ids))
         rows = [row for of_layer in made for row in of_layer]
         with self._out_lock:
-            self._out_stream.wait_event(after)
-            for low in range(0, len(places), len(self._out)):
-                some = places[low : low + len(self._out)]
-                pages, parts, sizes = self._addresses(some, 0)
+            for low in range(0, len(places), self._rows_each_way):
+                some = places[low : low + self._rows_each_way]
+                copies = [BlockCopy(self._id(*place), slot) for slot, place in enumerate(some)]
                 # Before the copies are read on the host, the device must have made them.
-                self._copy(pages, parts, sizes, self._out_stream).wait()
-                for row, content in zip(rows[low:], self._out[: len(some)], strict=False):
-                    row[:] = content
+                self._backend.to_host(copies, after).wait()
+                for slot, row in enumerate(rows[low : low + len(some)]):
+                    row[:] = self._backend.slot(slot)
 
     def _write(
         self,
@@ -107,32 +93,25 @@ class CudaBlockArrays(KvBlockArrays):
         hold: bool,
     ) -> None:
         with self._in_lock:
-            self._in_stream.wait_event(after)
-            for low in range(0, len(block_ids), len(self._in)):
-                ids = block_ids[low : low + len(self._in)]
+            for low in range(0, len(block_ids), self._rows_each_way):
+                ids = block_ids[low : low + self._rows_each_way]
+                slots = range(self._rows_each_way, 2 * self._rows_each_way)
+                copies = [
+                    BlockCopy(self._id(layer, block), slot) for slot, block in zip(slots, ids, strict=False)
+                ]
                 self._await_staging()
-                for place, content in zip(self._in, rows[low:], strict=False):
-                    place[:] = content
-                pages, parts, sizes = self._addresses([(layer, block) for block in ids], len(self._out))
-                self._last_in = self._copy(parts, pages, sizes, self._in_stream)
+                for copy, content in zip(copies, rows[low:], strict=False):
+                    self._backend.slot(copy.slot)[:] = content.data
+                self._last_in = self._backend.to_device(copies, after)
             assert self._last_in is not None
             if hold:
-                self._cuda.compute_stream().wait_event(self._last_in.event)
+                self._backend.hold_compute(self._last_in)
             else:
                 self._await_staging()  # before the blocks' request is reported as loaded
 
-    def _addresses(self, places: Sequence[tuple[int, int]], row: int) -> list[Int64Array]:
-        """Return ``PinnedMemory.addresses`` of the blocks ``places`` (layer, block id) and the rows from
-        ``row`` on."""
-        found = []
-        for layer, group in groupby(places, key=itemgetter(0)):
-            ids = [block for _, block in group]
-            found.append(self._pinned.addresses(self._pages[layer], ids, range(row, row + len(ids))))
-            row += len(ids)
-        return [np.concatenate(each) for each in zip(*found, strict=True)]
-
-    def _copy(self, sources: Any, destinations: Any, sizes: Any, stream: CudaStream) -> CudaCopy:
-        return queue_copy(self._cuda, sources, destinations, sizes, stream, stable_sources=False)
+    def _id(self, layer: int, block: int) -> int:
+        """Return the number by which ``_backend`` knows a layer of a block."""
+        return block * len(self) + layer
 
     def _await_staging(self) -> None:
         """Wait until the device has read the staging memory, before the host writes it again."""

@@ -90,84 +90,28 @@ class CudaCopy:
         return float(self._begun.elapsed_time(self.event)) / 1e3
 
 
-def record_event(cuda: CudaRuntime, stream: CudaStream) -> CudaEvent:
-    """Return an event that completes when the device has done all work queued on ``stream`` so far."""
-    event = cuda.new_event()
-    event.record(stream)
-    return event
-
-
-def queue_copy(
-    cuda: CudaRuntime,
-    sources: Int64Array,
-    destinations: Int64Array,
-    sizes: Int64Array,
-    stream: CudaStream,
-    *,
-    stable_sources: bool,
-) -> CudaCopy:
-    """Queue copies on ``stream``, and return them. ``CudaRuntime.copy`` describes the arguments."""
-    begun = record_event(cuda, stream)
-    cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
-    return CudaCopy(begun, record_event(cuda, stream), (sources, destinations, sizes))
-
-
-class PinnedMemory:
-    """Pinned host memory with rows of ``row_bytes`` bytes. A row holds one block, page after page."""
-
-    def __init__(self, cuda: CudaRuntime, rows: int, row_bytes: int) -> None:
-        """Raises ``RuntimeError`` if the memory cannot be pinned; nothing stays pinned then."""
-        # It begins with a page of memory. The operating system allocates a page when it is first pinned.
-        raw = np.empty(rows * row_bytes + MEMORY_PAGE_BYTES, np.uint8)
-        start = -raw.ctypes.data % MEMORY_PAGE_BYTES
-        self.rows = raw[start : start + rows * row_bytes].reshape(rows, row_bytes)
-        self._cuda = cuda
-        self._pinned: list[int] = []
-        """Addresses of the pinned chunks. Each chunk except the last ends where both a row and a memory page
-        end. So no copy of a row crosses chunks, and no page is pinned twice."""
-        unit = MEMORY_PAGE_BYTES // math.gcd(row_bytes, MEMORY_PAGE_BYTES)
-        chunk_rows = max(unit, PIN_CHUNK_BYTES // row_bytes // unit * unit)
-        for first in range(0, rows, chunk_rows):
-            address = self.rows.ctypes.data + first * row_bytes
-            try:
-                cuda.pin(address, min(chunk_rows, rows - first) * row_bytes)
-            except RuntimeError:
-                self.unpin()
-                raise
-            self._pinned.append(address)
-
-    def unpin(self) -> None:
-        while self._pinned:
-            self._cuda.unpin(self._pinned.pop())
-
-    def addresses(
-        self, pages: Int64Array, block_ids: Sequence[int], rows: Sequence[int]
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return three arrays with an item per page of the blocks: the page's address on the device, the
-        address of its place in the block's row, and its size in bytes. ``pages``: the fields of each
-        ``KvPages`` of a block."""
-        ids, at = np.array(block_ids, np.int64), np.array(rows, np.int64)
-        if at.size and not 0 <= at.min() <= at.max() < len(self.rows):
-            # A copy by address would reach other memory of the process.
-            raise IndexError(f"slots {at.min()} to {at.max()}; expected 0 to {len(self.rows) - 1}")
-        address, stride, size = pages.T
-        on_device = address[:, None] + ids * stride[:, None]
-        offsets = np.cumsum(size) - size
-        in_rows = self.rows.ctypes.data + at * self.rows.shape[1] + offsets[:, None]
-        return on_device.ravel(), in_rows.ravel(), np.repeat(size, len(ids))
-
-
 class CudaDeviceBackend:
     """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot holds
     one block, with its layers one after the other, as in a block's file."""
 
-    def __init__(self, pages: Sequence[KvPages], slots: int, cuda: CudaRuntime) -> None:
-        """``pages``: places of the blocks on the device, in the order of the forward pass. Raises
-        ``RuntimeError`` if host memory cannot be pinned."""
+    def __init__(
+        self, pages: Sequence[KvPages] | Sequence[Sequence[KvPages]], slots: int, cuda: CudaRuntime
+    ) -> None:
+        """``pages``: places of the blocks on the device, in the order of the forward pass. Or a list of the
+        places for each of ``n`` layers: then block id ``b * n + layer`` is that layer of block ``b``. Raises
+        ``RuntimeError`` if host memory cannot be pinned; nothing stays pinned then."""
         self._cuda = cuda
-        self._pages = np.array(list(pages), np.int64)
-        self.block_bytes = int(self._pages[:, 2].sum())
-        self._host = PinnedMemory(cuda, slots, self.block_bytes)
+        table = np.array(list(pages), np.int64)
+        self._pages = table if table.ndim == 3 else table[None]
+        """[layer, page, field of ``KvPages``]"""
+        self.block_bytes = int(self._pages[0, :, 2].sum())
+        # It begins with a page of memory. The operating system allocates a page when it is first pinned.
+        raw = np.empty(slots * self.block_bytes + MEMORY_PAGE_BYTES, np.uint8)
+        start = -raw.ctypes.data % MEMORY_PAGE_BYTES
+        self._host = raw[start : start + slots * self.block_bytes].reshape(slots, self.block_bytes)
+        self._pinned: list[int] = []
+        """Addresses of the pinned chunks."""
+        self._pin_host_memory()
         self._lock = threading.Lock()
         """Held while a stream's wait and the copies after it are queued, so that no other thread queues work
         between them."""
@@ -177,25 +121,25 @@ class CudaDeviceBackend:
         """Slot → the last copy into it. A slot whose last copy is known to be done has no entry."""
 
     def fence(self) -> CudaEvent:
-        return record_event(self._cuda, self._cuda.compute_stream())
+        return self._event(self._cuda.compute_stream())
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         with self._lock:
             self._store_stream.wait_event(after)
             # Of several copies into a slot only the last is made: copies of one call have no order.
             last = {copy.slot: copy.block_id for copy in copies}
-            sources, places, sizes = self._host.addresses(self._pages, list(last.values()), list(last))
-            copy = queue_copy(self._cuda, sources, places, sizes, self._store_stream, stable_sources=False)
+            pages, parts, sizes = self._addresses(list(last.values()), list(last))
+            copy = self._queue(pages, parts, sizes, self._store_stream, stable_sources=False)
             self._filling.update(dict.fromkeys(last, copy))
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
         with self._lock:
             self._load_stream.wait_event(after)
-            block_ids, slots = [copy.block_id for copy in copies], [copy.slot for copy in copies]
+            slots = [copy.slot for copy in copies]
             stable = self._follow_stores(slots)
-            places, sources, sizes = self._host.addresses(self._pages, block_ids, slots)
-            return queue_copy(self._cuda, sources, places, sizes, self._load_stream, stable_sources=stable)
+            pages, parts, sizes = self._addresses([copy.block_id for copy in copies], slots)
+            return self._queue(parts, pages, sizes, self._load_stream, stable_sources=stable)
 
     def hold_compute(self, copy: CudaCopy) -> None:
         self._cuda.compute_stream().wait_event(copy.event)
@@ -208,12 +152,12 @@ class CudaDeviceBackend:
             with self._lock:  # the slot is now a stable source, unless another copy into it has begun
                 if self._filling.get(slot) is copy:
                     del self._filling[slot]
-        return memoryview(self._host.rows[slot])
+        return memoryview(self._host[slot])
 
     def close(self) -> None:
         for stream in (self._store_stream, self._load_stream):
-            record_event(self._cuda, stream).synchronize()
-        self._host.unpin()
+            self._event(stream).synchronize()
+        self._unpin()
 
     # -- inside --------------------------------------------------------------------------
 
@@ -228,6 +172,58 @@ class CudaDeviceBackend:
             for slot in slots:
                 self._filling.pop(slot, None)
         return not pending
+
+    def _addresses(
+        self, block_ids: Sequence[int], slots: Sequence[int]
+    ) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return three arrays with an item per page of the blocks: the page's address on the device, the
+        address of its place in the block's slot, and its size."""
+        at = np.array(slots, np.int64)
+        if at.size and not 0 <= at.min() <= at.max() < len(self._host):
+            # A copy by address would reach other memory of the process.
+            raise IndexError(f"slots {at.min()} to {at.max()}; expected 0 to {len(self._host) - 1}")
+        ids, layers = np.divmod(np.array(block_ids, np.int64), len(self._pages))
+        address, stride, size = np.moveaxis(self._pages[layers], 2, 0)
+        places = self._host.ctypes.data + at[:, None] * self.block_bytes + np.cumsum(size, axis=1) - size
+        return (address + ids[:, None] * stride).ravel(), places.ravel(), size.ravel()
+
+    def _queue(
+        self,
+        sources: Int64Array,
+        destinations: Int64Array,
+        sizes: Int64Array,
+        stream: CudaStream,
+        *,
+        stable_sources: bool,
+    ) -> CudaCopy:
+        begun = self._event(stream)
+        self._cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
+        return CudaCopy(begun, self._event(stream), (sources, destinations, sizes))
+
+    def _event(self, stream: CudaStream) -> CudaEvent:
+        """Return an event that completes when the device has done all work queued on ``stream`` so far."""
+        event = self._cuda.new_event()
+        event.record(stream)
+        return event
+
+    def _pin_host_memory(self) -> None:
+        """Each chunk except the last ends where both a slot and a memory page end. So no copy of a slot
+        crosses chunks, and no page is pinned twice."""
+        slots, slot_bytes = self._host.shape
+        unit = MEMORY_PAGE_BYTES // math.gcd(slot_bytes, MEMORY_PAGE_BYTES)
+        chunk_slots = max(unit, PIN_CHUNK_BYTES // slot_bytes // unit * unit)
+        for first in range(0, slots, chunk_slots):
+            address = self._host.ctypes.data + first * slot_bytes
+            try:
+                self._cuda.pin(address, min(chunk_slots, slots - first) * slot_bytes)
+            except RuntimeError:
+                self._unpin()
+                raise
+            self._pinned.append(address)
+
+    def _unpin(self) -> None:
+        while self._pinned:
+            self._cuda.unpin(self._pinned.pop())
 
 
 class TorchCuda:
