@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import io
 import re
-import time
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,9 +21,8 @@ from ...api.client_identity import HEADER_ROWS, wire_id
 CONNECT_TIMEOUT_S = 5.0
 """Maximum seconds until a new connection is open, including name lookup and TLS."""
 IDLE_CONNECTION_S = 3.0
-"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five."""
-STALE_S = 1.0
-"""Seconds within which a request fails on a connection that the engine had already closed."""
+"""Maximum idle seconds of a connection that is used again. vLLM closes connections after five, and so none
+that a request is sent over."""
 MAX_WHOLE_ANSWER_BYTES = 1 << 20
 """Maximum bytes of an answer that the gateway holds as a whole. A longer one is passed on in parts."""
 _LARGE_BODY_BYTES = 64 << 10
@@ -275,16 +273,13 @@ class EngineClient:
     """The connections of a gateway to its engines, which open at their first use."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+        self._session: aiohttp.ClientSession | None = None
 
-    def session(self, *, reuses: bool = True) -> aiohttp.ClientSession:
-        """Return a pool of connections, whose requests have no timeout but that of the connection.
-        ``reuses``: whether a connection serves several requests."""
-        if reuses not in self._sessions:
-            self._sessions[reuses] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=0, force_close=not reuses, keepalive_timeout=IDLE_CONNECTION_S if reuses else None
-                ),
+    def session(self) -> aiohttp.ClientSession:
+        """Return a pool of connections, whose requests have no timeout but that of the connection."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -292,40 +287,29 @@ class EngineClient:
                 skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
                 trust_env=False,
             )
-        return self._sessions[reuses]
+        return self._session
 
     async def close(self) -> None:
         """Close all connections."""
-        while self._sessions:
-            await self._sessions.popitem()[1].close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def send(
         self, url: str, headers: EngineHeaders, body: bytes, *, method: str = "POST"
     ) -> EngineAnswer:
-        """Send a request, and wait for the first part of the answer. ``url``: with path and query.
-
-        A request on a kept connection that the engine has just closed is sent again over a new one. The
-        engine may have read it after all, so any failure of the second attempt counts as ``computing``.
-        Raises ``ReplicaRequestError``.
-        """
-        began_s = time.monotonic()
-        for reuses in (True, False):
-            data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
-            try:
-                response = await self.session(reuses=reuses).request(
-                    method, URL(url, encoded=True), data=data, headers=headers, allow_redirects=False
-                )
-                return await _begin_answer(response)
-            except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-                raise ReplicaRequestError(
-                    f"connection failed: {_text(error)}", computing=not reuses
-                ) from None
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if not reuses or time.monotonic() - began_s >= STALE_S:
-                    raise ReplicaRequestError(_text(error)) from None
-            except (aiohttp.ClientError, OSError) as error:
-                raise ReplicaRequestError(_text(error)) from None
-        raise AssertionError("unreachable")
+        """Send a request, and wait for the first part of the answer. ``url``: with path and query. Raises
+        ``ReplicaRequestError``."""
+        data = body if len(body) <= _LARGE_BODY_BYTES else io.BytesIO(body)
+        try:
+            response = await self.session().request(
+                method, URL(url, encoded=True), data=data, headers=headers, allow_redirects=False
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+            raise ReplicaRequestError(f"connection failed: {_text(error)}", computing=False) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ReplicaRequestError(_text(error)) from None
+        return await _begin_answer(response)
 
 
 async def _begin_answer(response: aiohttp.ClientResponse) -> EngineAnswer:

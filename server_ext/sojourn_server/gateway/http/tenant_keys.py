@@ -8,6 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
+import msgspec
 from sojourn.errors import InputError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,15 +36,14 @@ def load_tenant_keys(
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     except TomlError as error:
         raise InputError(f"{path}: {error}") from None
-    table = document.get("tenants")
-    if not isinstance(table, dict) or not table:
-        raise InputError(f'{path}: no tenants; expected [tenants] with lines NAME = ["KEY", ...]')
+    expected = 'expected [tenants] with lines NAME = ["KEY", ...]'
+    try:
+        table = msgspec.convert(document.get("tenants"), dict[str, str | list[str]])
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path}: tenants: {error}; {expected}") from None
     keys: dict[str, str] = {}
     for tenant, listed in table.items():
-        listed = [listed] if isinstance(listed, str) else listed
-        if not isinstance(listed, list) or not listed or not all(isinstance(key, str) for key in listed):
-            raise InputError(f"{path}: the keys of {tenant} are not a list of texts")
-        for key in listed:
+        for key in [listed] if isinstance(listed, str) else listed:
             name = key.removeprefix("env:") if key.startswith("env:") else None
             value = environment.get(name, "") if name is not None else key
             if not value or value != value.strip():
@@ -51,6 +51,8 @@ def load_tenant_keys(
                 raise InputError(f"{path}: a key of {tenant} cannot be used: {why}")
             if keys.setdefault(value, tenant) != tenant:
                 raise InputError(f"{path}: {keys[value]} and {tenant} have the same key; expected one each")
+    if not keys:
+        raise InputError(f"{path}: no tenants; {expected}")
     return TenantKeys(keys)
 
 
