@@ -31,7 +31,7 @@ from sojourn_server.metrics.metric_catalog import (
     MetricSpec,
     OpenLabel,
 )
-from sojourn_server.policies.preset import load_preset
+from sojourn_server.policies.preset import preset_names
 from sojourn_server.simulator.latency.latency_profiles import shipped_profile_names
 from sojourn_server.simulator.simulator_policies import find_policy, policy_names
 
@@ -327,14 +327,13 @@ def truth_table(truth: dict[str, Any]) -> str:
 
 
 def policies_table() -> str:
-    """The source of every policy of the simulator, and its differences."""
+    """The policies of the simulator that are no presets of the server."""
     lines = ["| policy | follows; leaves out |", "|---|---|"]
     for name in policy_names():
         policy = find_policy(name)
-        paper = policy.paper or load_preset(name).paper
-        called = f"*{name}*" if policy.bound else f"`{name}`"
-        left = f"; {policy.leaves_out}" if policy.leaves_out else ""
-        lines.append(f"| {called} | {paper}{left} |")
+        if policy.paper and name not in preset_names():
+            left = f"; {policy.leaves_out}" if policy.leaves_out else ""
+            lines.append(f"| `{name}` | {policy.paper}{left} |")
     return "\n".join(lines)
 
 
