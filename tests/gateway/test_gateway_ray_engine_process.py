@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from gateway_harness import until
 from sojourn_server.gateway.ray import engine_process
-from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess, environment
+from sojourn_server.gateway.ray.engine_process import EngineFailed, EngineProcess, engine_environment
 from sojourn_server.launch.engine_server import ServerStartError
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_engine_process.py")), "{host}", "{port}"]
@@ -31,7 +31,7 @@ WITH_CHILD = [
 
 
 def engine(path: Path, command: list[str] | None = None, **more: Any) -> EngineProcess:
-    return EngineProcess(command or FAKE, engine_id="e", host="127.0.0.1", log_dir=path, **more)
+    return EngineProcess(command=command or FAKE, engine_id="e", log_path=path / "log", **more)
 
 
 def gone(of: EngineProcess | int) -> bool:
@@ -116,4 +116,4 @@ async def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -
 
 def test_rays_environment_is_not_the_engines() -> None:
     here = {"RAY_ADDRESS": "x", "SERVE_X": "x", "OMP_NUM_THREADS": "1", "PATH": "/bin"}
-    assert environment(here, {"OMP_NUM_THREADS": "8"}) == {"PATH": "/bin", "OMP_NUM_THREADS": "8"}
+    assert engine_environment(here, {"OMP_NUM_THREADS": "8"}) == {"PATH": "/bin", "OMP_NUM_THREADS": "8"}

@@ -71,13 +71,14 @@ class EngineReplica:
         group = next(one for one in config.groups if one.name == name)
         self._engines, self._name = group.engines, name
         host = node_address(config)
+        engine_id = context.replica_id.unique_id
         self._process = EngineProcess(
-            engine_command(config, group, host),
-            engine_id=context.replica_id.unique_id,
+            command=engine_command(config, group, host),
+            engine_id=engine_id,
             host=host,
-            log_dir=log_dir(group),
+            log_path=log_dir(group) / f"engine-{engine_id}.log",
             environment={key: str(value) for key, value in group.engines.environment.items()},
-            key=read_key(config.keys.engine, "keys.engine"),
+            api_key=read_key(config.keys.engine, "keys.engine"),
             start_timeout_s=group.engines.start_timeout_s,
             # A restarted engine uses its predecessor's store.
             words={"{node}": _node_name(), "{rank}": str(context.rank.rank)},

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -37,43 +37,30 @@ class EngineFailed(RuntimeError):
     """An engine has ended. The text says why."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class EngineProcess(ServerProcess):
-    """An engine in a child process. In ``command``, ``{host}``, ``{port}`` and ``{engine}`` stand for the
-    engine's address and id.
+    """An engine in a child process.
 
     Call ``start`` in a thread that lives as long as the engine, because the engine ends with the thread that
     started it.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        engine_id: str,
-        host: str,
-        log_dir: Path,
-        environment: Mapping[str, str] | None = None,
-        key: str | None = None,
-        start_timeout_s: float = 1800.0,
-        words: Mapping[str, str] | None = None,
-    ) -> None:
-        """``environment``: variables that are added to this process's own. Of the latter, Ray's are left out.
-        ``key``: key for queries to the engine. ``words``: further placeholders of ``command``, with their
-        values."""
-        super().__init__(host=host, log_path=log_dir / f"engine-{engine_id}.log", api_key=key)
-        self.engine_id = engine_id
-        self._command = tuple(command)
-        self._words = dict(words or {})
-        self._added = dict(environment or {})
-        self._start_timeout_s = start_timeout_s
-        self._failure: str | None = None
-        """Why the engine counts as failed, although its process still ran; ``None``: it has not failed."""
+    command: Sequence[str]
+    """In it, ``{host}``, ``{port}`` and ``{engine}`` stand for the engine's address and id."""
+    engine_id: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are added to this process's own. Of the latter, Ray's are left out."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Further placeholders of ``command``, with their values."""
+    start_timeout_s: float = 1800.0
+    failure: str | None = field(default=None, init=False)
+    """Why the engine counts as failed, although its process still ran; ``None``: it has not failed."""
 
     def check(self) -> None:
         """Raise ``EngineFailed`` if the engine is gone."""
-        # A failed engine's process is killed, so the reason is in ``_failure`` and not in the exit code.
-        if self._failure is not None:
-            raise EngineFailed(self._failure)
+        # A failed engine's process is killed, so the reason is in ``failure`` and not in the exit code.
+        if self.failure is not None:
+            raise EngineFailed(self.failure)
         if self.code is not None:
             raise EngineFailed(f"the engine's process ended with code {self.code}")
 
@@ -82,12 +69,12 @@ class EngineProcess(ServerProcess):
         been ended."""
         self.port = free_port(self.host)
         guarded = [sys.executable, "-m", "sojourn_server.gateway.ray.parent_death_signal", str(os.getpid())]
-        values = {**self._words, "{host}": self.host, "{port}": str(self.port), "{engine}": self.engine_id}
-        command = [_PLACEHOLDER.sub(lambda one: values.get(one[0], one[0]), part) for part in self._command]
-        self.launch([*guarded, *command], environment(os.environ, self._added))
+        values = {**self.words, "{host}": self.host, "{port}": str(self.port), "{engine}": self.engine_id}
+        command = [_PLACEHOLDER.sub(lambda one: values.get(one[0], one[0]), part) for part in self.command]
+        self.launch([*guarded, *command], engine_environment(os.environ, self.environment))
         logger.info("engine %s: log %s", self.engine_id, self.log_path)
         try:
-            await asyncio.to_thread(self.wait_until_ready, self._start_timeout_s)
+            await asyncio.to_thread(self.wait_until_ready, self.start_timeout_s)
         except BaseException:
             await self.stop()
             raise
@@ -101,8 +88,8 @@ class EngineProcess(ServerProcess):
             await asyncio.sleep(POLL_S)
             failed = failed + 1 if await asyncio.to_thread(self.is_healthy) is False else 0
         if self.code is None:
-            self._failure = "the engine reports that it is unhealthy, or refuses connections"
-            logger.warning("engine %s: %s", self.engine_id, self._failure)
+            self.failure = "the engine reports that it is unhealthy, or refuses connections"
+            logger.warning("engine %s: %s", self.engine_id, self.failure)
         await self.stop()
 
     async def load(self) -> tuple[float, int] | None:
@@ -136,7 +123,7 @@ class EngineProcess(ServerProcess):
         await asyncio.to_thread(self.end, STOP_GRACE_S)
 
 
-def environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+def engine_environment(here: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for an engine: ``here`` without Ray's variables, plus ``added``."""
     kept = {
         name: value
