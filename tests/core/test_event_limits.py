@@ -52,7 +52,7 @@ def state_of(engine: VirtualEngine) -> Any:
         for p in program_scheduler.state.programs
     }
     leases = {
-        held.program_id: (held.expires_s, held.silent_s, held.blocks) for held in engine.leases.values()
+        held.program.id: (held.expires_s, held.silent_s, held.blocks) for held in engine.leases.values()
     }
     return programs, leases, program_scheduler.histories.tools.snapshot(), len(engine.done)
 
@@ -260,4 +260,3 @@ def test_any_json_gets_an_outcome_for_each_event(batches: list[list[Any]]) -> No
         for operation in ("programs", "program", "stats"):
             engine.ask(operation, program_id="p")
     engine.turn("p", prompt(44))
-    assert engine.leases.blocks == sum(held.blocks for held in engine.leases.values())

@@ -33,7 +33,7 @@ def test_off_releases_held_requests_and_on_holds_them_again() -> None:
     assert engine.ask("policy", on=False) == {"policy": "off", "started_with": "sojourn"}
     assert states(engine, waiting) == [QueueState.OPEN] * 3
     assert [each for each in engine.queue() if each in waiting] == waiting, "vLLM's order, by arrival"
-    assert engine.program("b").status is engine.program("c").status is ProgramStatus.REASONING
+    assert engine.program("b").status is engine.status("c") is ProgramStatus.REASONING
     assert engine.reasons("to_device").count("given_up") == 2
     late = engine.arrive("d", prompt(60, 5))
     engine.wait(100.0)
@@ -43,7 +43,7 @@ def test_off_releases_held_requests_and_on_holds_them_again() -> None:
     assert engine.ask("policy", on=True) == {"policy": "sojourn", "started_with": "sojourn"}
     engine.step()
     assert states(engine, waiting) == held
-    assert engine.program("b").status is ProgramStatus.GATED
+    assert engine.status("b") is ProgramStatus.GATED
     assert engine.reasons("policy") == ["off", "on"]
 
 

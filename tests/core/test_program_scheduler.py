@@ -412,7 +412,6 @@ def test_a_failed_turn_gives_no_lease_and_is_no_turn(outcome: TurnFinishReason) 
     engine.admit(request)
     assert engine.finish(request, outcome=outcome) is None
     assert engine.program_scheduler.context(P) is None
-    assert engine.program_scheduler.state.requests.running_tokens == 0
     program = engine.program("p")
     assert (program.turns, program.status, program.live_requests) == (0, ProgramStatus.ACTING, set())
     assert engine.reasons("keep") == []

@@ -159,7 +159,7 @@ class Life(RuleBasedStateMachine):
             running=running,
             anything_running=anything,
         )
-        if self.scheduler.lease_manager.may_reclaim(need):
+        if self.scheduler.leases.may_reclaim(need):
             self.handle(ev.BlocksNeeded(need))
 
     @rule(requests=st.lists(REQUESTS, min_size=1, unique=True), used=SMALL, sample=st.booleans())
@@ -246,7 +246,6 @@ class Life(RuleBasedStateMachine):
             self.tables_agree()
         assert not self.held
         assert state.requests.states == {}
-        assert state.requests.running_tokens == 0
         assert not any(self.scheduler.tiers.counts().values())
         assert all(program.status in OVER_STATUSES for program in state.programs)
 

@@ -191,10 +191,10 @@ def test_a_request_is_parked_until_its_program_is_promoted() -> None:
     engine = Engine(by_present_size())
     first = engine.come("a", 15)
     assert engine.parked(first)
-    assert engine.program("a").status is ProgramStatus.GATED
+    assert engine.status("a") is ProgramStatus.GATED
     engine.step()
     assert not engine.parked(first)
-    assert engine.program("a").status is ProgramStatus.REASONING
+    assert engine.status("a") is ProgramStatus.REASONING
     engine.admit(first)
     second = engine.come("b", 10)
     engine.wait(1.0)
@@ -246,10 +246,10 @@ def test_a_move_is_told_to_the_engine_and_to_all_who_go_by_it() -> None:
         "its blocks stand elsewhere in the order of reuse"
     )
     assert engine.program_scheduler.label(ProgramId("a")) is Tier.HOST
-    assert engine.program("a").status is ProgramStatus.GATED
+    assert engine.status("a") is ProgramStatus.GATED
     order(engine, policy, "a", DEVICE)
     assert not engine.parked(waiting)
-    assert engine.program("a").status is ProgramStatus.REASONING
+    assert engine.status("a") is ProgramStatus.REASONING
 
 
 def test_the_view_has_the_measured_link_and_its_queue() -> None:
@@ -598,7 +598,7 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     assert not any(engine.parked(each) for each in requests)
     assert engine.asked_again == {"b", "c"}
     assert engine.reasons("to_device").count("given_up") == 2
-    assert engine.program("b").status is engine.program("c").status is ProgramStatus.REASONING
+    assert engine.program("b").status is engine.status("c") is ProgramStatus.REASONING
     placed, asked = len(engine.placed()), len(policy.views)
     policy.fails = False
     after = engine.come("d", 100)

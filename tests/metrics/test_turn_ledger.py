@@ -212,7 +212,7 @@ def test_the_cause_is_unknown_without_information() -> None:
     engine.turn("p", TOKENS)
     engine.cached.clear()
     assert lost_by(engine) == ({LossCause.UNKNOWN: 40}, None)
-    engine.program_scheduler.state.contexts.drop(ProgramId("p"))
+    engine.program_scheduler.state.contexts.pop(ProgramId("p"))
     engine.cached.clear()
     assert lost_by(engine, [*LONGER, 7, 7, 1, 2]) == ({LossCause.UNKNOWN: 54}, None), (
         "not new: it had been computed"
@@ -308,9 +308,6 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
                 engine.carry_out()
         engine.wait(chance.random() * 3)
         assert set(engine.held) == set(engine.program_scheduler.state.leases)
-        assert engine.program_scheduler.state.leases.blocks == sum(
-            held.blocks for held in engine.program_scheduler.state.leases.values()
-        )
         assert len(engine.program_scheduler.state.programs) <= 14 + len(inside)
         assert set(engine.program_scheduler.state.requests.states) == set(inside)
 

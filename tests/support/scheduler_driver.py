@@ -19,10 +19,11 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     state = program_scheduler.state
     programs, requests, leases = state.programs, state.requests.states, state.leases
     assert not state.actions, "actions of a handled event are left"
-    held = {block_id for lease in leases.values() for block_id in lease.block_ids}
-    assert leases.held_blocks == len(held) == sum(lease.freed_blocks for lease in leases.values()), (
-        "leased blocks"
-    )
+    earliest = sorted(leases.values(), key=lambda lease: (-lease.program.rank, lease.program.id))
+    holder = {block_id: lease.program.id for lease in earliest for block_id in lease.block_ids}
+    assert leases.held_blocks == len(holder), "leased blocks"
+    freed = {program_id: lease.freed_blocks for program_id, lease in leases.items()}
+    assert freed == {program_id: list(holder.values()).count(program_id) for program_id in freed}
     owners = state.owners
     for block_id, owner in owners.of.items():
         for program_id in (owner,) if isinstance(owner, str) else owner:
@@ -30,7 +31,9 @@ def check_tables(program_scheduler: ProgramScheduler) -> None:
     for program_id, owned in owners.blocks.items():
         assert all(program_id in owners.owners_of(each) for each in owned), "a program's block without it"
     assert not owners.orphans.keys() & owners.of.keys(), "an owned orphan"
-    assert all(lease.program_id in programs for lease in leases.values()), "a lease of an unknown program"
+    assert all(programs.get(name) is lease.program for name, lease in leases.items()), (
+        "a lease of an unknown program"
+    )
     assert program_scheduler.awaiting_first_token.keys() <= requests.keys(), (
         "a first token of an unknown request"
     )

@@ -37,6 +37,7 @@ from sojourn_server.metrics.turn_ledger import EvictedBlock, LossCause
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.preset import Preset, load_preset
 from sojourn_server.programs.program_state import ProgramState
+from sojourn_server.programs.program_status import ProgramStatus
 from sojourn_server.programs.tool_call_parsers import parse_tool_calls, plan_items
 
 BLOCK_TOKENS = 4
@@ -284,6 +285,9 @@ class VirtualEngine(EngineView):
         program = self.program_scheduler.state.programs.get(ProgramId(program_id))
         assert program is not None
         return program
+
+    def status(self, program_id: str) -> ProgramStatus:
+        return self.program_scheduler.status(self.program(program_id))
 
     def request_state(self, request_id: str) -> RequestState:
         """Return the state of a request in the engine. Raises ``KeyError`` if it has left."""

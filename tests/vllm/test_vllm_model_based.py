@@ -129,7 +129,7 @@ class EngineLife(RuleBasedStateMachine):
     @invariant()
     def leases_and_held_blocks_agree(self) -> None:
         adapter = self.engine.scheduler.sojourn
-        leases = {lease.program_id: lease.blocks for lease in adapter.program_scheduler.state.leases.values()}
+        leases = {lease.program.id: lease.blocks for lease in adapter.program_scheduler.state.leases.values()}
         held = {program_id: len(blocks) for program_id, blocks in adapter._pinned.items()}
         assert leases == held
         assert adapter.program_scheduler.leased_blocks <= self.blocks

@@ -74,14 +74,15 @@ class BlockOwners:
         if not owned:
             del self.blocks[program_id]
 
-    def cached_context(self, program_id: ProgramId) -> list[int]:
-        """Return the blocks of the program's last turn up to the first one that was evicted."""
+    def cached_context(self, program_id: ProgramId, *, whole: bool) -> list[int]:
+        """Return the blocks of the program's last turn up to the first one that was evicted. ``whole``: none
+        if one was evicted."""
         found: list[int] = []
         for block_id in self.contexts.get(program_id, ()):
             owner = self.of.get(block_id)
             is_shared = owner is MANY or (isinstance(owner, set) and program_id in owner)
             if owner != program_id and not is_shared:
-                break
+                return [] if whole else found
             found.append(block_id)
         return found
 

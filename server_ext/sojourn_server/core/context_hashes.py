@@ -34,30 +34,6 @@ class HashLists(dict[Key, Sequence[Any]]):
             too_many -= len(self.pop(next(iter(self))))
 
 
-class ContextHashStore(HashLists[ProgramId]):
-    """Each program's *context*: the block hashes of its last turn.
-
-    The hashes show whether a prompt changed or its KV was evicted. A lease that is granted some time after a
-    turn uses the hashes to find the turn's blocks. If a program's context was dropped, the ledger records the
-    cause ``unknown`` for its lost KV.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches: HashLists[ProgramId] = HashLists()
-        """Each program's *branch*: the prompt of its newest side request since the last turn."""
-
-    def put(self, key: ProgramId, hashes: Sequence[Any]) -> None:
-        """Store the newest context of the program, and drop its branch."""
-        super().put(key, hashes)
-        self.branches.pop(key, None)
-
-    def drop(self, program_id: ProgramId) -> None:
-        """Drop the program's context and branch."""
-        self.pop(program_id, None)
-        self.branches.pop(program_id, None)
-
-
 class PrefixTree:
     """A set of chains that answers which prefix another chain shares with any of them. An answer takes one
     bisection for each branch on the way."""

@@ -22,17 +22,8 @@ from ..policies.policy_views import (
     RunningRequestView,
 )
 from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
-from ..programs.program_status import ProgramSignal
 from ..programs.windowed_history import SlidingWindow
-from .events_and_actions import (
-    AdmissionRequested,
-    DemandSampled,
-    OutputLengthPredicted,
-    RequestChosen,
-    TurnFinished,
-    TurnFinishReason,
-    VictimNeeded,
-)
+from . import events_and_actions as ev
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
 
@@ -58,9 +49,7 @@ class DemandForecaster:
     """Forecasts output lengths and KV demand of one engine, and asks the admission policy about requests."""
 
     def __init__(self, state: SchedulerState) -> None:
-        self._state = state
-        self._pool = state.pool
-        self._histories = state.histories
+        self._state, self._pool, self._histories = state, state.pool, state.histories
         self.predictor = state.preset.output_length
         """Policy that predicts remaining tokens. The simulator may set a policy that knows the true
         lengths."""
@@ -105,24 +94,22 @@ class DemandForecaster:
         (``ProgramScheduler.passes_admission``)."""
         request_id = request_state.request_id
         self.holding[request_id] = request_state
-        if request_state.admission_blocked_since_s is not None and request_state.program is not None:
-            self._state.programs.signal(request_state.program, ProgramSignal.UNGATE)
         request_state.admission_blocked_since_s = None
         if self.predicts and most_tokens and request_id not in self.counted:
             written = max(0, tokens - request_state.prompt_tokens)
             self.counted[request_id] = self.waiting_view(request_state, tokens, written, most_tokens, now)
 
-    def ended(self, request_state: RequestState, event: TurnFinished) -> None:
+    def ended(self, request_state: RequestState, event: ev.TurnFinished) -> None:
         """Learn from a finished output. An aborted one shows no length."""
         program, output_tokens, reason = request_state.program, event.output_tokens, event.outcome
         if not self.predicts or program is None or output_tokens < 1:
             return
-        if reason in (TurnFinishReason.ERROR, TurnFinishReason.ABORTED):
+        if reason in (ev.TurnFinishReason.ERROR, ev.TurnFinishReason.ABORTED):
             return
         self._histories.output_lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
         hinted = request_state.hint.output_tokens
         # An output cut at its maximum length cannot refute a hint of at least that length.
-        if hinted and (reason is not TurnFinishReason.LENGTH or hinted < output_tokens):
+        if hinted and (reason is not ev.TurnFinishReason.LENGTH or hinted < output_tokens):
             # The difference of logarithms avoids a division: a hint may exceed the range of floats.
             off = abs(math.log(output_tokens) - math.log(hinted))
             self._histories.hints_off.observe(program.agent_type or "", off)
@@ -137,7 +124,7 @@ class DemandForecaster:
             self._network_errors.observe(fmean(network for network, _ in errors))
             self._baseline_errors.observe(fmean(baseline for _, baseline in errors))
 
-    def store_prediction(self, event: OutputLengthPredicted, now: float) -> None:
+    def store_prediction(self, event: ev.OutputLengthPredicted, now: float) -> None:
         """Store a neural network's prediction of a request's remaining tokens."""
         request_state = self._state.requests.states.get(event.request_id)
         if request_state is None:
@@ -160,13 +147,13 @@ class DemandForecaster:
             return None, None
         return self._network_errors.mean(), self._baseline_errors.mean()
 
-    def victim_needed(self, event: VictimNeeded, now: float) -> RequestChosen | None:
+    def victim_needed(self, event: ev.VictimNeeded, now: float) -> ev.RequestChosen | None:
         """Choose the running request to preempt. ``None``: the engine chooses."""
         views = [self.with_predictions(view, now) for view in event.running]
         chosen = self._victim(views, event.used_blocks, now)
-        return RequestChosen(chosen.request_id) if chosen is not None else None
+        return ev.RequestChosen(chosen.request_id) if chosen is not None else None
 
-    def demand_sampled(self, event: DemandSampled, now: float) -> RequestChosen | None:
+    def demand_sampled(self, event: ev.DemandSampled, now: float) -> ev.RequestChosen | None:
         """Count the demand of all running requests anew. Choose a request to offload before a forecast
         shortage comes. ``None``: no request is offloaded."""
         if event.link is not None:
@@ -181,7 +168,7 @@ class DemandForecaster:
         chosen = self._victim(views, event.used_blocks, now)
         if chosen is None or self.recovery(chosen.context_tokens, now) is not RecoveryMethod.OFFLOAD:
             return None
-        return RequestChosen(chosen.request_id)
+        return ev.RequestChosen(chosen.request_id)
 
     @property
     def demand(self) -> KvDemandView:
@@ -242,13 +229,13 @@ class DemandForecaster:
             not preempted and program.id not in self._state.leases and self.holding.keys().isdisjoint(others)
         )
 
-    def try_admit(self, event: AdmissionRequested, now: float) -> RequestChosen | None:
+    def try_admit(self, event: ev.AdmissionRequested, now: float) -> ev.RequestChosen | None:
         """Decide whether the request may be admitted. If so, record it as a holder of KV."""
         state, pool, request_id = self._state, self._pool, event.request_id
         request_state = state.requests.states[request_id]
         program, rank = request_state.program, request_state.rank
         if program is None or not self.decides_admission(request_state, event.preempted):
-            return RequestChosen(request_id)
+            return ev.RequestChosen(request_id)
         own, demand, earlier = None, KvDemandView((), 0), tuple[ProgramGrowthView, ...]()
         if state.preset.admission.forecasts:
             # The policy may have accepted the request before, without the engine admitting it.
@@ -261,7 +248,7 @@ class DemandForecaster:
         view = AdmissionView(
             need_blocks=event.need_blocks,
             free_blocks=event.free_blocks
-            + sum(lease.blocks for lease in state.leases.values() if lease.rank > rank),
+            + sum(lease.blocks for lease in state.leases.values() if lease.program.rank > rank),
             pool_blocks=pool.blocks,
             block_size=pool.tokens_per_block,
             max_context_tokens=pool.max_context_tokens,
@@ -274,9 +261,7 @@ class DemandForecaster:
             available_blocks=demand.available_blocks,
             since_shortage_s=max(0.0, now - state.last_shortage_s),
         )
-        is_admitted = state.preset.admission.may_admit(view, now)
-        state.programs.signal(program, ProgramSignal.UNGATE if is_admitted else ProgramSignal.GATE)
-        if not is_admitted:
+        if not state.preset.admission.may_admit(view, now):
             self.holding.pop(request_id, None)
             if request_state.admission_blocked_since_s is None:
                 request_state.admission_blocked_since_s = now
@@ -285,7 +270,7 @@ class DemandForecaster:
         self.holding[request_id] = request_state
         if own is not None:
             self.counted[request_id] = own
-        return RequestChosen(request_id)
+        return ev.RequestChosen(request_id)
 
     def _holding_before(self, rank: int) -> tuple[ProgramGrowthView, ...]:
         """Return the view of each program that arrived before ``rank`` (has a lower rank) and holds KV."""

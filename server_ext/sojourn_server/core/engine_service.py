@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -35,7 +36,6 @@ from .events_and_actions import Action, ClientEventReceived, Event, PolicySwitch
 from .program_scheduler import ProgramScheduler
 from .request_hints import HINTED_TTL, RequestIdentity, unused_fields
 from .request_table import RequestState
-from .scheduler_state import SchedulerState
 
 STOCK_OPERATIONS = ("capabilities", "drain_metrics", "load", "stats")
 """Operations that ``stock_answer`` carries out."""
@@ -186,7 +186,8 @@ class EngineService:
 
     def _programs(self, arguments: _Arguments, now: float) -> answers.ProgramList:
         programs = self._state.programs
-        chosen = [one for one in programs if arguments.status in (None, one.status.value)]
+        status = self._program_scheduler.status
+        chosen = [one for one in programs if arguments.status in (None, status(one).value)]
         chosen.sort(key=lambda program: program.rank, reverse=True)
         shown = [self._row(program, ProgramSummary) for program in chosen[: arguments.limit]]
         return answers.ProgramList(now_s=now, programs=shown, shown=len(shown), total=len(chosen))
@@ -234,7 +235,13 @@ class EngineService:
             tokens = context_tokens if is_whole else int(found * per_block)
             if tokens or runs:
                 idle_s = round(max(0.0, now - program.last_contact_s), 3)
-                left = self._steps_left(program, own)
+                # By the client's hint, corrected by what such hints were worth.
+                known = state.histories.steps_left.turns_left(program, agent_type_name(program))
+                left = program.expected_steps_left
+                if known is not None:
+                    left = round(known[0], 3)
+                elif left is not None:
+                    left += len(own)
                 programs.append(answers.ResidentProgram(program.id, tokens, context_tokens, idle_s, left))
         return answers.EngineLoad(
             requests=len(requests),
@@ -244,15 +251,6 @@ class EngineService:
             waiting=waiting,
             **pair_load(self._view.paths),
         )
-
-    def _steps_left(self, program: ProgramState, requests: Sequence[RequestState]) -> float | None:
-        """Return the expected number of turns that have not ended: by the client's hint, corrected by what
-        such hints were worth. ``None``: unknown. ``requests``: the program's open requests."""
-        left = program.expected_steps_left
-        known = self._state.histories.steps_left.turns_left(program, agent_type_name(program))
-        if known is not None:
-            return round(known[0], 3)
-        return left + len(requests) if left is not None else None
 
     def _persist(self, arguments: _Arguments, now: float) -> answers.PersistProgress | None:
         program = self._state.programs.get(ProgramId(arguments.program_id))
@@ -321,7 +319,7 @@ class EngineService:
             block_tokens=state.pool.tokens_per_block,
             block_bytes=state.pool.block_bytes,
             blocks={name: count for name, count in self._view.pool_state().items() if name != "total"},
-            programs=_by_status(state),
+            programs=self._by_status(),
             requests=len(state.requests.states),
             running_requests=sum(request.running for request in state.requests.states.values()),
             leases=len(state.leases),
@@ -354,7 +352,7 @@ class EngineService:
         }
         placed = self._program_scheduler.tiers.counts().items()
         gauges: dict[str, list[tuple[dict[str, str], float]]] = {
-            "sojourn_programs": [({"state": name}, count) for name, count in _by_status(state).items()],
+            "sojourn_programs": [({"state": name}, count) for name, count in self._by_status().items()],
             "sojourn_leases": [({}, len(state.leases))],
             "sojourn_placed_programs": [({"tier": tier.value}, count) for tier, count in placed],
             "sojourn_build_info": [(build, 1)],
@@ -380,7 +378,7 @@ class EngineService:
         return kind(
             **_same(program, "tenant turns context_tokens reused_tokens lost_tokens"),
             program_id=program.id,
-            status=program.status.value,
+            status=self._program_scheduler.status(program).value,
             name=program.name or program.agent_type,
             parent_program_id=program.parent_id,
             requests=len(requests),
@@ -399,6 +397,11 @@ class EngineService:
             tool_ended=program.gap_reported and not program.tools,
             **more,
         )
+
+    def _by_status(self) -> dict[str, int]:
+        """Number of programs by status."""
+        counts = Counter(map(self._program_scheduler.status, self._state.programs))
+        return {status.value: counts[status] for status in ProgramStatus}
 
     def _requests_of(self, program: ProgramState) -> list[RequestState]:
         """The program's requests in the engine."""
@@ -437,12 +440,6 @@ def pair_load(paths: KVTransferStatus) -> dict[str, Any]:
 def _same(source: Any, names: str) -> dict[str, Any]:
     """Attributes of ``source`` that an answer has under the same names."""
     return {name: getattr(source, name) for name in names.split()}
-
-
-def _by_status(state: SchedulerState) -> dict[str, int]:
-    """Number of programs by status."""
-    counts = state.programs.counts
-    return {status.value: counts[status] for status in ProgramStatus}
 
 
 def _by_state(tier: str, states: dict[str, int], factor: int) -> Iterator[tuple[dict[str, str], float]]:

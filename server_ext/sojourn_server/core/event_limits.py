@@ -30,21 +30,14 @@ MAX_WAIT_S = 1.5
 below the SDK's ``send_timeout_s``."""
 
 
-class _EventLabel(msgspec.Struct):
-    """Fields that are read from an invalid event, so that its outcome can name the event."""
-
-    type: Any = None
-    program_id: Any = None
-    seq: Any = None
-
-
 def undecodable_outcome(raw: msgspec.Raw, error: str) -> tuple[str, EventOutcome]:
     """Return the type under which an event that cannot be decoded is counted, and its outcome. ``error``: why
     it cannot be decoded."""
-    label = _EventLabel()
+    label: Any = None
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        label = msgspec.json.decode(raw, type=_EventLabel)
-    given, program_id, seq = label.type, label.program_id, label.seq
+        label = msgspec.json.decode(raw)
+    label = label if isinstance(label, dict) else {}
+    given, program_id, seq = label.get("type"), label.get("program_id"), label.get("seq")
     kind, outcome = "unknown", Outcome.REJECTED
     if given in EVENT_TYPES:
         kind = given

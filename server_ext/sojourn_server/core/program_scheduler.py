@@ -9,7 +9,7 @@ events with ``now`` (virtual time in the simulator) and carries out the returned
 always give the same decisions, so a recorded run can be replayed.
 
 Queries such as ``queue_place`` change nothing. Other packages also ask the parts ``predictor``,
-``forecaster``, ``tiers`` and ``lease_manager``. The ``take_…`` methods of ``predictor`` empty the list that
+``forecaster``, ``tiers`` and ``leases``. The ``take_…`` methods of ``predictor`` empty the list that
 they return. The tables are in ``state``. Only ``core`` and ``recording`` may use them.
 """
 
@@ -45,7 +45,6 @@ from ..programs.statements import TTL
 from ..programs.windowed_history import recent_entry
 from . import events_and_actions as ev
 from .demand_forecaster import DemandForecaster
-from .lease_manager import LeaseManager
 from .request_hints import clipped, unused_fields
 from .request_table import QueuePlace, QueueState, RequestState
 from .scheduler_state import ANY_TYPE, SchedulerState
@@ -76,20 +75,19 @@ class ProgramScheduler:
         self.decisions = state.decisions
         self._programs = state.programs
         self._requests = state.requests
-        self._leases = state.leases
         self.owners = state.owners
         self._outbox = state.actions
-        self.lease_manager = LeaseManager(state)
+        self.leases = state.leases
         self.predictor = WorkflowPredictor(state)
         self.forecaster = DemandForecaster(state)
-        self.tiers = TierManager(state)
+        self.tiers = TierManager(state, self._moved)
         self.request, self.program = state.requests.states.get, state.programs.get
         """Return a request in the engine and a program, which only ``core`` changes; ``None``: unknown id."""
         self.context = state.contexts.get
         """Returns the block hashes of a program's newest context; ``None``: they were dropped."""
         self.turns_of = state.ledger.of_program
         """Returns the records of a program's newest turns, oldest first."""
-        self.leased_programs = state.leases.keys()
+        self.leased_programs = self.leases.keys()
         """Programs with a lease."""
         self._unused_fields = unused_fields(state.preset)
         self.awaiting_first_token: dict[str, TurnRecord] = {}
@@ -200,10 +198,7 @@ class ProgramScheduler:
         if program is None:
             return
         self._begin_turn(program, request_state, event, now)
-        if self.tiers.places:
-            self.tiers.arrived(request_state, now)
-            if self.tiers.is_parked(request_state):
-                self._programs.signal(program, ProgramSignal.GATE)
+        self.tiers.arrived(request_state, now)
 
     def _contacted(self, program_id: ProgramId, now: float) -> ProgramState:
         """Find or create a program whose client was heard from, and forget those that were removed from a
@@ -211,12 +206,11 @@ class ProgramScheduler:
         program, forgotten = self._programs.open(program_id, now)
         for each in forgotten:
             self.tiers.forget(each.id, now)
-            self.lease_manager.drop(each.id, DecisionReason.SUPERSEDED, now)
+            self.leases.drop(each.id, DecisionReason.SUPERSEDED, now)
             # A preset that leaves the KV of ended programs in the cache keeps their contexts, too.
-            self.state.contexts.drop(each.id)
+            self.state.contexts.pop(each.id, None)
             self.owners.contexts.pop(each.id, None)
             self.state.release_reasons.pop(each.id, None)
-        self._leases.heard(program_id, now)
         program.disconnected = False
         return program
 
@@ -241,7 +235,7 @@ class ProgramScheduler:
 
         A turn's context replaces the main context when the turn ends, and drops the branch.
         """
-        hashes, before, contexts = event.block_hashes, None, self.state.contexts
+        hashes, before = event.block_hashes, None
         found = (self.state.requests.states[request_id] for request_id in program.live_requests)
         # Not those of an earlier program of this id. Sorted, since the order of a set differs by process.
         live = sorted((one for one in found if one.rank == program.rank), key=lambda one: one.arrival)
@@ -249,7 +243,7 @@ class ProgramScheduler:
             longest = max(live, key=lambda request: request.prompt_tokens)
             before, prompt_tokens = longest.block_hashes, longest.prompt_tokens
         elif program.turns and program.status not in OVER_STATUSES:
-            before, prompt_tokens = contexts.get(program.id), program.prompt_tokens
+            before, prompt_tokens = self.context(program.id), program.prompt_tokens
         if hashes is None or before is None or any(request.block_hashes is None for request in live):
             return []
         prompt_blocks = min(len(before), prompt_tokens // self.state.pool.block_size)
@@ -261,15 +255,15 @@ class ProgramScheduler:
             is_longer = event.prompt_tokens > prompt_tokens
             return [request.request_id for request in live] if is_longer else [event.request_id]
         waits = program.gap_started_s is not None and program.tool_now() is not None
-        if waits and program.id not in self._leases:
+        if waits and program.id not in self.leases:
             in_gap_s = now - (program.gap_started_s or 0.0)
             waits = bool(program.tools) and in_gap_s < self.state.limits.max_held_s
         if not waits:
-            branch = contexts.branches.get(program.id, ())
-            is_branch = 0 < len(branch) < len(hashes) and branch[-1] == hashes[len(branch) - 1]
+            blocks, last_hash = program.branch or (0, None)
+            is_branch = 0 < blocks < len(hashes) and last_hash == hashes[blocks - 1]
             if is_branch or 2 * event.prompt_tokens >= program.context_tokens:
                 return []
-        contexts.branches.put(program.id, list(hashes))
+        program.branch = (len(hashes), hashes[-1]) if hashes else None
         return [event.request_id]
 
     def _begin_turn(
@@ -314,7 +308,7 @@ class ProgramScheduler:
             tool_before=tool_before,
             gap_s=gap_s,
             tool_s=tool_s,
-            leased=self._leases.set_waiting(program.id, True),
+            leased=program.id in self.leases,
             client_request_id=client_request_id,
         )
 
@@ -340,9 +334,7 @@ class ProgramScheduler:
         request_state.run(now, promoted_s)
         self._requests.idle_since_s = None
         request_state.output_tokens_at_admission = max(0, event.tokens - request_state.prompt_tokens)
-        move = self.tiers.admitted(request_state, now, event.block_hashes)
-        if move is not None and request_state.program is not None:
-            self._moved(request_state.program, move, now)
+        self.tiers.admitted(request_state, now, event.block_hashes)
         self.forecaster.admitted(request_state, event.tokens, event.most_tokens, now)
         program, record = request_state.program, request_state.record
         if program is None or record is None:
@@ -354,19 +346,19 @@ class ProgramScheduler:
         record.admitted_s = now
         self.awaiting_first_token[event.request_id] = record
         self._record_reuse(program, record, event, now)
-        self.lease_manager.end(program.id, DecisionReason.RETURN, now)
+        self.leases.end(program.id, DecisionReason.RETURN, now)
         self.state.release_reasons.pop(program.id, None)
 
     def _record_reuse(
         self, program: ProgramState, record: TurnRecord, event: ev.RequestAdmitted, now: float
     ) -> None:
         """Record where the KV of an admitted request's prompt came from."""
-        before = self.state.contexts.get(program.id)
+        before = self.context(program.id)
         shared = common_prefix_length(before, event.block_hashes) if before is not None else None
         self.predictor.admitted(program, event.block_hashes, len(before or ()), shared)
         cause, evicted_block = LossCause.UNREAD, None
         if event.reads_cache:
-            cause, evicted_block = self.lease_manager.loss_cause(program, before, event)
+            cause, evicted_block = self.leases.loss_cause(program, before, event)
         if evicted_block is not None:
             record.evictor, record.evicted_score = evicted_block.evictor, evicted_block.score
         split = split_tokens(
@@ -454,14 +446,11 @@ class ProgramScheduler:
             program.turns += client_request_id is None or client_request_id != program.client_request_id
             program.client_request_id = client_request_id
         if program.live_requests:
-            if self.tiers.places and not self.tiers.any_parked(program.id):
-                self._programs.signal(program, ProgramSignal.UNGATE)  # the request that left was parked
             return
         program.disconnected = event.outcome is ev.TurnFinishReason.ABORTED
         self._programs.signal(program, ProgramSignal.TURN_OVER)
-        self._leases.set_waiting(program.id, False)
         if program.status in OVER_STATUSES:  # the client ended the program while this request still ran
-            self.lease_manager.drop(program.id, DecisionReason.END, now)
+            self.leases.drop(program.id, DecisionReason.END, now)
             return
         if failed:
             # The program went on after a turn that was announced as the last.
@@ -470,6 +459,7 @@ class ProgramScheduler:
         self._open_gap(program, event, now)
         program.turn_hint = request_state.hint
         self.state.contexts.put(program.id, event.block_hashes)
+        program.branch = None
         self.owners.contexts[program.id] = event.block_ids
         cached_blocks = len(event.block_ids)
         self.tiers.turn_finished(program, cached_blocks)
@@ -479,13 +469,13 @@ class ProgramScheduler:
             record.tier, record.p_reuse = program.prediction_source, program.p_reuse
         if program.turn_hint.final and self.predictor.believes_final(program):
             self.tiers.forget(program.id, now)
-            self.lease_manager.log_keep(
+            self.leases.log_keep(
                 program, RetentionDecision(0.0, DecisionReason.FINAL_TURN), cached_blocks, now
             )
             return
-        if program.id in self._leases:  # a parallel branch of the same program still holds a lease
-            self.lease_manager.end(program.id, DecisionReason.SUPERSEDED, now)
-        lease = self.lease_manager.grant(program, program.pending_tool, event.block_ids, now)
+        if program.id in self.leases:  # a parallel branch of the same program still holds a lease
+            self.leases.end(program.id, DecisionReason.SUPERSEDED, now)
+        lease = self.leases.grant(program, program.pending_tool, event.block_ids, now)
         if lease is not None and record is not None:
             record.lease_ttl_s = round(lease.ttl_s, 3)
 
@@ -545,14 +535,13 @@ class ProgramScheduler:
         """Apply one client event to its program and return the outcome for the client. Any event of a known
         program counts as contact, even if it is then rejected."""
         event, prefix = received.event, f"{received.event.__struct_config__.tag}."
+        unused: tuple[str, ...] = ()
         outcome, reason = self._apply(EmitterId(received.emitter), event, now) or (Outcome.APPLIED, "")
-        fields = (name.removeprefix(prefix) for name in self._unused_fields if name.startswith(prefix))
-        unused = tuple(field for field in fields if getattr(event, field) is not None)
-        if outcome not in (Outcome.APPLIED, Outcome.DEFERRED):
-            unused = ()
-        program_id, seq = event.program_id, event.seq
+        if outcome in (Outcome.APPLIED, Outcome.DEFERRED):
+            fields = (name.removeprefix(prefix) for name in self._unused_fields if name.startswith(prefix))
+            unused = tuple(field for field in fields if getattr(event, field) is not None)
         return EventOutcome(
-            outcome=outcome, reason=reason, program_id=program_id, seq=seq, unsupported=unused
+            outcome=outcome, reason=reason, program_id=event.program_id, seq=event.seq, unsupported=unused
         )
 
     def _apply(self, emitter: EmitterId, event: AnyEvent, now: float) -> _Refusal | None:
@@ -573,12 +562,10 @@ class ProgramScheduler:
         if event.parent_program_id:
             program.parent_id = ProgramId(event.parent_program_id)
         program.tenant = event.tenant or program.tenant
-        if event.heartbeat:
-            self._heartbeat(program, event, now)
+        program.heartbeats |= event.heartbeat
 
     def _heartbeat(self, program: ProgramState, event: AnyEvent, now: float) -> None:
         program.heartbeats = True
-        self._leases.heard(program.id, now, promised=True)
 
     def _tool_start(self, program: ProgramState, event: ToolStart, now: float) -> _Refusal | None:
         if program.status is ProgramStatus.ENDED:
@@ -597,20 +584,21 @@ class ProgramScheduler:
         if program.live_requests:
             return Outcome.DEFERRED, "a request of the program is in the engine; counts for the history only"
         self.tiers.tool_known(program, now)
-        lease = self._leases.get(program.id)
+        lease = self.leases.get(program.id)
         if lease is not None and not lease.anchored:
             lease.anchored = True  # only once per gap, since the TTL was chosen for a tool that starts now
-            self._leases.extend(program.id, started_s + lease.ttl_s)
+            lease.extend(started_s + lease.ttl_s)
         is_new = program.pending_tool != key
-        if is_new and (lease is not None or self.state.contexts.get(program.id) is not None):
+        if is_new and (lease is not None or self.context(program.id) is not None):
             program.pending_tool = key
             if program.gap_started_s is not None:
                 self.predictor.plan_gap(program, now)
             # Without a lease, the output showed no call of this tool. A gap gets at most one lease.
             if lease is None and not program.gap_leased and program.status not in OVER_STATUSES:
-                block_ids = self.state.cached_context(program.id)
-                if block_ids:
-                    self.lease_manager.grant(program, program.tool_now(), block_ids, now, "late_keep")
+                # Several KV cache groups list their blocks one after the other. A hit needs blocks of each.
+                is_single = not self.pool.fixed_blocks and self.pool.tokens_per_block == self.pool.block_size
+                if block_ids := self.owners.cached_context(program.id, whole=not is_single):
+                    self.leases.grant(program, program.tool_now(), block_ids, now, "late_keep")
         return None
 
     def _tool_stop(self, program: ProgramState, event: ToolStop, now: float) -> _Refusal | None:
@@ -627,8 +615,8 @@ class ProgramScheduler:
         program.gap_reported = True
         program.tool_ended(tool, duration_s, now)
         self.tiers.tool_known(program, now)
-        if not program.tools:
-            self._leases.extend(program.id, now + self.state.limits.return_grace_s)
+        if not program.tools and (lease := self.leases.get(program.id)) is not None:
+            lease.extend(now + self.state.limits.return_grace_s)
         return None
 
     def _aeg(self, program: ProgramState, event: AegReport, now: float) -> _Refusal | None:
@@ -671,9 +659,9 @@ class ProgramScheduler:
             state.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
         predictor.eviction_key_changed(program)
         if signal is ProgramSignal.END:
-            self.lease_manager.drop(program.id, DecisionReason.END, now)
+            self.leases.drop(program.id, DecisionReason.END, now)
         else:
-            self.lease_manager.end(program.id, DecisionReason.SILENT, now)
+            self.leases.end(program.id, DecisionReason.SILENT, now)
 
     # -- memory and time --------------------------------------------------------------
 
@@ -682,14 +670,12 @@ class ProgramScheduler:
         need = event.need
         if not need.anything_running:
             need = replace(need, idle_s=self._requests.idle_s(now, False))
-        if self.lease_manager.may_reclaim(need):
-            self.lease_manager.make_room(need, self._lease_views(), now)
+        if self.leases.may_reclaim(need):
+            self.leases.make_room(need, self._lease_views(), now)
 
     def _lease_views(self) -> list[LeaseView]:
-        if not self.preset.eviction.by_program:
-            return [lease.view(()) for lease in self._leases.values()]
-        standing, score = self.owner_standing, self.owner_score
-        return [lease.view(score(standing(lease.program_id))) for lease in self._leases.values()]
+        by_program, standing, score = self.preset.eviction.by_program, self.owner_standing, self.owner_score
+        return [each.view(score(standing(name)) if by_program else ()) for name, each in self.leases.items()]
 
     def _evicted(self, event: ev.BlocksEvicted, now: float) -> None:
         """Log why cached blocks were evicted, and for which program."""
@@ -716,13 +702,12 @@ class ProgramScheduler:
         self._now_s = now
         if event.used_blocks is not None:
             self.state.used_blocks = event.used_blocks
-        for program_id, reason in self._leases.expired(now):
-            self.lease_manager.end(program_id, reason, now)
+        self.leases.end_expired(now)
         pressed = getattr(self.preset.retention, "pressed", None)
-        if pressed is not None and len(self._leases) and self.state.used_blocks is not None:
+        if pressed is not None and len(self.leases) and self.state.used_blocks is not None:
             views, used_blocks = self._lease_views(), self.state.used_blocks
             for program_id, reason in pressed(views, used_blocks, self.pool.blocks, now):
-                self.lease_manager.end(program_id, reason, now)
+                self.leases.end(program_id, reason, now)
         for silent in self._programs.silent(now):
             self._end_program(silent, ProgramSignal.SILENCE, silent.silent_outcome(), now)
         if self.preset.prefetch.is_used:
@@ -730,8 +715,7 @@ class ProgramScheduler:
                 prefetch = ev.EngineAction(ev.EngineActionKind.PREFETCH, program.id, DecisionReason.THIS_TOOL)
                 self._outbox.append(prefetch)
         if self.tiers.places:
-            for program, move in self.tiers.tick(now):
-                self._moved(program, move, now)
+            self.tiers.tick(now)
 
     def _step_completed(self, event: ev.StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
@@ -740,14 +724,14 @@ class ProgramScheduler:
         self.forecaster.record_step(event.seconds)
 
     def _cache_reset_started(self, event: ev.CacheResetStarted, now: float) -> None:
-        for program_id in self.lease_manager.end_all(DecisionReason.RESET, now):
+        for program_id in self.leases.end_all(DecisionReason.RESET, now):
             # The engine may refuse the reset. Then the blocks of these leases stay cached.
             self.state.release_reasons.pop(program_id, None)
 
     def _cache_reset(self, event: ev.CacheReset, now: float) -> None:
         contexts = self.state.contexts
         if event.device:
-            self.lease_manager.end_all(DecisionReason.RESET, now)
+            self.leases.end_all(DecisionReason.RESET, now)
             lost = list(contexts)
             contexts.clear()
             self.owners.clear()
@@ -755,7 +739,7 @@ class ProgramScheduler:
         else:
             lost = [each for each in contexts if self.tiers.tier(each) is not Tier.DEVICE]
             for program_id in lost:
-                contexts.drop(program_id)
+                del contexts[program_id]
         for program_id in lost:
             self.state.release_reasons[program_id] = LossCause.DROPPED
         self.tiers.cache_reset(device=event.device)
@@ -769,20 +753,24 @@ class ProgramScheduler:
         self.preset = state.preset = self.own_preset if event.on else switched_off(self.own_preset)
         self.decisions.add(now, "policy", None, "on" if event.on else "off")
         if event.on:
-            moves = self.tiers.begin_again(requests.values(), now)
+            self.tiers.begin_again(requests.values(), now)
         else:
-            self.lease_manager.end_all(DecisionReason.SWITCHED_OFF, now)
-            moves = self.tiers.give_up()
-        for program, move in moves:
-            self._moved(program, move, now)
+            self.leases.end_all(DecisionReason.SWITCHED_OFF, now)
+            self.tiers.give_up(now)
         for program in self._programs:
             self.predictor.eviction_key_changed(program)  # it has another tier
-        for request_state in requests.values():
-            if request_state.program is not None and self.tiers.is_parked(request_state):
-                self._programs.signal(request_state.program, ProgramSignal.GATE)
-            self._outbox.append(ev.QueuePlaceChanged(request_state.request_id))
+        self._outbox.extend(map(ev.QueuePlaceChanged, requests))
 
     # -- queries: they change nothing -------------------------------------------
+
+    def status(self, program: ProgramState) -> ProgramStatus:
+        """The program's status; GATED if the policy rejects a request of it, or if its place parks one."""
+        for request in filter(None, map(self.request, program.live_requests)):
+            blocked = request.admission_blocked_since_s is not None
+            accepted = request.request_id in self.forecaster.holding
+            if (blocked and not accepted) or self.tiers.is_parked(request):
+                return ProgramStatus.GATED
+        return program.status
 
     def live_requests(self, program_id: ProgramId) -> AbstractSet[str]:
         """Ids of the program's requests in the engine."""
@@ -797,7 +785,7 @@ class ProgramScheduler:
     @property
     def leased_blocks(self) -> int:
         """Number of distinct blocks that leases hold."""
-        return self._leases.held_blocks
+        return self.leases.held_blocks
 
     def queue_place(self, request_id: str, preempted: bool | None = None) -> QueuePlace | None:
         """Return the request's place in the waiting queue; ``None`` for an unknown request.
@@ -896,11 +884,8 @@ class ProgramScheduler:
         if move.when is MoveTiming.AFTER_TURN:
             return
         self.predictor.eviction_key_changed(program)
-        parked = move.to is not Tier.DEVICE
-        if parked:
-            self.lease_manager.end(program.id, DecisionReason.PLACED, now)
-        if program.live_requests:
-            self._programs.signal(program, ProgramSignal.GATE if parked else ProgramSignal.UNGATE)
+        if move.to is not Tier.DEVICE:
+            self.leases.end(program.id, DecisionReason.PLACED, now)
         place = ev.EngineActionKind.PLACE
         self._outbox.append(ev.EngineAction(place, program.id, DecisionReason.PLACED, move.to))
 

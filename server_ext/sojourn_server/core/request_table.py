@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from sojourn.hints import AgenticContext
+from sojourn.hints import AgenticContext, SojournContext
 from sojourn.ids import ProgramId
 from sojourn.wire_codec import Outcome
 
@@ -122,32 +122,36 @@ class RequestState:
     def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float, unused: Sequence[str]) -> Outcome:
         """Store a hint here and in the state of the program, which must be known. Return whether the hint was
         applied as it is, has a field of ``unused``, or its TTL was out of bounds and was clipped."""
-        program, ours, tokens = self.program, context.sojourn, context.expected_output_length
+        program, ours, tokens = (
+            self.program,
+            context.sojourn or SojournContext(),
+            context.expected_output_length,
+        )
         assert program is not None
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
             program.blocks_parent = context.blocks_parent is True
-        ttl_s = clipped_s = context.kv_retention_ttl_seconds
-        if ttl_s is not None:
-            clipped_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
         program.importance = context.priority or 0
         if context.deadline_seconds is not None:
             program.due_s = self.arrived_s + context.deadline_seconds
+        program.heartbeats |= ours.heartbeat
+        # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
+        program.agent_type = clipped(ours.agent_type) or program.agent_type
+        program.node = clipped(ours.node) or program.node
+        program.tenant = clipped(ours.tenant) or program.tenant
+        left = ours.expected_steps_left
+        program.expected_steps_left = left if left is not None and left >= 0 else None
+        ttl_s = clipped_s = context.kv_retention_ttl_seconds
+        if ttl_s is not None:
+            clipped_s = min(max(0.0, ttl_s), max_hinted_ttl_s)
         self.hint = RequestHint(
             clipped_s,
-            context.expected_resume is False or (ours is not None and ours.final),
+            context.expected_resume is False or ours.final,
             context.expected_resume is True,
-            output_tokens=tokens if tokens is not None and tokens > 0 else None,
+            clipped(ours.node),
+            program.expected_steps_left,
+            tokens if tokens is not None and tokens > 0 else None,
         )
-        if ours is not None:
-            program.heartbeats = program.heartbeats or bool(ours.heartbeat)
-            # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
-            program.agent_type = clipped(ours.agent_type) or program.agent_type
-            program.node = clipped(ours.node) or program.node
-            program.tenant = clipped(ours.tenant) or program.tenant
-            left = ours.expected_steps_left
-            program.expected_steps_left = left if left is not None and left >= 0 else None
-            self.hint = self.hint._replace(node=clipped(ours.node), steps_left=program.expected_steps_left)
         for field_name in unused:
             value = getattr(context, field_name, None)
             # ``expected_resume: false`` ends a program under every preset. Fields in the ``sojourn`` part do
@@ -166,11 +170,6 @@ class RequestTable:
         """Number of requests that named no program, except those of ``sojourn doctor``."""
         self.idle_since_s: float | None = None
         """Time of the first ``idle_s`` without a running request, since a request ran."""
-
-    @property
-    def running_tokens(self) -> int:
-        """Prompt tokens of all running requests."""
-        return sum(state.prompt_tokens for state in self.states.values() if state.running)
 
     def untracked_waits(self, since_s: float = math.inf) -> bool:
         """Whether a request without a program waits, and has waited at least since ``since_s``."""

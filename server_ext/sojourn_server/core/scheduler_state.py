@@ -27,7 +27,7 @@ from ..programs.windowed_history import (
 )
 from ..programs.workflow_history import WorkflowHistory
 from .block_owners import BlockOwners
-from .context_hashes import ContextHashStore
+from .context_hashes import HashLists
 from .events_and_actions import Action
 from .leases import LeaseTable
 from .request_table import RequestTable
@@ -178,11 +178,13 @@ class SchedulerState:
             promised_s=self.limits.silent_program_s,
         )
         self.requests = RequestTable()
-        self.leases = LeaseTable(int(pool.blocks * self.limits.lease_budget_fraction))
+        self.leases = LeaseTable(self)
         self.owners = BlockOwners()
         self.used_blocks: int | None = None
         """Number of blocks that requests use or leases hold, as last reported."""
-        self.contexts = ContextHashStore()
+        self.contexts: HashLists[ProgramId] = HashLists()
+        """Each program's *context*: the block hashes of its last turn. They show whether a prompt changed or
+        its KV was evicted. Without them, the ledger records the cause ``unknown`` for lost KV."""
         self.release_reasons: dict[ProgramId, LossCause | None] = {}
         """Program → why its KV was released, as a cause in the turn ledger; ``None``: a reason for which the
         ledger has no cause. The entry is removed when a turn of the program begins."""
@@ -196,14 +198,6 @@ class SchedulerState:
         reclaim of a lease or preemption of a request. ``-inf``: never."""
         self.actions: list[Action] = []
         """Actions of the event being handled, oldest first. ``ProgramScheduler.handle`` empties this list."""
-
-    def cached_context(self, program_id: ProgramId) -> list[int]:
-        """Return the ids of the cached blocks that a prompt which continues the program's last turn would
-        find, in context order."""
-        pool, found = self.pool, self.owners.cached_context(program_id)
-        # Several KV cache groups list their blocks one after the other, and a hit needs blocks of each.
-        is_single = not pool.fixed_blocks and pool.tokens_per_block == pool.block_size
-        return found if is_single or len(found) == len(self.owners.contexts.get(program_id, ())) else []
 
     def _assumed_s_per_token(self) -> float | None:
         """Assumed seconds to copy a token's KV from host memory, until a copy is measured: from the engine

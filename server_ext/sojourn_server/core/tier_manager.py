@@ -18,7 +18,7 @@ engine's own order applies."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
@@ -79,8 +79,6 @@ TURNS_ASSUMED = 2
 MIN_CALLS_SEEN = 4
 """Minimum number of calls of a tool before the tool's own durations are used (see ``_gap_durations_s``)."""
 
-Moved = tuple[ProgramState, TierMove]
-
 
 @dataclass(slots=True, eq=False)
 class PlacedProgram:
@@ -119,15 +117,14 @@ class PlacedProgram:
 
     @property
     def activity(self) -> ProgramActivity:
-        if self.running or self._turn_goes_on:
+        if self.running:
             return ProgramActivity.REASONING
-        return ProgramActivity.READY if self.waiting else ProgramActivity.ACTING
-
-    @property
-    def _turn_goes_on(self) -> bool:
-        """Whether the program leaves the device after its turn, and a request of that turn still waits."""
         oldest = next(iter(self.waiting.values()), None)
-        return self.leaves_after is not None and oldest is not None and oldest.arrival <= self.leaves_after
+        if oldest is None:
+            return ProgramActivity.ACTING
+        # The program may leave the device after its turn, while a request of that turn still waits.
+        turn_goes_on = self.leaves_after is not None and oldest.arrival <= self.leaves_after
+        return ProgramActivity.REASONING if turn_goes_on else ProgramActivity.READY
 
     def pass_time(self, now: float) -> None:
         """Measure the idleness after an event of a request."""
@@ -139,24 +136,22 @@ class PlacedProgram:
         leave it."""
         if request_state.released or request_state.request_id not in self.waiting:
             return False
-        leaves_after = self.leaves_after
-        return self.tier is not Tier.DEVICE or (
-            leaves_after is not None and request_state.arrival > leaves_after
-        )
+        most = math.inf if self.leaves_after is None else self.leaves_after
+        return self.tier is not Tier.DEVICE or request_state.arrival > most
 
 
 class TierManager:
     """The places of the programs of one engine. Times are seconds on the engine's monotonic clock."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, moved: Callable[[ProgramState, TierMove, float], None]) -> None:
+        """``moved``: handles each move after it was made."""
+        self._moved = moved
         self.policy: PlacementPolicy = state.preset.placement
         """A simulation may set a policy that knows the programs' futures."""
         self.places = self.policy.is_used
         """Whether programs are placed; False after the policy has failed or was switched off."""
         self.limits, self._state = state.limits, state
-        self._pool = state.pool
-        self._reload = state.reload
-        self._histories = state.histories
+        self._pool, self._reload, self._histories = state.pool, state.reload, state.histories
         self._places: dict[ProgramId, PlacedProgram] = {}
         self._arrivals = 0
         """Arrival number of the newest request."""
@@ -183,8 +178,7 @@ class TierManager:
         place = self._places.get(program.id)
         if place is None:
             since_s, returning = request_state.waits_since_s, program.turns > 0
-            place = PlacedProgram(program, since_s, now, returning)
-            place.attained_s = program.attained_s
+            place = PlacedProgram(program, since_s, now, returning, attained_s=program.attained_s)
             self._places[program.id] = place
             parent = self._parent(program)
             if parent is not None and program.blocks_parent:
@@ -197,17 +191,17 @@ class TierManager:
         place.pass_time(now)
         self._changed(place)
 
-    def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> TierMove | None:
+    def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> None:
         """Handle the admission of a request, which has its blocks now. ``chain``: hashes of its blocks.
-
-        Returns a move if the program was not on the device, since its other requests are no longer parked."""
+        If its program was not on the device, it moves there, since its other requests are no longer parked.
+        """
         if not self.places:
-            return None
+            return
         # A copy of what the prompt covers: the engine appends to its list while the request runs.
         request_state.prompt = chain[: request_state.prompt_tokens // self._pool.block_size]
         place = self._place_of(request_state)
         if place is None:
-            return None
+            return
         place.waiting.pop(request_state.request_id, None)
         place.program.aborted_wait = None
         place.running[request_state.request_id] = request_state
@@ -216,10 +210,9 @@ class TierManager:
             self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
             place.exchanged = False
         place.returning, place.view = True, None
-        if place.tier is Tier.DEVICE:
-            return None
-        place.tier, self._event = Tier.DEVICE, True
-        return TierMove(place.program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)
+        if place.tier is not Tier.DEVICE:
+            place.tier, self._event = Tier.DEVICE, True
+            self._to_device(place.program, MoveReason.FREE_CAPACITY, now)
 
     def preempted(self, request_state: RequestState, now: float) -> None:
         """Handle a running request that has lost its blocks and will run again."""
@@ -310,38 +303,36 @@ class TierManager:
         place = self._place_of(request_state)
         return place is not None and place.parks(request_state)
 
-    def any_parked(self, program_id: ProgramId) -> bool:
-        """Whether any waiting request of the program is parked."""
-        place = self._places.get(program_id)
-        return place is not None and any(map(place.parks, place.waiting.values()))
-
     # -- moves --------------------------------------------------------------------
 
-    def tick(self, now: float) -> Iterator[Moved]:
+    def tick(self, now: float) -> None:
         """Ask the policy if there was an event, or if its interval has passed. Then release a request whose
-        wait has reached the limit. Yields each move after it was made.
+        wait has reached the limit.
 
         Raises errors of the policy, after moves that give all programs up. Then placement is off."""
         if self._event or now >= self._ask_at_s:
             try:
-                yield from self._ask(now)
+                self._ask(now)
             except Exception:
-                yield from self.give_up()
+                self.give_up(now)
                 raise
         if (released := self._next_released(now)) is not None:
-            yield from self._apply(TierMove(released, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
+            self._apply(TierMove(released, Tier.DEVICE, MoveTiming.NOW, MoveReason.OVERDUE), now)
 
-    def give_up(self) -> Iterator[Moved]:
-        """Turn placement off. Yields a move to the device for each program with a waiting request."""
+    def _to_device(self, program: ProgramState, reason: MoveReason, now: float) -> None:
+        self._moved(program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, reason), now)
+
+    def give_up(self, now: float) -> None:
+        """Turn placement off. Each program with a waiting request moves to the device."""
         waiting = [place.program for place in self._places.values() if place.waiting]
         self.places = False
         self._places.clear()
         for program in waiting:
-            yield program, TierMove(program.id, Tier.DEVICE, MoveTiming.NOW, MoveReason.GIVEN_UP)
+            self._to_device(program, MoveReason.GIVEN_UP, now)
 
-    def begin_again(self, requests: Iterable[RequestState], now: float) -> Iterator[Moved]:
-        """Turn placement on again, if the preset has one. ``requests``: those in the engine. Yields a move to
-        the device for each program with an admitted request."""
+    def begin_again(self, requests: Iterable[RequestState], now: float) -> None:
+        """Turn placement on again, if the preset has one. ``requests``: those in the engine. Each program
+        with an admitted request moves to the device."""
         self.places = self.policy.is_used
         for request_state in requests:
             program = request_state.program
@@ -350,11 +341,9 @@ class TierManager:
             self.arrived(request_state, now)
             request_state.waits_since_s = request_state.arrived_s
             if request_state.admitted:
-                move = self.admitted(request_state, now, request_state.prompt)
-                if move is not None:
-                    yield program, move
+                self.admitted(request_state, now, request_state.prompt)
 
-    def _ask(self, now: float) -> Iterator[Moved]:
+    def _ask(self, now: float) -> None:
         self._event = False
         exchanges = 0
         for move in self.policy.moves(self._view(), now):
@@ -362,7 +351,7 @@ class TierManager:
             exchanges += to_device and move.reason in (MoveReason.EXCHANGE, MoveReason.ABSENT)
             if to_device and move.reason is MoveReason.OVERDUE:
                 self._last_overdue_promotion_s = now
-            yield from self._apply(move, now)
+            self._apply(move, now)
         waits = any(place.waiting and place.tier is not Tier.DEVICE for place in self._places.values())
         is_idle = waits and not any(place.running for place in self._places.values())
         wait_s = self.policy.idle_tick_s if is_idle else self.policy.tick_s
@@ -376,7 +365,8 @@ class TierManager:
         untracked_tokens = sum(
             max(0, request.prompt_tokens - on_device.add(request.prompt) * pool.block_size)
             for request in self._state.requests.states.values()
-            if request.running and not self._is_placed(request)
+            if request.running
+            and ((place := self._place_of(request)) is None or request.request_id not in place.running)
         )
         shown = [place for place in self._places.values() if place.tier is not Tier.WAITING or place.waiting]
         contexts = [self._context(place) for place in shown]
@@ -386,7 +376,10 @@ class TierManager:
         for place, context, below in zip(shown, contexts, in_tier, strict=True):
             there = below
             if place.tier is not Tier.DEVICE or not context:
-                there = on_device.common(context or self._next_prompt(place))
+                # A program without KV in a tier needs the blocks of its next prompt on the device.
+                prompts = [request.prompt for request in place.waiting.values()]
+                last = self._state.contexts.get(place.program.id) or ()
+                there = on_device.common(context or max(prompts, key=len, default=()) or last)
             if place.view is None or place.shared != (below, there):
                 place.shared = below, there
                 place.view = self._program_view(place)
@@ -423,12 +416,7 @@ class TierManager:
         has_kv = place.context_blocks and place.tier is not Tier.WAITING
         return self._state.contexts.get(place.program.id) or () if has_kv else ()
 
-    def _next_prompt(self, place: PlacedProgram) -> Sequence[Any]:
-        """Hashes of the blocks that a program without KV in a tier needs on the device."""
-        longest = max((request.prompt for request in place.waiting.values()), key=len, default=())
-        return longest or self._state.contexts.get(place.program.id) or ()
-
-    def _apply(self, move: TierMove, now: float) -> Iterator[Moved]:
+    def _apply(self, move: TierMove, now: float) -> None:
         place = self._places[move.program_id]
         has_kv = place.context_blocks > 0
         place.view = None
@@ -444,7 +432,7 @@ class TierManager:
             if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and has_kv:
                 self._last_shortage_s = now
             place.tier = move.to
-        yield place.program, move
+        self._moved(place.program, move, now)
 
     # -- how long requests wait -----------------------------------------------------
 
@@ -484,10 +472,6 @@ class TierManager:
     def _place_of(self, request_state: RequestState) -> PlacedProgram | None:
         return self._places.get(request_state.program.id) if request_state.program is not None else None
 
-    def _is_placed(self, running: RequestState) -> bool:
-        place = self._place_of(running)
-        return place is not None and running.request_id in place.running
-
     def _parent(self, program: ProgramState) -> PlacedProgram | None:
         return self._places.get(program.parent_id) if program.parent_id not in (None, program.id) else None
 
@@ -510,7 +494,9 @@ class TierManager:
         first_tokens = program.first_prompt_tokens or context_tokens
         growing = ProgramGrowthView(program.turns, first_tokens, context_tokens, program.peak_tokens)
         known, longest = self._histories.growth, pool.max_context_tokens
-        to_the_end = expected_growth_tokens(growing, known, longest, turns_ahead=self._turns_left(program))
+        left = self._histories.steps_left.turns_left(program, agent_type_name(program))
+        sure = max(1.0, left[0]) if left is not None and left[1] else None
+        to_the_end = expected_growth_tokens(growing, known, longest, turns_ahead=sure)
         this_turn = expected_growth_tokens(growing, known, longest, turns_ahead=1.0)
         in_tier, on_device = (int(each * pool.block_size / pool.tokens_per_block) for each in place.shared)
 
@@ -546,29 +532,20 @@ class TierManager:
         started_s = (tool.started_s for tool in program.tools.values())
         began_s = max(place.last_active_s, min(started_s, default=place.last_active_s))
         began_s = max([began_s, *(child.last_active_s for child in place.children.values())])
+        # To compute again what the next prompt is expected to reuse, without the prefix that another context
+        # on the device has. Not of 0 tokens, since 0 seconds mean that the time is unknown.
+        tokens = max(1, int(program.context_tokens * program.kept_share))
+        shared_tokens = min(tokens - 1, place.shared[1] * self._pool.block_size)
+        rebuild_s = self._reload.seconds(tokens) if place.context_blocks else 0.0
+        if rebuild_s and shared_tokens > 0:
+            rebuild_s -= self._reload.seconds(shared_tokens)
         return {
             "gap_durations_s": self._gap_durations_s(place),
             "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
-            "rebuild_s": self._rebuild_s(place),
+            "rebuild_s": rebuild_s,
             "return_chance": 1.0 if returns is None else returns,
             **self._work(program),
         }
-
-    def _turns_left(self, program: ProgramState) -> float | None:
-        """Number of turns that the program has left, at least 1; ``None``: it is not known for sure."""
-        left = self._histories.steps_left.turns_left(program, agent_type_name(program))
-        return max(1.0, left[0]) if left is not None and left[1] else None
-
-    def _rebuild_s(self, place: PlacedProgram) -> float:
-        """Seconds to compute again what the next prompt is expected to reuse of the context, without the
-        prefix that another context on the device has; 0.0 without a cached context."""
-        if not place.context_blocks:
-            return 0.0
-        # Not 0 tokens, since 0 seconds mean that the time is unknown.
-        tokens = max(1, int(place.program.context_tokens * place.program.kept_share))
-        shared_tokens = min(tokens - 1, place.shared[1] * self._pool.block_size)
-        whole_s = self._reload.seconds(tokens)
-        return whole_s - self._reload.seconds(shared_tokens) if shared_tokens > 0 else whole_s
 
     def _work(self, program: ProgramState) -> dict[str, Any]:
         """Fields about the service that a program needs, in seconds that its requests run.
@@ -589,14 +566,17 @@ class TierManager:
         steps_left = self._histories.steps_left
         stated_s = tuple(turn_s * one for one in steps_left.total_turns(agent_type_name(program), stated))
         since_s = turn_s * (program.turns - stated.after)
-        spread = _spread(stated_s, since_s)
-        if spread >= _spread(service_s, program.attained_s):
+        spread = _spread(_left(stated_s, since_s))
+        if spread >= _spread(_left(service_s, program.attained_s)):
             return found
         return {**found, "service_s": stated_s, "attained_s": since_s, "work_stated": spread < SURE_SPREAD}
 
     def _gap_durations_s(self, place: PlacedProgram) -> tuple[float, ...]:
         """Return equally likely lengths in seconds of a program's gap from ``gap_since_s`` on; empty if the
         program is not acting.
+
+        If the program waits for others, it is the time until the last of these ends. Of each, the mean
+        service that it has left counts, with its share of time in tools.
 
         After the end of the last tool call, the length is ``RETURN_S``. Until then, the client's estimate is
         used, or else the time for which it asks to keep the KV. Both are corrected by earlier ones. Without
@@ -605,7 +585,13 @@ class TierManager:
         if place.activity is not ProgramActivity.ACTING:
             return ()
         if place.children:
-            return self._children_s(place.children.values())
+            longest_s = RETURN_S
+            for child in place.children.values():
+                work = self._work(child.program)
+                so_far_s = work["attained_s"]
+                runs = max(MIN_RUN_SHARE, 1.0 - child.clock.reading().at(child.last_active_s))
+                longest_s = max(longest_s, fmean(_left(work["service_s"], so_far_s) or [so_far_s]) / runs)
+            return estimated_durations(longest_s, None, GAP_SAMPLES)
         if place.tools_ended_s is not None:
             return (RETURN_S,)
         tools, tool = self._histories.tools, place.program.tool_now()
@@ -618,24 +604,12 @@ class TierManager:
         known = tool if tool is not None and tools.count(tool) >= MIN_CALLS_SEEN else None
         return tools.quantiles(known, GAP_SAMPLES)
 
-    def _children_s(self, children: Iterable[PlacedProgram]) -> tuple[float, ...]:
-        """Return equally likely seconds until the last of these programs ends, from the end of their newest
-        turn on. Of each, the mean service that it has left counts, with its share of time in tools."""
-        longest_s = RETURN_S
-        for child in children:
-            work = self._work(child.program)
-            service_s, attained_s = work["service_s"], work["attained_s"]
-            runs = max(MIN_RUN_SHARE, 1.0 - child.clock.reading().at(child.last_active_s))
-            longest_s = max(longest_s, _mean_left(service_s, attained_s) / runs)
-        return estimated_durations(longest_s, None, GAP_SAMPLES)
+
+def _left(totals: Sequence[float], so_far: float) -> list[float]:
+    """Return what is left of totals that are equally likely."""
+    return [total - so_far for total in totals if total > so_far]
 
 
-def _mean_left(totals: Sequence[float], so_far: float) -> float:
-    """Return the mean of what is left of totals that are equally likely."""
-    return fmean([total - so_far for total in totals if total > so_far] or [so_far])
-
-
-def _spread(totals: Sequence[float], so_far: float) -> float:
+def _spread(left: Sequence[float]) -> float:
     """Return the standard deviation of what is left, ÷ its mean; ``inf``: nothing is known."""
-    left = [total - so_far for total in totals if total > so_far]
     return pstdev(left) / fmean(left) if left else math.inf

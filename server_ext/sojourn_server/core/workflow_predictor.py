@@ -258,35 +258,6 @@ class WorkflowPredictor:
         newest = [*islice((turn for key, turn in reversed(self._prefixes.items()) if key[:2] == at), 2)]
         return newest[0][: common_prefix_length(*newest)] if len(newest) == 2 else ()
 
-    def _predict(self, program: ProgramState, now: float) -> None:
-        step = WorkflowStepView(
-            final=program.turn_hint.final and self.believes_final(program),
-            steps_left=self._turns_left(program),
-            declared=self._declared(program),
-            hints_reliable=self._workflows.hints_reliable(program),
-            inferred=self._workflows.successors(program),
-            tasks=self._workflows.finished_programs(program),
-            calls_tool=program.pending_tool is not None,
-            resumes=program.turn_hint.resumes,
-        )
-        expected = self._preset.workflow_prediction.expect(step, now)
-        declared = 0.0 if program.turn_hint.final else hinted_continuation_probability(step)
-        program.pending_declaration = None if declared is None else (agent_type_name(program), declared)
-        program.prediction_source = expected.source.value
-        program.continuation_probability = expected.continuation_probability
-        program.successor = expected.successor
-        program.p_reuse = self._p_reuse(program, expected)
-        self.eviction_key_changed(program)
-
-    def _turns_left(self, program: ProgramState) -> float | None:
-        """Return the number of turns that the program has left. SAGA takes the client's number as it is.
-        Beside a placement by price, it counts as corrected, and only if such numbers are right: a limit of
-        turns says little of the next one."""
-        if not self._preset.placement.reads_costs:
-            return program.turn_hint.steps_left
-        left = self._steps_left.turns_left(program, agent_type_name(program))
-        return left[0] if left is not None and left[1] else None
-
     def _p_reuse(self, program: ProgramState, expected: NextStepPrediction) -> float | None:
         """Return the probability that the cached context is reused, Σ P(u)·overlap(u) over the successors u
         (SAGA §4.1, eq. 4). overlap(u) is learned: the mean share of the context that prompts at the step u
@@ -300,16 +271,39 @@ class WorkflowPredictor:
         program.kept_share = share
         return None if goes_on is None else goes_on * self._workflows.overlap(program, share)
 
-    def _declared(self, program: ProgramState) -> tuple[tuple[str, float], ...]:
-        graph = self._state.graphs.get(program.graph_hash or "")
-        node = program.turn_hint.node
-        return tuple(graph.following(node).items()) if graph is not None and node is not None else ()
-
     def plan_gap(self, program: ProgramState, now: float) -> None:
         """Predict the program's next workflow step, and plan a prefetch for it: after a turn, and again after
         the client's report of a tool that the turn's output did not show."""
         if self._predicts:
-            self._predict(program, now)
+            name, node, steps_left = (
+                agent_type_name(program),
+                program.turn_hint.node,
+                program.turn_hint.steps_left,
+            )
+            graph = self._state.graphs.get(program.graph_hash or "")
+            # SAGA takes the client's number of turns as it is. Beside a placement by price, it counts as
+            # corrected, and only if such numbers are right: a limit of turns says little of the next one.
+            if self._preset.placement.reads_costs:
+                left = self._steps_left.turns_left(program, name)
+                steps_left = left[0] if left is not None and left[1] else None
+            step = WorkflowStepView(
+                final=program.turn_hint.final and self.believes_final(program),
+                steps_left=steps_left,
+                declared=tuple(graph.following(node).items()) if graph and node is not None else (),
+                hints_reliable=self._workflows.hints_reliable(program),
+                inferred=self._workflows.successors(program),
+                tasks=self._workflows.finished_programs(program),
+                calls_tool=program.pending_tool is not None,
+                resumes=program.turn_hint.resumes,
+            )
+            expected = self._preset.workflow_prediction.expect(step, now)
+            declared = 0.0 if program.turn_hint.final else hinted_continuation_probability(step)
+            program.pending_declaration = None if declared is None else (name, declared)
+            program.prediction_source = expected.source.value
+            program.continuation_probability = expected.continuation_probability
+            program.successor = expected.successor
+            program.p_reuse = self._p_reuse(program, expected)
+            self.eviction_key_changed(program)
         prefetch, tools = self._preset.prefetch, self._state.histories.tools
         self._plans.pop(program.id, None)
         if not prefetch.is_used or program.pending_tool is None or program.successor is None:

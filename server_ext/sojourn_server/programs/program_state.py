@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from sojourn.ids import CallId, EmitterId, ProgramId
@@ -219,6 +219,9 @@ class ProgramState:
     priority: int = 0
     """The user's priority of the program's request that arrived last."""
     live_requests: set[str] = field(default_factory=set)
+    branch: tuple[int, Any] | None = None
+    """The prompt of the newest side request since the last turn: its number of blocks, and their last hash,
+    which covers the others."""
     tools: dict[CallId, RunningTool] = field(default_factory=dict)
     """The tool calls that run, by id."""
     tools_ended_s: float = 0.0

@@ -1,7 +1,8 @@
 """The status of a program, and all transitions between statuses.
 
 A program is one agent run. It is REASONING while one of its LLM requests is in the engine, and ACTING between
-its turns. It is GATED while its request waits for admission or placement. It is ENDED after the client
+its turns. A REASONING program is reported as GATED while a request of it waits for admission or placement
+(``ProgramScheduler.status``). It is ENDED after the client
 reported its end, and EXPIRED after a long silence. A new request makes an ENDED or EXPIRED program REASONING
 again, since clients may be late or resumed.
 
@@ -52,8 +53,6 @@ class ProgramSignal(str, Enum):
     REQUEST_ARRIVED = "request_arrived"
     TURN_OVER = "turn_over"
     """The program's last request in the engine finished or was aborted."""
-    GATE = "gate"
-    UNGATE = "ungate"
     CONTACT = "contact"
     """The client sent an event."""
     END = "end"
@@ -63,11 +62,9 @@ class ProgramSignal(str, Enum):
 _REASONING, _ACTING, _GATED, _ENDED, _EXPIRED = ProgramStatus
 TRANSITIONS = {
     ProgramSignal.REQUEST_ARRIVED: ({_ACTING, _ENDED, _EXPIRED}, _REASONING),
-    ProgramSignal.TURN_OVER: ({_REASONING, _GATED}, _ACTING),
-    ProgramSignal.GATE: ({_REASONING}, _GATED),
-    ProgramSignal.UNGATE: ({_GATED}, _REASONING),
+    ProgramSignal.TURN_OVER: ({_REASONING}, _ACTING),
     ProgramSignal.CONTACT: ({_EXPIRED}, _ACTING),
-    ProgramSignal.END: ({_REASONING, _ACTING, _GATED, _EXPIRED}, _ENDED),
+    ProgramSignal.END: ({_REASONING, _ACTING, _EXPIRED}, _ENDED),
     ProgramSignal.SILENCE: ({_ACTING}, _EXPIRED),
 }
 """Signal → the statuses that it ends, and the status that follows."""

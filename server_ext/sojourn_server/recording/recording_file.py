@@ -251,8 +251,8 @@ class RecordingScheduler(ProgramScheduler):
     def totals(self) -> dict[str, Any]:
         """Return the outcome of the recording's end."""
         return {
-            "leases": len(self._leases),
-            "lease_blocks": self._leases.blocks,
+            "leases": len(self.leases),
+            "lease_blocks": sum(lease.blocks for lease in self.leases.values()),
             "requests": len(self._requests.states),
             "programs": {status.value: count for status, count in sorted(self._programs.counts.items())},
             "ledger": self.state.ledger.totals,
@@ -267,7 +267,7 @@ class RecordingScheduler(ProgramScheduler):
             return "EventOutcome", action.outcome  # the reason may quote the client
         fields: Iterable[Any] = action
         if isinstance(action, ev.LeaseGranted):
-            lease = self._leases.get(action.program_id)  # compared with all digits of its TTL
+            lease = self.leases.get(action.program_id)  # compared with all digits of its TTL
             ttl_s, reason = (lease.ttl_s, lease.reason.value) if lease is not None else (None, None)
             fields = (action.program_id, ttl_s, reason, len(action.block_ids))
         return type(action).__name__, *fields

@@ -231,7 +231,7 @@ class AllocationFallback:
                 priority=request.priority if self._by_user_priority and not running else None,
             )
             free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leased_blocks
-            if not self._program_scheduler.lease_manager.may_reclaim(need):
+            if not self._program_scheduler.leases.may_reclaim(need):
                 break
             if not self._handle(BlocksNeeded(need), now):
                 break
