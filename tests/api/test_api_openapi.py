@@ -72,18 +72,6 @@ def test_the_files_are_what_the_code_says() -> None:
         assert path.read_text(encoding="utf-8") == text, "run: python docs/generate.py"
 
 
-def test_a_route_without_an_operation_and_the_reverse_are_errors() -> None:
-    http_api = load_script("docs/http_api.py")
-    routes = build_router(VirtualRpc(VirtualEngine()), ApiKeys()).routes
-    left = dict(http_api.ENGINE_OPERATIONS)
-    more = {**left, ("GET", "/moves"): left["GET", "/load"]}
-    del left["GET", "/stats"]
-    with pytest.raises(KeyError, match="/stats"):
-        http_api.openapi_document("x", routes, left)
-    with pytest.raises(ValueError, match="/moves"):
-        http_api.openapi_document("x", routes, more)
-
-
 def test_query_parameters_are_those_of_the_routes(document: dict[str, Any]) -> None:
     for route in build_router(VirtualRpc(VirtualEngine()), ApiKeys()).routes:
         if not route.include_in_schema:  # the web page

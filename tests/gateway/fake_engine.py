@@ -54,7 +54,6 @@ class FakeEngine:
         self.headers: list[dict[str, str]] = []
         self.raw_headers: list[list[tuple[bytes, bytes]]] = []
         self.events: list[dict[str, Any]] = []
-        self.emitters: set[str] = set()
         self.streaming = 0
         """Number of streams that have not ended."""
         self.gave_up = 0
@@ -209,7 +208,6 @@ class FakeEngine:
         if not self._allowed(request):
             return JSONResponse({"error": "Unauthorized"}, 401)
         batch = await request.json()
-        self.emitters.add(batch["emitter"])
         self.events += batch["events"]
         self.served -= {one["program_id"] for one in batch["events"] if one["type"] == "program_end"}
         outcomes = [

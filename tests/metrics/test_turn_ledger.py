@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -157,66 +158,55 @@ TOKENS = prompt(40)
 LONGER = [*TOKENS, 7, 7, *prompt(10, seed=8)]
 
 
-def lost_by(
-    engine: VirtualEngine, tokens: list[int] | None = None
-) -> tuple[dict[LossCause, int], str | None]:
-    """Tokens that the next turn of ``p`` recomputes, with cause and evictor."""
-    engine.turn("p", tokens or LONGER)
-    record = engine.program_scheduler.state.ledger.of_program("p")[-1]
-    assert record.tokens is not None
-    return record.tokens.lost, record.evictor
-
-
-def test_evicted_without_a_lease() -> None:
-    engine = VirtualEngine("observe")
-    engine.turn("p", TOKENS)
+def evict(engine: VirtualEngine) -> None:
     engine.evict(TOKENS, by="thief", keep=3)
-    assert lost_by(engine) == ({LossCause.EVICTED: 28}, "thief")
 
 
-def test_pressure() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
+def reclaim(engine: VirtualEngine) -> None:
     need = ReclaimRequest(program_id=None, program_rank=0, blocks=1, running=True, anything_running=True)
     engine.program_scheduler.make_room(need, engine.now)
     engine.carry_out()
     engine.evict(TOKENS, by="thief")
-    assert lost_by(engine) == ({LossCause.PRESSURE: 40}, "thief")
 
 
-def test_changed() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
-    changed = [*TOKENS[:20], *prompt(30, seed=4)]
-    assert lost_by(engine, changed) == ({LossCause.CHANGED: 22}, None)
-
-
-def test_dropped_by_a_reset() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
+def reset(engine: VirtualEngine) -> None:
     engine.program_scheduler.cache_reset(engine.now)
     engine.carry_out()
     engine.cached.clear()
-    assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
 
 
-def test_dropped_by_the_programs_own_end() -> None:
-    engine = VirtualEngine()
-    engine.turn("p", TOKENS)
+def end(engine: VirtualEngine) -> None:
     engine.send(ProgramEnd(program_id="p", seq=-1))
-    assert lost_by(engine) == ({LossCause.DROPPED: 42}, None)
 
 
-def test_the_cause_is_unknown_without_information() -> None:
-    engine = VirtualEngine("observe")
-    engine.turn("p", TOKENS)
-    engine.cached.clear()
-    assert lost_by(engine) == ({LossCause.UNKNOWN: 40}, None)
+def forget(engine: VirtualEngine) -> None:
     engine.program_scheduler.state.contexts.pop(ProgramId("p"))
     engine.cached.clear()
-    assert lost_by(engine, [*LONGER, 7, 7, 1, 2]) == ({LossCause.UNKNOWN: 54}, None), (
-        "not new: it had been computed"
-    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "act", "tokens", "lost", "evictor"),
+    [
+        ("observe", evict, LONGER, {LossCause.EVICTED: 28}, "thief"),
+        ("fixed-ttl", reclaim, LONGER, {LossCause.PRESSURE: 40}, "thief"),
+        ("fixed-ttl", lambda _: None, [*TOKENS[:20], *prompt(30, seed=4)], {LossCause.CHANGED: 22}, None),
+        ("fixed-ttl", reset, LONGER, {LossCause.DROPPED: 42}, None),
+        ("fixed-ttl", end, LONGER, {LossCause.DROPPED: 42}, None),
+        ("observe", lambda engine: engine.cached.clear(), LONGER, {LossCause.UNKNOWN: 40}, None),
+        ("observe", forget, LONGER, {LossCause.UNKNOWN: 42}, None),  # not new: it had been computed
+    ],
+)
+def test_each_loss_has_its_cause_and_its_evictor(
+    policy: str, act: Callable[[VirtualEngine], None], tokens: list[int], lost: dict[LossCause, int],
+    evictor: str | None,
+) -> None:  # fmt: skip
+    engine = VirtualEngine(policy)
+    engine.turn("p", TOKENS)
+    act(engine)
+    engine.turn("p", tokens)
+    record = engine.program_scheduler.state.ledger.of_program("p")[-1]
+    assert record.tokens is not None
+    assert (record.tokens.lost, record.evictor) == (lost, evictor)
 
 
 def test_preempted_tokens_are_counted_apart() -> None:
