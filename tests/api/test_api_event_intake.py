@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from sojourn.wire_codec import EventBatch, OutcomeBatch, decode_batch
 from sojourn_server.api import event_intake
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError
-from sojourn_server.api.event_intake import (
-    MAX_EVENTS_PER_CALL,
-    EventIntake,
-)
+from sojourn_server.api.event_intake import MAX_EVENTS_PER_CALL, EventIntake
 from sojourn_server.core.event_limits import EVENT_BURST_S, EVENT_SHARE, EventTimeBudget
 
 EVENT_COST_S = 26e-6

@@ -16,11 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sojourn_server.api import prometheus_bridge
 from sojourn_server.api.engine_rpc import EngineError
 from sojourn_server.api.prometheus_bridge import PrometheusBridge, drain_once, poll_forever
-from sojourn_server.metrics.metric_catalog import (
-    ENGINE_LABEL,
-    METRIC_CATALOG,
-    MetricKind,
-)
+from sojourn_server.metrics.metric_catalog import ENGINE_LABEL, METRIC_CATALOG, MetricKind
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -14,9 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn.errors import InputError
 from sojourn_server.gateway.http.client_apis import ClientApi, error_body, error_event
-from sojourn_server.gateway.http.engine_client import (
-    ResponseMeter,
-)
+from sojourn_server.gateway.http.engine_client import ResponseMeter
 from sojourn_server.gateway.http.engine_monitor import DEFAULT_CAPACITY_TOKENS, describe_engine
 from sojourn_server.gateway.http.gateway_server import (
     MAX_OPEN_FILES,
@@ -25,17 +23,9 @@ from sojourn_server.gateway.http.gateway_server import (
     uvicorn_settings,
 )
 from sojourn_server.gateway.http.generation_request import ClientDisconnected
-from sojourn_server.gateway.http.replica_addresses import (
-    ReplicaAddresses,
-    parse_engine_url,
-    rank_addresses,
-)
+from sojourn_server.gateway.http.replica_addresses import ReplicaAddresses, parse_engine_url, rank_addresses
 from sojourn_server.gateway.http.routing_backend import RequestDecisions, RoutingBackend
-from sojourn_server.gateway.http.tenant_keys import (
-    DEFAULT_TENANT,
-    TenantKeys,
-    load_tenant_keys,
-)
+from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT, TenantKeys, load_tenant_keys
 from sojourn_server.policies.cluster_preset import cluster_preset_names, load_cluster_preset
 from sojourn_server.policies.fairness_policies import SharePolicy
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import PairScheduler, PrefillDecodeRules

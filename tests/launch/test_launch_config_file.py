@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.launch.engine_flags import EngineFlags, InvalidOption, read_config_file
-from sojourn_server.launch.serve_command import (
-    EngineCommand,
-    LaunchEnvironment,
-    ServeOptions,
-    build_command,
-)
+from sojourn_server.launch.serve_command import EngineCommand, LaunchEnvironment, ServeOptions, build_command
 
 pytest.importorskip("yaml")
 

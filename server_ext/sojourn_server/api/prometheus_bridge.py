@@ -22,12 +22,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from sojourn_server.metrics.metric_catalog import (
-    ENGINE_LABEL,
-    METRIC_CATALOG,
-    MetricKind,
-    MetricSpec,
-)
+from sojourn_server.metrics.metric_catalog import ENGINE_LABEL, METRIC_CATALOG, MetricKind, MetricSpec
 
 from .engine_rpc import EngineError, EngineRpc, StockEngineError
 

@@ -35,12 +35,7 @@ from ...routing.routing_from_preset import (
     routing_reasons,
 )
 from ...routing.routing_limits import RoutingLimits
-from .client_apis import (
-    ClientApi,
-    RequestRejected,
-    failure_response,
-    unavailable_error,
-)
+from .client_apis import ClientApi, RequestRejected, failure_response, unavailable_error
 from .engine_client import (
     REPLICA,
     EngineAnswer,
