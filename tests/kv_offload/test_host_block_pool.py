@@ -30,7 +30,7 @@ def not_on_disk(host: HostBlockPool, most: int = 100) -> list[bytes]:
     return [entry.key for entry in host.next_unspilled(most, above=-1)]
 
 
-# -- take, get, entry_in_slot
+# -- take, get
 
 
 def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_counted() -> None:

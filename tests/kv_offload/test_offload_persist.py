@@ -59,7 +59,7 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
         kept.write_to_disk([key(number)], RetentionRank.COLD)
         assert kept.lookup("late", as_context([key(9)]), 0.1) == 0
         jobs = step(kept)
-        assert [*jobs.spills, *jobs.stages, *jobs.probes, *jobs.touches] == []
+        assert [*jobs.spills, *jobs.stages, *jobs.probes] == []
     assert kept.persist(keys(5), placed(keys(5)), 0.0) == PersistStatus(0, 0)
     assert not kept.has_jobs
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"

@@ -137,7 +137,6 @@ def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more()
     assert not planner.has_jobs
     assert all(planner.plan_save(key(2 * 10**6 + number), 1) for number in range(500))
     assert planner.persist(context, {}, 40.0) == (0, 0), "a program that leaves does not wait for it"
-    assert planner.take_jobs().touches == []
     written = dict.fromkeys(planner.disk._spilling, CopyResult.MOVED)
     planner.take_results(OffloadResults(spilled=written))
     late = keys(2 * 10**6, 100)
@@ -207,26 +206,6 @@ def test_a_search_that_runs_out_of_time_makes_nothing_forgotten() -> None:
     [job] = planner.take_jobs().probes
     planner.take_results(OffloadResults(probed={job: (60, True)}))
     assert planner.persist(chain, {}, 2000.0) == (60, 0), "one that is missing was deleted, the end first"
-
-
-def test_a_disk_that_hangs_is_told_of_no_use_and_a_poll_tells_it_once() -> None:
-    planner = OffloadScheduler(TierLimits(host_slots=400, disk_blocks=1000))
-    chain = keys(0, 300)
-    find(planner, chain[:200])
-    for each in chain[200:]:
-        planner.plan_save(each, 1)
-    assert planner.persist(chain, {}, 1.0) == (0, 200), "seen long ago"
-    jobs = planner.take_jobs()
-    touched = jobs.touches
-    planner.take_results(OffloadResults(probed=dict.fromkeys(jobs.probes, (200, False))))
-    for _ in range(40):
-        assert planner.persist(chain, {}, 1.0) == (200, 100)
-        touched += planner.take_jobs().touches
-    assert touched == chain[:200]
-    assert waited_s(planner, "r", chain[:200], 10.0) == 10.0
-    planner.take_jobs()
-    planner.disk.fetch(chain, 2)
-    assert planner.take_jobs().touches == []
 
 
 def test_a_repeated_look_up_after_a_read_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:

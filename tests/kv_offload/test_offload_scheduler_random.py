@@ -31,9 +31,7 @@ class FakeMover:
         self.host: list[Content] = [GARBAGE] * HOST_SLOTS
         self.disk = disk
         self.stores: dict[int, list[Any]] = {}
-        self.loads: dict[str, tuple[list[Any], set[int]]] = {}
-        """By request: copies, and blocks whose slots could not be filled."""
-        self.lost: set[int] = set()
+        self.loads: dict[str, list[Any]] = {}
         self.file_jobs: list[tuple[str, int, Any]] = []
         """Of both disk lanes, in their order."""
         self.fault: CopyResult | None = None
@@ -46,37 +44,26 @@ class FakeMover:
             for copy in copies:
                 self.host[copy.slot] = self.device[copy.block_id]
         for copy in jobs.saves:
-            if self.fault is CopyResult.FAILED:
-                self.results.lost_slots.append(copy.slot)
-                self.host[copy.slot] = GARBAGE
-                self.lost.add(copy.slot)
-            else:
-                self.host[copy.slot] = self.device[copy.block_id]
-                self.lost.discard(copy.slot)
-        for request_id, copies in jobs.loads.items():
-            self.loads[request_id] = copies, {copy.block_id for copy in copies if copy.slot in self.lost}
+            self.host[copy.slot] = self.device[copy.block_id]
+        self.loads.update(jobs.loads)
         self.stores.update(jobs.stores)
         for copies in jobs.stores.values():
             for copy in copies:
                 self.host[copy.slot] = GARBAGE  # half written
-                self.lost.discard(copy.slot)
         for job, keys in jobs.probes.items():
             self.file_jobs.append(("probe", job, keys))
         for file in jobs.spills:
             self.file_jobs.append(("spill", 0, file))
         for file in jobs.stages:
             self.host[file.slot] = GARBAGE
-            self.lost.discard(file.slot)
             self.file_jobs.append(("stage", 0, file))
 
     def finish_load(self, request_id: str) -> set[int]:
         """As late as it may be: whatever else used the slot meanwhile is what arrives."""
-        copies, not_filled = self.loads.pop(request_id)
+        copies = self.loads.pop(request_id)
         for copy in copies:
             self.device[copy.block_id] = self.host[copy.slot]
-        if self.fault is CopyResult.FAILED:
-            not_filled.add(copies[-1].block_id)
-        return not_filled
+        return {copies[-1].block_id} if self.fault is CopyResult.FAILED else set()
 
     def finish_store(self, job: int) -> None:
         copies = self.stores.pop(job)
@@ -209,11 +196,10 @@ class TierLife(RandomClients):
 
     def the_slots_add_up(self) -> None:
         host = self.planner.host
-        slots = [entry.slot for entry in host._by_slot.values()]
-        assert sorted([*slots, *host._free]) == list(range(HOST_SLOTS))
+        slots = [*(entry.slot for entry in host), *host._free]
+        assert len(set(slots)) == len(slots) <= HOST_SLOTS
         for key, entry in host._entries.items():
             assert entry.key == key
-            assert host._by_slot[entry.slot] is entry
             assert not entry.removal_pending
         idle = {id(entry) for members in host._idle.values() for entry in members.values()}
         assert idle == {id(e) for e in host if not e.pins and e.job is None}
@@ -230,7 +216,7 @@ class TierLife(RandomClients):
             expected.update(entry.slot for entry in entries)
         for waiting in planner.disk._waits.values():
             expected.update(entry.slot for entry in waiting.entries)
-        for entry in planner.host._by_slot.values():
+        for entry in planner.host:
             assert entry.pins == expected[entry.slot]
 
     def every_job_is_still_to_come_or_was_answered(self) -> None:
@@ -261,6 +247,7 @@ class TierLife(RandomClients):
             self.planner.abandon(request_id)
         self._step({})
         assert not any(entry.pins for entry in self.planner.host)
+        assert len(self.planner.host) + self.planner.host.free == HOST_SLOTS, "no slot is lost"
         assert self.planner.under_way == 0
         assert len(self.planner.disk.blocks) <= DISK_BLOCKS
 

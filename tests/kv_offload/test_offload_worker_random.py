@@ -7,6 +7,7 @@ step when it knows what became of the one before, and by one that plans it while
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -132,7 +133,8 @@ class Life(RandomClients):
     def _carry_out(self) -> None:
         jobs, writes = self.planned.pop(0)
         engine = self.engine
-        engine.mover.begin_step(jobs)
+        with contextlib.suppress(Dead):
+            engine.mover.begin_step(jobs)
         for block_id, key in writes.items():
             engine.write(block_id, key, self.weights)
         if engine.cuda is not None:
@@ -180,6 +182,7 @@ class Life(RandomClients):
         )
 
     def the_device_fails(self) -> None:
+        """What fails to reach host memory breaks the worker, so that a restart must follow."""
         self.faults.device = self.draw.choice(["to_host", "to_device", "slot"])
 
     def all_goes_slowly(self) -> None:
@@ -237,6 +240,8 @@ class Life(RandomClients):
     # -- the end
 
     def it_comes_to_rest(self) -> None:
+        if self.engine.mover.is_broken:
+            self.restart()
         self.all_works()
         for request_id in list(self.waiting):
             self.planner.abandon(request_id)
@@ -271,7 +276,7 @@ OFTEN: dict[Callable[[Life], None], float] = {
     Life.a_client_goes: 2,
     Life.time_passes: 6,
     Life.the_disk_fails: 0.7,
-    Life.the_device_fails: 2,
+    Life.the_device_fails: 0.5,
     Life.all_works: 3,
     Life.all_goes_slowly: 1,
     Life.a_file_is_damaged: 0.7,

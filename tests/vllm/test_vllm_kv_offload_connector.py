@@ -53,7 +53,7 @@ def arrive(engine: Any, planned: Any, *request_ids: str, without: set[int] = fro
 
 def nothing_is_left(engine: Any) -> bool:
     below = planner(engine)
-    pinned = any(entry.pins for entry in below.host._by_slot.values())
+    pinned = any(entry.pins for entry in below.host)
     return not (pinned or below.loads or below._loading)
 
 
@@ -145,7 +145,11 @@ def test_capabilities_tell_what_is_below_the_device(
             engine.scheduler.connector.handle_failure(error)
     logged = [one.exc_info[0] for one in caplog.records if "a hook of" in one.message]
     assert logged == [KeyError, ValueError], "a lasting defect does not fill the log, and hides no other"
-    off = {"on": False, "off_because": "an internal error of sojourn (KeyError)"}
+    off = {
+        "on": False,
+        "off_because": "an internal error of sojourn (KeyError)",
+        "disk": {"blocks": 100, "bytes": 100 * size},
+    }
     assert engine.ask("capabilities")["tiers"] == {**told, **off}
     engine.scheduler.connector.turn_off("something else")
     assert engine.ask("capabilities")["tiers"] == {**told, **off}, "the first reason is the reason"
@@ -187,7 +191,7 @@ def test_an_engine_tells_what_is_off_without_our_host_memory(
 
 def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) -> None:
     copies = loading.kv_connector_metadata.jobs.loads["a2"]
-    slots = planner(engine).host._by_slot
+    slots = {entry.slot: entry for entry in planner(engine).host}
     engine.add("c1", prompt(3, 32), max_tokens=9, program_id="C")
     planned = loading
     for _ in range(4):  # others compute meanwhile

@@ -95,8 +95,6 @@ class DiskTier:
         weights may have changed, but the store's identity names those with which the engine started."""
         self.jobs = OffloadJobs()
         """Jobs of the step being planned, which the ``OffloadScheduler`` takes and replaces."""
-        self.touches: list[BlockKey] = []
-        """``OffloadJobs.touches`` of this step. No reason for a step."""
         self.wants_step = False
         """Whether a ``persist`` waits for the disk. The engine must then run a step even when idle."""
         self._spilling: dict[BlockKey, HostEntry] = {}
@@ -140,10 +138,10 @@ class DiskTier:
         """Handle the results of earlier jobs."""
         for key, copy_result in results.spilled.items():
             self._spilled(key, copy_result)
-        if not self.is_closed:
-            self._know([key for key, moved in results.spilled.items() if moved is CopyResult.MOVED])
         for key, copy_result in results.staged.items():
             self._staged(key, copy_result)
+        for moved in (results.spilled, results.staged) if not self.is_closed else ():
+            self._know([key for key, copy_result in moved.items() if copy_result is CopyResult.MOVED])
         for job, (found, next_is_missing) in results.probed.items():
             self._probed(job, found, next_is_missing)
         if results.staged or results.probed:
@@ -209,14 +207,13 @@ class DiskTier:
         self._host.unpin(entry, used=False)
 
     def confirm(self, chain: Sequence[BlockKey]) -> int:
-        """Ask the store for those of ``chain`` that it was last known to have ``CONFIRMED_S`` ago, and mark
-        the chain as just used: writes delete the least recently used files, and the end of a context must not
+        """Ask the store for those of ``chain`` that it was last known to have ``CONFIRMED_S`` ago. This marks
+        them as just used: writes delete the least recently used files, and the end of a context must not
         displace its beginning. Return the number of blocks asked for."""
         old = [key for key in chain if self._now - self.blocks.get(key, self._now) > CONFIRMED_S]
         if old:
             self.wants_step = True
             if self._confirming not in self._probing:
-                self.touch(chain)
                 self._confirming = self._probe(old)
         return len(old)
 
@@ -236,14 +233,6 @@ class DiskTier:
         return PersistStatus(stored, pending)
 
     # -- what is known of the disk -----------------------------------------------------
-
-    def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Mark the files of ``keys``, in context order, as just used. The end of the context is deleted
-        first."""
-        known = [key for key in keys if key in self.blocks]
-        for key in reversed(known):
-            self.blocks.move_to_end(key)
-        self.touches += known
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of leading ``keys`` in host memory or on disk."""
@@ -312,7 +301,6 @@ class DiskTier:
             wait.probe = self._probe(keys[unknown:])
         # The request runs next, so it has priority over idle programs.
         elif self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
-            self.touch(keys)
             wait.was_read = True
         else:
             return False
@@ -325,7 +313,6 @@ class DiskTier:
         request needs them. Returns how many of them are being read now; none while the disk hangs."""
         if not self.blocks or self.hangs("reads"):
             return 0
-        self.touch(keys)
         return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
 
     def _read(

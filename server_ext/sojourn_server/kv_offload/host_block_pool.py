@@ -72,7 +72,6 @@ class HostBlockPool:
         self._counts: Counter[str] = counts if counts is not None else Counter()
         self._free = list(range(slots - 1, -1, -1))
         self._entries: dict[BlockKey, HostEntry] = {}
-        self._by_slot: dict[int, HostEntry] = {}
         self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
         self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
@@ -89,10 +88,6 @@ class HostBlockPool:
     def get(self, key: BlockKey) -> HostEntry | None:
         """Return the entry of a block, filled or being filled; ``None`` if the block has no entry."""
         return self._entries.get(key)
-
-    def entry_in_slot(self, slot: int) -> HostEntry | None:
-        """Return the entry that a slot belongs to; ``None`` if the slot is empty."""
-        return self._by_slot.get(slot)
 
     @property
     def free(self) -> int:
@@ -122,7 +117,6 @@ class HostBlockPool:
             self._counts["dropped_on_disk" if reused.key in self.on_disk else "dropped"] += 1
         entry = HostEntry(key, self._free.pop(), rank, job, dirty=key not in self.on_disk)
         self._entries[key] = entry
-        self._by_slot[entry.slot] = entry
         self._mark_idle_or_free(entry)
         return entry
 
@@ -221,7 +215,6 @@ class HostBlockPool:
     def _mark_idle_or_free(self, entry: HostEntry) -> None:
         """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""
         if entry.removal_pending and not entry.pins and entry.job is None:
-            del self._by_slot[entry.slot]
             self._free.append(entry.slot)
         if not self._is_idle(entry):
             return

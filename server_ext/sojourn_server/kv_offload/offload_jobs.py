@@ -72,8 +72,6 @@ class OffloadJobs:
     """Copies from disk to host."""
     probes: dict[int, Sequence[BlockKey]] = field(default_factory=dict)
     """Job number → keys, in context order, to look for on disk."""
-    touches: list[BlockKey] = field(default_factory=list)
-    """Keys, in context order, of files that were used. Marked after ``stages`` have been read."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, each.name) for each in fields(self))
@@ -93,8 +91,6 @@ class OffloadResults:
     probed: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Job number → number of leading keys that the disk has, and whether it lacks the next one. If not, all
     are there, or the time ran out."""
-    lost_slots: list[int] = field(default_factory=list)
-    """Slots of failed ``saves`` and ``awaited`` stores. Their content is undefined."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Direction (one of ``TRANSFER_DIRECTIONS``) → seconds of copying since the last report."""
     moved_bytes: dict[str, int] = field(default_factory=dict)
@@ -132,8 +128,6 @@ class RankResults:
                     answers.append(answer)
                     if len(answers) == self._ranks:
                         getattr(combined, name)[job] = combine(self._answers.pop((name, job)))
-            # A slot lost by one worker is lost for all: the others' parts of the block are useless alone.
-            combined.lost_slots += [slot for slot in report.lost_slots if slot not in combined.lost_slots]
             for lane, seconds in report.seconds.items():
                 combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
             for lane, moved in report.moved_bytes.items():

@@ -429,7 +429,6 @@ class OffloadScheduler:
             self.disk.plan_spills()
         jobs = self._jobs
         self._jobs = self.disk.jobs = OffloadJobs()
-        jobs.touches, self.disk.touches = self.disk.touches, []
         self.disk.wants_step = False
         for request_id, load in self._unsent():
             copies = zip(load.block_ids, (entry.slot for entry in load.entries), strict=False)
@@ -448,12 +447,6 @@ class OffloadScheduler:
 
     def take_results(self, results: OffloadResults) -> None:
         """Handle the results of earlier jobs."""
-        for slot in results.lost_slots:
-            entry = self.host.entry_in_slot(slot)
-            if entry is not None:
-                self.counts["failed"] += 1
-                self._drop_lookups()
-                self.host.remove(entry)
         for job, copy_result in results.stored.items():
             for entry in self._storing.pop(job, ((), ()))[0]:
                 if copy_result is not CopyResult.MOVED:

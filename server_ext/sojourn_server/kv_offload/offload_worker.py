@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,17 +66,20 @@ class DeviceBackend(Protocol):
 class _PendingStore:
     """One job's copies from device to host memory."""
 
+    copies: Sequence[BlockCopy]
     copy: Future[Copy] = field(default_factory=Future)
     """The copies, once the device-to-host thread has begun them. Cancelled if a step needs them before: the
     model's thread then makes them."""
     copy_result: CopyResult | None = None
     """``None`` until it is final."""
-    awaited: set[int] = field(default_factory=set)
-    """Slots that a step uses as filled. They are lost if the copy fails."""
 
 
 class OffloadWorker:
-    """Carries out one worker's offload jobs. The thread that runs the model calls all methods."""
+    """Carries out one worker's offload jobs. The thread that runs the model calls all methods.
+
+    After an error in a copy to host memory, the content of host memory is unknown. Then the worker
+    ``is_broken``: all jobs that use host memory fail from then on.
+    """
 
     def __init__(
         self,
@@ -96,8 +99,7 @@ class OffloadWorker:
         self._stores: dict[int, _PendingStore] = {}
         self._loaded: dict[str, set[int]] = {}
         """Request whose load has ended → ids of its device blocks that were not filled."""
-        self._lost: set[int] = set()
-        """Slots whose last save failed. Jobs that were planned before the failure may still name them."""
+        self.is_broken = False
         self._lock = threading.Lock()
         self._results = OffloadResults()
         self._waited_s = 0.0
@@ -108,48 +110,45 @@ class OffloadWorker:
         """Begin a step's jobs, before its forward pass. The device completes saves and awaited stores before
         any work that is queued later. All other jobs run in parallel with that work.
 
-        If this raises, ``take_results`` and ``take_loaded`` report what has not begun as failed."""
-        with self._lock:
-            self._loaded.update((request_id, set(ids)) for request_id, ids in jobs.rejected.items())
+        If this raises, the worker is broken, and ``take_results`` and ``take_loaded`` report what has not
+        begun as failed. Otherwise the jobs' slots would stay in use, and requests would wait for ever."""
+        fence = None
         try:
             self._save_before_step(jobs)
             # After the saves, because a load may fill a block that this step saves.
             fence = self._device.fence() if jobs.loads or jobs.stores else None
         except Exception:
-            # Otherwise the jobs' slots would stay in use, and requests would wait for ever.
-            with self._lock:
-                for request_id, load in jobs.loads.items():
-                    self._loaded[request_id] = {copy.block_id for copy in load}
-                self._results.stored.update(dict.fromkeys(jobs.stores, CopyResult.FAILED))
+            self.is_broken = True
             raise
-        else:
-            for request_id, load in jobs.loads.items():
-                self._load(request_id, load, fence)
-            for job, copies in jobs.stores.items():
-                self._store(job, copies, fence)
         finally:
-            self._begin_disk_jobs(jobs)
+            stores = {} if self.is_broken else jobs.stores
+            with self._lock:
+                self._loaded.update((request_id, set(ids)) for request_id, ids in jobs.rejected.items())
+                self._results.stored.update(dict.fromkeys(jobs.stores.keys() - stores, CopyResult.FAILED))
+            for request_id, load in jobs.loads.items():
+                self._to_device.submit(partial(self._load, request_id, load, fence))
+            for job, copies in stores.items():
+                self._stores[job] = store = _PendingStore(copies)
+                self._to_host.submit(partial(self._store, store, fence))
+            if jobs.spills:
+                self._to_disk.submit(partial(self._spill, jobs.spills))
+            if jobs.stages:
+                self._from_disk.submit(partial(self._stage, jobs.stages))
+            for job, keys in jobs.probes.items():
+                self._probe.submit(partial(self._look_for, job, keys))
 
     def _save_before_step(self, jobs: OffloadJobs) -> None:
         began = time.perf_counter()
         if jobs.settles:
             self.wait_for_loads()
         awaited = [self._unfinished(job, copies) for job, copies in jobs.awaited.items()]
-        self._save([*(copy for copies in awaited for copy in copies), *jobs.saves])
+        saves = [*(copy for copies in awaited for copy in copies), *jobs.saves]
+        if saves and not self.is_broken:
+            copy = self._device.to_host(saves, self._device.fence())
+            self._device.hold_compute(copy)
+            self._to_host.submit(lambda: self._moved("to_host", len(saves), copy.wait()))
         if jobs.settles or jobs.awaited or jobs.saves:
             self._waited_s += time.perf_counter() - began
-
-    def _begin_disk_jobs(self, jobs: OffloadJobs) -> None:
-        lost = frozenset(file.slot for file in jobs.spills if file.slot in self._lost)
-        self._lost.difference_update(file.slot for file in jobs.stages)
-        if jobs.spills:
-            self._to_disk.submit(partial(self._spill, jobs.spills, lost))
-        if jobs.stages:
-            self._from_disk.submit(partial(self._stage, jobs.stages))
-        if jobs.touches and self._disk is not None:
-            self._from_disk.submit(partial(self._disk.touch, jobs.touches))
-        for job, keys in jobs.probes.items():
-            self._probe.submit(partial(self._look_for, job, keys))
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
         """Return the ids of the requests whose loads have ended since the last call, and the ids of their
@@ -165,10 +164,8 @@ class OffloadWorker:
     def take_results(self) -> OffloadResults:
         """Return the results of the jobs that have ended since the last call."""
         ended = {job: each.copy_result for job, each in self._stores.items() if each.copy_result is not None}
-        for job, copy_result in ended.items():
-            store = self._stores.pop(job)
-            if copy_result is not CopyResult.MOVED:
-                self._lose(store.awaited)
+        for job in ended:
+            del self._stores[job]
         with self._lock:
             results, self._results = self._results, OffloadResults()
         results.stored.update(ended)
@@ -197,21 +194,7 @@ class OffloadWorker:
             self._device.hold_compute(store.copy.result())
         except Exception:
             return copies
-        store.awaited = {copy.slot for copy in copies}
         return ()
-
-    def _save(self, copies: Sequence[BlockCopy]) -> None:
-        if not copies:
-            return
-        slots = {copy.slot for copy in copies}
-        try:
-            copy = self._device.to_host(copies, self._device.fence())
-            self._device.hold_compute(copy)
-        except Exception:
-            self._lose(slots)
-        else:
-            self._lost -= slots
-            self._to_host.submit(lambda: self._moved("to_host", len(copies), copy.wait()))
 
     def _moved(self, direction: str, blocks: int, seconds: float) -> None:
         moved_bytes = blocks * self._device.block_bytes
@@ -220,55 +203,34 @@ class OffloadWorker:
             results.seconds[direction] = results.seconds.get(direction, 0.0) + seconds
             results.moved_bytes[direction] = results.moved_bytes.get(direction, 0) + moved_bytes
 
-    def _lose(self, slots: set[int]) -> None:
-        """Report that the content of ``slots`` is undefined."""
-        self._lost |= slots
-        with self._lock:
-            self._results.lost_slots += sorted(slots)
-
     def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
-        # Blocks whose slots are in ``_lost``. The planner did not know yet that their save had failed.
-        invalid = {copy.block_id for copy in copies if copy.slot in self._lost}
-        copies = [copy for copy in copies if copy.slot not in self._lost]
-
-        def load() -> None:
-            try:
-                if copies:
-                    seconds = self._device.to_device(copies, fence).wait()
-                    self._moved("to_device", len(copies), seconds)
-            except Exception:
-                invalid.update(copy.block_id for copy in copies)
+        not_filled = {copy.block_id for copy in copies}
+        try:
+            if not self.is_broken:
+                self._moved("to_device", len(copies), self._device.to_device(copies, fence).wait())
+                not_filled = set()
+        finally:
             with self._lock:
-                self._loaded[request_id] = invalid
+                self._loaded[request_id] = not_filled
 
-        self._to_device.submit(load)
+    def _store(self, store: _PendingStore, fence: Any) -> None:
+        if not store.copy.set_running_or_notify_cancel():
+            return
+        try:
+            begun = self._device.to_host(store.copies, fence)
+            store.copy.set_result(begun)
+            self._moved("to_host", len(store.copies), begun.wait())
+            store.copy_result = CopyResult.MOVED
+        except Exception as error:
+            self.is_broken = True
+            if not store.copy.done():
+                store.copy.set_exception(error)
+            store.copy_result = CopyResult.FAILED
+            raise
 
-    def _store(self, job: int, copies: Sequence[BlockCopy], fence: Any) -> None:
-        store = _PendingStore()
-        self._lost.difference_update(copy.slot for copy in copies)
-
-        def copy() -> None:
-            if not store.copy.set_running_or_notify_cancel():
-                return
-            try:
-                begun = self._device.to_host(copies, fence)
-                store.copy.set_result(begun)
-                self._moved("to_host", len(copies), begun.wait())
-                store.copy_result = CopyResult.MOVED
-            except Exception as error:
-                if not store.copy.done():
-                    store.copy.set_exception(error)
-                store.copy_result = CopyResult.FAILED
-                raise
-
-        self._to_host.submit(copy)
-        self._stores[job] = store
-
-    def _spill(self, files: Sequence[FileCopy], lost: Set[int]) -> None:
+    def _spill(self, files: Sequence[FileCopy]) -> None:
         began = time.perf_counter()
-        copy_results = {
-            file.key: CopyResult.MISSING if file.slot in lost else self._put(file) for file in files
-        }
+        copy_results = {file.key: self._put(file) for file in files}
         moved = [*copy_results.values()].count(CopyResult.MOVED)
         self._moved("to_disk", moved, time.perf_counter() - began)
         with self._lock:
@@ -276,6 +238,8 @@ class OffloadWorker:
 
     def _put(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None
+        if self.is_broken:
+            return CopyResult.FAILED
         try:
             outcome = self._disk.put(file.key, [self._device.slot(file.slot)])
         except Exception:  # each copy is answered, whatever the device or the store raises
@@ -283,12 +247,14 @@ class OffloadWorker:
         return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
 
     def _stage(self, files: Sequence[FileCopy]) -> None:
+        assert self._disk is not None
         for file in files:
             began = time.perf_counter()
             copy_result = self._get(file)
             self._moved("from_disk", copy_result is CopyResult.MOVED, time.perf_counter() - began)
             with self._lock:
                 self._results.staged[file.key] = copy_result
+        self._disk.touch([file.key for file in files])  # the end of the context as the oldest
 
     def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
         assert self._disk is not None
@@ -300,9 +266,12 @@ class OffloadWorker:
         finally:
             with self._lock:
                 self._results.probed[job] = found, is_missing
+        self._disk.touch(keys[:found])
 
     def _get(self, file: FileCopy) -> CopyResult:
         assert self._disk is not None
+        if self.is_broken:
+            return CopyResult.FAILED
         try:
             self._disk.get_into(file.key, [self._device.slot(file.slot)])
         except BlockNotFound:

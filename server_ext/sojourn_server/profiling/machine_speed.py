@@ -97,8 +97,6 @@ def _host_tier_bandwidth(torch: Any, copy_bytes: int, block_bytes: int) -> CopyB
 
     def save() -> None:
         mover.begin_step(OffloadJobs(saves=copies))
-        if mover.take_results().lost_slots:
-            raise MemoryError("blocks could not be copied to host memory")
 
     def load() -> None:
         mover.begin_step(OffloadJobs(loads={"profile": copies}))

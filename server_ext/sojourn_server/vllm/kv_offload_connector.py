@@ -235,11 +235,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         return read_settings(given, KVOffloadOptions, "connector setting").kv_layout
 
     def build_connector_worker_meta(self) -> StepReport[OffloadResults] | None:
-        """Return the worker's results, or once why there is no host memory."""
-        refusal, self._refusal = self._refusal, ""
-        if refusal:
-            return StepReport(OffloadResults(), off_because=refusal)
-        return super().build_connector_worker_meta()
+        """Return the worker's results, and why host memory must not be used, if that is so."""
+        report, why, self._refusal = super().build_connector_worker_meta(), self._refusal, ""
+        if self._worker is not None and self._worker.is_broken:
+            why = "a copy of KV to host memory has failed"
+        if why:
+            report = report or StepReport(OffloadResults())
+            report.off_because = why
+        return report
 
     def _open_worker(self, kv_caches: dict[str, torch.Tensor]) -> OffloadWorker | None:
         from ..kv_offload.kv_pages import UnsupportedKvCaches, device_layout
