@@ -14,10 +14,8 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 from kv_blocks import BLOCK_BYTES, LAYERS, identity, payload
-from sojourn_server.kv_transfer.block_transfers import ReadingPeer
-from sojourn_server.kv_transfer.transfer import Transfer
-from sojourn_server.kv_transfer.transfer_limits import TransferLimits
-from sojourn_server.kv_transfer.transfer_node import TransferNode
+from sojourn_server.kv_transfer.staging_buffers import TransferLimits
+from sojourn_server.kv_transfer.transfer import ReadingPeer, Transfer, TransferNode
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, WireMessage, decode, decode_head
 
 LAYER_BYTES = BLOCK_BYTES // LAYERS

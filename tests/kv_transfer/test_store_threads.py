@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from kv_blocks import BLOCK_BYTES, key, keys, payload
 from sojourn_server.kv_offload.block_file import OffloadError
+from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.store_threads import StoreThreads
-from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from transfer_manager_harness import PATIENCE_S, MemoryStore, eventually
 
 LIMITS = TransferLimits(slots=8, max_waiting_writes=3, patience_s=0.05)

@@ -17,7 +17,6 @@ from simulated_transfers import (
     layers_of,
     two_engines,
 )
-from sojourn_server.kv_transfer.block_transfers import IncomingPrompt
 from sojourn_server.kv_transfer.transfer import TransferOutcome
 from sojourn_server.kv_transfer.transfer_wire import DataMessage, HelloMessage, NeedMessage
 
@@ -165,17 +164,8 @@ def pushed(world: World, sender: Engine, name: str, first: int, blocks: int = 8)
     return context
 
 
-def test_what_was_left_makes_room_before_others_lose_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_left_makes_room_before_others_lose_patience() -> None:
     world, p, d = two_engines(limits={"slots": 16})
-    is_abandoned, looks = IncomingPrompt.is_abandoned, list[IncomingPrompt]()
-
-    def look(prompt: IncomingPrompt) -> bool:
-        looks.append(prompt)
-        d.node.expect(f"new{len(looks)}").end()  # by another thread
-        assert len(looks) > 1, "one error does not end all looks"
-        return is_abandoned.fget(prompt)  # type: ignore[attr-defined, no-any-return]
-
-    monkeypatch.setattr(IncomingPrompt, "is_abandoned", property(look))
     for number in range(2):
         pushed(world, p, f"left{number}", 100 * number)
     world.run(0.1)

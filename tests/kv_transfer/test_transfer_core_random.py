@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kv_blocks import BLOCK_BYTES, LAYERS, key, keys, payload
 from simulated_transfers import LoadEnded, PromptTransferEnded, PushEnded, World, assert_clean
-from sojourn_server.kv_transfer.block_transfers import COMPUTE_LEASES
+from sojourn_server.kv_transfer.transfer import COMPUTE_LEASES
 from sojourn_server.kv_transfer.transfer_wire import DataMessage
 
 CONTEXTS = st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(0, 3), st.just(size)))
@@ -151,8 +151,6 @@ def test_whatever_happens(
     # Bytes are conserved: what one side counts as sent, the other has taken, or had no use for.
     for engine in alive:
         counts = engine.counts
-        read = counts["blocks_read"] + counts["blocks_unread"]
-        assert engine.node.reads.moved_bytes == BLOCK_BYTES * read
         assert counts["bytes_sent"] >= counts["bytes_pushed"] + counts["bytes_streamed"]
     if len(alive) == 2:
         to_peer = sum(

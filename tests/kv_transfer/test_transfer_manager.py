@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_blocks import LAYERS, identity, key, keys, payload
+from kv_blocks import LAYERS, identity, keys, payload
 from simulated_transfers import LAYER_BYTES, layers_of
-from sojourn_server.kv_transfer.block_transfers import ReadingPeer
-from sojourn_server.kv_transfer.transfer import TransferOutcome
+from sojourn_server.kv_transfer.transfer import ReadingPeer, TransferOutcome
 from sojourn_server.kv_transfer.transfer_manager import TransferManager, fetch_stats
 from sojourn_server.kv_transfer.transfer_wire import (
     HEAD_BYTES,
@@ -99,21 +98,13 @@ def test_a_turn_over_real_sockets(pair: tuple[TransferManager, TransferManager])
     assert take(prompt.blocks()) == [payload(one) for one in WHOLE]
     prompt.end()
     assert_clean(here, there)
-    moved = here.node.counts["bytes_sent"]
-    assert moved == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
-
-
-def test_a_store_that_hangs_costs_patience_and_its_thread_ends_when_it_does(store: MemoryStore) -> None:
-    gate = threading.Event()
-    store.before = lambda what, one: waits_for(gate) if one == key(3) else None
-    made = manager(store, "p")
-    load = made.node.load("a", CONTEXT)
-    assert ended(load) == TransferOutcome(3, "storage has not answered")
-    load.end()
-    eventually(lambda: 0 < made.stats()["slots_used"] <= 5)
-    gate.set()
-    assert_clean(made)
-    assert made.close()
+    mine, theirs = here.stats(Counter(blocks_not_filled=2)), there.stats()
+    sent = mine["links"]["compute network"]["moved_bytes"]
+    assert sent == theirs["received_bytes"] == 4 * LAYERS * LAYER_BYTES, "what was read there was not sent"
+    assert mine["links"]["storage read"]["moved_bytes"] == 3 * LAYERS * LAYER_BYTES
+    assert mine["block_s"] > 0
+    assert (mine["counts"]["blocks_read"], mine["counts"]["blocks_not_filled"]) == (3, 2)
+    assert mine["slots_used"] == theirs["slots_used"] == 0
 
 
 def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: Path) -> None:
@@ -315,60 +306,6 @@ def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck:
         assert here.stats()["counts"]["stalls"] == 1
         assert_clean(here)
     assert threads_of("p") == []
-
-
-# -- What a traffic manager tells of itself, after real transfers.
-
-
-FOUR = keys(*range(4))
-BLOCK_BYTES = identity().block_bytes
-
-
-def test_reads_have_a_speed_and_what_is_sent_is_received() -> None:
-    store = MemoryStore()
-    store.fill(*FOUR)
-    with closing(manager(store, "p")) as here, closing(manager(store, "d", ["tcp:127.0.0.1:0"])) as there:
-        load = here.node.load("l", FOUR)
-        assert ended(load) is not None
-        assert here.stats()["slots_used"] == 4
-        push = here.node.offer("t", there.addresses[0], FOUR)
-        prompt = there.node.expect("t")
-        for layer in range(LAYERS):
-            push.give(layer, layers_of(FOUR, layer))
-        assert ended(prompt) is not None
-        prompt.end()
-        load.end()
-        assert_clean(here, there)
-        mine, theirs = (
-            here.stats(Counter(blocks_not_filled=2)),
-            there.stats(),
-        )
-    whole = 4 * BLOCK_BYTES
-    assert mine["links"]["storage read"]["moved_bytes"] == whole
-    assert mine["links"]["compute network"]["moved_bytes"] == theirs["received_bytes"] == whole
-    assert mine["block_s"] > 0
-    assert (mine["counts"]["blocks_read"], mine["counts"]["blocks_not_filled"]) == (4, 2)
-    assert mine["slots_used"] == theirs["slots_used"] == 0
-
-
-def test_a_queue_of_unknown_speed_is_told_as_unknown() -> None:
-    """0 would say that nothing waits, and who hangs would be chosen first."""
-    store, gate = MemoryStore(), threading.Event()
-    store.fill(*FOUR)
-    store.before = lambda what, key: assert_in_time(gate)
-    patient = {"patience_s": PATIENCE_S, "lease_s": 2 * PATIENCE_S}
-    with closing(manager(store, "p", limits=patient)) as here:
-        load = here.node.load("l", FOUR)
-        eventually(lambda: len(here.node.reads) > 0)
-        link = here.stats()["links"]["storage read"]
-        assert link == {"queued_bytes": 4 * BLOCK_BYTES, "queued_s": None, "moved_bytes": 0}
-        gate.set()
-        assert ended(load) is not None
-        load.end()
-
-
-def assert_in_time(gate: threading.Event) -> None:
-    assert gate.wait(PATIENCE_S)
 
 
 # -- The socket at which it tells another process how it goes.

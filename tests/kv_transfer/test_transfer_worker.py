@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_transfer_requests import FULL_TOKENS, PER_FULL, Request, full_keys, prompt, to_prefill
-from sojourn_server.kv_transfer.block_transfers import BlockLoad
-from toy_transfer_engine import LAYERS, MemoryStore, ToyEngine, expected, kv_of, run, settle, through
+from sojourn_server.kv_transfer.transfer import BlockLoad
+from toy_transfer_engine import (
+    LAYERS,
+    MemoryStore,
+    ToyEngine,
+    expected,
+    kv_of,
+    run,
+    settle,
+    slow_sends,
+    through,
+)
 from transfer_manager_harness import eventually
 
 Make = Callable[..., ToyEngine]
@@ -92,7 +101,7 @@ def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
 def test_a_peers_layers_are_used_as_they_come(
     make: Make, monkeypatch: pytest.MonkeyPatch, layerwise: bool
 ) -> None:
-    p, d = make("p"), make("d", rates={"compute": 8_000.0})
+    p, d = make("p"), make("d")
     start = prompt(1, 6 * FULL_TOKENS)
     d.add(Request("before", start))
     settle(d)
@@ -106,61 +115,10 @@ def test_a_peers_layers_are_used_as_they_come(
         return found
 
     monkeypatch.setattr(BlockLoad, "ready", watched)
+    slow_sends(monkeypatch, 8_000.0)
     p.worker._layerwise = layerwise
     through(p, d, [*start, *prompt(2, 50)], decode_reads=True)
     assert (ready_at[0] < LAYERS) == layerwise
-
-
-def test_full_blocks_are_stored_as_they_fill_prompt_and_output(make: Make, store: MemoryStore) -> None:
-    engine = make("e", max_saves=2)
-    tokens = prompt(1, 300)
-    engine.add(Request("r", tokens), max_tokens=100)
-    settle(engine)
-    whole = [*tokens, *expected(tokens, 100)]
-    keys = full_keys(whole[:-1])
-    assert set(store.blocks) == set(keys)
-    assert [store.parents[key] for key in keys] == [b"", *keys[:-1]]
-    for at, key in enumerate(keys):
-        context = whole[: (at + 1) * FULL_TOKENS]
-        layers = [kv_of(context, layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
-        assert store.blocks[key] == b"".join(rows.tobytes() for rows in layers)
-
-
-@pytest.mark.parametrize("decode_reads", [False, True])
-@pytest.mark.parametrize("broken", [0, 2, 5])
-def test_a_block_that_cannot_be_read_is_computed(
-    make: Make, store: MemoryStore, decode_reads: bool, broken: int
-) -> None:
-    p, d = make("p"), make("d")
-    start = prompt(1, 6 * FULL_TOKENS)
-    through(p, d, start, "before")
-    store.broken.add(full_keys(start)[broken])
-    first, _ = through(p, d, [*start, *prompt(2, 50)], decode_reads=decode_reads)
-    assert first.prefilled == 50 + (6 - broken) * FULL_TOKENS
-
-
-QUEUE = {"lease_s": 2.0, "patience_s": 0.5}
-"""Limits under which a lease ends within seconds."""
-
-
-def test_a_request_that_waits_in_the_queue_longer_than_a_lease_has_its_context_all_the_same(
-    make: Make,
-) -> None:
-    p, d = make("p", limits=QUEUE), make("d", limits=QUEUE, max_running=1, blocks=20_000)
-    tokens = prompt(2, 400)
-    running = d.add(Request("long", prompt(1, 100)), max_tokens=100_000)
-    run(lambda: bool(running.request.output), d)
-    first = p.add(Request("r", tokens, to_prefill("t", d.address)))
-    run(lambda: "r" in p.done, p, d)
-    job = d.add(Request("r", tokens, first.answer), max_tokens=3)
-    end_s = time.monotonic() + 2.5 * QUEUE["lease_s"]
-    run(lambda: time.monotonic() > end_s, p, d)
-    assert not job.ids
-    d.abort("long")
-    settle(p, d)
-    assert job.request.output == expected(tokens, 3)
-    assert job.prefilled == 1
-    assert d.planner.counts["prompts_whole"] == 1
 
 
 @pytest.mark.parametrize("lost_at", [0, 1, LAYERS - 1])
@@ -231,11 +189,13 @@ def test_a_store_without_room_gets_a_block_in_a_later_step_and_the_end_of_a_requ
     run(lambda: "s" in engine.done and "s" not in engine.jobs, engine)
     assert engine.worker.counts["writes_refused"] > 0
     gate.set()
-    keys = full_keys(tokens)
-    run(lambda: set(keys) <= set(store.blocks), engine)
-    assert running.request.output
+    run(lambda: len(running.request.output) > FULL_TOKENS, engine)
     engine.abort("r")
     settle(engine)
+    whole = [*tokens, *expected(tokens, FULL_TOKENS)]
+    keys = full_keys(whole)
+    assert set(keys) <= set(store.blocks), "output is stored as well"
+    assert [store.parents[key] for key in keys] == [b"", *keys[:-1]]
     for at, key in enumerate(keys):
-        rows = [kv_of(tokens[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
+        rows = [kv_of(whole[: (at + 1) * FULL_TOKENS], layer)[-FULL_TOKENS:] for layer in range(LAYERS)]
         assert store.blocks[key] == b"".join(each.tobytes() for each in rows)

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 import transfer_manager_harness
 from fake_cuda import FakeCuda
 from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request, to_prefill
@@ -24,11 +25,10 @@ from sojourn_server.kv_offload.block_file import KvIdentity
 from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
 from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
 from sojourn_server.kv_offload.kv_pages import KvPages
-from sojourn_server.kv_transfer.peer_connection import PeerConnection, PeerTable
 from sojourn_server.kv_transfer.peer_transport import SocketStream
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, rank_address
+from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.transfer_jobs import TransferJobs
-from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from sojourn_server.kv_transfer.transfer_planner import TransferPlanner
 from sojourn_server.kv_transfer.transfer_worker import TransferWorker
@@ -144,44 +144,22 @@ class Step:
     orders: TransferJobs
 
 
-class SlowStore:
-    """A store whose reads take as long as over a link of ``rate`` bytes a second."""
+def slow_sends(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """Make each connection send ``rate`` bytes a second."""
+    write = SocketStream.write
 
-    def __init__(self, store: Any, rate: float) -> None:
-        self._store = store
-        self._rate = rate
+    async def slow(stream: SocketStream, parts: Sequence[bytes | memoryview]) -> None:
+        await asyncio.sleep(sum(map(len, parts)) / rate)
+        await write(stream, parts)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def get_into(self, key: bytes, buffers: Sequence[Any]) -> None:
-        time.sleep(BLOCK_BYTES / self._rate)
-        self._store.get_into(key, buffers)
-
-
-def send_slowly(manager: TransferManager, rate: float) -> None:
-    """Make a transfer manager send ``rate`` bytes a second to each peer."""
-    peers = manager.node.peers
-
-    class SlowConnection(PeerConnection):
-        def __init__(self, table: PeerTable, stream: SocketStream, address: str = "") -> None:
-            super().__init__(table, stream, address)
-            write = stream.write
-
-            async def slow(parts: Sequence[bytes | memoryview]) -> None:
-                await asyncio.sleep(sum(map(len, parts)) / rate)
-                await write(parts)
-
-            stream.write = slow  # type: ignore[method-assign]
-
-    peers.connection = SlowConnection
+    monkeypatch.setattr(SocketStream, "write", slow)
 
 
 class Rank:
     """A worker of an engine, with its part of the KV, its transfer manager and its transfer worker."""
 
     def __init__(
-        self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits, rates: dict[str, Any],
+        self, name: str, store: Any, listen: str, blocks: int, bounds: TransferLimits,
         log: Callable[[str, BaseException], None], layerwise: bool, cuda: FakeCuda | None,
     ) -> None:  # fmt: skip
         rows = BLOCK_TOKENS * TOKEN_BYTES
@@ -191,12 +169,8 @@ class Rank:
         if cuda is not None:
             pages = {name: [KvPages(each.ctypes.data, rows, rows)] for name, each in named.items()}
             self.kv = CudaBlockArrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
-        if rates.get("storage_read"):
-            store = SlowStore(store, rates["storage_read"])
         self.manager = TransferManager(store, bounds, name=name, listen=[listen])
-        if rates.get("compute"):
-            send_slowly(self.manager, rates["compute"])
-        self.worker = TransferWorker(self.manager, self.kv, slots=bounds.slots, log=log, layerwise=layerwise)
+        self.worker = TransferWorker(self.manager, self.kv, log=log, layerwise=layerwise)
 
 
 class ToyEngine:
@@ -213,7 +187,6 @@ class ToyEngine:
         chunk: int = 10_000,
         max_running: int = 1000,
         limits: dict[str, Any] | None = None,
-        rates: dict[str, Any] | None = None,
         stores: Sequence[Any] = (),
         late: Callable[[], bool] = lambda: False,
         concurrent_steps: int = 1,
@@ -229,7 +202,7 @@ class ToyEngine:
         self.ranks = [
             Rank(
                 name, each, rank_address(listen, rank, len(stores)), blocks, bounds,
-                rates or {}, lambda what, error: self.errors.append(error),
+                lambda what, error: self.errors.append(error),
                 len(stores) == concurrent_steps == 1, cuda,
             )
             for rank, each in enumerate(stores)

@@ -10,8 +10,8 @@ from typing import Any
 from kv_blocks import identity, payload
 from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
 from sojourn_server.kv_offload.shared_store import BlockNotFound, PutOutcome
+from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.transfer import Transfer, TransferOutcome
-from sojourn_server.kv_transfer.transfer_limits import TransferLimits
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 
 PATIENCE_S = 60.0

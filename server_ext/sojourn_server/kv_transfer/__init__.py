@@ -29,7 +29,7 @@ coroutine a side::
 
 A transfer of this package and the class that runs it are the same object. Its coroutine and all state belong
 to the event loop. The engine's threads use it as a handle: they read its outcome, wait for it under the lock
-``TransferContext.changed``, and ``post`` everything else to the loop.
+``TransferNode.changed``, and ``post`` everything else to the loop.
 
 These rules make the rest short:
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ..kv_offload.block_file import KvIdentity
 from .peer_transport import SocketStream
-from .transfer_limits import TransferLimits
+from .staging_buffers import TransferLimits
 from .transfer_wire import (
     HEAD_BYTES,
     AnyWireMessage,
@@ -120,7 +120,8 @@ class PeerConnection:
 
 
 class PeerNode(Protocol):
-    """What connections use of their ``TransferNode``."""
+    """What connections use of their ``TransferNode``. ``received`` gets each message of an identified peer,
+    ``lost`` the end of a connection."""
 
     identity: KvIdentity
     limits: TransferLimits
@@ -138,11 +139,8 @@ class PeerTable:
     """All connections of one engine: one to each dialled address, and those that peers have opened."""
 
     def __init__(self, node: PeerNode) -> None:
-        """``node.received`` is called with each message of an identified peer, ``node.lost`` when a
-        connection has ended."""
         self.node = node
         self.conns: set[PeerConnection] = set()
-        self.connection = PeerConnection
         self._dialled: dict[str, asyncio.Task[PeerConnection]] = {}
         """Address → task that returns the connection to it."""
 
@@ -157,7 +155,7 @@ class PeerTable:
 
     async def accept(self, stream: SocketStream) -> None:
         """Serve a connection that a peer has opened, until it ends."""
-        conn = self.connection(self, stream)
+        conn = PeerConnection(self, stream)
         self.conns.add(conn)
         await self._serve(conn)
 
@@ -174,7 +172,7 @@ class PeerTable:
         conn, node = None, self.node
         try:
             async with asyncio.timeout(node.limits.patience_s):
-                conn = self.connection(self, await node.dial(address), address)
+                conn = PeerConnection(self, await node.dial(address), address)
                 self.conns.add(conn)
                 await conn.send(HelloMessage(name=node.name, kv=asdict(node.identity)))
                 answer, _ = await conn.receive()

@@ -1,4 +1,4 @@
-"""Staging buffers in host memory: a fixed number of slots for one Full Block each, which transfers lease.
+"""Limits of transfers, and staging buffers in host memory: slots for one Full Block each, which they lease.
 
 A transfer leases all its slots at once. Leases are granted whole, in the order of requests. So two transfers
 never each hold half of their slots and wait for the other half.
@@ -9,9 +9,35 @@ A slot becomes free when its lease has ended and no thread writes to it. Use the
 from __future__ import annotations
 
 import asyncio
+import math
 import mmap
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferLimits:
+    """Limits of one engine's transfer buffers and waiting times. Times in seconds, sizes in bytes."""
+
+    slots: int
+    """Number of Full Blocks (the unit of storage, 64 tokens) that the buffers hold. A prompt can be sent to
+    this engine only if all its blocks fit."""
+    patience_s: float = 1.5
+    """Seconds after which a silent peer, a peer that a request expects, or a read counts as failed."""
+    lease_s: float = 30.0
+    """Seconds without new data after which a transfer fails or gives up its buffers."""
+    chunk_bytes: int = 1 << 20
+    """Maximum payload of a message that this engine sends. If one layer of a block is larger, it is sent
+    whole. A peer must receive each message within ``patience_s`` seconds."""
+    max_waiting_writes: int = 256
+    """Maximum number of copied blocks that wait to be stored. Further blocks are saved later."""
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise ValueError(f"slots must be at least 1, not {self.slots}")
+        if not 0 < self.patience_s < self.lease_s < math.inf:
+            raise ValueError(f"expected 0 < patience_s ({self.patience_s}) < lease_s ({self.lease_s})")
 
 
 class BufferSlot:

@@ -13,8 +13,7 @@ from typing import TypeVar
 from ..kv_offload.block_file import OffloadError
 from ..kv_offload.shared_store import SharedStore
 from ..kv_offload.transfer_thread import TransferThread
-from .staging_buffers import BufferPool, BufferSlot
-from .transfer_limits import TransferLimits
+from .staging_buffers import BufferPool, BufferSlot, TransferLimits
 
 LOOKUP_BATCH_KEYS = 16
 """Number of block keys per lookup in the store. The store counts as hung if a lookup takes ``patience_s``."""
@@ -41,7 +40,6 @@ class StorageReads:
     def __init__(
         self, storage: StoreThreads, buffers: BufferPool, limits: TransferLimits, counts: Counter[str]
     ) -> None:
-        self.moved_bytes = 0
         self.block_s = 0.0
         """Mean seconds of the newest reads; 0 if there was none."""
         self._storage = storage
@@ -55,6 +53,11 @@ class StorageReads:
 
     def __len__(self) -> int:
         return self._queue.qsize() + (self._began_s is not None)
+
+    @property
+    def ended(self) -> int:
+        """Number of blocks that have been read, or could not be read."""
+        return self._counts["blocks_read"] + self._counts["blocks_unread"]
 
     def put(self, slot: BufferSlot, key: bytes, ended: ReadEnded) -> None:
         """Queue a read of a block into a slot."""
@@ -93,7 +96,6 @@ class StorageReads:
                 self._hangs = False
             took_s = loop.time() - began_s
             self.block_s += (took_s - self.block_s) * (NEWEST_READ_WEIGHT if self.block_s else 1.0)
-            self.moved_bytes += slot.memory.nbytes
             self._began_s = None
             why = reading.result()
             self._counts["blocks_read" if why is None else "blocks_unread"] += 1

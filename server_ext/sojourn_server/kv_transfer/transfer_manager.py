@@ -21,11 +21,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from ..kv_offload.block_file import KvIdentity
 from ..kv_offload.shared_store import SharedStore
 from .peer_transport import dial, listen
+from .staging_buffers import TransferLimits
 from .store_threads import StoreThreads
-from .transfer_limits import TransferLimits
-from .transfer_node import TransferNode
+from .transfer import TransferNode
 
 START_TIMEOUT_S = 30.0
 STATS_TIMEOUT_S = 1.0
@@ -51,15 +52,16 @@ class TransferManager:
         """Addresses at which peers reach this engine."""
         self.node: TransferNode
         self.storage = StoreThreads(store, limits)
-        self._identity = store.identity
-        self._limits = limits
         self._folder = ""
         """Temporary folder of the stats socket, which only this process's user can access."""
         self._servers: list[asyncio.Server] = []
         self._is_closing = False
         self._started: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._run, args=(list(listen),), name=f"sojourn-paths-{name}", daemon=True
+            target=self._run,
+            args=(store.identity, limits, [*listen]),
+            name=f"sojourn-paths-{name}",
+            daemon=True,
         )
         self._thread.start()
         try:
@@ -81,7 +83,7 @@ class TransferManager:
         ``None`` if unknown.
         """
         node, reads, storage = self.node, self.node.reads, self.storage
-        block_bytes, sent = self._identity.block_bytes, node.counts["bytes_sent"]
+        block_bytes, sent = node.identity.block_bytes, node.counts["bytes_sent"]
         # Copies, because other threads count meanwhile.
         merged = Counter(node.counts) + Counter(storage.counts) + Counter(counts)
         return {
@@ -92,7 +94,7 @@ class TransferManager:
                 "storage read": {
                     "queued_bytes": len(reads) * block_bytes,
                     "queued_s": reads.queued_s(node.loop.time()),
-                    "moved_bytes": reads.moved_bytes,
+                    "moved_bytes": reads.ended * block_bytes,
                 },
                 "storage write": _link(storage.queued_writes * block_bytes, storage.written_bytes),
                 "compute network": _link(node.queued_send_bytes, sent),
@@ -101,7 +103,7 @@ class TransferManager:
             "block_s": reads.block_s,
             "addresses": list(self.addresses),
             "epoch": self.epoch,
-            "kv": self._identity.digest().hex(),
+            "kv": node.identity.digest().hex(),
             "counts": dict(sorted(merged.items())),
         }
 
@@ -133,19 +135,17 @@ class TransferManager:
                 shutil.rmtree(self._folder, ignore_errors=True)
         return self.storage.close() and not self._thread.is_alive()
 
-    def _run(self, listen_at: list[str]) -> None:
+    def _run(self, *arguments: Any) -> None:
         try:
-            asyncio.run(self._serve(listen_at))
+            asyncio.run(self._serve(*arguments))
         except BaseException as error:
             if self._started.done():
                 raise
             self._started.set_exception(error)
 
-    async def _serve(self, listen_at: list[str]) -> None:
+    async def _serve(self, identity: KvIdentity, limits: TransferLimits, listen_at: list[str]) -> None:
         self._over = asyncio.Event()
-        self.node = TransferNode(
-            self._identity, self._limits, name=self.name, storage=self.storage, dial=dial
-        )
+        self.node = TransferNode(identity, limits, name=self.name, storage=self.storage, dial=dial)
         try:
             for address in listen_at:
                 server, reachable = await listen(address, self.node.peers.accept)

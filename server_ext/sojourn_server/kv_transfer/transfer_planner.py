@@ -37,17 +37,14 @@ from .transfer_request import (
     TransferPhase,
     TransferRequest,
     TransferRole,
+    context_name,
     parse_transfer_params,
-    prompt_context,
     tail_key,
 )
 
 MAX_FETCHES = 3
 """Maximum number of consecutive fetches for one request; after that, its KV is computed. A further fetch is
 needed if, during a fetch, the device evicts blocks that precede the fetched blocks in the context."""
-
-NULL_BLOCK = 0
-"""Id of vLLM's placeholder for a block that it does not keep, for example one outside a sliding window."""
 
 
 class TransferPlanner:
@@ -107,7 +104,7 @@ class TransferPlanner:
         self.counts["unreadable" if wrong else params.role.value] += 1
         entry = self._entries[view.request_id] = TransferRequest(view, params)
         if params.role is not TransferRole.WHOLE:
-            entry.context = prompt_context(view, params.transfer, self._block_tokens)
+            entry.context = context_name(view, params.transfer, self._block_tokens)
         if params.role is TransferRole.DECODE:
             entry.stored = entry.saved = params.stored
             if entry.context == params.context:
@@ -320,9 +317,6 @@ class TransferPlanner:
         if len(keys) < self._prompt_blocks(entry):
             keys.append(tail_key(entry.context))
         ids = list(block_ids(view.request_id)[: -(-view.num_prompt_tokens // self._block_tokens)])
-        if NULL_BLOCK in ids:
-            self.counts["prompts_with_holes"] += 1
-            return
         push = PushJob(view.request_id, entry.context, params.peer, keys, ids)
         self._orders.pushes.append(push)
         self.counts["pushes"] += 1
@@ -343,8 +337,7 @@ class TransferPlanner:
         for place, key in enumerate(keys[: max(0, len(ids) // size - first)], first):
             own = list(ids[place * size : (place + 1) * size])
             parent = self._key(entry, place - 1) if place else b""
-            if NULL_BLOCK not in own:
-                jobs.append(SaveJob(entry.view.request_id, place, key, parent, own))
+            jobs.append(SaveJob(entry.view.request_id, place, key, parent, own))
         return jobs
 
     def _open(self, entry: TransferRequest, first: int, is_pushed: bool) -> None:

@@ -77,23 +77,14 @@ def parse_transfer_params(given: Mapping[str, Any] | None) -> TransferParams:
     return params
 
 
-def context_name(transfer: str, last_key: bytes, tail: Sequence[int], tokens: int) -> str:
-    """Return the name under which two engines transfer a prompt. Prompts with different tokens get different
-    names.
-
-    ``last_key``: chain hash of the prompt's last whole engine block, which identifies all tokens up to its
-    end. ``tail``: the tokens after that block. ``tokens``: length of the prompt.
-    """
-    text = f"{last_key.hex()} {','.join(map(str, tail))} {tokens}"
-    return f"{transfer}.{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
-
-
-def prompt_context(view: RequestView, transfer: str, block_tokens: int) -> str:
-    """Return the ``context_name`` of a request's prompt. ``block_tokens``: tokens per engine block."""
+def context_name(view: RequestView, transfer: str, block_tokens: int) -> str:
+    """Return the name under which two engines transfer a request's prompt. Prompts with different tokens get
+    different names: the hash of the last whole block of ``block_tokens`` tokens covers all before it."""
     whole = view.num_prompt_tokens // block_tokens
     last = bytes(view.block_hashes[whole - 1]) if whole else b""
     tail = (view.prompt_token_ids or ())[whole * block_tokens :]
-    return context_name(transfer, last, tail, view.num_prompt_tokens)
+    text = f"{last.hex()} {','.join(map(str, tail))} {view.num_prompt_tokens}"
+    return f"{transfer}.{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
 def tail_key(context: str) -> bytes:

@@ -66,60 +66,58 @@ class RefusedMessage(WireMessage, frozen=True, tag="refused"):
     reason: str
 
 
-class ReadMessage(WireMessage, frozen=True, tag="read"):
+class TransferMessage(WireMessage, frozen=True):
+    """Base of the messages about a transfer."""
+
+    transfer: str
+
+
+class ReadMessage(TransferMessage, frozen=True, tag="read"):
     """Asks the peer to read the blocks ``keys`` from storage, keep them for the transfer, and return their
     layers."""
 
-    transfer: str
     keys: list[bytes]
     total: int
     """Number of blocks of the whole prompt. The peer reserves buffers for all of them."""
 
 
-class OfferMessage(WireMessage, frozen=True, tag="offer"):
+class OfferMessage(TransferMessage, frozen=True, tag="offer"):
     """Offers a transfer's blocks, named by their keys in order. The peer answers with a ``NeedMessage``."""
 
-    transfer: str
     keys: list[bytes]
 
 
-class NeedMessage(WireMessage, frozen=True, tag="need"):
+class NeedMessage(TransferMessage, frozen=True, tag="need"):
     """Asks for those offered blocks that the sender of this message lacks. If a block that the sender
     expected from storage does not arrive, the sender asks for it with a further ``NeedMessage``."""
 
-    transfer: str
     indices: list[int]
     """Positions of the blocks in the ``keys`` of the ``OfferMessage``."""
 
 
-class DataMessage(WireMessage, frozen=True, tag="data"):
+class DataMessage(TransferMessage, frozen=True, tag="data"):
     """Carries one layer of the blocks ``indices`` in its payload. The layers of a block are sent in order."""
 
-    transfer: str
     layer: int
     indices: list[int]
     """Positions of the blocks in the ``keys`` of the transfer's ``ReadMessage`` or ``OfferMessage``."""
 
 
-class FailedMessage(WireMessage, frozen=True, tag="failed"):
+class FailedMessage(TransferMessage, frozen=True, tag="failed"):
     """Reports that the blocks of a ``ReadMessage`` from position ``index`` on will not be sent. From the side
     that asked for them: that it does not need them any more."""
 
-    transfer: str
     index: int
     reason: str
 
 
-class CompleteMessage(WireMessage, frozen=True, tag="complete"):
+class CompleteMessage(TransferMessage, frozen=True, tag="complete"):
     """Reports that all offered blocks have arrived."""
 
-    transfer: str
 
-
-class AbortMessage(WireMessage, frozen=True, tag="abort"):
+class AbortMessage(TransferMessage, frozen=True, tag="abort"):
     """Ends the transfer. The sender of this message neither sends nor accepts more data for it."""
 
-    transfer: str
     reason: str
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..kv_offload.transfer_thread import TransferThread
-from .block_transfers import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
+from .transfer import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
 from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
@@ -41,20 +41,17 @@ class TransferWorker:
         manager: TransferManager,
         kv: KvBlockArrays,
         *,
-        slots: int,
         log: Callable[[str, BaseException], None] = lambda what, error: None,
         strict: bool = False,
         layerwise: bool = True,
     ) -> None:
-        """``slots``: number of Full Blocks that fit the transfer buffers. ``log`` receives sojourn's own
-        errors. With ``strict`` they are raised instead, for tests. ``layerwise``: whether a request may run
-        once the first layer of its blocks has arrived."""
+        """``log`` receives sojourn's own errors. With ``strict`` they are raised instead, for tests.
+        ``layerwise``: whether a request may run once the first layer of its blocks has arrived."""
         self.counts: Counter[str] = Counter()
         self._layerwise = layerwise
         self._node = manager.node
         self._storage = manager.storage
         self._kv = kv
-        self._slots = slots
         self._log = log
         self._strict = strict
         self._lock = threading.Lock()
@@ -270,7 +267,7 @@ class TransferWorker:
     def _offer(self, order: PushJob) -> None:
         held = sum(len(push.keys) for push in self._open_pushes())
         try:
-            if held and held + len(order.keys) > self._slots:
+            if held and held + len(order.keys) > self._node.limits.slots:
                 raise ValueError("a peer without room keeps pushes open, and so the copies of their blocks")
             push = self._node.offer(order.context, order.address, order.keys)
         except ValueError:

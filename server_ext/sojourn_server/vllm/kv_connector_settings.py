@@ -22,7 +22,7 @@ from ..kv_offload.disk_tier import MAX_STAGE_WAIT_S, TierLimits
 from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, blocks_per_full
 from ..kv_transfer.peer_transport import parse_address
 from ..kv_transfer.rank_transfers import rank_address
-from ..kv_transfer.transfer_limits import TransferLimits
+from ..kv_transfer.staging_buffers import TransferLimits
 from ..launch.weights_fingerprint import UnknownWeights, processor_digest, weights_fingerprint
 from .compat import running_vllm
 from .kv_cache_groups import stored_block_bytes

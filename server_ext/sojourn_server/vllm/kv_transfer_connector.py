@@ -215,7 +215,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         worker = TransferWorker(
             self._traffic,
             kv,
-            slots=settings.limits.slots,
             log=lambda what, error: logger.error("sojourn: could not %s", what, exc_info=error),
             strict=self.strict,
             layerwise=settings.ranks == settings.concurrent_steps == 1,
