@@ -10,7 +10,6 @@ A test fails where the files differ from what this writes.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import re
@@ -29,7 +28,6 @@ from sojourn_server.metrics.metric_catalog import (
     OTHER_TOOL,
     SERIES_BUDGET,
     MetricSpec,
-    OpenLabel,
 )
 from sojourn_server.policies.preset import preset_names
 from sojourn_server.simulator.latency.latency_profiles import shipped_profile_names
@@ -45,15 +43,17 @@ All are in the server's `/metrics`, beside vLLM's own, with the label `{ENGINE_L
 second. Names that end in `_total` are counters; those with buckets are histograms; others are gauges. A
 program, session or call id is never a label: ask `/sojourn/v1/programs` and `/sojourn/v1/decisions`. One
 engine adds at most {SERIES_BUDGET} lines. `tool` has at most {MAX_TOOLS} names, those beyond the first
-{FIRST_TOOLS} after {FREQUENT_CALLS} measurements; the rest is `{OTHER_TOOL}`. Use ratios of rates, as for
-the share of prompt tokens computed again:
+{FIRST_TOOLS} after {FREQUENT_CALLS} measurements; the rest is `{OTHER_TOOL}`. Values
+of `cause` are those of the [turn ledger](operate.md#the-turn-ledger), of `what` those of [KV
+offload](kv-offload.md#what-you-see) and [pairs](prefill-decode.md#what-an-engine-publishes). The share of
+prompt tokens computed again:
 
 ```
 sum(rate(sojourn_prompt_tokens_total{{result="lost"}}[5m])) / sum(rate(sojourn_prompt_tokens_total[5m]) > 0)
 ```
 
-| name | labels | meaning |
-|---|---|---|
+| name and labels | meaning |
+|---|---|
 """
 
 GATEWAY = """
@@ -230,11 +230,9 @@ MARK = "# <── sojourn"
 
 
 def example_diff(path: Path) -> str:
-    """What sojourn adds to an example, as a unified diff against the same file without the marked lines."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    plain = [line for line in lines if MARK not in line]
-    found = difflib.unified_diff(plain, lines, "without", f"examples/{path.name}", lineterm="", n=1)
-    return "\n".join(["```diff", *found, "```"])
+    """The lines that sojourn adds to an example, as a unified diff has them."""
+    added = [line for line in path.read_text(encoding="utf-8").splitlines() if MARK in line]
+    return "\n".join(["```diff", *(f"+{line}" for line in added), "```"])
 
 
 def instructions_table(reports: list[dict[str, Any]]) -> str:
@@ -244,17 +242,15 @@ def instructions_table(reports: list[dict[str, Any]]) -> str:
         f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
         f"A turn is one LLM request and one tool call. The target was {first['targets']['turn_us']:.0f} µs.",
         "",
-        "| | release | a turn without, million instructions | added | share | that is "
-        "| the SDK's own threads, million |",
-        "|---|---|--:|--:|--:|--:|--:|",
+        "| | release | a turn, million instructions | added | share | that is |",
+        "|---|---|--:|--:|--:|--:|",
     ]
     for report in reports:
         for name, row in report["frameworks"].items():
             lines.append(
                 f"| {name} | {row['version']} | {row['bare_instructions'] / 1e6:.2f} "
                 f"| {row['added_instructions'] / 1e6:.3f} | {row['added_share']:.2%} "
-                f"| {row['added_us']:.0f} µs "
-                f"| {row['added_sdk_threads_instructions'] / 1e6:.3f} |"
+                f"| {row['added_us']:.0f} µs |"
             )
     return "\n".join(lines)
 
@@ -348,20 +344,9 @@ def placed(text: str, name: str, table: str) -> str:
 
 
 def _row(spec: MetricSpec) -> str:
-    labels = "; ".join(f"`{name}`: {_values(values)}" for name, values in spec.labels.items()) or "–"
-    text = spec.help
-    if spec.buckets:
-        unit = " s" if spec.name.endswith("_seconds") else ""
-        text += f" Buckets from {spec.buckets[0]:g} to {spec.buckets[-1]:g}{unit}."
-    return f"| `{spec.name}` | {labels} | {text} |\n"
-
-
-def _values(values: frozenset[str] | OpenLabel) -> str:
-    if values is OpenLabel.TOOL:
-        return "a tool"
-    if values is OpenLabel.TEXT:
-        return "text"
-    return ", ".join(sorted(values))
+    labels = f"{{{', '.join(spec.labels)}}}" if spec.labels else ""
+    text = f"{spec.help} Buckets {spec.buckets[0]:g} to {spec.buckets[-1]:g}." if spec.buckets else spec.help
+    return f"| `{spec.name}{labels}` | {text} |\n"
 
 
 if __name__ == "__main__":
