@@ -121,8 +121,6 @@ class Device:
 
     def _carry_out(self, step: Step) -> None:
         from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
-        from sojourn_server.vllm.kv_connector import StepReport
-        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         jobs = step.planned.kv_connector_metadata.jobs
         settled = self._arrive(at_once=True) if jobs.settles else (set(), set())
@@ -144,6 +142,12 @@ class Device:
             self._copy_to_host(copies)
             self.counts["stored"] += len(copies)
         results = OffloadResults(stored=dict.fromkeys(before, CopyResult.MOVED))
+        self._answer(step, results, arrived, not_filled)
+
+    def _answer(self, step: Step, results: Any, arrived: set[str], not_filled: set[int]) -> None:
+        from sojourn_server.vllm.kv_connector import StepReport
+        from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
         self.engine.scheduler.update_from_output(
             step.planned,
             ModelRunnerOutput(
@@ -188,14 +192,15 @@ class Device:
         return arrived, not_filled
 
     def _compute(self, work: Work) -> None:
-        first = work.first // BLOCK
+        size = self.engine.options.block_size
+        first = work.first // size
         for group, block_ids in enumerate(work.block_ids):
-            read = max(0, work.first - WINDOW + 1) // BLOCK if group else 0
+            read = max(0, work.first - WINDOW + 1) // size if group else 0
             for place in range(read, first):
                 found = hash_of(self.blocks[block_ids[place]])
                 assert found == hash_at(work.request, (group, place)), "computed from a wrong block"
-            for place in range(first, -(-work.end // BLOCK)):
-                whole = (place + 1) * BLOCK <= work.end
+            for place in range(first, -(-work.end // size)):
+                whole = (place + 1) * size <= work.end
                 self.blocks[block_ids[place]] = (work.request, group, place) if whole else None
 
 
@@ -251,7 +256,15 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     """Let programs come and go until all requests have ended; check that nothing is left behind."""
     blocks = engine.options.blocks
     device, draw, ahead = Device(engine, failing), random.Random(seed), random.Random(seed + 1)
+    resets = random.Random(seed + 2)
     contexts: dict[str, list[int]] = {}
+    stay: dict[str, Any] = {}
+
+    def abort_one(names: Any) -> None:
+        name = draw.choice(sorted(names))
+        stay.pop(name, None)
+        engine.abort(name)
+
     for number in range(1, 161):
         program = f"P{draw.randrange(7)}"
         for _ in range(ahead.choice([0, MOST_LOAD_STEPS + 1])):
@@ -262,19 +275,22 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
             context = context[: draw.choice([8, 40])]
         context = [*context, *(draw.randrange(9, 30_000) for _ in range(draw.randint(5, 40)))]
         contexts[program] = context
-        engine.add(f"r{number}", context, max_tokens=draw.randint(4, 60), program_id=program)
+        name, tokens = f"r{number}", draw.randint(4, 60)
+        stay[name] = engine.add(name, context, max_tokens=tokens, program_id=program)
         for _ in range(draw.randint(0, 25)):
             clock.now += 0.05
             if ahead.random() < 0.1:
                 load_ahead(engine, f"P{ahead.randrange(7)}", ahead.choice([0.1, 1.0]))
             device.step()
             if device.loads and draw.random() < 0.1:
-                engine.abort(draw.choice(sorted(device.loads)))
+                abort_one(device.loads)
         if draw.random() < 0.05 and engine.scheduler.requests:
-            engine.abort(draw.choice(sorted(engine.scheduler.requests)))
+            abort_one(engine.scheduler.requests)
         if draw.random() < 0.05:
             engine.tell({"seq": number, "type": "program_end", "program_id": program})
             contexts.pop(program)
+        if resets.random() < 0.02:
+            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     for _ in range(3000):
         if not engine.scheduler.requests:
             break
@@ -283,6 +299,7 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
     for _ in range(MOST_LOAD_STEPS + 2):
         device.step()
     assert not engine.scheduler.requests
+    assert all(request.num_output_tokens == request.max_tokens for request in stay.values())
     leased = engine.scheduler.sojourn.program_scheduler.leased_blocks
     assert engine.pool.get_num_free_blocks() + leased == blocks - 1
     assert device.counts["loaded"] > 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.placement.placement_views import Tier
+from test_vllm_preemption_faults import Timed
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -20,58 +20,8 @@ def prompt(start: int, tokens: int) -> list[int]:
     return list(range(start * 10_000, start * 10_000 + tokens))
 
 
-class Worker:
-    """An engine with a worker that moves contents as the real one promises to, as slowly as a test likes.
-
-    A content is the hash of what is in a block; what is read anywhere is checked.
-    """
-
-    def __init__(
-        self, engine: Any, clock: Any, *, step_s: float = 0.1, lag_steps: int = 1, load_steps: int = 0
-    ) -> None:
-        """``load_steps``: steps between that which orders a load and that in which it arrives."""
-        self.engine, self.clock, self.step_s, self.lag_steps = engine, clock, step_s, lag_steps
-        self.load_steps = load_steps
-        self.loads: dict[str, tuple[int, list[tuple[Any, Any]]]] = {}
-        """By request: when it arrives; copies, each with the hash that the request counts on."""
-        self.answers: set[str] = set()
-        """Requests whose loads had to end before this step."""
-        self.blocks: dict[int, Any] = {}
-        self.slots: dict[int, Any] = {}
-        self.disk: dict[Any, Any] = {}
-        self.stores: dict[int, tuple[int, list[Any]]] = {}
-        self.files: list[tuple[str, Any]] = []
-        self.counts: Counter[str] = Counter()
-        self.steps = 0
-        self.outputs: list[Any] = []
-        self.results: Any = None
-
-    def step(self, steps: int = 1) -> None:
-        from sojourn_server.kv_offload.offload_jobs import OffloadResults
-        from sojourn_server.vllm.kv_connector import StepReport
-        from vllm.v1.outputs import KVConnectorOutput
-
-        for _ in range(steps):
-            self.clock.now += self.step_s
-            self.steps += 1
-            planned = self.engine.plan()
-            self.results = OffloadResults()
-            orders = planned.kv_connector_metadata
-            if orders is not None:
-                self._before_forward(orders.jobs)
-            self._compute(planned)
-            self._finish_copies()
-            copies = KVConnectorOutput(
-                kv_connector_worker_meta=StepReport(self.results), finished_recving=self._finish_loads()
-            )
-            self._take_in(planned, copies if orders is not None else None)
-
-    def spend(self, seconds: float) -> None:
-        """Let time pass as an engine does that has work left."""
-        while seconds > 0:
-            self.clock.now += min(10.0, seconds)
-            seconds -= 10.0
-            self.step()
+class Worker(Timed):
+    """An engine whose worker moves contents; what is read anywhere is checked."""
 
     def until_idle(self, most: int = 500) -> None:
         for _ in range(most):
@@ -85,85 +35,10 @@ class Worker:
         self.until_idle()
         return request
 
-    def _take_in(self, planned: Any, copies: Any) -> None:
-        update = self.engine.scheduler.update_from_output
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            outputs = update(*args, **kwargs)
-            self.outputs += [(client, each) for client, told in outputs.items() for each in told.outputs]
-            return outputs
-
-        self.engine.scheduler.update_from_output = noted
-        try:
-            self.engine.update_from_output(planned, copies)
-        finally:
-            del self.engine.scheduler.update_from_output
-
-    def _before_forward(self, jobs: Any) -> None:
-        if jobs.settles:
-            self.counts["settled"] += len(self.loads)
-            self.answers |= self._finish_loads(at_once=True)
-        for job, copies in jobs.awaited.items():
-            self.stores.pop(job, None)
-            self._copy_to_host(copies)
-        self._copy_to_host(jobs.saves)
-        for request_id, copies in jobs.loads.items():
-            hashes = self.engine.scheduler.requests[request_id].block_hashes
-            ids = self.engine.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            wanted = [(copy, hashes[ids.index(copy.block_id)]) for copy in copies]
-            self.loads[request_id] = (self.steps + self.load_steps, wanted)
-            self.blocks.update((copy.block_id, "half written") for copy in copies)
-        for job, copies in jobs.stores.items():
-            self.stores[job] = (self.steps + self.lag_steps, copies)
-            self.slots.update((copy.slot, "half written") for copy in copies)
-            self.counts["stored"] += len(copies)
-        self.files += [("spill", file) for file in jobs.spills] + [("stage", file) for file in jobs.stages]
-        self.slots.update((file.slot, "half read") for file in jobs.stages)
-
-    def _copy_to_host(self, copies: Any) -> None:
-        for copy in copies:
-            self.slots[copy.slot] = self.blocks.get(copy.block_id, "nothing")
-            self.counts["saved"] += 1
-
-    def _finish_loads(self, *, at_once: bool = False) -> set[str]:
-        arrived, self.answers = self.answers, set()
-        arrived |= {name for name, (done, _) in self.loads.items() if at_once or done <= self.steps}
-        for request_id in arrived & self.loads.keys():
-            for copy, wanted in self.loads.pop(request_id)[1]:
-                assert self.slots[copy.slot] == wanted, "a wrong token would follow"
-                self.blocks[copy.block_id] = wanted
-                self.counts["loaded"] += 1
-        return arrived
-
-    def _finish_copies(self) -> None:
-        from sojourn_server.kv_offload.offload_jobs import CopyResult
-
-        for job in [job for job, (done, _) in self.stores.items() if done <= self.steps]:
-            self._copy_to_host(self.stores.pop(job)[1])
-            self.results.stored[job] = CopyResult.MOVED
-        for kind, file in self.files:
-            if kind == "spill":
-                assert self.slots[file.slot] == file.key
-                self.disk[file.key] = self.slots[file.slot]
-                self.results.spilled[file.key] = CopyResult.MOVED
-            else:
-                self.slots[file.slot] = self.disk[file.key]
-                self.results.staged[file.key] = CopyResult.MOVED
-        self.files.clear()
-
-    def _compute(self, planned: Any) -> None:
-        manager = self.engine.scheduler.kv_cache_manager
-        for request_id, tokens in planned.num_scheduled_tokens.items():
-            request = self.engine.scheduler.requests[request_id]
-            size = self.engine.options.block_size
-            ids = manager.get_block_ids(request_id)[0]
-            end = request.num_computed_tokens  # this step's are counted already
-            first = (end - tokens) // size
-            for place in range(first):
-                assert self.blocks[ids[place]] == request.block_hashes[place], "found under a wrong hash"
-            for place in range(first, -(-end // size)):
-                whole = (place + 1) * size <= end
-                self.blocks[ids[place]] = request.block_hashes[place] if whole else "in part"
+    def rest(self) -> None:
+        """Steps in which copies end."""
+        for _ in range(5):
+            self.step()
 
 
 def running(engine: Any) -> set[str]:
@@ -218,7 +93,7 @@ def crowded(worker: Worker) -> Worker:
 def test_a_parked_request_costs_nothing_and_is_work_left(crowded: Worker) -> None:
     engine = crowded.engine
     free = engine.pool.get_num_free_blocks()
-    crowded.step(5)
+    crowded.rest()
     assert running(engine) == {"a1"}
     assert (waits(engine), len(engine.scheduler.waiting), bool(engine.scheduler.waiting)) == (
         ["b1"],
@@ -309,7 +184,7 @@ def demoted(worker: Worker) -> None:
     worker.clock.now += 10.0
     worker.turn("b1", prompt(2, 320), "B")
     assert placed(worker.engine) == {"device": 1, "host": 1}
-    worker.step(5)
+    worker.rest()
 
 
 def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> None:
@@ -337,7 +212,7 @@ def on_disk(make_engine: Any, clock: Any) -> Worker:
     worker.turn("a1", prompt(1, 480), "A")
     clock.now += 1000.0
     worker.turn("b1", prompt(2, 480), "B")
-    worker.step(5)
+    worker.rest()
     return worker
 
 
@@ -417,63 +292,6 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     assert program_scheduler.pool.disk_blocks == 0
     assert "shared" not in engine.ask("capabilities")["tiers"]["disk"], "nothing is written for others now"
     assert placed(engine).keys() <= {"device", "waiting"}
-
-
-# -- storms ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_whatever_happens_what_is_loaded_was_computed_and_everybody_is_served(
-    make_engine: Any, clock: Any, seed: int, asynchronous: bool
-) -> None:
-    engine = make_engine(
-        "mori",
-        blocks=60,
-        block_size=4,
-        max_num_batched_tokens=48,
-        max_num_seqs=6,
-        max_model_len=220,
-        host_blocks=100,
-        own_tiers=True,
-        asynchronous=asynchronous,
-    )
-    worker = Worker(engine, clock, step_s=0.05, lag_steps=3, load_steps=2)
-    draw = random.Random(seed)
-    contexts: dict[str, list[int]] = {}
-    stayed: set[str] = set()
-    for number in range(1, 251):
-        name = f"P{draw.randrange(8)}"
-        context = contexts.get(name, [1, 2, 3, 4, 5, 6, 7, 8])
-        if len(context) > 120:
-            context = context[: draw.choice([8, 40])]
-        context = [*context, *(draw.randrange(9, 30_000) for _ in range(draw.randint(5, 40)))]
-        contexts[name] = context
-        stranger = draw.random() < 0.1
-        engine.add(
-            f"r{number}", context, max_tokens=draw.randint(4, 40), program_id=None if stranger else name
-        )
-        stayed.add(f"r{number}")
-        worker.step(draw.randint(0, 15))
-        clock.now += draw.choice([0.0, 0.0, 3.0, 40.0])
-        if draw.random() < 0.05 and engine.scheduler.requests:
-            gone = draw.choice(sorted(engine.scheduler.requests))
-            stayed.discard(gone)
-            engine.abort(gone)
-        if draw.random() < 0.05:
-            end(engine, name, number)
-            contexts.pop(name)
-        if draw.random() < 0.02:
-            engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    worker.step_s = 0.5
-    worker.until_idle(3000)
-    served = {each.request_id for _, each in worker.outputs if each.finish_reason is not None}
-    assert stayed <= served
-    assert worker.counts["loaded"] > 50
-    assert worker.counts["stored"] > 50
-    assert engine.scheduler.sojourn.failures == 0
-    assert not any(entry.pins for entry in planner(engine).host)
-    assert len(engine.scheduler.waiting) == 0
 
 
 # -- without programs -----------------------------------------------------------------------------

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.preemption_policies import (
     NO_OFFLOAD_S_PER_TOKEN,
     CheaperRecovery,
     RecoveryMethod,
 )
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN
-from test_vllm_preemption_faults import COPY_S, HOST, SHAPE, Timed, away, kept, some_tokens
+from test_vllm_preemption_faults import COPY_S, Timed, crowded, nothing_is_left
+
+__all__ = ["crowded"]
+
+
+def some_tokens(name: str, count: int) -> list[int]:
+    """Others for each name."""
+    draw = random.Random(name)
+    return [draw.randrange(9, 30_000) for _ in range(count)]
+
 
 BEGINNING = some_tokens("system prompt", 64)
 """Sixteen blocks."""
 
 
 @pytest.fixture
-def engine(make_engine: Any, clock: Any, tmp_path: Path) -> Any:
+def engine(crowded: Any) -> Any:
     """``engine(toml, **options)``: outputs do not end, all requests are admitted, steps make their copies."""
 
     def make(toml: str = 'recovery = "offload"', **options: Any) -> Timed:
-        path = tmp_path / "everybody.toml"
-        path.write_text(f'extends = "tetris"\nadmission = "everyone"\n{toml}\n')
-        on = Timed(
-            make_engine("tetris", {"policy_file": str(path)}, **SHAPE, **HOST | options), clock, COPY_S
-        )
+        on: Timed = crowded(toml, COPY_S, **options)
         on.engine.tokens = lambda request: DUMMY_TOKEN
         return on
 
@@ -45,6 +51,28 @@ def add(on: Timed, name: str, tokens: list[int], program: str | None, *, steps: 
 
 def below(on: Timed) -> Any:
     return on.engine.scheduler.sojourn._offload
+
+
+def copy_ahead(on: Timed, *names: str) -> None:
+    for name in names:
+        blocks = on.engine.scheduler.kv_cache_manager.get_blocks(name).blocks[0]
+        below(on).copy_ahead([block for block in blocks if block.block_hash])
+
+
+def away(on: Timed, *request_ids: str) -> None:
+    """Preempts these, as the engine would."""
+    scheduler = on.engine.scheduler
+    for request_id in request_ids:
+        request = scheduler.requests[request_id]
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, on.clock.now)
+
+
+def kept(on: Timed, request: Any) -> int:
+    """Return a request's computed blocks that host memory keeps."""
+    host = on.engine.scheduler.connector.planner.host
+    entries = [entry for entry in map(host.get, request.block_hashes) if entry is not None]
+    return sum(entry.rank == RetentionRank.WANTED for entry in entries)
 
 
 def how(on: Timed) -> str:
@@ -131,9 +159,7 @@ def test_what_another_programs_request_will_load_too_is_kept_for_it(engine: Any)
     on = engine()
     first = add(on, "a", [*BEGINNING, *some_tokens("a", 40)], "A")
     second = add(on, "b", [*BEGINNING, *some_tokens("b", 40)], "B")
-    for name in "ab":
-        blocks = on.engine.scheduler.kv_cache_manager.get_blocks(name).blocks[0]
-        below(on).copy_ahead([block for block in blocks if block.block_hash])
+    copy_ahead(on, "a", "b")
     away(on, "a", "b")
     both = kept(on, second)
     assert both >= 26
@@ -142,3 +168,25 @@ def test_what_another_programs_request_will_load_too_is_kept_for_it(engine: Any)
     assert kept(on, first) == 16, "that they begin with"
     below(on).release_preempted("b", "B", second.block_hashes)
     assert kept(on, first) == kept(on, second) == 0
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_each_of_two_requests_of_a_program_that_are_away_is_kept_until_it_is_back(
+    engine: Any, aborted: bool
+) -> None:
+    on = engine()
+    first = add(on, "a", some_tokens("a", 100), "P", steps=0)
+    second = add(on, "b", some_tokens("b", 100), "P")
+    copy_ahead(on, "a", "b")
+    away(on, "a", "b")
+    assert min(kept(on, first), kept(on, second)) >= 25
+    if aborted:
+        on.engine.abort("a")
+        on.engine.abort("b")
+    else:
+        below(on).release_preempted("a", "P", first.block_hashes)
+        assert kept(on, first) == 0
+        assert kept(on, second) >= 25
+        while on.engine.scheduler.requests:
+            on.step()
+    nothing_is_left(on)
