@@ -67,19 +67,6 @@ def test_every_byte_of_a_file_is_guarded(file: tuple[Path, bytes]) -> None:
     assert read(path) == payload(KEY)
 
 
-@given(first=st.integers(0, FILE_BYTES - 1), noise=st.binary(min_size=1, max_size=FILE_BYTES))
-def test_a_file_with_any_stretch_overwritten_is_whole_or_refused(
-    file: tuple[Path, bytes], first: int, noise: bytes
-) -> None:
-    path, good = file
-    content = (good[:first] + noise + good[first + len(noise) :])[:FILE_BYTES]
-    path.write_bytes(content)
-    if content == good:
-        assert read(path) == payload(KEY)
-    else:
-        refused(path)
-
-
 def test_a_file_cut_off_anywhere_is_refused(file: tuple[Path, bytes]) -> None:
     path, good = file
     for length in range(FILE_BYTES):

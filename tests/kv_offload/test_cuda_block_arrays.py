@@ -150,17 +150,6 @@ def test_without_this_wait_a_byte_is_wrong(missing: str) -> None:
     assert noticed > 20, f"only {noticed} of 40 lives notice that the wait {missing!r} is missing"
 
 
-def test_pinned_memory_does_not_grow_with_what_is_copied() -> None:
-    device = Device(0)
-    pinned = sum(device.cuda.pinned.values())
-    assert pinned == 2 * STAGING_ROWS * ROW
-    found = device.kv.gather(0, range(BLOCKS), device.kv.fence())
-    assert device.kv.scatter(0, found, 0, list(range(BLOCKS)), after=device.kv.fence()) == list(range(BLOCKS))
-    assert sum(device.cuda.pinned.values()) == pinned
-    device.kv.close()
-    assert not device.cuda.pinned
-
-
 def test_a_fill_that_holds_makes_the_thread_of_the_model_wait_for_nothing() -> None:
     device = Device(0)
     device.cuda.run_one = lambda: False  # type: ignore[method-assign]

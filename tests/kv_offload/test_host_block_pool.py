@@ -49,15 +49,6 @@ def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_coun
     assert counts == {"dropped": 1, "dropped_on_disk": 1}
 
 
-def test_of_what_a_reader_releases_the_end_is_reused_first() -> None:
-    host = HostBlockPool(3)
-    entries = filled(host, A, B, C)
-    for entry in entries:
-        host.pin(entry)
-    host.release(entries)
-    assert order_of_reuse(host) == [C, B, A]
-
-
 # -- the order of reuse
 
 
@@ -85,13 +76,3 @@ def test_what_a_reuse_would_lose_comes_in_the_order_of_reuse() -> None:
     assert not_on_disk(host, 2) == [D, A]
     assert not_on_disk(host, 0) == []
     assert len(host) == 6
-
-
-def test_what_is_worth_more_does_not_make_way_for_what_is_worth_less() -> None:
-    host = HostBlockPool(2)
-    (a,) = filled(host, A, rank=1)
-    filled(host, B, rank=2)
-    assert host.reuse(at_most=0) is None
-    assert host.reuse(at_most=1) is a
-    assert host.reuse(at_most=1) is None
-    assert len(host) == 1

@@ -65,34 +65,6 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
 
 
-def test_what_the_device_has_goes_by_host_memory_to_disk() -> None:
-    kept, chain = planner(), keys(5)
-    assert kept.persist(chain, placed(chain), 0.0) == PersistStatus(0, 5)
-    assert kept.has_jobs
-    assert sum(map(len, step(kept).stores.values())) == 5
-    assert len(step(kept).spills) == 5
-    assert kept.persist(chain, placed(chain), 0.0) == PersistStatus(5, 0)
-    assert not kept.has_jobs
-    jobs = step(kept)
-    assert not jobs.stores, "asked again, nothing is done again"
-    assert not jobs.spills
-    assert all(each in kept.disk.blocks for each in chain)
-
-
-def test_what_host_memory_has_is_written_from_there() -> None:
-    kept, chain = planner(), keys(6)
-    for number, each in enumerate(chain[:4]):
-        kept.plan_save(each, number)
-    step(kept)
-    assert kept.persist(chain, {chain[5]: 15}, 0.0) == PersistStatus(0, 4), (
-        "without what comes before it it is no use"
-    )
-    assert kept.persist(chain, {chain[4]: 14, chain[5]: 15}, 0.0) == PersistStatus(0, 6)
-    step(kept)
-    step(kept)
-    assert kept.persist(chain, {}, 0.0) == PersistStatus(6, 0)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     host_slots=st.integers(1, 12),

@@ -220,18 +220,6 @@ def test_a_repeated_look_up_after_a_read_costs_no_search(monkeypatch: pytest.Mon
     assert planner.lookup("r", as_context(chain), 2.0) == 50
 
 
-def test_a_long_context_on_a_slow_disk_is_no_hang_and_what_has_come_is_loaded() -> None:
-    """Read in one job, it used to look like a hang, and all that had been read was computed too."""
-    planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=1000))
-    long, short = keys(0, 300), keys(300, 20)
-    find(planner, long, short)
-    assert planner.lookup("long", as_context(long), 0.0) is None
-    for file in planner.take_jobs().stages[:250]:  # 25 blocks a second, for 10 s
-        planner.take_results(OffloadResults(staged={file.key: CopyResult.MOVED}))
-    assert planner.lookup("long", as_context(long), 10.0) == 250, "what was read"
-    assert planner.lookup("short", as_context(short), 10.0) is None, "the disk answers, so it is read"
-
-
 def test_a_busy_disk_that_answers_is_no_hang() -> None:
     """Whoever has waited long enough goes on; later requests still get their turn."""
     planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=1000))

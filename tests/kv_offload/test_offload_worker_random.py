@@ -26,7 +26,6 @@ from fake_cuda import FakeCuda
 from faulty_file_system import WRITES, FaultyFiles, files_below
 from offload_harness import Engine, nothing_is_pinned, slots_add_up
 from random_clients import DEVICE_BLOCKS, DISK_BLOCKS, HOST_SLOTS, Loading, RandomClients
-from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 
 pytestmark = [
@@ -279,7 +278,7 @@ OFTEN: dict[Callable[[Life], None], float] = {
     Life.the_device_fails: 0.5,
     Life.all_works: 3,
     Life.all_goes_slowly: 1,
-    Life.a_file_is_damaged: 0.7,
+    Life.a_file_is_damaged: 2,
     Life.new_weights: 0.2,
     Life.restart: 0.6,
 }
@@ -325,24 +324,3 @@ def test_whatever_happens_what_is_loaded_is_right(
     assert unexpected == []
     for what in HAPPENS:
         assert life.done[what], f"nothing was ever {what}: the life is too quiet to tell anything"
-
-
-def test_without_holding_the_model_something_loaded_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or a life could not tell. ``test_cuda_device_backend.py`` removes each wait, where no thread decides
-    what a life meets."""
-    monkeypatch.setattr(CudaDeviceBackend, "hold_compute", lambda backend, copy: None)
-    monkeypatch.setattr(threading, "excepthook", lambda args: None)  # the device fails on purpose
-
-    def lead_lives() -> None:
-        for seed in range(10):
-            life = Life(seed, tmp_path / str(seed), ahead=True, on_cuda=True)
-            try:
-                life.lead(400)
-                life.it_comes_to_rest()
-            finally:
-                life._end()
-
-    with pytest.raises(AssertionError, match="a wrong token would follow"):
-        lead_lives()

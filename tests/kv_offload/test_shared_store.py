@@ -54,10 +54,6 @@ class Clock:
         return self.ns
 
 
-def file_of(store: SharedStore, key: bytes) -> Path:
-    return store.path / key.hex()[:2] / f"{key.hex()}.kv"
-
-
 def stored(store: SharedStore) -> list[int]:
     return [number for number, each in enumerate(KEYS) if store.has(each)]
 
@@ -183,38 +179,6 @@ def test_random_engines_on_one_folder(seed: int, tmp_path: Path) -> None:
         "StoreError",
     }
     assert life.done >= expected, f"too quiet: {expected - life.done}"
-
-
-def test_threads_of_several_engines(tmp_path: Path) -> None:
-    """Every read is right or fails, and the budget holds within a block for each writer at every moment."""
-    failures: list[BaseException] = []
-    counts = dict.fromkeys((*PutOutcome, "read", "missing"), 0)
-
-    def work(seed: int) -> None:
-        draw, store = random.Random(seed), open_store(tmp_path, 5, files=FaultyFiles())
-        try:
-            for _ in range(400):
-                block = draw.choice(KEYS)
-                if draw.random() < 0.5:
-                    counts[put(store, block)] += 1
-                    assert len(sorted(store.path.glob("*/*.kv"))) <= 5 + 3
-                    continue
-                try:
-                    assert get(store, block) == payload(block)
-                    counts["read"] += 1
-                except BlockNotFound:
-                    counts["missing"] += 1
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert failures == []
-    assert all(name.endswith(".kv") for name in files_below(open_store(tmp_path, 5).path))
-    assert all(count for what, count in counts.items() if what is not FULL), counts
 
 
 WRITER = f"""
@@ -343,21 +307,6 @@ def test_where_nothing_can_be_deleted_nothing_is_written(tmp_path: Path) -> None
     assert get(store, KEYS[0]) == payload(KEYS[0])
 
 
-@pytest.mark.parametrize("change", ["cut", "longer", "empty", "flipped"])
-def test_a_damaged_file_is_removed_and_written_again(tmp_path: Path, change: str) -> None:
-    store = open_store(tmp_path)
-    put(store, KEYS[0])
-    path = file_of(store, KEYS[0])
-    content = path.read_bytes()
-    changed = {"cut": content[:-1], "longer": content + b"!", "empty": b"", "flipped": content[:-1] + b"\0"}
-    path.write_bytes(changed[change])
-    assert store.leading(KEYS[:1]) == (change == "flipped")
-    with pytest.raises(BlockCorrupt):
-        get(store, KEYS[0])
-    assert put(store, KEYS[0]) is STORED
-    assert get(store, KEYS[0]) == payload(KEYS[0])
-
-
 @pytest.mark.parametrize(
     ("code", "stays"), [(errno.EIO, False), (errno.EMFILE, True)], ids=["medium", "process"]
 )
@@ -397,16 +346,6 @@ def test_a_root_of_another_identity_is_refused_and_explained(tmp_path: Path, fie
     assert "Name another directory, or delete that store" in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
     assert get(open_store(tmp_path), KEYS[0]) == payload(KEYS[0])
-
-
-def test_a_block_from_another_models_store_is_refused(tmp_path: Path) -> None:
-    """The tokens are the same, so the key is, and so may be the size."""
-    store, other = open_store(tmp_path / "a"), open_store(tmp_path / "b", model=identity(model="tiny@2"))
-    put(store, KEYS[0])
-    put(other, KEYS[0])
-    file_of(other, KEYS[0]).replace(file_of(store, KEYS[0]))
-    with pytest.raises(BlockCorrupt, match="another"):
-        get(store, KEYS[0])
 
 
 @pytest.mark.parametrize("name", ["mkdir", "create", "write", "close", "replace", "scan"])
