@@ -1,4 +1,4 @@
-"""Agents on one GPU: vLLM, vLLM with its own offloading, gates before them, and sojourn, like for like.
+"""Agents on one GPU: vLLM, vLLM with its own offloading, and sojourn, like for like.
 
     python benchmarks/gpu/engine.py --out DIR --traces FOLDER --dry-run     # the plan and what would travel
     python benchmarks/gpu/engine.py --out DIR --traces FOLDER               # in --budget-s seconds

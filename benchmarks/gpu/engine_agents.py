@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_gates import Gate, GatedAnnouncer, GatedClient, SessionGate, ThunderAgentGate
 from engine_loads import Arm, Load, Setup
 from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.replay.completions_client import CompletionsClient
@@ -193,14 +192,8 @@ def run_agents(
     setup: Setup,
 ) -> dict[str, Any]:
     """Let the agents of a load run on an arm. Return the figures; ``failed`` if requests failed."""
-    gate: Gate | None = None
-    if arm.gate == "sessions":
-        mean_tokens = sum(p.max_context_tokens for p in programs) / len(programs)
-        gate = SessionGate(max(1, int(setup.pool_tokens / mean_tokens)))
-    elif arm.gate == "thunderagent":
-        gate = ThunderAgentGate(setup.pool_tokens)
     before = _counters(server)
-    replay = asyncio.run(_replay(server.url, programs, load, gate, setup))
+    replay = asyncio.run(_replay(server.url, programs, load, setup))
     after = _counters(server)
     for _ in range(3):  # sojourn publishes its counters at intervals
         earlier, after = after, _counters(server, wait_s=1.0)
@@ -232,22 +225,16 @@ def run_agents(
     return document
 
 
-async def _replay(
-    url: str, programs: Sequence[TraceProgram], load: Load, gate: Gate | None, setup: Setup
-) -> Replay:
+async def _replay(url: str, programs: Sequence[TraceProgram], load: Load, setup: Setup) -> Replay:
     options = ReplayOptions(
         concurrency=len(programs),
         stagger_s=setup.stagger_s,
         force_tokens=load.forced,
         block_size=setup.block_tokens,
     )
-    async with GatedClient(url, gate) if gate else CompletionsClient(url) as client:
+    async with CompletionsClient(url) as client:
         served = await client.discover(None)
-        announcer: ProgramAnnouncer = NullAnnouncer()
-        if gate is not None:
-            announcer = GatedAnnouncer(gate)
-        elif served.speaks_sojourn:
-            announcer = SdkAnnouncer(url, None)
+        announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
         replay = Replay(programs, client, served, announcer, options)
         running, began_s = asyncio.ensure_future(replay.run()), time.monotonic()
         try:

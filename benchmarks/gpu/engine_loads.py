@@ -19,9 +19,6 @@ LONG_GAP_S = 10.0
 """A program with long tools has a gap of at least this length. Programs with short tools have none, and no
 person answers in them."""
 
-GATED = 1.8
-"""Factor of the expected time with a gate: in the simulator, ThunderAgent's last programs end that late."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -73,14 +70,13 @@ SMALL = Setup(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A server, and what stands before it. ``host`` and ``disk`` are multiples of the device's KV memory."""
+    """A server. ``host`` and ``disk`` are multiples of the device's KV memory."""
 
     name: str
     about: str
     policy: str = "stock"
     host: float = 0
     disk: float = 0
-    gate: str | None = None
     importance: int
     """0 for what every load needs. A higher number runs later."""
     simulated: str | None = None
@@ -98,11 +94,6 @@ class Arm:
 
 
 _OFFLOAD = "vLLM with its own OffloadingConnector; outputs go to host memory as well as prompts"
-_SESSIONS = (
-    "a gate in the client: a program holds a slot from its first request to its end, and there are as many "
-    "slots as mean final contexts fit on the device. On one engine this is all that sticky sessions can do"
-)
-_THUNDER = "ThunderAgent's router (the class of the simulator) as a gate in the client"
 ARMS = (
     Arm(name="vLLM", about="vLLM alone", importance=0, simulated="stock"),
     Arm(name="sojourn + 1x", about="sojourn and host memory", policy="sojourn", host=1, importance=0,
@@ -113,14 +104,6 @@ ARMS = (
     Arm(name="sojourn + 4x", about="sojourn and host memory", policy="sojourn", host=4, importance=1,
         simulated="sojourn"),
     Arm(name="vLLM + 4x", about=_OFFLOAD, host=4, importance=1, simulated="lru-offload"),
-    Arm(name="vLLM + 1x, ThunderAgent", about=_THUNDER, host=1, gate="thunderagent", importance=1,
-        simulated="thunderagent-offload"),
-    Arm(name="vLLM + 1x, sessions", about=_SESSIONS, host=1, gate="sessions", importance=2),
-    Arm(name="vLLM, ThunderAgent", about=_THUNDER, gate="thunderagent", importance=2,
-        simulated="thunderagent"),
-    Arm(name="vLLM, sessions", about=_SESSIONS, gate="sessions", importance=3),
-    Arm(name="vLLM + 4x, ThunderAgent", about=_THUNDER, host=4, gate="thunderagent", importance=3,
-        simulated="thunderagent-offload"),
     Arm(name="sojourn + 1x + disk", about="sojourn, host memory, and a disk of 4 times the device's memory",
         policy="sojourn", host=1, disk=4, importance=4, simulated="sojourn"),
 )  # fmt: skip
@@ -267,7 +250,7 @@ def expected_s(programs: Sequence[TraceProgram], arm: Arm, load: Load, setup: Se
     waits = max(sum(turn.idle_s for turn in p.turns) for p in programs)
     alone_s = waits + outputs * setup.decode_s + len(programs) * setup.stagger_s
     busy_s = computed / setup.prefill_tokens_per_s + outputs * setup.decode_s
-    return min(setup.limit_s, max(alone_s, busy_s) * (GATED if arm.gate else 1) + 2)
+    return min(setup.limit_s, max(alone_s, busy_s) + 2)
 
 
 def plan_runs(

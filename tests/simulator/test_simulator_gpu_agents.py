@@ -1,8 +1,7 @@
-"""benchmarks/gpu without a GPU: loads, plan, gates, page, simulator, and the cut of a CUDA library."""
+"""benchmarks/gpu without a GPU: loads, plan, page, simulator, and the cut of a CUDA library."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -54,42 +53,6 @@ def test_the_plan_takes_the_most_important_runs_and_pays_for_each_start(loads: A
     assert turned.index("sojourn + 1x") < turned.index("vLLM")
     first = {(run.arm.name, run.load.name, run.seed) for run in chosen}
     assert not first & {(run.arm.name, run.load.name, run.seed) for run in plan(1e6, first)[0]}
-
-
-def test_session_gate_keeps_a_slot_until_the_program_ends() -> None:
-    from engine_gates import SessionGate
-
-    async def run() -> None:
-        gate = SessionGate(1)
-        await gate.enter("a", 10)
-        gate.turn_ended("a", 12)
-        await gate.enter("a", 20)
-        other = asyncio.ensure_future(gate.enter("b", 10))
-        await asyncio.sleep(0)
-        assert not other.done()
-        gate.program_ended("a")
-        await asyncio.wait_for(other, 10)
-
-    asyncio.run(run())
-
-
-def test_thunderagents_gate_holds_back_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine_gates
-
-    monkeypatch.setattr(engine_gates.ThunderAgentRouter, "tick_s", 0.01)
-
-    async def run() -> None:
-        gate = engine_gates.ThunderAgentGate(1_000)
-        await gate.enter("a", 600)
-        other = asyncio.ensure_future(gate.enter("b", 600))
-        await asyncio.sleep(0.05)
-        assert not other.done()
-        gate.turn_ended("a", 650)
-        await gate.enter("a", 700)
-        gate.program_ended("a")
-        await asyncio.wait_for(other, 10)
-
-    asyncio.run(run())
 
 
 def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(loads: Any, traces: Any) -> None:
