@@ -132,6 +132,11 @@ async def test_a_stream_ends_with_its_server_and_after_three_failures() -> None:
             raise EngineUnavailableError("it starts")
 
     source = Failing()
+    once = LiveHub(source).once
+    found = await asyncio.gather(*[once(Audience()) for _ in range(9)], return_exceptions=True)
+    assert {type(one) for one in found} == {EngineUnavailableError}
+    assert len(source.asked) == 1, "who waits does not wait for nine polls"
+    source.asked.clear()
     with pytest.raises(StopAsyncIteration):
         await anext(LiveHub(source, interval_s=0.001).stream(Audience()).body_iterator)
     assert len(source.asked) == 3

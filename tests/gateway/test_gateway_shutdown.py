@@ -178,7 +178,7 @@ async def test_a_viewer_holds_up_no_stop(tmp_path: Path) -> None:
         started(engine, tmp_path) as gateway,
     ):
         page = await http.get(f"{gateway.url}/sojourn/v1/stream")
-        top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1"))
+        top = asyncio.ensure_future(http.get(f"{gateway.url}/sojourn/v1/stream?once=1&changed_within_s=5"))
         await until(lambda: [path for path, *_ in engine.asked].count("/sojourn/v1/stream") >= 2)
         os.kill(gateway.pid, signal.SIGTERM)
         log = await ended(gateway)

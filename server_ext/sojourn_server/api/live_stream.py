@@ -12,8 +12,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
@@ -47,6 +47,7 @@ OVERLAP_S = 1.0
 """A delta covers the seconds since the stream's last frame, and this many more. Engines count the seconds
 back from their answer, which comes some time after the poll begins."""
 
+T = TypeVar("T")
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
 
@@ -139,6 +140,8 @@ class _Shared:
         self.busy_s = 0.0
         """CPU seconds that the frame took."""
         self.pause_s = pause_s
+        self.error: Exception | None = None
+        """Why the last poll failed; ``None``: it did not."""
         self.frame: LiveFrame | None = None
         self.body = b""
         """The frame as JSON, for those who see all of it."""
@@ -207,19 +210,31 @@ class LiveHub:
             # A shared full frame must not be older than what the viewer has.
             is_old = full.begun_s < since_s and now - full.begun_s < full.pause_s
             is_full = now - full_s >= full_pause_s and not is_old
+            asking = self._frame(audience, None if is_full else since_s - OVERLAP_S)
             try:
-                body, begun_s = await self._frame(audience, None if is_full else since_s - OVERLAP_S)
+                if (found := await self._unless_closed(asking)) is not None:
+                    body, since_s = found
+                    failures, full_s = 0, since_s if is_full else full_s
+                    yield b"data: " + body + b"\n\n"
             except (EngineError, ApiError) as error:
                 failures += 1
                 logger.debug("live frame failed: %s", error)
                 if failures >= MAX_FAILURES:
                     return
-            else:
-                failures, since_s = 0, begun_s
-                full_s = begun_s if is_full else full_s
-                yield b"data: " + body + b"\n\n"
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), self._delta.pause_s)
+            except Exception:
+                logger.exception("the live stream failed")
+                return
+            await self._unless_closed(asyncio.sleep(self._delta.pause_s))
+
+    async def _unless_closed(self, doing: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of ``doing``; ``None`` if ``close`` comes first."""
+        task, closing = asyncio.ensure_future(doing), asyncio.ensure_future(self._closed.wait())
+        try:
+            await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            closing.cancel()
 
     async def _frame(self, audience: Audience, since_s: float | None) -> tuple[bytes, float]:
         """Return (a full frame, or for ``since_s`` a delta with all changes since then; the time up to which
@@ -232,11 +247,17 @@ class LiveHub:
             max_age_s = shared.pause_s if since_s is None else self._interval_s
             is_recent = shared.ended_s >= asked_s or self._clock() - shared.begun_s < max_age_s
             covers = since_s is None or shared.since_s <= since_s
+            if shared.error is not None and shared.ended_s >= asked_s:
+                raise shared.error  # who waits in a row waits for one poll
             if shared.frame is None or not is_recent or not covers:
                 await asyncio.sleep(max(0.0, shared.begun_s + shared.pause_s - self._clock()))
-                before, shared.frame = self._full.frame, None
+                before, shared.frame, shared.error = self._full.frame, None, None
                 now = shared.begun_s = self._clock()
-                found = await self._source.take(None if since_s is None else round(now - since_s, 3))
+                try:
+                    found = await self._source.take(None if since_s is None else round(now - since_s, 3))
+                except Exception as error:
+                    shared.error, shared.ended_s = error, self._clock()
+                    raise
                 busy_s = time.thread_time()
                 rows = found.programs
                 if since_s is None and found.silent and before is not None:
