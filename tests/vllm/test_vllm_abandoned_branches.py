@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from free_block_queues import abandoned_branches
-
-
-def prompt(start: int, tokens: int) -> list[int]:
-    return list(range(start * 1000, start * 1000 + tokens))
+from turns import prompt
 
 
 def turn(engine: Any, clock: Any, request_id: str, tokens: list[int], program: str = "A") -> None:
@@ -23,13 +20,6 @@ def queue(engine: Any) -> Any:
 
 def left(engine: Any, program: str = "A") -> dict[float, int]:
     return abandoned_branches(queue(engine), program)
-
-
-def test_a_context_that_goes_on_leaves_nothing_behind(make_engine, clock):
-    engine = make_engine("saga-paper", blocks=200)
-    turn(engine, clock, "a1", prompt(1, 300))
-    turn(engine, clock, "a2", [*prompt(1, 300), *prompt(2, 100)])
-    assert left(engine) == {}
 
 
 def test_a_context_that_begins_anew_leaves_the_old_one_behind_with_its_date(make_engine, clock):

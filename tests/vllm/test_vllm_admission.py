@@ -6,6 +6,7 @@ import math
 
 import pytest
 from sojourn_server.core.events_and_actions import AdmissionRequested, RequestChosen, answer_of
+from turns import prompt, running
 
 
 @pytest.fixture
@@ -18,14 +19,6 @@ def make_engine(make_engine):
         return engine
 
     return make
-
-
-def prompt(start: int, tokens: int) -> range:
-    return range(start * 1000, start * 1000 + tokens)
-
-
-def running(engine) -> set[str]:
-    return {request.request_id for request in engine.scheduler.running}
 
 
 def status(engine, program: str) -> str:
@@ -165,11 +158,3 @@ def test_a_second_request_of_a_program_inside_passes(make_engine):
     engine.step()
     assert "branch" in running(engine)
     assert status(engine, "P2") == "gated"
-
-
-def test_an_announcement_does_not_change_the_queue_order(make_engine):
-    engine = make_engine("continuum", blocks=101, max_num_seqs=1)
-    engine.tell({"type": "program_start", "program_id": "EARLY", "seq": 0})
-    engine.add("first", prompt(1, 32), program_id="A")
-    engine.add("second", prompt(2, 32), program_id="EARLY")
-    assert [request.request_id for request in engine.scheduler.waiting] == ["first", "second"]

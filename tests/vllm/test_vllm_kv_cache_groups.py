@@ -6,24 +6,12 @@ from typing import Any
 
 import pytest
 from cache_group_specs import BLOCK, MORE_GROUPS, WINDOW, state_spec, window_spec
+from turns import last_turn, prompt, tool
 
 
 @pytest.fixture(params=MORE_GROUPS)
 def groups(request: pytest.FixtureRequest) -> tuple[Any, ...]:
     return MORE_GROUPS[request.param]()
-
-
-def prompt(start: int, tokens: int) -> list[int]:
-    return list(range(start * 1000, start * 1000 + tokens))
-
-
-def tool(program: str, seq: int = 1) -> dict[str, object]:
-    return {"type": "tool_start", "program_id": program, "seq": seq, "call_id": "c", "tool": "bash"}
-
-
-def last_turn(engine: Any, program: str) -> dict[str, Any]:
-    turn: dict[str, Any] = engine.ask("program", program_id=program)["ledger"][-1]
-    return turn
 
 
 def count_cached(engine: Any, hashes: Any) -> list[int]:
@@ -137,40 +125,6 @@ def test_a_lease_takes_no_more_than_the_next_turn_needs(make_engine):
     }
 
 
-@pytest.mark.parametrize("policy", ["continuum", "saga", "mori", "tetris", "sojourn", "observe"])
-def test_every_preset_serves_a_model_with_three_groups(make_engine, clock, policy):
-    """Admission, order and leases go by the blocks of all groups, and nothing is left behind. A program gets
-    its place within a bound, which is minutes where no tool has been seen to end."""
-    engine = make_engine(
-        policy,
-        blocks=100,
-        max_num_seqs=8,
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        other_groups=(window_spec(), state_spec()),
-    )
-    contexts = {f"P{n}": prompt(n + 1, 300) for n in range(6)}
-    for turn in range(3):
-        requests = {
-            program: engine.add(f"{program}.{turn}", context, program_id=program, max_tokens=20)
-            for program, context in contexts.items()
-        }
-        for _ in range(2000):
-            if not engine.scheduler.has_unfinished_requests():
-                break
-            planned = engine.step().planned
-            clock.now += 0.05 if planned.total_num_scheduled_tokens else 1.0
-        for n, (program, request) in enumerate(requests.items()):
-            assert request.num_output_tokens == 20, "it has finished"
-            contexts[program] = [*request.all_token_ids, *prompt(100 + 10 * turn + n, 40)]
-            engine.tell(tool(program, seq=turn + 1))
-        assert engine.pool.get_num_free_blocks() + engine.ask("stats")["blocks"]["leased"] == 99
-    for program in contexts:
-        engine.tell({"type": "program_end", "program_id": program, "seq": 9, "status": "completed"})
-    engine.step()
-    assert engine.pool.get_num_free_blocks() == 99
-
-
 def test_blocks_of_a_context_are_counted_in_all_groups(make_engine):
     engine = make_engine(
         blocks=400,
@@ -237,19 +191,15 @@ def test_what_follows_a_block_that_was_not_filled_is_forgotten(make_engine):
         assert not any(block.block_hash for block in blocks[20:])
 
 
-def test_a_model_without_kv_cache_is_refused(make_engine):
-    from sojourn_server.vllm.kv_cache_groups import KVCacheGroups, UnsupportedModel
-
-    scheduler = make_engine(None).scheduler
-    scheduler.kv_cache_manager.coordinator.single_type_managers = ()
-    with pytest.raises(UnsupportedModel, match="--policy stock"):
-        KVCacheGroups(scheduler)
-
-
-def test_a_model_with_several_pools_is_refused(make_engine):
+@pytest.mark.parametrize("refused", ["no KV cache", "several block pools"])
+def test_a_model_without_one_block_pool_is_refused(make_engine, refused):
     from sojourn_server.vllm.kv_cache_groups import KVCacheGroups, UnsupportedModel
 
     scheduler = make_engine(None, other_groups=(window_spec(),)).scheduler
-    scheduler.kv_cache_manager.coordinator.single_type_managers[1].block_pool = object()
-    with pytest.raises(UnsupportedModel, match="several block pools"):
+    coordinator = scheduler.kv_cache_manager.coordinator
+    if refused == "no KV cache":
+        coordinator.single_type_managers = ()
+    else:
+        coordinator.single_type_managers[1].block_pool = object()
+    with pytest.raises(UnsupportedModel, match=rf"{refused}[\s\S]*--policy stock"):
         KVCacheGroups(scheduler)

@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 from sojourn.ids import ProgramId
+from turns import end, last_turn, prompt
 
 A = ProgramId("A")
 CONTEXT_TOKENS = 240
-
-
-def prompt(start: int, tokens: int) -> list[int]:
-    return list(range(start * 10_000, start * 10_000 + tokens))
 
 
 class Ahead:
@@ -29,20 +26,17 @@ class Ahead:
         self.keys = list(self.adapter.program_scheduler.context(A))
         self.first = self.adapter._groups.cached_prefix(self.keys).hashes
         assert self.first < len(self.keys)
-        engine.tell({"seq": 1, "type": "program_end", "program_id": "B"})
+        engine.tell(end("B"))
 
     def turn(self, request_id: str, tokens: list[int], program: str | None, max_tokens: int = 2) -> Any:
         """Run a request to its end. Returns the jobs of its first step."""
         self.engine.add(request_id, tokens, program_id=program, max_tokens=max_tokens)
         first = None
         while self.engine.scheduler.has_unfinished_requests() or self.planner.under_way:
-            planned = self.plan()
+            planned = self.engine.plan()
             first = first or planned.kv_connector_metadata.jobs
             self.arrive(planned, *planned.kv_connector_metadata.jobs.loads)
         return first
-
-    def plan(self) -> Any:
-        return self.engine.plan()
 
     def arrive(self, planned: Any, *names: str, without: set[int] = frozenset()) -> None:
         from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadResults
@@ -66,7 +60,7 @@ class Ahead:
             A, self.keys[: self.first + count], count, self.engine.scheduler.sojourn._clock() + keep_s
         )
         assert self.engine.scheduler.has_requests(), "else no step would learn of its end"
-        planned = self.plan()
+        planned = self.engine.plan()
         (name,) = planned.kv_connector_metadata.jobs.loads
         return planned, name
 
@@ -98,7 +92,7 @@ def test_what_was_loaded_is_found_and_belongs_to_its_program(ahead: Ahead) -> No
     assert len(ahead.queue.owners.ahead) == len(ahead.keys) - ahead.first
     jobs = ahead.turn("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], "A")
     assert not jobs.loads
-    tokens = ahead.engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    tokens = last_turn(ahead.engine, "A")["tokens"]
     assert (tokens["device"], tokens["host"], tokens["lost"]) == (CONTEXT_TOKENS, 0, {})
     assert not ahead.queue.owners.ahead
     assert not ahead.queue.owners.common, "A alone has used them"
@@ -149,12 +143,12 @@ def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, 
     ahead.arrive(planned, name)
     ahead.planner.discard(ahead.keys)
     ahead.adapter._offload.copy_ahead(ahead.adapter._groups.cached_prefix(ahead.keys).blocks[ahead.first :])
-    planned = ahead.plan()
+    planned = ahead.engine.plan()
     running = planned.kv_connector_metadata.jobs.stores
     assert len(running) == 1
     ahead.engine.update_from_output(planned)
     clock.now += 11.0
-    planned = ahead.plan()
+    planned = ahead.engine.plan()
     assert ahead.on_device() == ahead.first
     assert planned.kv_connector_metadata.jobs.awaited == running
     ahead.arrive(planned)
@@ -163,7 +157,7 @@ def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, 
 
 def test_the_end_of_its_program_takes_it_back(ahead: Ahead) -> None:
     planned, name = ahead.begin()
-    ahead.engine.tell({"seq": 2, "type": "program_end", "program_id": "A"})
+    ahead.engine.tell(end("A"))
     ahead.arrive(planned, name)
     assert ahead.on_device() <= ahead.first
     assert not ahead.queue.owners.ahead
@@ -174,11 +168,11 @@ def test_a_request_that_comes_meanwhile_waits_for_it(ahead: Ahead) -> None:
     planned, name = ahead.begin()
     ahead.engine.add("a2", [*prompt(1, CONTEXT_TOKENS), *prompt(4, 40)], program_id="A", max_tokens=2)
     ahead.arrive(planned)
-    planned = ahead.plan()
+    planned = ahead.engine.plan()
     assert not planned.kv_connector_metadata.jobs.loads, "it is not loaded twice"
     ahead.arrive(planned, name)
     ahead.engine.run()
-    tokens = ahead.engine.ask("program", program_id="A")["ledger"][-1]["tokens"]
+    tokens = last_turn(ahead.engine, "A")["tokens"]
     assert tokens["device"] == CONTEXT_TOKENS
     assert ahead.nothing_is_left()
 
@@ -196,7 +190,7 @@ def test_a_request_that_lacks_blocks_takes_those_of_the_load(ahead: Ahead, begun
     free = ahead.engine.pool.get_num_free_blocks()
     ahead.engine.add("d1", prompt(5, free * 16 + 40), max_tokens=2)
     for _ in range(12):
-        planned = ahead.plan()
+        planned = ahead.engine.plan()
         settles = planned.kv_connector_metadata.jobs.settles
         assert begun or not planned.kv_connector_metadata.jobs.loads, "it is taken back"
         assert not planned.preempted_req_ids
@@ -210,7 +204,7 @@ def test_a_request_that_lacks_blocks_takes_those_of_the_load(ahead: Ahead, begun
     else:
         ahead.arrive(planned)
     while ahead.engine.scheduler.has_unfinished_requests():
-        planned = ahead.plan()
+        planned = ahead.engine.plan()
         ahead.arrive(planned, *planned.kv_connector_metadata.jobs.loads)
     assert ahead.nothing_is_left()
     assert not ahead.engine.scheduler.connector.off
@@ -227,7 +221,7 @@ def test_a_reset_forgets_it(ahead: Ahead, state: str) -> None:
     assert ahead.engine.scheduler.reset_prefix_cache()
     assert ahead.on_device() == 0
     assert not ahead.loads._filled
-    planned = ahead.plan()
+    planned = ahead.engine.plan()
     assert not planned.kv_connector_metadata.jobs.loads
     if state == "begun":
         assert planned.kv_connector_metadata.jobs.settles
@@ -245,7 +239,7 @@ def test_tiers_that_are_off_leave_nothing_held(make_engine: Any) -> None:
     ahead.arrive(planned)
     ahead.engine.scheduler.connector.turn_off("a test")
     ahead.engine.add("d1", prompt(5, 40), max_tokens=1)
-    ahead.arrive(ahead.plan(), name)
+    ahead.arrive(ahead.engine.plan(), name)
     ahead.engine.run()
     assert ahead.loads.budget(A) == 0
     assert ahead.nothing_is_left()

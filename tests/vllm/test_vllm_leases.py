@@ -8,30 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from sojourn_server.metrics.turn_explanation import explain
-
-
-def tool(program: str, seq: int, call: str = "c", **fields: object) -> dict[str, object]:
-    return {
-        "type": "tool_start",
-        "program_id": program,
-        "seq": seq,
-        "call_id": call,
-        "tool": "bash",
-        **fields,
-    }
-
-
-def ends(*programs: str) -> list[dict[str, object]]:
-    return [{"type": "program_end", "program_id": program, "seq": 1000} for program in programs]
-
-
-def prompt(start: int, tokens: int) -> range:
-    return range(start * 1000, start * 1000 + tokens)
-
-
-def cached_tokens(engine: object, program: str) -> list[int]:
-    turns = engine.ask("program", program_id=program)["ledger"]
-    return [turn["tokens"]["device"] for turn in turns]
+from turns import end, last_turn, prompt, tool
 
 
 def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
@@ -46,7 +23,7 @@ def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
             engine.run()
         engine.add("a2", [*prompt(1, 300), 7, 7, 7, 7, *prompt(2, 50)], program_id="A")
         engine.run()
-        assert cached_tokens(engine, "A")[-1] == expected
+        assert last_turn(engine, "A")["tokens"]["device"] == expected
 
 
 def test_kv_that_a_request_must_not_read_is_not_lost(make_engine):
@@ -71,30 +48,6 @@ def test_the_references_of_a_lease_make_no_prefix_common_to_all_requests(make_en
     """Cascade attention would otherwise let a request without a system prompt read the KV of this prompt."""
     manager = make_engine("fixed-ttl").scheduler.kv_cache_manager
     assert manager.get_num_common_prefix_blocks("x0") == [0]
-
-
-@pytest.mark.parametrize("reason", ["repetition", "ignored"])
-def test_a_turn_that_vllm_cuts_off_is_a_turn_like_others(make_engine, clock, reason):
-    """vLLM ends a request that repeats itself with a reason of its own. The agent goes on, so the turn gets
-    its lease."""
-    from vllm.sampling_params import RepetitionDetectionParams
-    from vllm.v1.request import RequestStatus
-
-    engine = make_engine(blocks=65)
-    request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=50)
-    if reason == "repetition":
-        request.sampling_params.repetition_detection = RepetitionDetectionParams(
-            max_pattern_size=1, min_count=4
-        )
-        engine.run()
-    else:
-        engine.step()
-        engine.scheduler.finish_requests("a1", RequestStatus.FINISHED_IGNORED)
-    assert request.status.name == f"FINISHED_{reason.upper()}"
-    engine.tell(tool("A", 1))
-    assert engine.ask("stats")["leases"] == 1
-    (turn,) = engine.ask("program", program_id="A")["ledger"]
-    assert turn["outcome"] == {"repetition": "stopped", "ignored": "length"}[reason]
 
 
 class CharacterTokenizer:
@@ -126,7 +79,7 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
     kept = written[: written.index("Observation")]
     engine.add("a2", [*prompt(1, 300), *map(ord, kept), *prompt(2, 50)], program_id="A")
     engine.run()
-    assert cached_tokens(engine, "A")[-1] == (300 + len(kept)) // 16 * 16
+    assert last_turn(engine, "A")["tokens"]["device"] == (300 + len(kept)) // 16 * 16
 
 
 def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, clock):
@@ -308,19 +261,19 @@ def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_
     for name in ("A", "B"):
         engine.add(f"{name}1", [*shared, *prompt(ord(name), 64)], program_id=name)
         engine.run()
-    engine.tell(*ends("A", "B"))
+    engine.tell(end("A"), end("B"))
     uncached = engine.ask("stats")["blocks"]["free"]
     engine.add("D1", prompt(ord("D"), (uncached + 4) * 16), program_id="D")
     engine.run()
     engine.add("C1", [*shared, *prompt(ord("C"), 16)], program_id="C")
     engine.run()
-    assert cached_tokens(engine, "C") == [128]
+    assert last_turn(engine, "C")["tokens"]["device"] == 128
     engine.add("S2", [*prompt(ord("S"), 64), 1], program_id="S")
     engine.run()
-    assert cached_tokens(engine, "S") == [64]
+    assert last_turn(engine, "S")["tokens"]["device"] == 64
     engine.add("A2", [*shared, *prompt(ord("A"), 64)], program_id="A2")
     engine.run()
-    assert cached_tokens(engine, "A2") == [128]
+    assert last_turn(engine, "A2")["tokens"]["device"] == 128
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["refuses", "fails"])

@@ -167,8 +167,8 @@ class EngineLife(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.engine.scheduler.has_unfinished_requests():
                 break
-            self.now += 0.05
-            self.engine.step()
+            planned = self.engine.step().planned
+            self.now += 0.05 if planned.total_num_scheduled_tokens else 1.0
         assert not self.engine.scheduler.has_unfinished_requests(), "a request starves"
         for number in range(6):
             self.program_end(f"P{number}")
@@ -187,16 +187,18 @@ class EngineLife(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("policy", "groups"),
+    ("policy", "groups", "examples"),
     [
-        *((policy, None) for policy in POLICIES),
-        ("fixed-ttl", "a window"),
-        ("saga", "a window"),
-        ("continuum", "a state"),
-        ("saga", "a window and a state"),
+        *((policy, None, 40) for policy in POLICIES),
+        ("fixed-ttl", "a window", 40),
+        ("saga", "a window", 40),
+        ("continuum", "a state", 40),
+        ("saga", "a window and a state", 40),
+        ("mori", "a window and a state", 2),
+        *((policy, "a window and a state", 5) for policy in ("tetris", "sojourn", "observe")),
     ],
 )
-def test_the_pool_always_adds_up(policy, groups):
+def test_the_pool_always_adds_up(policy, groups, examples):
     attributes = {"policy": policy, "groups": groups}
     machine = type("EngineLife", (EngineLife,), attributes)
     from hypothesis.stateful import run_state_machine_as_test
@@ -204,7 +206,7 @@ def test_the_pool_always_adds_up(policy, groups):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=examples,
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

@@ -10,14 +10,11 @@ import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.placement.placement_views import Tier
 from test_vllm_preemption_faults import Timed
+from turns import last_turn, prompt, running, waiting
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
 """40 blocks of 16 tokens on the device."""
-
-
-def prompt(start: int, tokens: int) -> list[int]:
-    return list(range(start * 10_000, start * 10_000 + tokens))
 
 
 class Worker(Timed):
@@ -41,14 +38,6 @@ class Worker(Timed):
             self.step()
 
 
-def running(engine: Any) -> set[str]:
-    return {request.request_id for request in engine.scheduler.running}
-
-
-def waits(engine: Any) -> list[str]:
-    return [request.request_id for request in engine.scheduler.waiting]
-
-
 def planner(engine: Any) -> Any:
     return engine.scheduler.connector.planner
 
@@ -59,10 +48,6 @@ def placed(engine: Any) -> dict[str, int]:
 
 def program(engine: Any, program_id: str) -> Any:
     return engine.ask("program", program_id=program_id)
-
-
-def end(engine: Any, program_id: str, seq: int = 1) -> None:
-    engine.tell({"seq": seq, "type": "program_end", "program_id": program_id})
 
 
 def ranks(worker: Worker, program_id: str) -> Counter[int]:
@@ -95,7 +80,7 @@ def test_a_parked_request_costs_nothing_and_is_work_left(crowded: Worker) -> Non
     free = engine.pool.get_num_free_blocks()
     crowded.rest()
     assert running(engine) == {"a1"}
-    assert (waits(engine), len(engine.scheduler.waiting), bool(engine.scheduler.waiting)) == (
+    assert (waiting(engine), len(engine.scheduler.waiting), bool(engine.scheduler.waiting)) == (
         ["b1"],
         1,
         False,
@@ -195,7 +180,7 @@ def test_a_demoted_program_is_stored_and_loaded_on_promotion(worker: Worker) -> 
     assert ranks(worker, "A") == {RetentionRank.IDLE: 30}
     worker.clock.now += 10.0
     worker.turn("a2", [*prompt(1, 480), *prompt(3, 40)], "A")
-    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    tokens = last_turn(engine, "A")["tokens"]
     assert tokens["host"] == worker.counts["loaded"] * BLOCK == planner(engine).counts["loaded"] * BLOCK > 0
     assert tokens["device"] + tokens["host"] == 480
     assert tokens["lost"] == {}
@@ -224,7 +209,7 @@ def test_the_most_idle_program_goes_to_disk(on_disk: Worker) -> None:
     assert planner(engine).counts["stored"] == 30
     on_disk.clock.now += 10.0
     on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
-    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    tokens = last_turn(engine, "A")["tokens"]
     assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
     assert program(engine, "A")["placed"] == "device"
 
@@ -236,7 +221,7 @@ def test_a_program_promoted_from_disk_is_read_from_disk(on_disk: Worker) -> None
         planner(engine).host.remove(entry)
     on_disk.clock.now += 10.0
     on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
-    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    tokens = last_turn(engine, "A")["tokens"]
     assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
     assert planner(engine).counts["staged"] == tokens["host"] // BLOCK > 10
     assert engine.ask("stats")["tiers"]["disk"]["used"] == 60, "and B has gone there"
@@ -284,7 +269,7 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     engine.abort("s1")
     on_disk.clock.now += 10.0
     on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")
-    tokens = program(engine, "A")["ledger"][-1]["tokens"]
+    tokens = last_turn(engine, "A")["tokens"]
     assert (tokens["device"] + tokens["host"], tokens["lost"]) == (480, {})
     on_disk.until_idle()
     assert engine.ask("capabilities")["tiers"]["disk"]["shared"]

@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.simulator.parity_replay import replay_recording
-
-
-def prompt(start: int, tokens: int) -> range:
-    return range(start * 10_000, start * 10_000 + tokens)
-
-
-def waits(engine: Any) -> list[str]:
-    return [request.request_id for request in engine.scheduler.waiting]
+from turns import prompt, running, tool, waiting
 
 
 def test_off_gives_the_queue_vllms_order_and_on_gives_it_back(make_engine: Any) -> None:
@@ -22,19 +15,21 @@ def test_off_gives_the_queue_vllms_order_and_on_gives_it_back(make_engine: Any) 
     for name in ("OLD", "HELD"):
         engine.add(f"{name}1", prompt(ord(name[0]), 64), program_id=name)
         engine.run()
-    engine.tell({"type": "tool_start", "program_id": "HELD", "seq": 1, "call_id": "c", "tool": "bash"})
+    engine.tell(tool("HELD"))
     engine.add("busy", prompt(1, 32), max_tokens=30)
     engine.step()
     engine.add("new1", prompt(2, 64), program_id="NEW")
     engine.add("plain", prompt(3, 64))
     engine.add("OLD2", prompt(4, 64), program_id="OLD")
     engine.add("HELD2", [*prompt(ord("H"), 64), 7, 1, 2], program_id="HELD")
-    assert waits(engine) == ["HELD2", "OLD2", "new1", "plain"]
+    assert waiting(engine) == ["HELD2", "OLD2", "new1", "plain"]
     engine.ask("policy", on=False)
-    assert waits(engine) == ["new1", "plain", "OLD2", "HELD2"]
+    assert waiting(engine) == ["new1", "plain", "OLD2", "HELD2"]
     assert engine.scheduler.sojourn.pool_state()["leased"] == 0
     engine.ask("policy", on=True)
-    assert waits(engine) == ["OLD2", "HELD2", "new1", "plain"], "by the program's arrival; the lease is gone"
+    assert waiting(engine) == ["OLD2", "HELD2", "new1", "plain"], (
+        "by the program's arrival; the lease is gone"
+    )
     engine.ask("policy", on=False)
     engine.run()
     assert not engine.scheduler.requests
@@ -54,11 +49,11 @@ def test_off_lets_a_held_request_run_and_a_recording_replays_it(
         engine.step()
     late = engine.add("D1", prompt(9, 300), program_id="D", max_tokens=4)
     engine.step()
-    assert waits(engine) == ["D1"]
+    assert waiting(engine) == ["D1"]
     assert (late in engine.scheduler.waiting.parked) is parks
-    running = {request.request_id for request in engine.scheduler.running}
+    before = running(engine)
     engine.ask("policy", on=False)
-    assert {request.request_id for request in engine.scheduler.running} == running
+    assert running(engine) == before
     assert late not in engine.scheduler.waiting.parked
     for _ in range(400):
         clock.now += 0.1

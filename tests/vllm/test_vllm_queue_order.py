@@ -10,10 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-
-def prompt(start: int, tokens: int) -> range:
-    return range(start * 1000, start * 1000 + tokens)
+from turns import prompt, waiting
 
 
 def test_user_priority_comes_before_ours(make_engine):
@@ -21,7 +18,7 @@ def test_user_priority_comes_before_ours(make_engine):
     engine.add("first", prompt(1, 32), program_id="A", priority=5)
     engine.add("second", prompt(2, 32), program_id="B", priority=1)
     engine.add("third", prompt(3, 32), program_id="C", priority=1)
-    assert [r.request_id for r in engine.scheduler.waiting] == ["second", "third", "first"]
+    assert waiting(engine) == ["second", "third", "first"]
 
 
 def test_a_returning_program_is_not_preempted_for_having_come_back_late(make_engine):
@@ -76,7 +73,7 @@ def test_a_request_whose_key_fails_waits_behind_the_others(make_engine, policy, 
     engine.step()
     for number, name in enumerate(["bad1", "good1", "bad2", "good2"]):
         engine.add(name, prompt(number + 2, 64), arrival_s=float(number))
-    assert [r.request_id for r in engine.scheduler.waiting] == ["good1", "good2", "bad1", "bad2"]
+    assert waiting(engine) == ["good1", "good2", "bad1", "bad2"]
     engine.run()
 
 

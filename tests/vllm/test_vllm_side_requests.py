@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sojourn_server.simulator.parity_replay import replay_recording
 from sojourn_server.vllm.compat import RequestStatus
+from turns import tool
 
 TASK = range(10_000, 10_300)
 TITLE = range(20_000, 20_060)
@@ -41,8 +42,7 @@ def test_a_title_request_leaves_the_context_of_the_conversation(
     engine.run()
     add(engine, "another title", TITLE)
     engine.run()
-    start = {"type": "tool_start", "program_id": "S", "seq": 1, "call_id": "c", "tool": "bash"}
-    engine.tell(start)
+    engine.tell(tool("S"))
     program = engine.ask("program", program_id="S")
     assert (program["turns"], program["tools_running"]) == (1, 1)
     assert program["context_tokens"] == 304

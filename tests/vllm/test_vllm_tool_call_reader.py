@@ -136,5 +136,8 @@ def test_a_turn_whose_output_cannot_be_decoded_ends_as_vllm_says(reader_of):
     for status in compat.RequestStatus:
         if compat.RequestStatus.is_finished(status):
             request.status = status
-            known = turn_end(request, reader_of(None), None).reason is not TurnFinishReason.ERROR
+            reason = turn_end(request, reader_of(None), None).reason
+            known = reason is not TurnFinishReason.ERROR
             assert known == (status is not compat.RequestStatus.FINISHED_ERROR), status
+            if status.name in ("FINISHED_REPETITION", "FINISHED_IGNORED"):  # the agent goes on
+                assert TurnEnd(reason).is_complete
