@@ -144,8 +144,7 @@ def describe_engine(
     )
     if in_pair and paths is not None:
         registered = PairEngineRegistered(
-            **{**msgspec.structs.asdict(registered), "host_tokens": 0},
-            role=paths.role,
+            **{**msgspec.structs.asdict(registered), "host_tokens": 0, "role": paths.role},
             node=paths.node,
             block_s=paths.block_s or DEFAULT_BLOCK_S,
             peer=paths.peer,
