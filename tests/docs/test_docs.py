@@ -127,7 +127,7 @@ def test_the_raw_command_is_what_sojourn_serve_runs() -> None:
 def test_the_cpu_defaults_are_those_of_sojourn_serve() -> None:
     facts = LaunchEnvironment(python="python", cpu_build=True, has_vllm_cli=True)
     built = build_command(ServeOptions(model="MODEL", model_path="MODEL", policy="continuum"), facts, {})
-    stated = re.search(r"also adds\n`([^`]+)`", OPERATE)
+    stated = re.search(r"also\s+adds\s+`([^`]+)`", OPERATE)
     assert stated
     assert stated.group(1) in shlex.join(built.argv)
 
