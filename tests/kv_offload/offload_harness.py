@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -253,9 +254,24 @@ def nothing_is_pinned(planner: OffloadScheduler) -> bool:
     return len(host) + host.free == host.slots and not any(entry.pins for entry in host)
 
 
-def slots_add_up(planner: OffloadScheduler) -> bool:
-    slots = [*(entry.slot for entry in planner.host), *planner.host._free]
-    return len(set(slots)) == len(slots) <= planner.host.slots
+def check_accounts(planner: OffloadScheduler) -> None:
+    """Check that no slot is used twice, and that pins, idle and dirty entries are what they should be."""
+    host, disk = planner.host, planner.disk
+    slots = [*(entry.slot for entry in host), *host._free]
+    assert len(set(slots)) == len(slots) <= host.slots
+    idle = {id(entry) for members in host._idle.values() for entry in members.values()}
+    assert idle == {id(e) for e in host if not e.pins and e.job is None}
+    dirty = {id(entry) for members in host._dirty.values() for entry in members.values()}
+    assert dirty == {id(e) for e in host if not e.pins and e.job is None and e.dirty}
+    assert not any(e.dirty and e.key in disk.blocks for e in host)
+    pinned = [
+        *(lookup.found for lookup in planner._looked_up.values()),
+        *(load.entries for load in planner.loads.values()),
+        *(wait.entries for wait in disk._waits.values()),
+        disk._spilling.values(),
+    ]
+    expected = Counter(entry.slot for entries in pinned for entry in entries)
+    assert all(entry.pins == expected[entry.slot] for entry in host)
 
 
 def _content(key: bytes, layer: int, weights: int, size: int) -> bytes:

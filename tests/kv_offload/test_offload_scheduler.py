@@ -216,7 +216,7 @@ def test_a_repeated_look_up_after_a_read_costs_no_search(monkeypatch: pytest.Mon
     planner.take_results(OffloadResults(staged=dict.fromkeys(chain, CopyResult.MOVED)))
     assert planner.lookup("r", as_context(chain), 1.0) == 50
     planner.take_jobs()
-    monkeypatch.setattr(ContextKeys, "covered", None)
+    monkeypatch.setattr(ContextKeys, "needed", None)
     assert planner.lookup("r", as_context(chain), 2.0) == 50
 
 

@@ -64,7 +64,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """One device: a ``CudaRuntime`` for the code under test, and methods with which the test runs the queued
+    """One device: a ``TorchCuda`` for the code under test, and methods with which the test runs the queued
     work. ``compute`` is the stream of the model's kernels. ``seed`` determines the order of the work."""
 
     def __init__(self, seed: int) -> None:
@@ -76,7 +76,7 @@ class FakeCuda:
         self.fails_next = False
         self.copies = 0
 
-    # -- CudaRuntime
+    # -- TorchCuda
 
     def compute_stream(self) -> FakeStream:
         return self.compute

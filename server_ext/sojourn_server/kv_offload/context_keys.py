@@ -93,15 +93,6 @@ class ContextKeys:
             end = shorter
         return self.start_tokens
 
-    def begins(self, has: HasBlock) -> bool:
-        """Return whether ``covered`` is more than ``start_tokens``; with one group in O(1)."""
-        for group in self._groups:
-            index = self.start_tokens // group.block_tokens
-            ends = (index + 1) * group.block_tokens > self.end_tokens
-            if group.keeps_all and (ends or not has(self._key(group, index))):
-                return False
-        return len(self._groups) == 1 or self.covered(has) > self.start_tokens
-
     def missed_windows(self, tokens: int, has: HasBlock) -> list[BlockKey]:
         """Return the keys of the window blocks that a longer prefix than ``tokens`` tokens needs, if all its
         other blocks are available."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .cpu_device_backend import KvBlockArrays
-from .cuda_device_backend import CudaCopy, CudaDeviceBackend, CudaEvent, CudaRuntime
+from .cuda_device_backend import CudaCopy, CudaDeviceBackend, CudaEvent, TorchCuda
 from .kv_pages import KvPages
 from .offload_jobs import BlockCopy
 
@@ -41,7 +41,7 @@ class CudaBlockArrays(KvBlockArrays):
         self,
         layers: Mapping[str, Sequence[KvPages]],
         per_full: int,
-        cuda: CudaRuntime,
+        cuda: TorchCuda,
         *,
         staging_bytes: int = STAGING_BYTES,
     ) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,37 +36,6 @@ CudaEvent = Any
 """A point in a stream's work: ``torch.cuda.Event``."""
 CudaStream = Any
 """A queue of work that the device does in order: ``torch.cuda.Stream``."""
-
-
-class CudaRuntime(Protocol):
-    """The part of CUDA that the backend uses. ``TorchCuda`` is the real one."""
-
-    def compute_stream(self) -> CudaStream:
-        """Return the stream on which the calling thread runs the model."""
-
-    def new_stream(self) -> CudaStream: ...
-    def new_event(self) -> CudaEvent: ...
-
-    def pin(self, address: int, size_bytes: int) -> None:
-        """Pin host memory. Raises ``RuntimeError``."""
-
-    def unpin(self, address: int) -> None: ...
-
-    def copy(
-        self,
-        sources: Int64Array,
-        destinations: Int64Array,
-        sizes: Int64Array,
-        stream: Any,
-        *,
-        stable_sources: bool,
-    ) -> None:
-        """Queue one copy per index ``i``: ``sizes[i]`` bytes from address ``sources[i]`` to address
-        ``destinations[i]``.
-
-        ``stable_sources``: nothing writes to the sources any more, so the device may read them before the
-        stream reaches the copy. Raises ``RuntimeError``.
-        """
 
 
 class CudaCopy:
@@ -95,7 +64,7 @@ class CudaDeviceBackend:
     one block, with its layers one after the other, as in a block's file."""
 
     def __init__(
-        self, pages: Sequence[KvPages] | Sequence[Sequence[KvPages]], slots: int, cuda: CudaRuntime
+        self, pages: Sequence[KvPages] | Sequence[Sequence[KvPages]], slots: int, cuda: TorchCuda
     ) -> None:
         """``pages``: places of the blocks on the device, in the order of the forward pass. Or a list of the
         places for each of ``n`` layers: then block id ``b * n + layer`` is that layer of block ``b``. Raises
@@ -163,7 +132,7 @@ class CudaDeviceBackend:
 
     def _follow_stores(self, slots: Sequence[int]) -> bool:
         """Make the load stream wait for unfinished copies into ``slots``. Return true if there are none. Only
-        then are the slots stable sources (see ``CudaRuntime.copy``)."""
+        then are the slots stable sources (see ``TorchCuda.copy``)."""
         filling = {copy for slot in slots if (copy := self._filling.get(slot)) is not None}
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:
@@ -227,7 +196,7 @@ class CudaDeviceBackend:
 
 
 class TorchCuda:
-    """Implements ``CudaRuntime`` with torch. Any thread may use it."""
+    """The part of CUDA that copies need, by torch. Any thread may use it. Tests have a stand-in."""
 
     def __init__(self, device: Any, batch_copy: Callable[[Any, Any, Any, bool], None]) -> None:
         """``batch_copy``: a function like vLLM's ``swap_blocks_batch``. It takes source addresses,
@@ -239,18 +208,20 @@ class TorchCuda:
         self._device = torch.device(device)
         self._batch_copy = batch_copy
 
-    def compute_stream(self) -> Any:
+    def compute_stream(self) -> CudaStream:
+        """Return the stream on which the calling thread runs the model."""
         return self._torch.cuda.current_stream(self._device)
 
-    def new_stream(self) -> Any:
+    def new_stream(self) -> CudaStream:
         # 0 is the lowest priority. If copies need the device's processors, the model goes first.
         return self._torch.cuda.Stream(self._device, priority=0)
 
-    def new_event(self) -> Any:
+    def new_event(self) -> CudaEvent:
         # A waiting thread sleeps, so that it takes no core from the thread that runs the model.
         return self._torch.cuda.Event(enable_timing=True, blocking=True)
 
     def pin(self, address: int, size_bytes: int) -> None:
+        """Pin host memory. Raises ``RuntimeError``."""
         cuda = self._torch.cuda
         cuda.check_error(cuda.cudart().cudaHostRegister(address, size_bytes, 0))
 
@@ -266,6 +237,12 @@ class TorchCuda:
         *,
         stable_sources: bool,
     ) -> None:
+        """Queue one copy per index ``i``: ``sizes[i]`` bytes from address ``sources[i]`` to address
+        ``destinations[i]``.
+
+        ``stable_sources``: nothing writes to the sources any more, so the device may read them before the
+        stream reaches the copy. Raises ``RuntimeError``.
+        """
         torch = self._torch
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             addresses = torch.from_numpy(sources), torch.from_numpy(destinations)

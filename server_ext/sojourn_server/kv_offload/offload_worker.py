@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -62,18 +61,6 @@ class DeviceBackend(Protocol):
         """Wait for all copies and release host memory."""
 
 
-@dataclass(slots=True, eq=False)
-class _PendingStore:
-    """One job's copies from device to host memory."""
-
-    copies: Sequence[BlockCopy]
-    copy: Future[Copy] = field(default_factory=Future)
-    """The copies, once the device-to-host thread has begun them. Cancelled if a step needs them before: the
-    model's thread then makes them."""
-    copy_result: CopyResult | None = None
-    """``None`` until it is final."""
-
-
 class OffloadWorker:
     """Carries out one worker's offload jobs. The thread that runs the model calls all methods.
 
@@ -96,7 +83,9 @@ class OffloadWorker:
         self._from_disk = TransferThread("from_disk")
         self._probe = TransferThread("probe")
         """Thread for searches of the disk, which thus need not wait for disk reads."""
-        self._stores: dict[int, _PendingStore] = {}
+        self._stores: dict[int, Future[Copy]] = {}
+        """Number of a store job → its copies, once the device-to-host thread has begun them. Cancelled if a
+        step needs them before: the model's thread then makes them."""
         self._loaded: dict[str, set[int]] = {}
         """Request whose load has ended → ids of its device blocks that were not filled."""
         self.is_broken = False
@@ -128,8 +117,8 @@ class OffloadWorker:
             for request_id, load in jobs.loads.items():
                 self._to_device.submit(partial(self._load, request_id, load, fence))
             for job, copies in stores.items():
-                self._stores[job] = store = _PendingStore(copies)
-                self._to_host.submit(partial(self._store, store, fence))
+                self._stores[job] = begun = Future[Copy]()
+                self._to_host.submit(partial(self._store, job, copies, begun, fence))
             if jobs.spills:
                 self._to_disk.submit(partial(self._spill, jobs.spills))
             if jobs.stages:
@@ -163,12 +152,10 @@ class OffloadWorker:
 
     def take_results(self) -> OffloadResults:
         """Return the results of the jobs that have ended since the last call."""
-        ended = {job: each.copy_result for job, each in self._stores.items() if each.copy_result is not None}
-        for job in ended:
-            del self._stores[job]
         with self._lock:
             results, self._results = self._results, OffloadResults()
-        results.stored.update(ended)
+        for job in results.stored:
+            self._stores.pop(job, None)
         results.waited_s, self._waited_s = self._waited_s, 0.0
         return results
 
@@ -184,14 +171,15 @@ class OffloadWorker:
         """Return the copies of store job ``job`` that the caller must make before the step. If the copies
         have begun without an error, return none, and make the device end them before the step. Otherwise
         return all."""
-        store = self._stores.get(job)
-        if store is None:
+        begun = self._stores.get(job)
+        if begun is None:
             return copies  # already reported, possibly as failed; copying again is harmless
-        if store.copy.cancel():  # do not wait for the work queued before it
-            store.copy_result = CopyResult.MOVED
+        if begun.cancel():  # do not wait for the work queued before it
+            with self._lock:
+                self._results.stored[job] = CopyResult.MOVED
             return copies
         try:
-            self._device.hold_compute(store.copy.result())
+            self._device.hold_compute(begun.result())
         except Exception:
             return copies
         return ()
@@ -213,20 +201,23 @@ class OffloadWorker:
             with self._lock:
                 self._loaded[request_id] = not_filled
 
-    def _store(self, store: _PendingStore, fence: Any) -> None:
-        if not store.copy.set_running_or_notify_cancel():
+    def _store(self, job: int, copies: Sequence[BlockCopy], begun: Future[Copy], fence: Any) -> None:
+        if not begun.set_running_or_notify_cancel():
             return
+        copy_result = CopyResult.FAILED
         try:
-            begun = self._device.to_host(store.copies, fence)
-            store.copy.set_result(begun)
-            self._moved("to_host", len(store.copies), begun.wait())
-            store.copy_result = CopyResult.MOVED
+            copy = self._device.to_host(copies, fence)
+            begun.set_result(copy)
+            self._moved("to_host", len(copies), copy.wait())
+            copy_result = CopyResult.MOVED
         except Exception as error:
             self.is_broken = True
-            if not store.copy.done():
-                store.copy.set_exception(error)
-            store.copy_result = CopyResult.FAILED
+            if not begun.done():
+                begun.set_exception(error)
             raise
+        finally:
+            with self._lock:
+                self._results.stored[job] = copy_result
 
     def _spill(self, files: Sequence[FileCopy]) -> None:
         began = time.perf_counter()

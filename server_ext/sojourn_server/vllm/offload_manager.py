@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
 from itertools import islice
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from sojourn.ids import ProgramId
 
@@ -53,18 +53,15 @@ _RANKS = dict(
 )
 """Label of a block → its rank in host memory. The order of ranks is the eviction order of MORI §4.3.2."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _turns_off(
-    method: Callable[Concatenate[OffloadManager, P], T],
-) -> Callable[Concatenate[OffloadManager, P], T | None]:
+def _turns_off(method: Callable[..., T]) -> Callable[..., T | None]:
     """Wrap a method of ``OffloadManager``. It returns ``None`` if host memory and disk are off. An error in
     it turns them off: not the engine, and not the eviction order."""
 
     @wraps(method)
-    def guarded(self: OffloadManager, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
+    def guarded(self: OffloadManager, /, *args: Any, **kwargs: Any) -> T | None:
         if self._connector.off:
             return None
         try:
