@@ -15,10 +15,10 @@ litellm's proxy as a server of its own. Checked with 1.83.0, 1.106.12 and 1.110.
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from inspect import iscoroutinefunction
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,8 +54,8 @@ def patch() -> bool:
     kinds = [getattr(http_handler, name, None) for name in ("HTTPHandler", "AsyncHTTPHandler")]
     if not all("post" in vars(kind or object) for kind in kinds):
         return False
-    for kind, around in zip(kinds, (_post, _async_post), strict=True):
-        _patches.wrap_method(kind, "post", around)
+    for kind in kinds:
+        _patches.wrap_method(kind, "post", _post)
     for name in _RETRYING:
         if callable(vars(litellm).get(name)):
             _patches.put(litellm, name, _as_one_request)
@@ -78,12 +78,9 @@ def wrap(target: Any) -> Any | None:
     Returns ``None`` for other objects."""
     from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
 
-    if isinstance(target, AsyncHTTPHandler):
-        overlay_method(target, "post", _async_post)
-    elif isinstance(target, HTTPHandler):
-        overlay_method(target, "post", _post)
-    else:
+    if not isinstance(target, (AsyncHTTPHandler, HTTPHandler)):
         return None
+    overlay_method(target, "post", _post)
     return target
 
 
@@ -98,50 +95,44 @@ class _Answer(NamedTuple):
 
 
 def _post(handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    outgoing, args, kwargs = _begin(handler, original, args, kwargs)
+    outgoing, kwargs = _begin(handler, args, kwargs)
     if outgoing is None:
         return original(*args, **kwargs)
+    if iscoroutinefunction(original):
+        return _awaited(outgoing, original(*args, **kwargs))
     with outgoing:
         response = original(*args, **kwargs)
     outgoing.answered(_Answer(response))
     return response
 
 
-async def _async_post(
-    handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    outgoing, args, kwargs = _begin(handler, original, args, kwargs)
-    if outgoing is None:
-        return await original(*args, **kwargs)
+async def _awaited(outgoing: OutgoingRequest, answer: Awaitable[Any]) -> Any:
     with outgoing:
-        response = await original(*args, **kwargs)
+        response = await answer
     outgoing.answered(_Answer(response))
     return response
 
 
 def _begin(
-    handler: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[OutgoingRequest | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the LLM request that this call of ``post`` sends, and the arguments of ``post`` with our fields
-    added. Returns ``None`` and the unchanged arguments if the call is no LLM request to a listed server. The
-    same holds for a call that is part of a request under way."""
+    handler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[OutgoingRequest | None, dict[str, Any]]:
+    """Return the LLM request that this call of ``post`` sends, and the keyword arguments with our fields
+    added. Returns ``None`` and the unchanged arguments if the call is no LLM request to a listed server, or
+    is part of a request under way."""
     outgoing: OutgoingRequest | None = None
     try:
         live = session()
         config, around = live.config, under_way.get()
         if config is None or live.event_sender is None or (around is not None and around.client is handler):
-            return None, args, kwargs
+            return None, kwargs
         target = target_of(config, str(args[0] if args else kwargs.get("url")))
         if target is None:
-            return None, args, kwargs
+            return None, kwargs
         if target.listed is None:
             warn_unlisted_host(live, find_context(live.counters)[0].program, target)
-            return None, args, kwargs
-        if len(args) > 1:
-            named_args = _named(original, args, kwargs)
-            if named_args is None:
-                return None, args, kwargs
-            args, kwargs = args[:1], named_args
+            return None, kwargs
+        if len(args) > 1:  # no caller of litellm's gives more than the URL by position
+            return None, kwargs
         where, given, write = _body(kwargs)
         theirs = None if given is None else {name: _read(name, value) for name, value in given.items()}
         suffix = next(filter(target.path.endswith, LLM_PATHS))
@@ -154,19 +145,7 @@ def _begin(
         kwargs = {**kwargs, **added}
     except Exception:
         count_error("inject_error")
-    return outgoing, args, kwargs
-
-
-def _named(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return all arguments of a call of ``original`` as keyword arguments, except the first positional one.
-    Returns ``None`` if a positional argument has no name, or if an argument is given twice."""
-    parameters = inspect.signature(original).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(names) or not kwargs.keys().isdisjoint(names[: len(args)]):
-        return None
-    return {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
+    return outgoing, kwargs
 
 
 def _body(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None, Callable[[dict[str, Any]], Any]]:

@@ -37,9 +37,6 @@ _running: ContextVar[frozenset[int]] = ContextVar("sojourn_mini_running", defaul
 _executing: ContextVar[frozenset[int]] = ContextVar("sojourn_mini_executing", default=frozenset())
 
 _patches = Patches()
-_agents_in_run: dict[object, Any] = {}
-"""The agents that are inside ``run`` now, by a key for each run. Another ``sojourn.init()`` removes their
-overlays, and ``patch`` then attaches to them again."""
 
 
 def attach(agent: Any) -> Any:
@@ -87,8 +84,6 @@ def patch() -> bool:
         return False
     _patches.put(agent_class, "__init__", _attaching)
     _patches.wrap_method(agent_class, "run", _attached_run)
-    for agent in list(_agents_in_run.values()):
-        _attach_parts(agent)
     return True
 
 
@@ -151,12 +146,9 @@ def _in_program(agent: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
     name = getattr(agent, "instance_id", None) or kind
     with entered(lambda: sojourn.program(str(name), agent_type=kind, max_steps=_steps_left(agent))):
         token = _running.set(running | {id(agent)})
-        key = object()
-        _agents_in_run[key] = agent
         try:
             return run(*args, **kwargs)
         finally:
-            del _agents_in_run[key]
             _running.reset(token)
 
 

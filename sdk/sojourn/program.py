@@ -10,13 +10,12 @@ the framework's own context.
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar, Token
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
@@ -25,7 +24,6 @@ from .aeg import Aeg
 from .config import claim
 from .errors import status_of
 from .ids import ProgramId
-from .process_hooks import register_at_fork
 from .request_warnings import warn_empty_program
 from .sdk_logger import logger
 from .user_hints import NO_HINTS, StepContext, UserHints
@@ -35,12 +33,6 @@ from .wire_events import AegReport, ProgramEnd, ProgramStart
 if TYPE_CHECKING:
     from .resume_file import ResumeFile
     from .stats import Counters
-
-mmap: ModuleType | None
-try:
-    import mmap
-except ImportError:  # pragma: no cover
-    mmap = None
 
 T = TypeVar("T")
 
@@ -75,10 +67,10 @@ class Program:
     """
 
     __slots__ = (
-        "__weakref__", "_ends", "_number", "_outside_before", "_pid", "_resume", "_shared", "_state", "aeg",
-        "agent_type", "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id", "implicit",
-        "is_used", "name", "node", "of_process", "open_requests", "outer_context", "parent_id", "root_id",
-        "running_tools", "steps_left", "tenant",
+        "__weakref__", "_ends", "_has_own_graph", "_outside_before", "_pid", "_resume",
+        "_state", "aeg", "agent_type", "call_id", "depth", "ends_as", "has_ended", "heartbeat", "hints", "id",
+        "implicit", "is_used", "name", "node", "of_process", "open_requests", "outer_context", "parent_id",
+        "root_id", "running_tools", "steps_left", "tenant",
     )  # fmt: skip
 
     def __init__(
@@ -128,6 +120,8 @@ class Program:
         """Tenant that the program runs for; ``program()`` takes the parent's tenant by default."""
         self.aeg = aeg
         """The program's graph, if known."""
+        self._has_own_graph = aeg is not None
+        """Whether the user gave the graph."""
         self.steps_left = None if max_steps is None else float(max_steps)
         """Maximum number of turns that may still begin; ``None`` without a limit. Threads may make it drift,
         which does no harm to an estimate."""
@@ -153,9 +147,6 @@ class Program:
         self._pid = os.getpid()
         self._ends = ends
         self._resume = resume
-        self._shared: SharedEnds | None = None
-        self._number = 0
-        """The program's number in ``_shared``, the record of ended programs that forked children read."""
 
     @property
     def is_open(self) -> bool:
@@ -169,9 +160,6 @@ class Program:
             self._state = "open"
             session = runtime.session()
             try:
-                self._shared = _ends_of_process()
-                if self._shared is not None:
-                    self._number = self._shared.new_number()
                 self.join(session)
                 runtime.notify_listeners("program_started", self)
             except Exception:
@@ -203,9 +191,9 @@ class Program:
         self._report_graph(session)
 
     def set_graph(self, aeg: Aeg) -> None:
-        """Set the program's graph and report it. Does nothing if the program already has this graph. For
-        adapters that learn the graph after the start. Never raises."""
-        if self.aeg is not None and self.aeg.hash == aeg.hash:
+        """Set the program's graph and report it. Does nothing if the program already has this graph, or one
+        that the user gave. For adapters, which read the graph from the framework. Never raises."""
+        if self._has_own_graph or (self.aeg is not None and self.aeg.hash == aeg.hash):
             return
         self.aeg = aeg
         self.report_graph()
@@ -283,8 +271,6 @@ class Program:
                 process_programs.remove(self)
             # A forked copy that leaves the block does not end its parent's run.
             if self._ends and self._pid == os.getpid():
-                if self._shared is not None:
-                    self._shared.add(self._number)
                 session.emit(self, ProgramEnd, status=status)
                 outside = session.outside_requests - self._outside_before
                 # Garbage collection may cancel a program, perhaps inside a log handler that holds a lock.
@@ -448,10 +434,7 @@ def find_context(counters: Counters, *, of_process: bool = True) -> tuple[Execut
 
 
 def opened_program() -> Program | None:
-    """Return the open program of the whole process; if there are several, the one that was opened last.
-    Returns ``None`` if all have ended. Drops ended programs from the end of ``process_programs``."""
-    while process_programs and process_programs[-1].has_ended:
-        process_programs.pop()  # it has ended in the process that forked this one
+    """Return the open program of the whole process; if there are several, the one that was opened last."""
     return process_programs[-1] if process_programs else None
 
 
@@ -506,93 +489,6 @@ class EnteredProgram:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         leave_block(self)
-
-
-# ---- forked children
-
-
-class SharedEnds:
-    """The numbers of ended programs, in memory that the process shares with its forked children.
-
-    A child gets a copy of each program that is open at the fork. The parent's ``end()`` does not change that
-    copy, and a worker of a process pool lives on and takes jobs of other programs. So the parent records the
-    ends here, and the copy ends with its original. Raises ``OSError`` if there is no such memory.
-    """
-
-    SLOTS: Final = 4096
-    """Program number n uses slot n modulo ``SLOTS``. So the end of program n + ``SLOTS`` marks program n as
-    ended in the children too, even if n is still open."""
-
-    def __init__(self) -> None:
-        if mmap is None or not hasattr(os, "register_at_fork"):
-            raise OSError("no memory can be shared, or the process cannot fork")
-        self._slots = memoryview(mmap.mmap(-1, 8 * self.SLOTS)).cast("Q")
-        self._numbers = itertools.count(1)
-
-    def new_number(self) -> int:
-        """Return the number for a program that begins."""
-        return next(self._numbers)
-
-    def add(self, number: int) -> None:
-        """Record that the program with this number has ended."""
-        slot = number % self.SLOTS
-        self._slots[slot] = max(self._slots[slot], number)  # an earlier program of the slot may end later
-
-    def has(self, number: int) -> bool:
-        """Return whether the program with this number has ended."""
-        return self._slots[number % self.SLOTS] >= number
-
-
-_shared_ends: list[SharedEnds | None] = []
-"""Holds the ``SharedEnds`` of this process, made for its first program; ``None`` if it cannot share any."""
-
-
-def _ends_of_process() -> SharedEnds | None:
-    if not _shared_ends:
-        try:
-            _shared_ends.append(SharedEnds())
-        except OSError:
-            _shared_ends.append(None)
-    return _shared_ends[0]
-
-
-_has_ended: Any = Program.__dict__["has_ended"]
-"""The slot ``has_ended`` of ``Program``, which the property of ``InheritedProgram`` hides."""
-
-
-class InheritedProgram(Program):
-    """A program that was open in the parent process at the fork. It ends in this process when it ends in the
-    parent."""
-
-    __slots__ = ()
-
-    @property
-    def has_ended(self) -> bool:
-        return _has_ended.__get__(self) or (self._shared is not None and self._shared.has(self._number))
-
-    @has_ended.setter
-    def has_ended(self, value: bool) -> None:
-        _has_ended.__set__(self, value)
-
-    @property
-    def is_open(self) -> bool:
-        return super().is_open and not self.has_ended
-
-
-def _after_fork() -> None:
-    _shared_ends.clear()
-    session = runtime.live
-    programs: list[Any] = [*process_programs, *(session.heartbeats.programs() if session is not None else ())]
-    inner = current_context.get().program
-    while inner is not None:
-        programs.append(inner)
-        inner = inner.outer_context.program
-    for program in programs:
-        if type(program) is Program and program.is_open:
-            program.__class__ = InheritedProgram
-
-
-register_at_fork(after_in_child=_after_fork)
 
 
 # ---- the process's own program

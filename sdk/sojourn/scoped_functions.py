@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+from .monkey_patches import first_anext
 from .program import ExecutionContext, current_context, reset_context
 
 P = ParamSpec("P")
@@ -165,14 +165,17 @@ def _coroutine(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..
     return wrapper
 
 
-class _GeneratorScope:
-    """The scope of one generator. Used as a ``with`` block around each step of the generator. The step runs
-    inside the scope, and the block's exit restores the consumer's context. ``open`` and ``close`` enter and
-    leave the scope itself."""
+class GeneratorScope:
+    """The scope of one generator, entered by the constructor and left by ``close``. As a ``with`` block it
+    surrounds each step of the generator: the step runs inside the scope, and the block's exit restores the
+    consumer's context."""
 
     def __init__(self, fresh: ScopeFactory) -> None:
+        outside = current_context.get()
         self._scope = fresh()
+        self._scope.__enter__()
         self._inside: ExecutionContext = current_context.get()
+        current_context.set(outside)
 
     def __enter__(self) -> None:
         self._token = current_context.set(self._inside)
@@ -181,11 +184,8 @@ class _GeneratorScope:
         self._inside = current_context.get()
         reset_context(self._token)
 
-    def open(self) -> None:
-        outside = current_context.get()
-        self._scope.__enter__()
-        self._inside = current_context.get()
-        current_context.set(outside)
+    def yields(self, item: Any) -> None:
+        """Called before the consumer gets ``item``."""
 
     def close(self, error: BaseException | None) -> None:
         # The scope's exit resets the context variable, so the consumer's value is set again afterwards. If
@@ -196,11 +196,10 @@ class _GeneratorScope:
 
 
 def _generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
-    anything, scope_of, driven = BaseException, _GeneratorScope, _driven
+    anything, scope_of, driven = BaseException, GeneratorScope, _driven
 
     def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         between = scope_of(fresh)
-        between.open()
         failure: BaseException | None = None
         try:
             inner = function(*args, **kwargs)
@@ -246,42 +245,25 @@ def close_generator(
     return (yield from _driven(cast("Generator[Any, Any, Any]", inner.aclose().__await__()), between))
 
 
-@contextmanager
-def without_asyncgen_hooks() -> Iterator[None]:
-    """A ``with`` block: an async generator started inside does not enter the event loop's list of running
-    generators. Use it for an inner generator that an outer generator drives.
-
-    Put the block around the first call of ``inner.__anext__()``, but not around its ``await``. At the loop's
-    end ``shutdown_asyncgens`` closes all listed generators at the same time. The loop and the outer generator
-    would then both close the inner one, and asyncio would log an error.
-    """
-    hooks = sys.get_asyncgen_hooks()
-    # The finalizer stays. It is for an inner generator whose outer one is gone, and needs no list entry.
-    sys.set_asyncgen_hooks(firstiter=None)
-    try:
-        yield
-    finally:
-        sys.set_asyncgen_hooks(*hooks)
-
-
-def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+def stepped(function: Callable[..., Any], begin: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper of the async generator function ``function``. ``begin`` gets the arguments of each
+    call and returns a ``GeneratorScope``, or an object with its methods."""
     anything, exhausted, closed = BaseException, StopAsyncIteration, GeneratorExit
-    scope_of, unlisted, close = _GeneratorScope, without_asyncgen_hooks, close_generator
+    first, close = first_anext, close_generator
 
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        between = scope_of(fresh)
-        between.open()
+        between = begin(*args, **kwargs)
         failure: BaseException | None = None
         try:
             inner = function(*args, **kwargs)
-            with unlisted():
-                step: Awaitable[Any] = inner.__anext__()
+            step: Awaitable[Any] = first(inner)
             while True:
                 with between:
                     try:
                         item = await step
                     except exhausted:
                         return
+                between.yields(item)
                 try:
                     sent = yield item
                 except closed:
@@ -298,6 +280,10 @@ def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Calla
             between.close(failure)
 
     return wrapper
+
+
+def _async_generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:
+    return stepped(function, lambda *_, **__: GeneratorScope(fresh))
 
 
 _wrappers: dict[type, Callable[..., Any]] = {

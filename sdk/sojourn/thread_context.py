@@ -14,8 +14,8 @@ program that started the worker. So pass to each job its program ``p``, and run 
 
 Jobs of a process pool run in other processes, and jobs of an interpreter pool in other interpreters. There
 the SDK knows only the program in ``SOJOURN_PROGRAM_ID``. In a forked worker it also knows the program that
-started the worker, until that program ends. Pass ``p`` to these jobs as an argument too; a ``Program`` can be
-pickled. The job's code uses ``p.here()``, or opens a child with ``program(parent=p)``. Do not use
+started the worker, and does not learn of its end. Pass ``p`` to these jobs as an argument too; a ``Program``
+can be pickled. The job's code uses ``p.here()``, or opens a child with ``program(parent=p)``. Do not use
 ``program(id=p.id)`` in a job, since the end of its block would end the program.
 """
 

@@ -63,9 +63,7 @@ class ScriptedEngine:
         self.engine = engine_url.removeprefix("http://")
         self.model = model
         self.requests: list[LlmRequest] = []
-        """Requests as the client sent them, including failed ones."""
-        self.fail_next = 0
-        """Number of the next LLM requests that get status 500 and do not reach the engine."""
+        """Requests as the client sent them."""
         self._http = _Http(("127.0.0.1", 0), _Handler)
         self._http.proxy = self
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
@@ -151,10 +149,6 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = LlmRequest(self.path, headers, json.loads(data))
         proxy.requests.append(request)
-        if proxy.fail_next > 0:
-            proxy.fail_next -= 1
-            self._answer(500, {"retry-after-ms": "1"}, b'{"error": {"message": "as told"}}')
-            return
         self._pass_on(json.dumps(proxy.scripted(request)).encode())
 
     def _pass_on(self, data: bytes | None) -> None:

@@ -22,7 +22,7 @@ pytestmark = [
 BROKEN = {
     "autogen": (
         "autogen.run_scopes.begin_team", "autogen.run_scopes.begin_turn", "autogen.run_scopes.begin_call",
-        "autogen.run_scopes.end_call", "autogen.run_scopes.call_under_way", "autogen.graph_of",
+        "autogen.run_scopes.end_call", "autogen.run_scopes.call_under_way", "autogen.run_scopes.graph_of",
         "autogen._patch_user_classes", "autogen.tool_calls.ToolCall.__enter__",
     ),
     "langchain": (

@@ -279,19 +279,6 @@ def test_wrap_reports_one_graph_without_patching(server: FakeServer) -> None:
     assert sum(isinstance(event, AegReport) for event in server.program_events()) == 2
 
 
-def test_uninstrument_puts_langgraphs_own_functions_back(server: FakeServer) -> None:
-    names = ("stream", "astream", "batch", "abatch")
-    before = [vars(Pregel).get(name) for name in names]
-    init(server)
-    assert all(vars(Pregel)[name].__wrapped__ is not None for name in names)
-    sojourn.uninstrument("langgraph")
-    assert [vars(Pregel).get(name) for name in names] == before
-    assert "langgraph" not in sojourn.stats().instrumented
-
-
-# -- streams that are left at the end of their loop
-
-
 # ---- streams whose event loop is gone
 
 

@@ -100,39 +100,6 @@ def test_a_routers_retries_are_one_request_and_a_second_call_another(server: Fak
     assert len({request.context.request_id for request in server.requests if request.context}) == 2
 
 
-ROUTER_METHODS = ("function_with_fallbacks", "async_function_with_fallbacks")
-
-
-def test_the_very_same_functions_are_put_back() -> None:
-    from litellm.llms.custom_httpx.http_handler import AsyncHTTPHandler, HTTPHandler
-
-    def patched() -> list[Any]:
-        names = (
-            "completion",
-            "acompletion",
-            "responses",
-            "aresponses",
-            "text_completion",
-            "atext_completion",
-        )
-        methods = [kind.post for kind in (HTTPHandler, AsyncHTTPHandler)]
-        # From 1.109 at the latest the router's core is in Rust and has no such method.
-        central = [name for name in ROUTER_METHODS if hasattr(litellm.Router, name)]
-        router = [getattr(litellm.Router, name) for name in central or names]
-        return methods + [getattr(litellm, name) for name in names] + router
-
-    before = patched()
-    with FakeServer() as server:
-        sojourn.init(server.url)
-        assert "litellm" in sojourn.stats().instrumented
-        assert all(ours is not theirs for ours, theirs in zip(patched(), before, strict=True))
-        sojourn.init(server.url, hosts=["other:1"])  # a second session patches nothing twice
-        ask(server, "hosted_vllm")
-        assert sojourn.stats()["requests_started"] == 1
-    sojourn.shutdown()
-    assert all(ours is theirs for ours, theirs in zip(patched(), before, strict=True))
-
-
 POSTS: dict[str, dict[str, Any]] = {
     "data": {"data": json.dumps({"messages": MESSAGES, "text": "é \ud800"})},
     "bytes": {"data": json.dumps({"messages": MESSAGES}).encode()},
@@ -168,7 +135,7 @@ def test_bodies_of_every_form_arrive_as_they_are(
                 sent.update(kwargs)
                 return Response()
 
-            asyncio.run(ours._async_post(None, post, (url,), given))
+            asyncio.run(ours._post(None, post, (url,), given))
     assert sent["headers"].keys() == {"X-Session-ID"}
     (name,) = given or [None]
     if name is None:

@@ -87,25 +87,6 @@ async def test_a_run_inside_a_tool_call_is_its_child(server: FakeServer) -> None
     assert clerk.start.call_id == "call-9"
 
 
-async def test_parallel_agents_as_tools_know_their_calls(server: FakeServer) -> None:
-    def script(request: LlmRequest) -> Any:
-        text = json.dumps(request.body)
-        if "You are desk." not in text:
-            return "answer"
-        return "done" if "call_b" in text else [ToolUse("ask", {"input": str(n)}, f"call_{n}") for n in "abc"]
-
-    server.script = script
-    async with agents_for(server) as factory:
-        ask = factory.agent("expert").as_tool(tool_name="ask", tool_description="Asks.")
-        await Runner.run(factory.agent("desk", ask), "Go.")
-    programs = recorded(server)
-    desk = named(programs, "desk")
-    children = [each for each in programs.values() if each is not desk]
-    assert sorted(str(each.start.call_id) for each in children) == ["call_a", "call_b", "call_c"]
-    assert {each.start.parent_program_id for each in children} == {desk.start.program_id}
-    assert {each.nodes for each in children} == {("expert",)}
-
-
 # ---- graphs
 
 
@@ -235,18 +216,6 @@ async def test_the_users_runner_does_the_work_and_comes_back(server: FakeServer)
             assert run.get_default_agent_runner() is mine
     finally:
         run.set_default_agent_runner(before)
-
-
-def test_uninstrumenting_puts_the_very_same_things_back(server: FakeServer) -> None:
-    run, tracing = import_module("agents.run"), import_module("agents.util._error_tracing")
-    runner, attach = run.get_default_agent_runner(), tracing.attach_error_to_current_span
-    sojourn.init(server.url, probe_timeout_s=5)
-    assert "openai_agents" in sojourn.stats().instrumented
-    assert run.get_default_agent_runner() is not runner
-    assert isinstance(run.get_default_agent_runner(), run.AgentRunner)
-    sojourn.uninstrument()
-    assert run.get_default_agent_runner() is runner
-    assert tracing.attach_error_to_current_span is attach
 
 
 # ---- without the patch

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +24,7 @@ from scenario_modules import (
 )
 from scenario_types import RETRY, ROWS, Scenario
 from sojourn.instrumentation import FRAMEWORKS
+from sojourn.monkey_patches import Patches
 from sojourn.program import NO_CONTEXT, current_context
 from sojourn.testing import FakeServer
 
@@ -130,6 +132,39 @@ def test_nothing_that_should_be_here_is_missing() -> None:
         assert framework in by_name, f"{framework} of ${EXPECTED_VARIABLE} has no scenario file"
         lacking = {package for each in by_name[framework].scenarios for package in missing(each)}
         assert not lacking, f"{framework} is expected here, but {sorted(lacking)} cannot be imported"
+
+
+def patchable() -> list[str]:
+    """The frameworks whose methods are replaced; LangChain has a hook of its own."""
+    here = {scenario.framework for scenario in runnable_scenarios()}
+    return sorted(here & FRAMEWORKS.keys() - {"langchain"})
+
+
+@pytest.mark.parametrize("framework", patchable())
+def test_uninstrument_puts_the_very_same_functions_back(
+    framework: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs: dict[tuple[int, str], tuple[Any, Any]] = {}
+    put = Patches.put
+
+    def watched(self: Patches, owner: Any, name: str, make: Any) -> None:
+        theirs.setdefault((id(owner), name), (owner, vars(owner).get(name)))
+        put(self, owner, name, make)
+
+    def unchanged() -> list[bool]:
+        return [vars(owner).get(name) is own for (_, name), (owner, own) in theirs.items()]
+
+    monkeypatch.setattr(Patches, "put", watched)
+    import_module(FRAMEWORKS[framework].package)
+    sojourn.init(server.url, instrument=False, probe_timeout_s=5)
+    for undo in (sojourn.uninstrument, sojourn.shutdown):
+        for _ in range(2):  # never twice
+            sojourn.instrument(framework)
+        assert framework in sojourn.stats().instrumented
+        assert not any(unchanged())
+        undo()
+        assert all(unchanged())
+        assert theirs
 
 
 def check_recorded(scenario: Scenario, ours: ScenarioResult) -> None:

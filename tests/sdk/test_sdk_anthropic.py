@@ -60,17 +60,6 @@ def test_input_tokens_include_the_cached_ones(online, client):
     assert seen == [TokenUsage(12, 3, 8)] * 3
 
 
-def test_one_client_is_wrapped_without_its_class(server):
-    sojourn.init(server.url, instrument=False)
-    with anthropic.Anthropic(api_key="k", base_url=server.url) as plain:
-        ours = sojourn.wrap(anthropic.Anthropic(api_key="k", base_url=server.url))
-        with sojourn.program() as p, ours:
-            plain.messages.create(**ASK)
-            ours.with_options(timeout=9).messages.create(**ASK)
-    assert type(ours).__name__ == "Anthropic"
-    assert [r.headers.get("x-session-id") for r in server.requests] == [None, p.id]
-
-
 def test_other_servers_get_headers_only(server):
     sojourn.init(server.url, dialect="thunderagent")
     with anthropic.Anthropic(api_key="k", base_url=server.url) as client, sojourn.program() as p:

@@ -182,21 +182,6 @@ def ask(url: str, **settings: str) -> None:
         client.chat.completions.create(model="m", messages=MESSAGES)
 
 
-def session_ids(server: FakeServer) -> list[str | None]:
-    """The program id in the header of each LLM request. The server also notes events below a path here."""
-    return [r.headers.get("x-session-id") for r in server.requests if r.path.endswith("/chat/completions")]
-
-
-@pytest.mark.parametrize("given", ["/vllm", "/vllm/", "/vllm/v1", "/vllm/v1/"])
-def test_only_requests_below_the_path_of_the_url_get_our_fields(server: FakeServer, given: str) -> None:
-    sojourn.init(server.url + given, dialect="vllm")
-    with sojourn.program() as p:
-        for path in ("/vllm/v1", "/vllm/v1/", "/vllm/eu/v1", "/openai/v1", "/vllm2/v1", "/v1"):
-            ask(server.url + path)
-    assert session_ids(server) == [p.id] * 3 + [None] * 3
-    assert sojourn.stats()["requests_started"] == 3
-
-
 def test_a_replica_at_another_path_gets_the_program_and_no_events(server: FakeServer) -> None:
     sojourn.init(server.url, hosts=[server.url + "/replica/v1"], dialect="sojourn")
     sojourn.runtime.session().event_sender._linger_s = 30

@@ -194,20 +194,6 @@ def test_a_server_with_a_key_gets_headers_until_it_is_shown(monkeypatch, caplog)
         assert sojourn.request_fields()
 
 
-def test_init_again_is_harmless_and_with_other_arguments_replaces(server):
-    sojourn.init(server.url)
-    with sojourn.program("a"):
-        sojourn.init(server.url)
-    assert server.probes == 1
-    with FakeServer() as second:
-        sojourn.init(second.url)
-        assert len(server.events()) == 2  # the first session was closed properly
-        with sojourn.program("b"):
-            pass
-        assert sojourn.flush(60)
-        assert len(second.events()) == 2
-
-
 @pytest.mark.parametrize("configure", ["", "logging.basicConfig(format='%(name)s: %(message)s')"])
 def test_a_server_that_does_not_answer_is_named_and_so_is_the_sender(python, configure):
     address = refusing_url()

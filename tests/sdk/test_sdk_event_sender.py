@@ -207,17 +207,6 @@ def test_a_sender_whose_question_fails_asks_again(senders, monkeypatch):
     assert sender.counters["internal_error"] == 1
 
 
-def test_the_key_travels_and_a_wrong_one_is_counted():
-    with FakeServer(api_key="right") as server:
-        for key, status in (("right", 200), ("wrong", 401), (None, 401)):
-            sender = EventSender(HttpTransport(server.url, api_key=key, timeout_s=2), Counters())
-            sender.put(Source(), Heartbeat)
-            assert sender.flush(30) is (status == 200)
-            assert sender.counters["http_401"] == (status == 401)
-            sender.close(1)
-        assert server.authorizations == ["Bearer right", "Bearer wrong", None]
-
-
 def test_batches_respect_the_wires_size(senders):
     script = Script()
     script.hold.clear()

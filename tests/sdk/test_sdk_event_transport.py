@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 import sojourn
@@ -14,7 +13,6 @@ from sojourn.dialects import DIALECTS
 from sojourn.event_queue import PendingEvent
 from sojourn.event_transport import MAX_PROGRAMS, DeliveryResult, EndNotifier, PendingBatch
 from sojourn.stats import Counters
-from sojourn.testing import refusing_url
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from waiting import wait_until
 
@@ -99,32 +97,3 @@ def test_a_server_whose_endpoint_is_missing_for_a_moment_gets_events_again(name,
         assert sojourn.flush(60)
         assert len(peer.posts) >= 2
         assert "later" in str(peer.bodies[-1])
-
-
-@pytest.mark.parametrize("name", [name for name in DIALECTS if name != "sojourn"])
-def test_no_dialect_makes_an_agent_wait_for_a_dead_server(name, monkeypatch):
-    """The server never answers, so an agent that waited for it would hang."""
-    sender, callers, answered = "sojourn-event-sender", set(), threading.Event()
-    url = refusing_url()
-
-    def hang(self, *request):
-        if self._headers["host"] != url.removeprefix("http://"):
-            raise OSError("the sender of an earlier test")
-        callers.add(threading.current_thread().name)
-        if callers == {sender}:
-            answered.wait()
-        raise OSError("no answer")
-
-    for method in ("get", "post"):
-        monkeypatch.setattr(sojourn.http_transport.HttpTransport, method, hang)
-    sojourn.init(url, dialect=name)
-    try:
-        for n in range(500):
-            with sojourn.program(f"p{n}"), sojourn.tool_call("bash"):
-                sojourn.request_parts()
-        if name in ENDS:
-            wait_until(lambda: callers)
-        sojourn.shutdown()
-        assert callers == ({sender} if name in ENDS else set())
-    finally:
-        answered.set()

@@ -138,7 +138,7 @@ def test_the_sender_imports_nothing_which_a_fork_could_cut_in_half(python, serve
     assert python(code).stdout.strip() == "[]"
 
 
-# -- Heartbeats stop when a process ends or is stopped, and the SDK handles no signal.
+# -- Heartbeats stop when a process ends or is stopped.
 
 
 QUICK = """
@@ -246,19 +246,6 @@ def test_a_forked_child_sends_no_heartbeats_for_its_dead_parent(server, beating)
     silence_follows(server)
 
 
-def test_the_sdk_handles_no_signal(python, server):
-    python(
-        f"""
-        import signal
-        before = {{n: signal.getsignal(n) for n in signal.valid_signals()}}
-        import sojourn
-        sojourn.init({server.url!r}, threads=True)
-        with sojourn.program("p"):
-            assert {{n: signal.getsignal(n) for n in signal.valid_signals()}} == before
-        """
-    )
-
-
 # -- a program handed to worker processes: they work for it, open children of it, and do not end it
 
 
@@ -313,76 +300,6 @@ def test_workers_of_every_kind_work_for_the_program_they_are_given(server, tmp_p
     ends = sorted(e.program_id for e in events if isinstance(e, ProgramEnd))
     assert ends == ["p", "sub 0", "sub 1", "sub 2"], "a worker's copy ends nothing"
     assert len(numbers(server)) == len(set(numbers(server)))
-
-
-KEPT_WORKER = """
-import multiprocessing, sys
-from concurrent.futures import ProcessPoolExecutor
-import sojourn
-from sojourn.program import ResolvedContext, add_resolver
-
-def work(given=None):
-    if given is not None:
-        with given.here():
-            return work()
-    program = sojourn.current_program()
-    return program and program.id
-
-def serve(pipe):
-    while True:
-        pipe.send(work(*pipe.recv()))
-
-def found_by_a_framework():
-    return ResolvedContext(told[0]) if told else None
-
-def started():
-    if way == "ProcessPoolExecutor":
-        pool = ProcessPoolExecutor(1, mp_context=context)
-        return lambda *given: pool.submit(work, *given).result()
-    if way == "Pool":
-        pool = context.Pool(1)
-        return lambda *given: pool.apply(work, given)
-    ours, theirs = context.Pipe()
-    context.Process(target=serve, args=(theirs,), daemon=True).start()
-    return lambda *given: (ours.send(given), ours.recv())[1]
-
-if __name__ == "__main__":
-    url, way, opened = sys.argv[1:]
-    told = []
-    sojourn.init(url)
-    context = multiprocessing.get_context("fork")
-    if opened == "block":
-        with sojourn.program("outer", id="outer"), sojourn.program("first", id="first"):
-            run = started()
-            print(run())
-        print(run())
-    elif opened == "cell":
-        first = sojourn.program("first", id="first").open()
-        run = started()
-        print(run())
-        first.end()
-    else:
-        add_resolver(found_by_a_framework)
-        told.append(sojourn.program("first", id="first").make().start())
-        run = started()
-        print(run())
-        told[0].end()
-    with sojourn.program("second", id="second") as second:
-        print(run(), run(second), flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("opened", "way"), [("block", "Process"), ("cell", "Pool"), ("framework", "ProcessPoolExecutor")]
-)
-def test_a_forked_worker_that_outlives_its_program_is_outside_of_it(server, tmp_path, way, opened):
-    file = tmp_path / "agent.py"
-    file.write_text(KEPT_WORKER)
-    command = [sys.executable, str(file), server.url, way, opened]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    while_open = ["first", "None"] if opened == "block" else ["first"]
-    assert done.stdout.split() == [*while_open, "None", "second"]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])

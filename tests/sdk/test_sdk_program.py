@@ -139,31 +139,6 @@ def test_tasks_that_share_a_scope_have_programs_of_their_own(online):
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
-def test_functions_of_every_kind_can_be_programs(online):
-    ids = []
-
-    @sojourn.program
-    def bare(x):
-        "Doc."
-        ids.append(sojourn.current_program().id)
-        return x + 1
-
-    @sojourn.program("named", agent_type="t")
-    async def coroutine(x):
-        await asyncio.sleep(0)
-        ids.append(sojourn.current_program().id)
-        return x + 1
-
-    assert bare(1) == 2
-    assert bare.__name__ == "bare"
-    assert bare.__doc__ == "Doc."
-    assert asyncio.run(coroutine(1)) == 2
-    assert bare(1) == 2
-    assert len(set(ids)) == 3
-    names = [e.name for e in told(online, 6) if isinstance(e, ProgramStart)]
-    assert names == ["bare", "named", "bare"]
-
-
 def test_an_abandoned_generator_ends_its_program_as_cancelled(online):
     @sojourn.program
     def endless():

@@ -20,18 +20,10 @@ What is reported
 - ``AgentTool``, ``TeamTool`` and agents that a tool's code runs are **child programs** of that tool call.
 - The **graph** is reported at the start: see ``team_graph``.
 
-Limits
-- A ``CancellationToken`` that fires inside a tool makes AutoGen 0.7.4 and 0.7.5 wait for ever, with or
-  without sojourn (microsoft/autogen#7956). Such a program stays open, but its leases still expire.
-- ``break`` out of ``team.run_stream()`` does not stop the team: when the generator is closed, AutoGen lets
-  the team run on until it is idle. The program ends after that. An unclosed generator is closed by Python's
-  garbage collection, or by the event loop when the loop stops.
-- Tools of agents that are not an ``AssistantAgent``, and code executors called by hand, are not reported. Use
-  ``sojourn.tool_call()`` for them.
-- A runtime that was started inside *another* program keeps the other program's context. The team's requests
-  outside of any turn, such as a selector's, then count for the other program.
-- An object wrapped with ``sojourn.wrap`` stays wrapped. If one of its agents is also in another team, the
-  agent's turns there are reported too, each as a program.
+``docs/frameworks/autogen.md`` lists the limits. A runtime that was started inside *another* program keeps the
+other program's context: the team's requests outside of any turn, such as a selector's, count for the other
+program. An object wrapped with ``sojourn.wrap`` stays wrapped: if one of its agents is also in another team,
+the agent's turns there are reported too, each as a program.
 
 If ``_execute_tool_call`` raises, AutoGen's agent waits for ever. So all code of ours is guarded, and the
 user's code is called exactly once, outside of the guards.
@@ -41,42 +33,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from sojourn.aeg import Aeg
-from sojourn.monkey_patches import Patches, first_anext
-from sojourn.process_hooks import register_at_fork
+from sojourn.monkey_patches import Patches
 from sojourn.program import remove_resolver
-from sojourn.scoped_functions import close_generator
+from sojourn.scoped_functions import GeneratorScope, stepped
 
 from sojourn_integrations.safe_scope import count_error, guarded
 
 from . import run_scopes, tool_calls
-from .run_scopes import EnteredScope
-from .team_graph import graph_of
-
-_Wrapper = Callable[[Any, Callable[[], bool]], Callable[..., Any]]
-"""Type of a function that wraps a function of AutoGen and returns the wrapper. The first argument is
-AutoGen's function. The second is a function without arguments: while it returns False, the wrapper reports
-nothing."""
 
 _patches = Patches()
 _wrapped_classes: dict[type, type] = {}
 """Class of a wrapped object → its subclass with our methods."""
-_lock = threading.Lock()
-"""Held while ``_patches`` changes."""
-
-
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-register_at_fork(after_in_child=_renew_lock)  # a thread that the child lacks may hold the lock
-
 
 # ---- on, off, one object
 
@@ -86,9 +57,8 @@ def patch() -> bool:
     targets = list(_targets())
     if not all(callable(vars(kind).get(name)) for kind, name, _ in targets):
         return False
-    with _lock:
-        for kind, name, wrapper in targets:
-            _replace(kind, name, wrapper)
+    for kind, name, around in targets:
+        _replace(kind, name, around)
     run_scopes.restore_resolver()
     return True
 
@@ -96,8 +66,7 @@ def patch() -> bool:
 def unpatch() -> None:
     """Restore AutoGen's own functions. If another library patched a function after us, its patch stays, and
     our function beneath that patch only calls AutoGen's."""
-    with _lock:
-        _patches.undo()
+    _patches.undo()
     if not _wrapped_classes:
         remove_resolver(run_scopes.resolve)
 
@@ -121,14 +90,16 @@ def wrap(target: Any) -> Any | None:
     return target
 
 
-def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
+def _targets() -> Iterator[tuple[type, str, Any]]:
+    """Yield the functions to patch. Each has an async function ``around(original, args, kwargs)`` to run in
+    its place; a stream has a function that returns the scope of the object's run or turn, if one begins."""
     from autogen_agentchat import agents
     from autogen_agentchat.teams import BaseGroupChat
     from autogen_core.tools import BaseTool, FunctionTool
 
-    yield BaseGroupChat, "run_stream", _team_stream
+    yield BaseGroupChat, "run_stream", _begin_team
     yield agents.BaseChatAgent, "run", _agent_run
-    yield agents.BaseChatAgent, "run_stream", _agent_stream
+    yield agents.BaseChatAgent, "run_stream", _begin_turn
     for kind in (
         agents.BaseChatAgent,
         agents.AssistantAgent,
@@ -137,23 +108,34 @@ def _targets() -> Iterator[tuple[type, str, _Wrapper]]:
         agents.UserProxyAgent,
         agents.MessageFilterAgent,
     ):
-        yield kind, "on_messages_stream", _agent_stream
+        yield kind, "on_messages_stream", _begin_turn
     yield agents.AssistantAgent, "_execute_tool_call", tool_calls.execute_tool_call
     yield agents.CodeExecutorAgent, "execute_code_block", tool_calls.execute_code_block
     yield BaseTool, "run_json", tool_calls.run_json
     yield FunctionTool, "run", tool_calls.run_function
 
 
-def _replace(kind: type, name: str, wrapper: _Wrapper) -> None:
-    _patches.put(kind, name, lambda theirs: _wrapped(theirs, wrapper, lambda: _patches.active))
+def _replace(kind: type, name: str, around: Any) -> None:
+    _patches.put(kind, name, lambda theirs: _wrapped(theirs, around, lambda: _patches.active))
 
 
-def _wrapped(theirs: Any, wrapper: _Wrapper, active: Callable[[], bool]) -> Any:
-    """Return the wrapper of AutoGen's function ``theirs``. The wrapper of a static method is a static
-    method."""
+def _wrapped(theirs: Any, around: Any, active: Callable[[], bool]) -> Any:
+    """Return the wrapper of AutoGen's function ``theirs``; while ``active()`` is false, it reports nothing.
+    The wrapper of a static method is a static method."""
     if isinstance(theirs, staticmethod):
-        return staticmethod(wrapper(theirs.__func__, active))
-    return wrapper(theirs, active)
+        return staticmethod(_wrapped(theirs.__func__, around, active))
+    if inspect.isasyncgenfunction(theirs):
+
+        def begin(owner: Any, *_: Any, **__: Any) -> Any:
+            return (around(owner) if active() else None) or GeneratorScope(nullcontext)
+
+        return functools.wraps(theirs)(stepped(theirs, begin))
+
+    @functools.wraps(theirs)
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        return await (around(theirs, args, kwargs) if active() else theirs(*args, **kwargs))
+
+    return call
 
 
 def _patch_user_classes(agents: Any) -> None:
@@ -166,110 +148,37 @@ def _patch_user_classes(agents: Any) -> None:
         own = vars(kind).get(name)
         if own is None or not inspect.isasyncgenfunction(own) or not issubclass(kind, ChatAgent):
             continue
-        with _lock:
-            if _patches.active and kind not in _wrapped_classes.values():
-                _replace(kind, name, _agent_stream)
+        if _patches.active and kind not in _wrapped_classes.values():
+            _replace(kind, name, _begin_turn)
 
 
 # ---- runs and turns
-
-
-def _team_stream(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    return _stream(original, active, _begin_team)
-
-
-def _agent_stream(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    return _stream(original, active, _begin_turn)
 
 
 @guarded
 def _begin_team(team: Any) -> run_scopes.RunScope | None:
     if _patches.active:
         _patch_user_classes(team._participants)
-    return run_scopes.begin_team(team, _graph)
+    return run_scopes.begin_team(team)
 
 
 @guarded
 def _begin_turn(agent: Any) -> run_scopes.RunScope | None:
-    return run_scopes.begin_turn(agent, _graph)
+    return run_scopes.begin_turn(agent)
 
 
-@guarded
-def _graph(runner: Any) -> Aeg | None:
-    return graph_of(runner)  # if it fails, the program is reported without its graph
-
-
-def _agent_run(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _begin_turn(self) if active() else None
-        if scope is None:
-            return await original(self, *args, **kwargs)
-        try:
-            with EnteredScope(scope):
-                result = await original(self, *args, **kwargs)
-        except BaseException as error:
-            scope.close(error)
-            raise
-        scope.close()
-        return result
-
-    return run
-
-
-def _stream(
-    original: Any, active: Callable[[], bool], begin: Callable[[Any], run_scopes.RunScope | None]
-) -> Callable[..., Any]:
-    """Return a wrapper of the async generator function ``original`` that reports each call as a run or turn.
-    ``begin`` returns the scope of the run or turn, or ``None`` if there is nothing to report. Each step of
-    the generator runs inside the scope's context; the consumer's code between two steps runs outside of
-    it."""
-
-    @functools.wraps(original)
-    async def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        scope = begin(self) if active() else None
-        failure: BaseException | None = None
-        try:
-            inner = original(self, *args, **kwargs)
-            step: Callable[[], Any] = functools.partial(first_anext, inner)
-            while True:
-                if scope is None:
-                    try:
-                        item = await step()
-                    except StopAsyncIteration:
-                        return
-                else:
-                    try:
-                        with EnteredScope(scope):
-                            item = await step()
-                    except StopAsyncIteration:
-                        return
-                    if _is_last(item):
-                        scope.close()  # many consumers do not ask for another item
-                try:
-                    sent = yield item
-                except GeneratorExit:
-                    await close_generator(inner, nullcontext() if scope is None else EnteredScope(scope))
-                    raise
-                except BaseException as error:
-                    step = functools.partial(inner.athrow, error)
-                else:
-                    step = functools.partial(inner.asend, sent)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            if scope is not None:
-                scope.close(failure)
-
-    return stream
-
-
-def _is_last(item: Any) -> bool:
-    kind = type(item)
-    return kind.__name__ in ("TaskResult", "Response") and kind.__module__.startswith(
-        "autogen_agentchat.base"
-    )
+async def _agent_run(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scope = _begin_turn(args[0])
+    if scope is None:
+        return await original(*args, **kwargs)
+    try:
+        with scope:
+            result = await original(*args, **kwargs)
+    except BaseException as error:
+        scope.close(error)
+        raise
+    scope.close()
+    return result
 
 
 # ---- one object
@@ -298,10 +207,10 @@ def _wrap_in_place(target: Any) -> None:
         return
     if kind not in _wrapped_classes:
         body: dict[str, Any] = {}
-        for base, name, wrapper in _targets():
+        for base, name, around in _targets():
             # Of several definitions of on_messages_stream the nearest one counts.
             if issubclass(kind, base) and name not in body:
-                body[name] = _wrapped(inspect.getattr_static(kind, name), wrapper, lambda: True)
+                body[name] = _wrapped(inspect.getattr_static(kind, name), around, lambda: True)
         if not body:
             return
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}

@@ -14,10 +14,8 @@ This module neither calls nor imports AutoGen. The callers in the package guard 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import sojourn
 from sojourn.aeg import Aeg
@@ -38,7 +36,7 @@ from sojourn.tools import ToolCall
 from sojourn.user_hints import StepContext, step_limit
 from sojourn.valid_ids_and_names import agent_type_of
 
-from sojourn_integrations.autogen.team_graph import node_name
+from sojourn_integrations.autogen.team_graph import graph_of, node_name
 from sojourn_integrations.safe_scope import count_error, guarded
 
 
@@ -80,8 +78,6 @@ class RunFrame(NamedTuple):
 _frame: ContextVar[RunFrame | None] = ContextVar("sojourn_autogen_frame", default=None)
 _teams: dict[str, RunFrame] = {}
 """AutoGen's key for the messages of a running team → the team's frame."""
-_graphs: WeakKeyDictionary[Program, str] = WeakKeyDictionary()
-"""Program that the user opened → hash of the graph reported for it."""
 
 
 def resolve() -> ResolvedContext | None:
@@ -140,10 +136,10 @@ def _enclosing_context() -> tuple[ExecutionContext, RunFrame | None, bool]:
 
 
 class RunScope:
-    """A run or turn in progress. ``EnteredScope`` enters its context around each step of the coroutine or
-    generator; ``close`` ends it."""
+    """A run or turn in progress. As a ``with`` block, which never raises, it enters its context around each
+    step of the coroutine or generator; ``close`` ends it. See ``sojourn.scoped_functions.GeneratorScope``."""
 
-    __slots__ = ("_frame", "_key", "_open", "_outer", "_place", "_run")
+    __slots__ = ("_frame", "_key", "_open", "_outer", "_place", "_run", "_tokens")
 
     def __init__(
         self, frame: RunFrame, inside: ExecutionContext, *, run: TeamRun | None, key: str | None = None
@@ -163,6 +159,25 @@ class RunScope:
             add_resolver(resolve)
         if frame.node is not None:
             frame.run.program.enter_node(frame.node)
+
+    def __enter__(self) -> None:
+        self._tokens = current_context.set(self._place), _frame.set(self._frame)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._place = current_context.get()
+            reset_context(self._tokens[0])
+            _frame.reset(self._tokens[1])
+        except Exception:
+            count_error("context_reset_failed")
+
+    def yields(self, item: Any) -> None:
+        """End with the last item of a stream, since many consumers do not ask for another one."""
+        kind = type(item)
+        if kind.__name__ in ("TaskResult", "Response") and kind.__module__.startswith(
+            "autogen_agentchat.base"
+        ):
+            self.close()
 
     @guarded
     def close(self, error: BaseException | None = None) -> None:
@@ -187,32 +202,13 @@ class RunScope:
         self.close(GeneratorExit())
 
 
-class EnteredScope:
-    """A ``with`` block that enters the context of a ``RunScope``. Never raises."""
-
-    def __init__(self, scope: RunScope) -> None:
-        self._scope = scope
-
-    def __enter__(self) -> None:
-        self._tokens = current_context.set(self._scope._place), _frame.set(self._scope._frame)
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._scope._place = current_context.get()
-            reset_context(self._tokens[0])
-            _frame.reset(self._tokens[1])
-        except Exception:
-            count_error("context_reset_failed")
-
-
-def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
+def begin_team(team: Any) -> RunScope | None:
     """Begin a team's run and return its scope; ``None`` if the running code is already inside a run of this
-    team. ``graph(team)`` returns the team's graph; it is called only for a team that is not inside another
-    run."""
+    team."""
     here, frame, inside_tool = _enclosing_context()
     if frame is not None and frame.team == id(team):
         return None
-    run, begun, inside = _run(team, here, frame, inside_tool, graph)
+    run, begun, inside = _run(team, here, frame, inside_tool)
     prefix = ""
     if frame is not None:
         prefix = f"{frame.node or node_name(frame.prefix, team)}/"
@@ -220,13 +216,12 @@ def begin_team(team: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None
     return RunScope(RunFrame(run, prefix, None, id(team)), inside, run=begun, key=key)
 
 
-def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | None:
-    """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn.
-    ``graph(agent)`` returns the agent's graph; it is called only for an agent outside of any team's run."""
+def begin_turn(agent: Any) -> RunScope | None:
+    """Begin an agent's turn and return its scope; ``None`` if the code is already inside a turn."""
     here, frame, inside_tool = _enclosing_context()
     if frame is not None and frame.node is not None:
         return None
-    run, begun, inside = _run(agent, here, frame, inside_tool, graph)
+    run, begun, inside = _run(agent, here, frame, inside_tool)
     prefix = frame.prefix if frame is not None else ""
     node = node_name(prefix, agent)
     # The user's step() around the run still gives its hints, but the node is the agent.
@@ -234,12 +229,13 @@ def begin_turn(agent: Any, graph: Callable[[Any], Aeg | None]) -> RunScope | Non
     return RunScope(RunFrame(run, prefix, node), inside, run=begun)
 
 
+@guarded
+def _graph(runner: Any) -> Aeg | None:
+    return graph_of(runner)  # if it fails, the program is reported without its graph
+
+
 def _run(
-    runner: Any,
-    here: ExecutionContext,
-    frame: RunFrame | None,
-    inside_tool: bool,
-    graph: Callable[[Any], Aeg | None],
+    runner: Any, here: ExecutionContext, frame: RunFrame | None, inside_tool: bool
 ) -> tuple[TeamRun, TeamRun | None, ExecutionContext]:
     """Return three values:
 
@@ -254,14 +250,17 @@ def _run(
     program = here.program
     if program is not None and program.is_open and not inside_tool:
         run = TeamRun(program, owned=False)
-        _report_graph(program, graph(runner))
+        if (aeg := _graph(runner)) is not None:
+            # Not complete, since the user's program may do more than this run.
+            program.set_graph(Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False))
         return run, run, here
     name = str(runner.name)
     if program is None:
         name = agent_type_of(name, getattr(runner, "DEFAULT_NAME", None))  # the default of a team's class
-    scope = sojourn.program(name, agent_type=name, aeg=graph(runner), max_steps=_most_steps(runner))
-    program = scope.make().start()
-    run = TeamRun(program, owned=True)
+    program = sojourn.program(name, agent_type=name, max_steps=_most_steps(runner)).make()
+    if (aeg := _graph(runner)) is not None:
+        program.set_graph(aeg)
+    run = TeamRun(program.start(), owned=True)
     return run, run, ExecutionContext(program)
 
 
@@ -270,16 +269,6 @@ def _most_steps(runner: Any) -> int | None:
     rounds = step_limit(getattr(runner, "_max_tool_iterations", None))
     reflects = getattr(runner, "_reflect_on_tool_use", None) is True
     return step_limit(getattr(runner, "_max_turns", None)) or (rounds and rounds + reflects)
-
-
-def _report_graph(program: Program, aeg: Aeg | None) -> None:
-    """Report ``aeg`` as the graph of a program that the user opened. Does nothing if the user gave the
-    program a graph. The graph is reported as not complete, since the program may do more than this run."""
-    if aeg is None or (program.aeg is not None and _graphs.get(program) != program.aeg.hash):
-        return
-    aeg = Aeg(aeg.nodes, [(*edge, p) for edge, p in aeg.edges.items()], complete=False)
-    program.set_graph(aeg)
-    _graphs[program] = aeg.hash
 
 
 def begin_call(tool: str, call_id: str | None, tool_class: str | None = None) -> ToolCall | None:

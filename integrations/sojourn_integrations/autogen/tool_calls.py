@@ -1,8 +1,7 @@
-"""Wrappers of the AutoGen 0.7 functions that run tools.
+"""What runs in place of the AutoGen 0.7 functions that run tools, as ``around(original, args, kwargs)``.
 
-Each function here returns a wrapper of an AutoGen function, ``original``. The wrapper reports calls only
-while ``active()`` is true. If ``_execute_tool_call`` raises, the agent waits for ever. So all code of ours is
-guarded, and the original is called exactly once, outside of the guards.
+If ``_execute_tool_call`` raises, the agent waits for ever. So all code of ours is guarded, and the original
+is called exactly once, outside of the guards.
 """
 
 from __future__ import annotations
@@ -22,29 +21,19 @@ from sojourn_integrations.safe_scope import Scope, guarded, leave, set_status
 
 from . import run_scopes
 
-
-def execute_tool_call(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``AssistantAgent._execute_tool_call``, to report every tool call of the model, including
-    handoffs."""
-
-    @functools.wraps(original)
-    async def execute(*args: Any, **kwargs: Any) -> Any:
-        call = _begin_call(args[0] if args else kwargs.get("tool_call")) if active() else None
-        return await _in_call(call, functools.partial(original, *args, **kwargs), _status_of_result)
-
-    return execute
+Original = Callable[..., Any]
 
 
-def execute_code_block(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``CodeExecutorAgent.execute_code_block``, to report all code blocks of a message as one tool
-    call."""
+async def execute_tool_call(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Report a tool call of the model, or a handoff (``AssistantAgent._execute_tool_call``)."""
+    call = _begin_call(args[0] if args else kwargs.get("tool_call"))
+    return await _in_call(call, functools.partial(original, *args, **kwargs), _status_of_result)
 
-    @functools.wraps(original)
-    async def execute_code_block(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = _begin_code(args[0] if args else kwargs.get("code_blocks")) if active() else None
-        return await _in_call(call, functools.partial(original, self, *args, **kwargs), _status_of_code)
 
-    return execute_code_block
+async def execute_code_block(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Report all code blocks of a message as one tool call (``CodeExecutorAgent.execute_code_block``)."""
+    call = _begin_code(args[1] if len(args) > 1 else kwargs.get("code_blocks"))
+    return await _in_call(call, functools.partial(original, *args, **kwargs), _status_of_code)
 
 
 async def _in_call(
@@ -64,32 +53,19 @@ async def _in_call(
     return result
 
 
-def run_json(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``BaseTool.run_json``, to recognise a tool's timeout. AutoGen's callers of this method turn the
-    exception into text."""
-
-    @functools.wraps(original)
-    async def run_json(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await original(self, *args, **kwargs)
-        except Exception as error:
-            if active():
-                _note_timeout(error)
-            raise
-
-    return run_json
+async def run_json(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Recognise a tool's timeout (``BaseTool.run_json``). AutoGen's callers turn the exception into text."""
+    try:
+        return await original(*args, **kwargs)
+    except Exception as error:
+        _note_timeout(error)
+        raise
 
 
-def run_function(original: Any, active: Callable[[], bool]) -> Callable[..., Any]:
-    """Wrap ``FunctionTool.run``. AutoGen runs a function that is not ``async`` in a thread; with this wrapper
-    the function has the caller's context in that thread."""
-
-    @functools.wraps(original)
-    async def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        carrier = _with_current_context(self) if active() else None
-        return await original(self if carrier is None else carrier, *args, **kwargs)
-
-    return run
+async def run_function(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry the context (``FunctionTool.run``) into the thread in which AutoGen runs a function that is not
+    ``async``."""
+    return await original(_with_current_context(args[0]) or args[0], *args[1:], **kwargs)
 
 
 @guarded

@@ -8,17 +8,13 @@ for that: a value that outlived its run has no effect.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import inspect
-import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from sojourn.errors import tool_status_of
-from sojourn.listeners import ProgramListener, add_listener, remove_listener
-from sojourn.program import Program, ResolvedContext, add_resolver, remove_resolver
+from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 
 from sojourn_integrations.safe_scope import guarded
 
@@ -40,21 +36,6 @@ _by_hand = False
 needs."""
 
 
-class _ProgramEnds(ProgramListener):
-    """Tells the tree about the ends of programs, also of those that the user's code opened."""
-
-    def program_ended(self, program: Program, status: str) -> None:
-        tree.program_ended(program)
-
-
-_program_ends = _ProgramEnds()
-
-
-def _listen() -> None:
-    add_resolver(_resolve)
-    add_listener(_program_ends)
-
-
 def install(user: str) -> bool:
     """Add the handler to every run. ``user`` is the name of the integration that needs the handler. The
     handler stays until every such integration has called ``remove``. A repeated call changes nothing. Returns
@@ -74,7 +55,7 @@ def install(user: str) -> bool:
         # As the variable's default, the handler applies in every thread and task, even with an empty context.
         hook: ContextVar[Any] = ContextVar("sojourn_langchain", default=handler)
         context.register_configure_hook(hook, inheritable=True, handle_class=kind)
-        _listen()
+        add_resolver(_resolve)
         _hook = hook
     _users.add(user)
     return True
@@ -92,7 +73,6 @@ def remove(user: str) -> None:
     context._configure_hooks[:] = [each for each in context._configure_hooks if each[0] is not hook]
     if not _by_hand:
         remove_resolver(_resolve)
-        remove_listener(_program_ends)
 
 
 def current_run_id() -> Any:
@@ -165,7 +145,7 @@ def handler_class() -> Any:
             global _by_hand
             super().__init__()
             _by_hand = True
-            _listen()
+            add_resolver(_resolve)
 
         @guarded
         def on_chain_start(
@@ -209,12 +189,7 @@ def handler_class() -> Any:
         ) -> None:
             name = _name(serialized) or kwargs.get("name") or "tool"
             parent = _tree_parent_id(_key(parent_run_id))
-            task = None
-            # LangChain's code for asynchronous runs calls this, by ``guarded``, from a coroutine. A running
-            # event loop proves nothing, since a notebook has one around synchronous runs too.
-            if tree.get(parent) is None and sys._getframe(2).f_code.co_flags & inspect.CO_COROUTINE:
-                task = asyncio.current_task()
-            tree.tool_started(_key(run_id), parent, name=name, call_id=kwargs.get("tool_call_id"), task=task)
+            tree.tool_started(_key(run_id), parent, name=name, call_id=kwargs.get("tool_call_id"))
 
         @guarded
         def on_tool_end(self, output: Any, *, run_id: Any, **kwargs: Any) -> None:

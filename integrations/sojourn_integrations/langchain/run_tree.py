@@ -19,11 +19,9 @@ operations of dicts, which are atomic.
 
 from __future__ import annotations
 
-from asyncio import Task
 from collections.abc import Callable, Hashable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -44,7 +42,6 @@ from sojourn.tools import ToolCall
 from sojourn.valid_ids_and_names import SHORT, agent_type_of, call_id_of, name_of, new_program_id
 
 from sojourn_integrations.program_cache import ProgramCache
-from sojourn_integrations.safe_scope import guarded
 
 from .thread_program_ids import thread_program_id
 
@@ -80,7 +77,7 @@ class RunNode:
 
     __slots__ = (
         "adopted", "call", "children", "graph", "id", "interrupts", "name", "node", "ns", "outer_program",
-        "owns", "parent", "parent_id", "prefix", "program", "resumable", "saver", "tool", "watched",
+        "owns", "parent", "parent_id", "prefix", "program", "resumable", "saver", "tool",
     )  # fmt: skip
 
     def __init__(self, id: Hashable, parent_id: Hashable | None, parent: RunNode | None) -> None:
@@ -114,8 +111,6 @@ class RunNode:
         self.interrupts: tuple[Any, ...] | None = None
         """Interrupts at which the graph stopped. Empty after a stop at a breakpoint; ``None`` without a
         stop."""
-        self.watched: tuple[Task[Any], Callable[[Task[Any]], None]] | None = None
-        """The task of a tool call outside of any chain, and the callback at the task's end."""
 
 
 class RunTree:
@@ -126,13 +121,9 @@ class RunTree:
         self.get = self._runs.get
         """Returns the open run with an id; ``None`` if there is none."""
         self._roots: dict[Hashable, RunNode] = {}
-        self._root_tools: dict[Hashable, RunNode] = {}
-        """The tool calls among ``_roots``. They have no chain around them whose end would end them."""
         self._adopted_runs: dict[int, RunNode] = {}
         """``id()`` of a program that the user opened → the graph run that is reported as this program."""
         self._open_ids: dict[str, RunNode] = {}
-        self._ours: set[str] = set()
-        """Hashes of graphs that this module set on programs of the user."""
         self.waiting = ProgramCache(status="cancelled", ends_at_exit=False)
         """The programs that wait for a person, by id. A wait is reported as a tool call, so that the server
         learns how long people take. It may last for days, so a waiting program sends no heartbeats, and the
@@ -250,10 +241,6 @@ class RunTree:
             run.parent.children.pop(run.id, None)
         else:
             self._roots.pop(run.id, None)
-            self._root_tools.pop(run.id, None)
-        if run.watched is not None:
-            (task, callback), run.watched = run.watched, None
-            task.remove_done_callback(callback)
 
     def _close(self, run: RunNode) -> None:
         """Drop a run whose end will not be reported, and all runs inside it. Its tool call ends as cancelled.
@@ -313,11 +300,11 @@ class RunTree:
             else:
                 run.adopted = True
                 self._adopted_runs[id(outer)] = run
-                self._follow(outer, start)
+                self._set_graph(outer, start)
         elif self._is_batched(run):
             self._open(run, outer, None, agent_type, start, metadata)
         elif outer.aeg is None:
-            self._follow(outer, start)
+            self._set_graph(outer, start)
 
     def _open(
         self,
@@ -328,7 +315,6 @@ class RunTree:
         start: GraphStart | None,
         metadata: Mapping[str, Any],
     ) -> None:
-        aeg = start.aeg() if start is not None else None
         known = self._thread_program_id(run, start, metadata)
         run.resumable = known is not None
         program = self.waiting.take(known) if known else None
@@ -340,12 +326,11 @@ class RunTree:
                 parent=parent,
                 call_id=call_id,
                 tenant=parent.tenant if parent is not None else None,
-                aeg=aeg,
-            ).start()
+            )
         else:
             program.resume_heartbeats()
-            if aeg is not None:
-                program.set_graph(aeg)
+        self._set_graph(program, start)
+        program.start()
         program.steps_left = start.max_steps() if start is not None else None
         run.program, run.owns = program, True
         run.tool, run.node, run.prefix = None, None, run.ns
@@ -362,13 +347,9 @@ class RunTree:
         known = thread_program_id(graph or "", run.saver, str(thread), run.ns)
         return known if self._open_ids.setdefault(known, run) is run else None
 
-    def _follow(self, program: Program, start: GraphStart | None) -> None:
-        if start is None or (program.aeg is not None and program.aeg.hash not in self._ours):
-            return  # the user's own graph stays
-        aeg = start.aeg()
-        if aeg is not None:
-            if len(self._ours) < MAX_ROOTS:
-                self._ours.add(aeg.hash)
+    @staticmethod
+    def _set_graph(program: Program, start: GraphStart | None) -> None:
+        if start is not None and (aeg := start.aeg()) is not None:
             program.set_graph(aeg)
 
     def _is_batched(self, run: RunNode) -> bool:
@@ -395,24 +376,13 @@ class RunTree:
         *,
         name: str,
         call_id: str | None,
-        task: Task[Any] | None = None,
     ) -> None:
         """Record the start of a tool call. If our middleware or the user already reports the call, it is not
-        reported again.
-
-        ``call_id`` is the model's id of the call; if it is ``None``, the run's id is used. ``task`` is the
-        task of an asynchronous call outside of any chain. The call ends with the task at the latest, since
-        langchain-core 1.1.3 reports no end of a cancelled tool.
-        """
+        reported again. ``call_id`` is the model's id of the call; if it is ``None``, the run's id is used."""
         if id in self._runs:
             return
         here = _context_here()
         run = self._enter(id, parent_id, here)
-        if run.parent is None:
-            self._root_tools[id] = run
-            if task is not None:
-                run.watched = task, partial(self._task_done, run)
-                task.add_done_callback(run.watched[1])
         outer = here.tool_call
         if outer is not None and (run.program is None or outer.program is run.program):
             same = outer.tool == name_of(name) if call_id is None else outer.call_id == call_id_of(call_id)
@@ -436,25 +406,6 @@ class RunTree:
         if run.call is not None:
             run.call.stop(status)
 
-    @guarded
-    def _task_done(self, run: RunNode, _: Task[Any]) -> None:
-        self.give_up(run)
-
-    def program_ended(self, program: Program) -> None:
-        """Drop the program's tool calls outside of any chain, since their ends may never be reported. The
-        program's tool calls directly inside them are dropped too; other runs inside them stay."""
-        if not self._root_tools:
-            return
-        owned = [run for run in list(self._root_tools.values()) if _belongs(run, program)]
-        for run in owned:
-            self._leave(run)
-            for child in list(run.children.values()):
-                child.parent = None
-                if child.call is not None and _belongs(child, program):
-                    owned.append(child)
-                else:
-                    self._roots[child.id] = child
-
 
 def _context_here() -> ExecutionContext:
     """Return the context of the running code, with the program that the user's code opened for the whole
@@ -470,11 +421,6 @@ def _is_outermost(run: RunNode) -> bool:
     while run.parent is not None and str(run.parent.name).startswith(_WRAPPERS):
         run = run.parent
     return run.parent_id is None
-
-
-def _belongs(run: RunNode, program: Program) -> bool:
-    """Return whether the tool call ``run`` is one of ``program``."""
-    return program is run.program or (run.call is not None and program is run.call.program)
 
 
 # ---- names and results of runs. Exception classes are recognised by their names, so that neither framework

@@ -14,9 +14,7 @@ same program id again.
 ``langchain.thread_program_ids`` derives the program id of a thread. Without a checkpointer a thread id has no
 meaning, as in LangGraph.
 
-Known limits: a breakpoint is noticed only if the stream carries ``updates``, as the stream of ``invoke``
-does. If two runs of a thread overlap, the second run has a program id of its own. Below Python 3.11 asyncio
-passes no context to an async node, so its requests find no run: put ``with sojourn.program():`` around it.
+``docs/frameworks/langgraph.md`` lists the limits.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from typing import Any
@@ -99,7 +99,8 @@ def _iterate_chunks(start: GraphStart, inner: Iterator[Any], watch: bool) -> Ite
             yield chunk
             chunk = next(inner, _END)
     finally:
-        getattr(inner, "close", _nothing)()
+        if hasattr(inner, "close"):
+            inner.close()
 
 
 class _AsyncChunks:
@@ -121,30 +122,23 @@ class _AsyncChunks:
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
-    def __anext__(self) -> Awaitable[Any]:
-        if not self._begun:
+    async def __anext__(self) -> Any:
+        if self._begun:
+            chunk = await anext(self._inner)
+        else:
             self._begun = True
-            return self._first()
-        step: Awaitable[Any] = self._inner.__anext__()
-        return self._watched(step) if self._watch else step
-
-    def aclose(self) -> Awaitable[Any]:
-        return getattr(self._inner, "aclose", _nothing_async)()
-
-    async def _first(self) -> Any:
-        token = starting_graph.set(self._start)
-        try:
-            chunk = await first_anext(self._inner)
-        finally:
-            _reset(starting_graph, token)
+            token = starting_graph.set(self._start)
+            try:
+                chunk = await first_anext(self._inner)
+            finally:
+                _reset(starting_graph, token)
         if self._watch:
             _mark_interrupt(self._start, chunk)
         return chunk
 
-    async def _watched(self, step: Awaitable[Any]) -> Any:
-        chunk = await step
-        _mark_interrupt(self._start, chunk)
-        return chunk
+    async def aclose(self) -> None:
+        if hasattr(self._inner, "aclose"):
+            await self._inner.aclose()
 
     @guarded
     def __del__(self) -> None:
@@ -164,14 +158,6 @@ def _in_batch(_: Any) -> Iterator[None]:
 
 _batch = inside(_in_batch)
 _AROUND: dict[str, Around] = {"stream": _stream, "astream": _astream, "batch": _batch, "abatch": _batch}
-
-
-def _nothing() -> None:
-    pass
-
-
-async def _nothing_async() -> None:
-    pass
 
 
 def _reset(variable: ContextVar[Any], token: Token[Any]) -> None:

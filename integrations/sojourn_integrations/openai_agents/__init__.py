@@ -11,16 +11,13 @@ Two ways to use it:
 ``run_programs`` finds the program of a run; ``run_hooks`` reports nodes and tool calls. Checked with 0.6.0
 and 0.24.0.
 
-Not reported: tools that run at the model's provider, and requests over the Responses websocket, which bypass
-the client. In 0.6, if an *async* ``failure_error_function`` turns a tool's exception into text, the tool call
-ends ``ok``. ``realtime`` and ``voice`` have runners of their own and are not covered. Without the patch, an
-agent used as a tool runs in the default runner, so its requests count for its caller's program.
+``docs/frameworks/openai-agents.md`` lists what is not reported.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -161,37 +158,47 @@ class _Runner:
 
     async def run(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
         """Run the agent with the inner runner, inside a program."""
-        run = self._begin(starting_agent, input, kwargs)
-        with _inside(run):
-            result = await self._inner.run(starting_agent, input, **(_with_hooks(run, kwargs) or kwargs))
-        if run is not None:
-            end(run, "ok", result)
-        return result
+        with self._reported(starting_agent, input, kwargs) as reported:
+            reported.result = await self._inner.run(starting_agent, input, **reported.kwargs)
+        return reported.result
 
     def run_sync(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
         """Run the agent with the inner runner, inside a program."""
-        run = self._begin(starting_agent, input, kwargs)
-        with _inside(run):
-            result = self._inner.run_sync(starting_agent, input, **(_with_hooks(run, kwargs) or kwargs))
-        if run is not None:
-            end(run, "ok", result)
-        return result
+        with self._reported(starting_agent, input, kwargs) as reported:
+            reported.result = self._inner.run_sync(starting_agent, input, **reported.kwargs)
+        return reported.result
 
     def run_streamed(self, starting_agent: Any, input: Any, **kwargs: Any) -> Any:
         """Run the agent with the inner runner, inside a program that ends with the task that feeds the
         stream."""
-        run = self._begin(starting_agent, input, kwargs)
-        with _inside(run):
-            result = self._inner.run_streamed(starting_agent, input, **(_with_hooks(run, kwargs) or kwargs))
-        if run is not None:
-            _end_with_stream(run, result)
-        return result
+        with self._reported(starting_agent, input, kwargs, _end_with_stream) as reported:
+            reported.result = self._inner.run_streamed(starting_agent, input, **reported.kwargs)
+        return reported.result
 
-    def _begin(self, agent: Any, given: Any, kwargs: dict[str, Any]) -> Run | None:
+    @contextmanager
+    def _reported(
+        self, agent: Any, given: Any, kwargs: dict[str, Any], ends: Callable[[Run, Any], None] | None = None
+    ) -> Iterator[_Reported]:
+        """Report the run that the block makes, and end it after the block, or as ``ends`` does."""
+        run: Run | None = None
         # If another library's runner is between two of ours, the outer one of ours reports.
-        if getattr(kwargs.get("hooks"), "_by_runner", None) is True or not self._reports(agent):
-            return None
-        return begin(agent, given, kwargs.get("session"), kwargs.get("max_turns"))
+        if getattr(kwargs.get("hooks"), "_by_runner", None) is not True and self._reports(agent):
+            run = begin(agent, given, kwargs.get("session"), kwargs.get("max_turns"))
+        if run is None:
+            yield _Reported(kwargs)
+            return
+        reported = _Reported(_with_hooks(kwargs) or kwargs)
+        try:
+            yield reported
+        except BaseException as error:
+            run.leave()
+            end(run, status_of(error))
+            raise
+        run.leave()
+        if ends is None:
+            end(run, "ok", reported.result)
+        else:
+            ends(run, reported.result)
 
     def _reports(self, agent: Any) -> bool:
         return True
@@ -209,27 +216,20 @@ class _Selective:
         return (reference is not None and reference() is agent) or bool(_wrapped and running.get())
 
 
-@contextmanager
-def _inside(run: Run | None) -> Iterator[None]:
-    """Leave ``run`` after the block, and end it if the block raises. ``None``: the run is not reported."""
-    try:
-        yield
-    except BaseException as error:
-        if run is not None:
-            run.leave()
-            end(run, status_of(error))
-        raise
-    if run is not None:
-        run.leave()
+class _Reported:
+    """A call of the inner runner: the arguments to pass to it, and its result."""
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        self.kwargs = kwargs
+        self.result: Any = None
 
 
 @guarded
-def _with_hooks(run: Run | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return ``kwargs`` with our hooks; unchanged if the run is not reported."""
+def _with_hooks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return ``kwargs`` with our hooks around the user's."""
     kinds, theirs = _kinds(), kwargs.get("hooks")
     # The framework itself rejects an object that is not a RunHooks.
-    chained = not isinstance(theirs, kinds.Hooks) and isinstance(theirs, (kinds.RunHooks, type(None)))
-    if run is None or not chained:
+    if isinstance(theirs, kinds.Hooks) or not isinstance(theirs, (kinds.RunHooks, type(None))):
         return kwargs
     return {**kwargs, "hooks": kinds.Hooks(theirs, by_runner=True)}
 

@@ -67,8 +67,3 @@ def _target(handoff: Any) -> Any:
         return handoff
     reference = getattr(handoff, "_agent_ref", None)
     return reference() if reference is not None else None
-
-
-def is_from_agent(aeg: Aeg) -> bool:
-    """Return whether ``aeg`` was read from an agent by this module; False for a graph that the user made."""
-    return any(aeg is each for each in _graphs.values())

@@ -32,7 +32,7 @@ from sojourn.user_hints import step_limit
 from sojourn_integrations.program_cache import ProgramCache
 from sojourn_integrations.safe_scope import guarded
 
-from .agent_graph import graph_of, is_from_agent
+from .agent_graph import graph_of
 from .conversation_keys import conversation_key, object_key
 from .run_hooks import Run, resolve, running
 
@@ -90,17 +90,17 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
         return _with_graph(Run(resumed, owned=True, agent=name), graph)
     if program is not None and not inside:
         return _with_graph(Run(program, owned=False), graph)
-    if conversation is None or inside:
-        return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
-    known_by, reference = conversation_key(conversation), _weak(conversation)
-    if known_by.by_object and reference is None:
+    fresh = sojourn.program(name, agent_type=name)
+    known_by = None if conversation is None or inside else conversation_key(conversation)
+    reference = _weak(conversation)
+    if known_by is None or (known_by.by_object and reference is None):
         # Without a weak reference nothing tells when another object has the same id().
-        return Run(sojourn.program(name, agent_type=name, aeg=graph).make(), owned=True, agent=name)
+        return _with_graph(Run(fresh.make(), owned=True, agent=name), graph)
     if not known_by.by_object:  # the user's code may have used the session, which then got its id
         _conversations.rename(object_key(conversation), known_by.key)
     kept = _conversations.find(known_by.key)
     if kept is None:
-        kept = sojourn.program(name, id=known_by.program_id, agent_type=name, aeg=graph).make()
+        kept = sojourn.program(name, id=known_by.program_id, agent_type=name).make()
         _conversations.keep(known_by.key, kept)
     if reference is not None:  # else it is kept until the cache is full
         _conversations.add_holder(known_by.key, conversation, ends=known_by.by_object)
@@ -110,10 +110,8 @@ def _run_for(agent: Any, given: Any, conversation: Any) -> Run:
 
 
 def _with_graph(run: Run, graph: Aeg | None) -> Run:
-    """Report ``graph`` as the graph of the run's program and return ``run``. A graph that the user gave the
-    program stays."""
-    known = run.program.aeg
-    if graph is not None and (known is None or is_from_agent(known)):
+    """Report ``graph``, if any, as the graph of the run's program and return ``run``."""
+    if graph is not None:
         run.program.set_graph(graph)
     return run
 
