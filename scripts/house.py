@@ -219,7 +219,7 @@ def package_table() -> str:
     for package in PACKAGE_ORDER:
         module = package if package in SOURCES else f"sojourn_server.{package}"
         docstring = ast.get_docstring(ast.parse(graph.paths[module].read_text(encoding="utf-8"))) or ""
-        lines.append(f"| `{package}` | {docstring.splitlines()[0] if docstring else ''} |")
+        lines.append(f"| `{package}` | {re.split(r'(?<=[.?])\s', docstring)[0]} |")
     return "\n".join(lines)
 
 
