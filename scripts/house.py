@@ -219,7 +219,8 @@ def package_table() -> str:
     for package in PACKAGE_ORDER:
         module = package if package in SOURCES else f"sojourn_server.{package}"
         docstring = ast.get_docstring(ast.parse(graph.paths[module].read_text(encoding="utf-8"))) or ""
-        lines.append(f"| `{package}` | {re.split(r'(?<=[.?])\s', docstring)[0]} |")
+        first = re.split(r"(?<=[.?])\s", docstring)[0]
+        lines.append(f"| `{package}` | {' '.join(first.split())} |")
     return "\n".join(lines)
 
 
