@@ -540,7 +540,7 @@ def test_a_reset_that_only_starts_ends_leases_and_keeps_contexts() -> None:
     engine.turn("a", prompt(40, seed=1))
     scheduler = engine.program_scheduler
     scheduler.handle(CacheResetStarted(), engine.now)
-    assert not list(scheduler.leased_programs)
+    assert not list(scheduler.leases)
     assert scheduler.context(ProgramId("a"))
 
 

@@ -61,7 +61,7 @@ def test_a_side_request_leaves_tool_lease_and_gap_alone(side: list[int]) -> None
     engine.wait(1.0)
     for _ in range(3):
         engine.turn("p", side, ANSWER)
-    assert P in engine.program_scheduler.leased_programs
+    assert P in engine.program_scheduler.leases
     assert engine.program("p").tools.keys() == {"c"}
     assert context(engine) == chain([*TASK, 7, 7])
     engine.wait(1.0)
@@ -93,7 +93,7 @@ def test_a_sub_agent_without_an_id_does_not_displace_the_parent_that_waits_for_i
         engine.wait(0.1)
         engine.turn("p", [*agent, *prompt(2 * turn, 7)])
     assert context(engine) == chain([*TASK, 7, 7])
-    assert P in engine.program_scheduler.leased_programs
+    assert P in engine.program_scheduler.leases
     engine.turn("p", NEXT)
     assert engine.program("p").turns == 2
 
@@ -120,7 +120,7 @@ def test_a_branch_takes_over_once_the_main_context_has_lost_its_lease() -> None:
     branch = [*TASK[:12], *prompt(6, 8)]
     engine.turn("p", branch)
     engine.wait(1000.0)
-    assert P not in engine.program_scheduler.leased_programs
+    assert P not in engine.program_scheduler.leases
     continued = [*branch, 7, 7, *prompt(1, 9), 7]
     engine.turn("p", continued)
     assert context(engine) == chain([*continued, 7, 7])
@@ -156,7 +156,7 @@ def test_of_parallel_requests_the_longest_is_the_turn() -> None:
     for request in (turn, again, suggestion):
         engine.finish(request)
     assert context(engine) == chain([*NEXT, 7, 7])
-    assert P in engine.program_scheduler.leased_programs
+    assert P in engine.program_scheduler.leases
 
 
 def test_the_id_of_an_ended_program_begins_a_new_conversation() -> None:

@@ -28,11 +28,7 @@ from sojourn_server.policies.placement.placement_policy import (
     PlacementPolicy,
     TierMove,
 )
-from sojourn_server.policies.placement.placement_views import (
-    PlacementView,
-    ProgramTierView,
-    Tier,
-)
+from sojourn_server.policies.placement.placement_views import PlacementView, ProgramTierView, Tier
 from sojourn_server.policies.placement.relative_idleness import RelativeIdlenessPlacement
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.policies.policy_protocols import DecisionReason

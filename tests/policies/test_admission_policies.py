@@ -37,11 +37,7 @@ from sojourn_server.policies.policy_views import (
 def admission_view(need_blocks: int, **facts: Any) -> AdmissionView:
     """Return the view of a newcomer to a busy engine without earlier programs or history."""
     return AdmissionView(
-        need_blocks=need_blocks,
-        anything_running=True,
-        earlier=(),
-        growth=GrowthStatistics(),
-        **facts,
+        need_blocks=need_blocks, anything_running=True, earlier=(), growth=GrowthStatistics(), **facts
     )
 
 
@@ -161,13 +157,7 @@ FULL: dict[str, Any] = {"needed_blocks": (1e6,) * len(STEP_POINTS), "available_b
         {"own": OWN._replace(remaining=())},
         {"needed_blocks": ()},
     ],
-    ids=[
-        "nothing runs",
-        "no request view",
-        "nothing is known",
-        "empty prediction",
-        "no demand forecast",
-    ],
+    ids=["nothing runs", "no request view", "nothing is known", "empty prediction", "no demand forecast"],
 )
 def test_the_first_and_unknown_requests_enter_as_in_stock_vllm(unknown: dict[str, Any]) -> None:
     assert not EXACTLY.may_admit(replace(ENTRY, **FULL), 0.0)
@@ -219,9 +209,7 @@ def request(context: int, remaining: tuple[float, ...] | None, name: str = "r") 
 
 left = st.floats(1, 40_000) | st.integers(1, 40_000).map(float) | st.sampled_from(STEP_POINTS[1:]).map(float)
 requests = st.builds(
-    request,
-    st.integers(0, 10**6),
-    st.none() | st.lists(left, min_size=1, max_size=8).map(sorted).map(tuple),
+    request, st.integers(0, 10**6), st.none() | st.lists(left, min_size=1, max_size=8).map(sorted).map(tuple)
 )
 sets = st.lists(requests, max_size=10)
 sizes = st.sampled_from([1, 16, 64])

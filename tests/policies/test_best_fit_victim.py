@@ -9,10 +9,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.policies.forecasting import STEP_POINTS
-from sojourn_server.policies.policy_views import (
-    BlockShortage,
-    RunningRequestView,
-)
+from sojourn_server.policies.policy_views import BlockShortage, RunningRequestView
 from sojourn_server.policies.preemption_policies import (
     HORIZON_STEPS,
     IMMUNE_TOKENS,
@@ -100,10 +97,7 @@ sets = st.lists(requests, min_size=1, max_size=6).map(
     lambda views: [view._replace(request_id=f"r{at}", position=at) for at, view in enumerate(views)]
 )
 shortages = st.builds(
-    BlockShortage,
-    st.integers(0, 400),
-    st.sampled_from([4, 16, 64]),
-    step_s=st.sampled_from([0.0, 0.05]),
+    BlockShortage, st.integers(0, 400), st.sampled_from([4, 16, 64]), step_s=st.sampled_from([0.0, 0.05])
 )
 
 

@@ -6,11 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sojourn_server.policies.preset import (
-    PresetError,
-    parse_preset,
-    read_preset,
-)
+from sojourn_server.policies.preset import PresetError, parse_preset, read_preset
 from sojourn_server.policies.preset_store import custom_class_loader
 from sojourn_server.vllm.plugin_settings import PluginSettings
 

@@ -177,7 +177,7 @@ def test_a_group_at_its_limit_comes_after_one_with_more_tokens() -> None:
         pairs.add_decode(number, group, group, 1000)
         pairs.decode[number].most_requests = 1
     for number in (1, 2, 3):
-        pairs.suspend(pairs.decode.pop(number))
+        pairs.remove(pairs.decode[number])
     pairs.add_decode(14, 2, 2, 1000)
     for name, tokens in enumerate((10, 500, 10)):
         pairs.submit(ask(name, tokens, 0))
@@ -244,7 +244,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
     """Each request needs two engines. Two requests must not hold what the other one needs. When the paired
     requests end, the others get their pairs."""
     pairs = scheduler(60.0)
-    for node in range(4):
+    for node in range(2):
         pairs.add_node(node, BLOCK_S)
     prefill, decode = {0}, {1}
     pairs.add_prefill(0, 0)
@@ -256,13 +256,10 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
     kept: dict[int, int] = {1: 150}
     """KV tokens of decode engines."""
 
-    def suspend(number: int) -> None:
-        suspended.add(number)
-        pairs.suspend(pairs.prefill[number] if number in prefill else pairs.decode[number])
-
-    def resume(number: int) -> None:
-        suspended.discard(number)
-        (pairs.prefill[number] if number in prefill else pairs.decode[number]).is_suspended = False
+    def suspend(number: int, is_suspended: bool = True) -> None:
+        (suspended.add if is_suspended else suspended.discard)(number)
+        engine = pairs.prefill[number] if number in prefill else pairs.decode[number]
+        engine.is_suspended = is_suspended
 
     def dispatch(now: float) -> None:
         for pair in pairs.dispatch(now):
@@ -274,6 +271,8 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             paired[pair.request.request_id] = pair
 
     for name, (what, amount, more) in enumerate(events):
+        for node in range(4):  # one without engines was removed
+            pairs.add_node(node, BLOCK_S)
         if what == "come":
             pairs.submit(PdRequest(name, amount, more, kv_tokens=amount))
             waiting.add(name)
@@ -291,7 +290,7 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             pairs.add_prefill(number, amount)
         elif what == "prefill engine goes" and prefill:
             prefill.remove(number := sorted(prefill)[amount % len(prefill)])
-            pairs.suspend(pairs.prefill.pop(number))
+            pairs.remove(pairs.prefill[number])
         elif what == "decode engine comes":
             decode.add(number := next(numbers))
             pairs.add_decode(number, amount, amount, more)
@@ -299,10 +298,10 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             kept[number] = more
         elif what in ("suspended", "resumed") and prefill | decode:
             number = sorted(prefill | decode)[amount % len(prefill | decode)]
-            (suspend if what == "suspended" else resume)(number)
+            suspend(number, what == "suspended")
         elif what == "decode engine goes" and decode:
             decode.remove(number := sorted(decode)[amount % len(decode)])
-            pairs.suspend(pairs.decode.pop(number))
+            pairs.remove(pairs.decode[number])
         suspended &= prefill | decode
         if amount % 3:
             dispatch(float(name))
@@ -314,7 +313,9 @@ def test_while_engines_come_and_go_no_request_waits_for_ever(events: list[tuple[
             assert view.most_requests >= view.requests >= len(there)
             assert view.free_kv_tokens >= 0
     for number in sorted(suspended):
-        resume(number)
+        suspend(number, is_suspended=False)
+    pairs.add_node(0, BLOCK_S)
+    pairs.add_node(3, BLOCK_S)
     if not prefill:
         prefill.add(number := next(numbers))
         pairs.add_prefill(number, 0)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.lease_reclaim_policies import (
-    LatestProgramReclaim,
-    LeaseReclaimPolicy,
-)
+from sojourn_server.policies.lease_reclaim_policies import LatestProgramReclaim, LeaseReclaimPolicy
 from sojourn_server.policies.policy_views import LeaseView, ReclaimRequest
 
 LATEST = LatestProgramReclaim()

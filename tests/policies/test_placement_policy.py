@@ -9,10 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.eviction_policies import (
-    DEVICE_EVICTION_ORDER,
-    TypedLabelEviction,
-)
+from sojourn_server.policies.eviction_policies import DEVICE_EVICTION_ORDER, TypedLabelEviction
 from sojourn_server.policies.placement.placement_policy import (
     MoveReason,
     MoveTiming,
@@ -237,12 +234,7 @@ def test_the_idle_leave_host_memory_for_the_busier() -> None:
 
 # -- no starvation ---------------------------------------------------------------------------
 
-OURS = RelativeIdlenessPlacement(
-    absent_s=math.inf,
-    patience_s=120.0,
-    standstill_s=2.0,
-    overdue_gap_s=0.0,
-)
+OURS = RelativeIdlenessPlacement(absent_s=math.inf, patience_s=120.0, standstill_s=2.0, overdue_gap_s=0.0)
 
 
 def test_the_first_candidate_enters_an_empty_device_whatever_its_size() -> None:
@@ -363,8 +355,7 @@ def test_no_placement_never_moves_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"tick_s": 0.0}, {"disk_idleness": 1.5}, {"patience_s": -1.0}, {"disk_idleness": math.nan}],
+    "options", [{"tick_s": 0.0}, {"disk_idleness": 1.5}, {"patience_s": -1.0}, {"disk_idleness": math.nan}]
 )
 def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Expected"):

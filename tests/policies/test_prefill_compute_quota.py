@@ -6,10 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
-    PrefillComputeQuota,
-    StepQuotaUsage,
-)
+from sojourn_server.policies.prefill_decode.prefill_compute_quota import PrefillComputeQuota, StepQuotaUsage
 
 FLAT = StepCosts(0, 0.001, 0, 0, 0)
 """A millisecond a token, whatever the context."""

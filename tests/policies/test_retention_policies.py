@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from sojourn.ids import ProgramId
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import FinishedTurnView
-from sojourn_server.policies.retention_policies import (
-    MAX_TTL_S,
-    ContinuumRetention,
-    best_ttl_s,
-)
+from sojourn_server.policies.retention_policies import MAX_TTL_S, ContinuumRetention, best_ttl_s
 from sojourn_server.programs.windowed_history import ToolHistory
 
 NOT_WORTH_IT = RetentionDecision(0.0, DecisionReason.NOT_WORTH_IT)

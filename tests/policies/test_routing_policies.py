@@ -190,10 +190,7 @@ def test_afs_is_equation_8() -> None:
 tasks_of = st.lists(st.builds(RunningTaskView, st.floats(0, 1e6), st.floats(-1e6, 1e6)), max_size=4)
 
 
-@given(
-    of=st.dictionaries(st.sampled_from("abcd"), tasks_of, max_size=4),
-    now=st.floats(-1e6, 1e6),
-)
+@given(of=st.dictionaries(st.sampled_from("abcd"), tasks_of, max_size=4), now=st.floats(-1e6, 1e6))
 def test_shares_add_up_and_every_tenant_has_some(of: dict[str, list[RunningTaskView]], now: float) -> None:
     shares = AgentFairShare().shares(of, now)
     assert shares.keys() == of.keys()

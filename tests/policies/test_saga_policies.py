@@ -62,12 +62,7 @@ def p_evict(view: EvictionCandidateView, now: float) -> float:
     return 0.3 * recency + 0.5 * (1 - (view.p_reuse or 0.0)) + 0.2 * view.blocks / SCALE.most_blocks
 
 
-owners = st.builds(
-    owner,
-    last_turn_s=st.floats(90, 100),
-    blocks=st.integers(0, 100),
-    p_reuse=st.floats(0, 1),
-)
+owners = st.builds(owner, last_turn_s=st.floats(90, 100), blocks=st.integers(0, 100), p_reuse=st.floats(0, 1))
 
 
 @given(owners, owners, st.floats(100, 200))

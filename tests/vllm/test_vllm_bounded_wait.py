@@ -164,7 +164,7 @@ def test_a_tenant_cannot_take_the_lease_budget_of_another_with_hints(make_engine
             prompt = [hash((name, i)) % 100_000 for i in range(20 * BLOCK_SIZE)]
             engine.add(name, prompt, program_id=name, context=hint)
             engine.run()
-    leased = engine.scheduler.sojourn.program_scheduler.leased_programs
+    leased = engine.scheduler.sojourn.program_scheduler.leases
     assert sum(name.startswith("b") for name in leased) >= 2  # each ended lease of a makes room for the next
     assert sum(name.startswith("a") for name in leased) <= 8
 
@@ -226,7 +226,7 @@ class LongAnswerEngine:
     def leases(self) -> set[str]:
         """Programs that hold a lease; empty on stock."""
         sojourn = getattr(self.engine.scheduler, "sojourn", None)
-        return set(sojourn.program_scheduler.leased_programs) if sojourn is not None else set()
+        return set(sojourn.program_scheduler.leases) if sojourn is not None else set()
 
 
 def wait_behind_a_rejected_program_s(

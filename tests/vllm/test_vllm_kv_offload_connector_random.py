@@ -300,7 +300,7 @@ def live(engine: Any, clock: Any, failing: float, seed: int = 5) -> Device:
         device.step()
     assert not engine.scheduler.requests
     assert all(request.num_output_tokens == request.max_tokens for request in stay.values())
-    leased = engine.scheduler.sojourn.program_scheduler.leased_blocks
+    leased = engine.scheduler.sojourn.program_scheduler.leases.held_blocks
     assert engine.pool.get_num_free_blocks() + leased == blocks - 1
     assert device.counts["loaded"] > 100
     assert device.counts["stored"] > 100

@@ -132,7 +132,7 @@ class EngineLife(RuleBasedStateMachine):
         leases = {lease.program.id: lease.blocks for lease in adapter.program_scheduler.state.leases.values()}
         held = {program_id: len(blocks) for program_id, blocks in adapter._pinned.items()}
         assert leases == held
-        assert adapter.program_scheduler.leased_blocks <= self.blocks
+        assert adapter.program_scheduler.leases.held_blocks <= self.blocks
 
     @invariant()
     def tables_agree(self) -> None:

@@ -265,7 +265,7 @@ def test_a_reset_that_vllm_refuses_moves_no_program(on_disk: Worker) -> None:
     assert placed(engine) == before
     assert program_scheduler.pool.disk_blocks == 80
     assert program_scheduler.state.contexts.get("A")
-    assert not list(program_scheduler.leased_programs), "a lease would block every further reset"
+    assert not list(program_scheduler.leases), "a lease would block every further reset"
     engine.abort("s1")
     on_disk.clock.now += 10.0
     on_disk.turn("a2", [*prompt(1, 480), *prompt(4, 16)], "A")

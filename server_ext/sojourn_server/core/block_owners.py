@@ -75,13 +75,11 @@ class BlockOwners:
             del self.blocks[program_id]
 
     def cached_context(self, program_id: ProgramId, *, whole: bool) -> list[int]:
-        """Return the blocks of the program's last turn up to the first one that was evicted. ``whole``: none
-        if one was evicted."""
+        """Return the blocks of a program's last turn before the first evicted one; ``whole``: all or none."""
         found: list[int] = []
+        owned = self.blocks.get(program_id, {})
         for block_id in self.contexts.get(program_id, ()):
-            owner = self.of.get(block_id)
-            is_shared = owner is MANY or (isinstance(owner, set) and program_id in owner)
-            if owner != program_id and not is_shared:
+            if block_id not in owned and self.of.get(block_id) is not MANY:
                 return [] if whole else found
             found.append(block_id)
         return found

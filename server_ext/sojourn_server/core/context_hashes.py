@@ -70,8 +70,7 @@ class PlacedPrefixes:
 
     def keys_of(self, program_id: ProgramId) -> Sequence[Any]:
         """The program's chained block hashes; empty if none are stored."""
-        known = self._of.get(program_id)
-        return known[0] if known is not None else ()
+        return self._of.get(program_id, ((), 0))[0]
 
     def shared_prefix_length(self, program_id: ProgramId, keys: Sequence[Any]) -> int:
         """Length of the common prefix of the program's stored keys and ``keys``."""

@@ -15,12 +15,7 @@ from sojourn.ids import ProgramId
 
 from ..policies.costs.reload_estimate import restore_s
 from ..policies.forecasting import KvDemandView, OutputLengthView, RemainingTokens, needed_blocks
-from ..policies.policy_views import (
-    AdmissionView,
-    BlockShortage,
-    ProgramGrowthView,
-    RunningRequestView,
-)
+from ..policies.policy_views import AdmissionView, BlockShortage, ProgramGrowthView, RunningRequestView
 from ..policies.preemption_policies import PreemptedRequestView, RecoveryMethod
 from ..programs.windowed_history import SlidingWindow
 from . import events_and_actions as ev
@@ -69,11 +64,6 @@ class DemandForecaster:
         """Number of samples and departures so far. After each, the admission policy may accept a request that
         it rejected before."""
 
-    @property
-    def predicts(self) -> bool:
-        """Whether the preset predicts output lengths."""
-        return self.predictor.predicts
-
     def record_step(self, seconds: float) -> None:
         """Record the duration of an engine step."""
         if seconds > 0:
@@ -95,16 +85,14 @@ class DemandForecaster:
         request_id = request_state.request_id
         self.holding[request_id] = request_state
         request_state.admission_blocked_since_s = None
-        if self.predicts and most_tokens and request_id not in self.counted:
+        if self.predictor.predicts and most_tokens and request_id not in self.counted:
             written = max(0, tokens - request_state.prompt_tokens)
             self.counted[request_id] = self.waiting_view(request_state, tokens, written, most_tokens, now)
 
     def ended(self, request_state: RequestState, event: ev.TurnFinished) -> None:
-        """Learn from a finished output. An aborted one shows no length."""
+        """Learn from a finished output."""
         program, output_tokens, reason = request_state.program, event.output_tokens, event.outcome
-        if not self.predicts or program is None or output_tokens < 1:
-            return
-        if reason in (ev.TurnFinishReason.ERROR, ev.TurnFinishReason.ABORTED):
+        if not self.predictor.predicts or program is None or output_tokens < 1:
             return
         self._histories.output_lengths.observe_output(program.agent_type, request_state.tool, output_tokens)
         hinted = request_state.hint.output_tokens
@@ -156,8 +144,6 @@ class DemandForecaster:
     def demand_sampled(self, event: ev.DemandSampled, now: float) -> ev.RequestChosen | None:
         """Count the demand of all running requests anew. Choose a request to offload before a forecast
         shortage comes. ``None``: no request is offloaded."""
-        if event.link is not None:
-            self._state.host_link.observe(event.link)
         self.changes += 1
         views = [self.with_predictions(view, now) for view in event.running]
         self.counted = {view.request_id: view for view in views}
@@ -236,7 +222,7 @@ class DemandForecaster:
         program, rank = request_state.program, request_state.rank
         if program is None or not self.decides_admission(request_state, event.preempted):
             return ev.RequestChosen(request_id)
-        own, demand, earlier = None, KvDemandView((), 0), tuple[ProgramGrowthView, ...]()
+        own, demand, earlier = None, KvDemandView((), 0), dict[ProgramId, ProgramGrowthView]()
         if state.preset.admission.forecasts:
             # The policy may have accepted the request before, without the engine admitting it.
             self.counted.pop(request_id, None)
@@ -244,7 +230,15 @@ class DemandForecaster:
             own = self.waiting_view(request_state, tokens, event.output_tokens, event.most_tokens, now)
             demand = self.demand
         else:
-            earlier = self._holding_before(rank)
+            # The programs that arrived before this one and hold KV.
+            holders = [
+                (each.program, each.prompt_tokens) for each in self.holding.values() if each.rank < rank
+            ]
+            leased = [lease.program for lease in state.leases.values() if lease.program.rank < rank]
+            for holder, tokens in (*holders, *((each, each.context_tokens) for each in leased)):
+                if holder is not None and holder.id not in earlier:
+                    first = holder.first_prompt_tokens or tokens
+                    earlier[holder.id] = ProgramGrowthView(holder.turns, first, tokens, holder.peak_tokens)
         view = AdmissionView(
             need_blocks=event.need_blocks,
             free_blocks=event.free_blocks
@@ -253,7 +247,7 @@ class DemandForecaster:
             block_size=pool.tokens_per_block,
             max_context_tokens=pool.max_context_tokens,
             anything_running=event.anything_running,
-            earlier=earlier,
+            earlier=tuple(earlier.values()),
             growth=state.histories.growth,
             idle_s=state.requests.idle_s(now, event.anything_running),
             own=own,
@@ -271,18 +265,6 @@ class DemandForecaster:
         if own is not None:
             self.counted[request_id] = own
         return ev.RequestChosen(request_id)
-
-    def _holding_before(self, rank: int) -> tuple[ProgramGrowthView, ...]:
-        """Return the view of each program that arrived before ``rank`` (has a lower rank) and holds KV."""
-        holders = [(each.program, each.prompt_tokens) for each in self.holding.values() if each.rank < rank]
-        leased = map(self._state.programs.get, self._state.leases)
-        holders += [(each, each.context_tokens) for each in leased if each is not None and each.rank < rank]
-        found: dict[ProgramId, ProgramGrowthView] = {}
-        for program, tokens in holders:
-            if program is not None and program.id not in found:
-                first = program.first_prompt_tokens or tokens
-                found[program.id] = ProgramGrowthView(program.turns, first, tokens, program.peak_tokens)
-        return tuple(found.values())
 
     def _victim(
         self, views: Sequence[RunningRequestView], used_blocks: int, now: float
@@ -311,7 +293,7 @@ class DemandForecaster:
         self, request_state: RequestState, output_tokens: int, most_tokens: int, now: float
     ) -> RemainingTokens | None:
         """Predict how many tokens the request will still generate; ``None``: unknown."""
-        if not self.predicts:
+        if not self.predictor.predicts:
             return None
         written = output_tokens - request_state.predicted_at_tokens
         if request_state.remaining is None or not 0 <= written < REPREDICT_AFTER_TOKENS:

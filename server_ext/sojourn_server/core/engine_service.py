@@ -11,16 +11,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
+from sojourn import wire_codec
 from sojourn.ids import ProgramId, id_problem
-from sojourn.wire_codec import (
-    WIRE_VERSION,
-    EventOutcome,
-    OutcomeBatch,
-    WireError,
-    decode_batch,
-    decode_event,
-    encode,
-)
+from sojourn.wire_codec import WIRE_VERSION, EventOutcome, OutcomeBatch, WireError
 
 from ..metrics.link_metrics import count_links
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow, ProgramSummary
@@ -128,20 +121,18 @@ class EngineService:
         """Carry out one operation; returns JSON. Raises ``WireError``."""
         try:
             if operation == "event_batches":
-                answer: Any = [self.apply_batch(bytes(batch), now) for batch in _batches.decode(payload)]
+                batches = [wire_codec.decode_batch(bytes(each)) for each in _batches.decode(payload)]
+                answer: Any = [
+                    OutcomeBatch(outcomes=[self._apply(each.emitter, raw, now) for raw in each.events])
+                    for each in batches
+                ]
             elif operation in self.OPERATIONS:
                 answer = getattr(self, f"_{operation}")(_arguments.decode(payload or "{}"), now)
             else:
                 raise WireError(f"unknown operation {operation!r}; expected {', '.join(self.OPERATIONS)}")
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise WireError(f"{operation}: invalid arguments: {error}") from error
-        return encode(answer).decode()
-
-    def apply_batch(self, data: bytes, now: float) -> OutcomeBatch:
-        """Handle a posted batch of events; returns their outcomes. Raises ``WireError`` if ``data`` is not a
-        valid batch."""
-        batch = decode_batch(data)
-        return OutcomeBatch(outcomes=[self._apply(batch.emitter, raw, now) for raw in batch.events])
+        return wire_codec.encode(answer).decode()
 
     def apply_attached_events(self, identity: RequestIdentity, now: float) -> list[EventOutcome]:
         """Handle the first ``MAX_ATTACHED_EVENTS`` events attached to a request, and return their outcomes.
@@ -155,7 +146,7 @@ class EngineService:
     def _apply(self, emitter: str, raw: msgspec.Raw, now: float) -> EventOutcome:
         """Pass an event to the scheduler. An event that cannot be decoded is only counted."""
         try:
-            event = decode_event(raw)
+            event = wire_codec.decode_event(raw)
         except WireError as error:
             kind, outcome = undecodable_outcome(raw, str(error))
         else:
@@ -185,10 +176,9 @@ class EngineService:
         return answers.PolicyState(self._state.preset.name, self._program_scheduler.own_preset.name)
 
     def _programs(self, arguments: _Arguments, now: float) -> answers.ProgramList:
-        programs = self._state.programs
-        status = self._program_scheduler.status
+        programs, status = self._state.programs, self._program_scheduler.status
         chosen = [one for one in programs if arguments.status in (None, status(one).value)]
-        chosen.sort(key=lambda program: program.rank, reverse=True)
+        chosen.sort(key=lambda program: -program.rank)
         shown = [self._row(program, ProgramSummary) for program in chosen[: arguments.limit]]
         return answers.ProgramList(now_s=now, programs=shown, shown=len(shown), total=len(chosen))
 
@@ -405,8 +395,7 @@ class EngineService:
 
     def _requests_of(self, program: ProgramState) -> list[RequestState]:
         """The program's requests in the engine."""
-        found = map(self._state.requests.states.get, program.live_requests)
-        return [request for request in found if request is not None]
+        return [*filter(None, map(self._state.requests.states.get, program.live_requests))]
 
 
 def stock_answer(
@@ -426,7 +415,7 @@ def stock_answer(
         answer = answers.EngineLoad(complete=False, **pair_load(paths))
     elif operation == "drain_metrics":
         answer = recorder.drain(count_links(recorder, stats))
-    return encode(answer).decode()
+    return wire_codec.encode(answer).decode()
 
 
 def pair_load(paths: KVTransferStatus) -> dict[str, Any]:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.wire_codec import EventOutcome, Outcome
-
-from .events_and_actions import Action, Event
-
-EventHandler = Callable[[Event, float], list[Action]]
-"""Function that handles an event and returns the actions: ``ProgramScheduler.handle``, or an engine's own
-method that calls ``handle`` and also collects the actions to carry out."""
 
 MAX_ATTACHED_EVENTS = 64
 """Maximum number of events attached to one request that are handled. The SDK attaches no more. The engine

@@ -9,7 +9,7 @@ still generate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -315,6 +315,8 @@ Answer = RecoveryChosen | RequestChosen | LoadAheadChosen | EventOutcome
 """An action that answers the event just handled. It is always the last action of the returned list."""
 
 Action = EngineAction | LeaseGranted | QueuePlaceChanged | Answer
+EventHandler = Callable[[Event, float], list[Action]]
+"""``ProgramScheduler.handle``, or an engine's method that calls it and collects the actions to carry out."""
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
 
 

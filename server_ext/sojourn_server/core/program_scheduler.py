@@ -47,7 +47,7 @@ from . import events_and_actions as ev
 from .demand_forecaster import DemandForecaster
 from .request_hints import clipped, unused_fields
 from .request_table import QueuePlace, QueueState, RequestState
-from .scheduler_state import ANY_TYPE, SchedulerState
+from .scheduler_state import SchedulerState
 from .tier_manager import TierManager
 from .workflow_predictor import WorkflowPredictor
 
@@ -87,13 +87,9 @@ class ProgramScheduler:
         """Returns the block hashes of a program's newest context; ``None``: they were dropped."""
         self.turns_of = state.ledger.of_program
         """Returns the records of a program's newest turns, oldest first."""
-        self.leased_programs = self.leases.keys()
-        """Programs with a lease."""
         self._unused_fields = unused_fields(state.preset)
         self.awaiting_first_token: dict[str, TurnRecord] = {}
         """Records of admitted requests of programs without an output token, by request id."""
-        self._arrivals = 0
-        """Number of requests that have arrived."""
         self._now_s = 0.0
         """Time of the last ``RequestArrived`` or ``Tick`` event."""
         self._handlers: dict[type, Callable[[Any, float], ev.Answer | None]] = {
@@ -121,6 +117,8 @@ class ProgramScheduler:
         """Apply one event; return the actions for the engine, in order. If the event gets an answer (see the
         event's docstring), the last action is this ``Answer``. Raises exceptions of policies; actions that
         were added before an exception are returned with the next event."""
+        if (link := getattr(event, "link", None)) is not None:
+            self.state.host_link.observe(link)
         answer = self._handlers[type(event)](event, now)
         actions = self._outbox.copy()
         self._outbox.clear()
@@ -133,7 +131,7 @@ class ProgramScheduler:
         program = request_state.program
         return WaitingRequestView(
             preempted=request_state.preempted,
-            leased=program is not None and program.id in self.leased_programs,
+            leased=program is not None and program.id in self.leases,
             program_rank=request_state.rank,
             arrival=request_state.arrival,
             attained_s=request_state.attained_s,
@@ -172,13 +170,13 @@ class ProgramScheduler:
                 self.decisions.add(now, "side_request", program_id, "other_context", tokens=tokens)
                 program = None
             else:
-                for side in sides:
-                    self._become_side_request(self._requests.states[side], now)
-        self._arrivals += 1
+                for side in map(self._requests.states.__getitem__, sides):
+                    self._become_side_request(program, side, now)
+        self._requests.arrivals += 1
         request_state = self._requests.states[event.request_id] = RequestState(
             event.request_id,
             rank,
-            self._arrivals,
+            self._requests.arrivals,
             program,
             arrived_s=now,
             since_s=now,
@@ -195,10 +193,9 @@ class ProgramScheduler:
                 outcome = applied
         if outcome is not None:
             self.recorder.count("sojourn_hints_total", outcome=outcome.value)
-        if program is None:
-            return
-        self._begin_turn(program, request_state, event, now)
-        self.tiers.arrived(request_state, now)
+        if program is not None:
+            self._begin_turn(program, request_state, event, now)
+            self.tiers.arrived(request_state, now)
 
     def _contacted(self, program_id: ProgramId, now: float) -> ProgramState:
         """Find or create a program whose client was heard from, and forget those that were removed from a
@@ -312,10 +309,8 @@ class ProgramScheduler:
             client_request_id=client_request_id,
         )
 
-    def _become_side_request(self, request_state: RequestState, now: float) -> None:
+    def _become_side_request(self, program: ProgramState, request_state: RequestState, now: float) -> None:
         """Take a request out of its program's turn."""
-        program = request_state.program
-        assert program is not None
         tokens = request_state.prompt_tokens
         self.decisions.add(now, "side_request", program.id, "other_context", tokens=tokens)
         program.live_requests.discard(request_state.request_id)
@@ -397,8 +392,6 @@ class ProgramScheduler:
             request_state.preemptions += 1
             numbers["times"] = request_state.preemptions
         if not event.loading:
-            if event.link is not None:
-                self.state.host_link.observe(event.link)
             recovery = self.forecaster.recovery(event.tokens, now, copied_tokens=event.copied_tokens)
             answer, mode = ev.RecoveryChosen(recovery), recovery.value
             if request_state is not None:
@@ -424,7 +417,8 @@ class ProgramScheduler:
             return
         request_state.stop(now)
         failed = event.outcome in (ev.TurnFinishReason.ABORTED, ev.TurnFinishReason.ERROR)
-        self.forecaster.ended(request_state, event)
+        if not failed:  # an aborted output shows no length
+            self.forecaster.ended(request_state, event)
         self.tiers.finished(request_state, now, failed=failed)
         program = request_state.program
         if program is None:
@@ -653,7 +647,7 @@ class ProgramScheduler:
             has_ended = outcome is not ProgramOutcome.CANCELLED
             # A program without a turn had no service. Clients could flood the history with such programs.
             if program.turns and has_ended:
-                state.histories.service.observe(program.agent_type or ANY_TYPE, program.attained_s)
+                state.histories.service.observe(program.agent_type or "", program.attained_s)
             predictor.learn_ended_program(program, ended=has_ended)
             state.recorder.count("sojourn_programs_finished_total", outcome=outcome.value)
             state.recorder.observe("sojourn_program_duration_seconds", now - program.arrived_s)
@@ -667,11 +661,8 @@ class ProgramScheduler:
 
     def _blocks_needed(self, event: ev.BlocksNeeded, now: float) -> None:
         """End leases for a request that needs blocks."""
-        need = event.need
-        if not need.anything_running:
-            need = replace(need, idle_s=self._requests.idle_s(now, False))
-        if self.leases.may_reclaim(need):
-            self.leases.make_room(need, self._lease_views(), now)
+        idle_s = self._requests.idle_s(now, event.need.anything_running)
+        self.leases.make_room(replace(event.need, idle_s=idle_s), self._lease_views(), now)
 
     def _lease_views(self) -> list[LeaseView]:
         by_program, standing, score = self.preset.eviction.by_program, self.owner_standing, self.owner_score
@@ -719,8 +710,6 @@ class ProgramScheduler:
 
     def _step_completed(self, event: ev.StepCompleted, now: float) -> None:
         self.state.reload.observe_step(event.tokens, event.seconds, event.requests, event.kv_tokens)
-        if event.link is not None:
-            self.state.host_link.observe(event.link)
         self.forecaster.record_step(event.seconds)
 
     def _cache_reset_started(self, event: ev.CacheResetStarted, now: float) -> None:
@@ -735,7 +724,7 @@ class ProgramScheduler:
             lost = list(contexts)
             contexts.clear()
             self.owners.clear()
-            self.predictor.cache_reset()
+            self.predictor.prefixes.clear()
         else:
             lost = [each for each in contexts if self.tiers.tier(each) is not Tier.DEVICE]
             for program_id in lost:
@@ -782,11 +771,6 @@ class ProgramScheduler:
         program = self._programs.get(program_id)
         return self.predictor.expected_prefix(program)[0] if program is not None else ()
 
-    @property
-    def leased_blocks(self) -> int:
-        """Number of distinct blocks that leases hold."""
-        return self.leases.held_blocks
-
     def queue_place(self, request_id: str, preempted: bool | None = None) -> QueuePlace | None:
         """Return the request's place in the waiting queue; ``None`` for an unknown request.
 
@@ -807,11 +791,8 @@ class ProgramScheduler:
             queue_state = QueueState.GATED
         key = (0.0, not view.preempted, state.arrival) if overdue else (1.0, *order.key(view))
         # A request of a program looks again each time it has waited so long, since another may be overdue.
-        changes_s = now + patience_s
-        for due_s in (order.promoted_s(view), state.since_s + patience_s):
-            if now < due_s < changes_s:
-                changes_s = due_s
-        return QueuePlace(key, queue_state, changes_s)
+        changes_s = (now + patience_s, order.promoted_s(view), state.since_s + patience_s)
+        return QueuePlace(key, queue_state, min((due_s for due_s in changes_s if due_s > now), default=now))
 
     def may_end_any_lease(self, request_id: str, now: float) -> bool:
         """Whether a waiting request that lacks blocks may end any lease: it is overdue, or passes admission.

@@ -166,6 +166,8 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.states: dict[str, RequestState] = {}
+        self.arrivals = 0
+        """Number of requests that have arrived."""
         self.untracked_arrivals = 0
         """Number of requests that named no program, except those of ``sojourn doctor``."""
         self.idle_since_s: float | None = None

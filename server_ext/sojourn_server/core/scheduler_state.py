@@ -108,8 +108,6 @@ class KVPoolConfig:
 ASSUMED_LINK_BYTES_PER_S = 4e9
 """Assumed speed of copies between device and host memory until a speed is measured: about an eighth of a PCIe
 4.0 link with 16 lanes."""
-ANY_TYPE = ""
-"""Key of programs without an agent type in ``Histories.service``."""
 
 
 @dataclass(slots=True)
@@ -126,7 +124,7 @@ class Histories:
     workflows: WorkflowHistory = field(default_factory=WorkflowHistory)
     output_lengths: OutputLengthHistory = field(default_factory=OutputLengthHistory)
     service: KeyedHistory[str] = field(default_factory=KeyedHistory)
-    """Seconds that the requests of ended programs ran, by agent type."""
+    """Seconds that the requests of ended programs ran, by agent type; ``""``: of programs without one."""
     steps_left: StepsLeftHistory = field(default_factory=StepsLeftHistory)
     """Turns that programs had left, ÷ those that clients stated."""
     tool_estimates: RatioHistory = field(default_factory=RatioHistory)

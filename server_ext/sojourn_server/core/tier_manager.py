@@ -26,13 +26,7 @@ from typing import Any
 from sojourn.ids import ProgramId
 
 from ..policies.forecasting import MIN_TURNS_SEEN, expected_growth_tokens
-from ..policies.placement.placement_policy import (
-    MAX_EXCHANGES,
-    MoveReason,
-    MoveTiming,
-    PlacementPolicy,
-    TierMove,
-)
+from ..policies.placement.placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, TierMove
 from ..policies.placement.placement_views import (
     PlacementView,
     ProgramActivity,
@@ -51,7 +45,7 @@ from ..programs.workflow_history import agent_type_name
 from .context_hashes import PrefixTree
 from .events_and_actions import EngineAction, EngineActionKind
 from .request_table import RequestState
-from .scheduler_state import ANY_TYPE, SchedulerState
+from .scheduler_state import SchedulerState
 
 EXCHANGED_SHARE_WEIGHT = 1 / 8
 """Weight of the newest return in ``PlacementView.exchanged_share``, a moving average."""
@@ -146,15 +140,13 @@ class TierManager:
     def __init__(self, state: SchedulerState, moved: Callable[[ProgramState, TierMove, float], None]) -> None:
         """``moved``: handles each move after it was made."""
         self._moved = moved
-        self.policy: PlacementPolicy = state.preset.placement
+        self.policy = state.preset.placement
         """A simulation may set a policy that knows the programs' futures."""
         self.places = self.policy.is_used
         """Whether programs are placed; False after the policy has failed or was switched off."""
         self.limits, self._state = state.limits, state
         self._pool, self._reload, self._histories = state.pool, state.reload, state.histories
         self._places: dict[ProgramId, PlacedProgram] = {}
-        self._arrivals = 0
-        """Arrival number of the newest request."""
         self._event = False
         """Whether there was an event since the policy was asked last."""
         self._ask_at_s = -math.inf
@@ -184,7 +176,6 @@ class TierManager:
             if parent is not None and program.blocks_parent:
                 parent.children[program.id] = place
                 parent.tools_ended_s, parent.view = None, None
-        self._arrivals = request_state.arrival
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
         place.tools_ended_s = None
@@ -193,8 +184,7 @@ class TierManager:
 
     def admitted(self, request_state: RequestState, now: float, chain: Sequence[Any] = ()) -> None:
         """Handle the admission of a request, which has its blocks now. ``chain``: hashes of its blocks.
-        If its program was not on the device, it moves there, since its other requests are no longer parked.
-        """
+        A program that was not on the device moves there, since its other requests are no longer parked."""
         if not self.places:
             return
         # A copy of what the prompt covers: the engine appends to its list while the request runs.
@@ -421,7 +411,7 @@ class TierManager:
         has_kv = place.context_blocks > 0
         place.view = None
         if move.when is MoveTiming.AFTER_TURN:
-            place.leaves_after = self._arrivals
+            place.leaves_after = self._state.requests.arrivals
         else:
             place.leaves_after = None
             if move.reason is MoveReason.FUTILE and place.tier is Tier.DEVICE:
@@ -554,7 +544,7 @@ class TierManager:
         fewer than ``MIN_PROGRAMS_SEEN`` of the type have ended), and by what is stated of the turns left.
         Each is as wide as it was wrong, so the one with the smaller spread counts. A turn takes as long as
         the program's turns so far, which count as much as ``TURNS_ASSUMED`` mean ones."""
-        service, agent_type = self._histories.service, program.agent_type or ANY_TYPE
+        service, agent_type = self._histories.service, program.agent_type or ""
         all_s = service.quantiles(None, GAP_SAMPLES) if service.count() >= MIN_PROGRAMS_SEEN else ()
         known = service.count(agent_type) >= MIN_PROGRAMS_SEEN
         service_s = service.quantiles(agent_type, GAP_SAMPLES) if known else all_s

@@ -15,12 +15,7 @@ from sojourn.ids import ProgramId
 
 from ..metrics.turn_ledger import common_prefix_length
 from ..policies.policy_protocols import DecisionReason, NextStepPrediction
-from ..policies.policy_views import (
-    EvictionScoreScale,
-    LoadAheadView,
-    PrefetchView,
-    WorkflowStepView,
-)
+from ..policies.policy_views import EvictionScoreScale, LoadAheadView, PrefetchView, WorkflowStepView
 from ..policies.prefetch_policies import KEEP_S
 from ..policies.workflow_prediction import hinted_continuation_probability
 from ..programs.program_state import ProgramState
@@ -51,7 +46,7 @@ class WorkflowPredictor:
     def __init__(self, state: SchedulerState) -> None:
         self._state, self._preset = state, state.preset
         self._pool, self._contexts = state.pool, state.contexts
-        self._prefixes: HashLists[tuple[str, str, ProgramId]] = HashLists()
+        self.prefixes: HashLists[tuple[str, str, ProgramId]] = HashLists()
         """Block hashes with which prompts begin: of each program's newest turn at each step of its agent
         type. A *step* is a graph node or a tool, as in predictions."""
         self._workflows, self._steps_left = state.histories.workflows, state.histories.steps_left
@@ -66,8 +61,7 @@ class WorkflowPredictor:
         self._changed: dict[ProgramId, None] = {}
         """Programs whose eviction key may have changed, in the order of the changes."""
         self._begun: dict[ProgramId, float] = {}
-        """Programs that began a turn → end of the previous turn, or the program's arrival if there was
-        none."""
+        """Programs that began a turn → end of the previous turn, or else the program's arrival."""
         self._plans: dict[ProgramId, float] = {}
         """Program → start of its planned prefetch."""
 
@@ -136,11 +130,13 @@ class WorkflowPredictor:
                 self._steps_left.state(program, PLAN, plan_items)
             self._workflows.context_blocks.observe(float(program.cached_blocks))
             share = self._reusing.pop(program.id, None)
-            for step in _steps(program):
+            # Predictions name a turn by its graph node or by its tool.
+            tool, node = step_name(program.pending_tool), program.turn_hint.node
+            for step in (tool,) if node in (None, tool) else (node, tool):
                 if share is not None:
                     self._step_shares.observe((name, step), share)
                 if self._preset.prefetch.is_used and event.block_hashes:
-                    self._prefixes.put((name, step, program.id), event.block_hashes)
+                    self.prefixes.put((name, step, program.id), event.block_hashes)
         self.plan_gap(program, now)
 
     def learn_ended_program(self, program: ProgramState, *, ended: bool) -> None:
@@ -188,10 +184,17 @@ class WorkflowPredictor:
         were learned for the predicted next workflow step.
 
         Hashes of the predicted step are returned only if their first block differs from the context's
-        first block. Otherwise the hashes are those of the program's context."""
+        first block. Otherwise the hashes are those of the program's context. Those of a step are of the
+        program's last prompt there, or else what the newest turns of two programs of the type share."""
         own = self._contexts.get(program.id) or ()
         if program.successor is not None:
-            prefix = self._prefix(program.id, (agent_type_name(program), program.successor))
+            at = agent_type_name(program), program.successor
+            prefix = self.prefixes.get((*at, program.id))
+            if prefix is None:
+                newest = [
+                    *islice((each for key, each in reversed(self.prefixes.items()) if key[:2] == at), 2)
+                ]
+                prefix = newest[0][: common_prefix_length(*newest)] if len(newest) == 2 else ()
             if prefix and (not own or prefix[0] != own[0]):
                 return prefix, True
         return own, False
@@ -204,7 +207,20 @@ class WorkflowPredictor:
         lost_blocks = missing if event.lost_blocks is None else event.lost_blocks
         blocks, is_first = 0, True
         if program is not None and not program.live_requests and program.status not in OVER_STATUSES:
-            blocks, tries = self._load_ahead(event, now), program.prefetch_tries
+            tries = program.prefetch_tries
+            if event.host_blocks and event.spare_blocks:
+                pool, link, compute_s = self._pool, state.host_link, state.reload.seconds
+                token_s = link.load_s_per_token
+                view = LoadAheadView(
+                    host_blocks=event.host_blocks,
+                    spare_blocks=event.spare_blocks,
+                    reserve_blocks=self.reserve_blocks,
+                    pool_blocks=pool.blocks,
+                    compute_s_per_block=compute_s(int(missing * pool.tokens_per_block)) / missing,
+                    load_s_per_block=None if token_s is None else token_s * pool.tokens_per_block,
+                    queue_s=link.loads_queued_s,
+                )
+                blocks = self._preset.prefetch.load_ahead(view, now)
             is_first, program.prefetch_tries = not tries, tries + 1
             if missing - lost_blocks > blocks and program.prefetch_tries < MAX_PREFETCH_TRIES:
                 self._plans[program.id] = now + FIRST_RETRY_S * 2**tries
@@ -220,43 +236,12 @@ class WorkflowPredictor:
             state.recorder.count("sojourn_prefetches_total", outcome=reason.value)
         return LoadAheadChosen(blocks, KEEP_S) if blocks else None
 
-    def _load_ahead(self, event: PrefetchStarted, now: float) -> int:
-        """Return how many blocks of a prefetched prefix to load into spare blocks of the device."""
-        if not event.host_blocks or not event.spare_blocks:
-            return 0
-        pool, link, missing = self._pool, self._state.host_link, event.missing_blocks
-        token_s = link.load_s_per_token
-        view = LoadAheadView(
-            host_blocks=event.host_blocks,
-            spare_blocks=event.spare_blocks,
-            reserve_blocks=self.reserve_blocks,
-            pool_blocks=pool.blocks,
-            compute_s_per_block=self._state.reload.seconds(int(missing * pool.tokens_per_block)) / missing,
-            load_s_per_block=None if token_s is None else token_s * pool.tokens_per_block,
-            queue_s=link.loads_queued_s,
-        )
-        return self._preset.prefetch.load_ahead(view, now)
-
     @property
     def reserve_blocks(self) -> int:
         """Number of blocks that requests may take in one engine step, at most the whole pool."""
         return min(self._pool.blocks_of(self._pool.step_tokens), self._pool.blocks)
 
-    def cache_reset(self) -> None:
-        """Forget the learned prefixes of all workflow steps, after a reset of the engine's prefix cache."""
-        self._prefixes.clear()
-
     # -- inside -------------------------------------------------------------------
-
-    def _prefix(self, program_id: ProgramId, at: tuple[str, str]) -> Sequence[Any]:
-        """Return the hashes with which the program's prompt at a step begins, as far as known: as its last
-        one there, or else with what the newest turns of two programs of the type share, such as system
-        prompt and tools."""
-        own = self._prefixes.get((*at, program_id))
-        if own is not None:
-            return own
-        newest = [*islice((turn for key, turn in reversed(self._prefixes.items()) if key[:2] == at), 2)]
-        return newest[0][: common_prefix_length(*newest)] if len(newest) == 2 else ()
 
     def _p_reuse(self, program: ProgramState, expected: NextStepPrediction) -> float | None:
         """Return the probability that the cached context is reused, Σ P(u)·overlap(u) over the successors u
@@ -320,9 +305,3 @@ class WorkflowPredictor:
         )
         if start_s is not None:
             self._plans[program.id] = start_s
-
-
-def _steps(program: ProgramState) -> tuple[str, ...]:
-    """Return the names that predictions may give the program's last turn: its graph node and its tool."""
-    tool, node = step_name(program.pending_tool), program.turn_hint.node
-    return (tool,) if node is None or node == tool else (node, tool)

@@ -23,23 +23,14 @@ POLICY_CLASSES: dict[str, dict[str, type]] = {
         "room-for-all": routing_policies.CapacityRouting,
         "least-delay": routing_policies.LeastDelayRouting,
     },
-    "stealing": {
-        "none": routing_policies.StealingPolicy,
-        "work-stealing": routing_policies.WorkStealing,
-    },
-    "sharing": {
-        "in-order": SharePolicy,
-        "agent-fair-share": AgentFairShare,
-    },
+    "stealing": {"none": routing_policies.StealingPolicy, "work-stealing": routing_policies.WorkStealing},
+    "sharing": {"in-order": SharePolicy, "agent-fair-share": AgentFairShare},
     "waiting_order": {
         "arrival": routing_policies.WaitingOrderPolicy,
         "idleness": routing_policies.IdlenessOrder,
         "largest-first": routing_policies.LargestFirstOrder,
     },
-    "tenant_preemption": {
-        "none": TenantPreemptionPolicy,
-        "to-urgent": UrgencyPreemption,
-    },
+    "tenant_preemption": {"none": TenantPreemptionPolicy, "to-urgent": UrgencyPreemption},
 }
 """Question (a key of a preset) → policy name → class."""
 

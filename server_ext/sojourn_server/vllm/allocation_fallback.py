@@ -216,7 +216,7 @@ class AllocationFallback:
         self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
     ) -> KVCacheBlocks | None:
         known = self._program_scheduler.request(request.request_id)
-        leased_programs = self._program_scheduler.leased_programs
+        leased_programs = self._program_scheduler.leases
         blocks: KVCacheBlocks | None = None
         pool = self._pool
         while blocks is None and leased_programs:
@@ -230,7 +230,7 @@ class AllocationFallback:
                 overdue=not running and self._program_scheduler.may_end_any_lease(request.request_id, now),
                 priority=request.priority if self._by_user_priority and not running else None,
             )
-            free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leased_blocks
+            free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leases.held_blocks
             if not self._program_scheduler.leases.may_reclaim(need):
                 break
             if not self._handle(BlocksNeeded(need), now):
@@ -238,7 +238,7 @@ class AllocationFallback:
             self._carry_out(now)
             if pool.get_num_free_blocks() > free:
                 blocks = self._allocate(request, *args, **kwargs)
-            elif not running and self._program_scheduler.leased_blocks < pinned:
+            elif not running and self._program_scheduler.leases.held_blocks < pinned:
                 # Running requests still use the blocks of the leases that have just ended. To end more leases
                 # may free no blocks either, so a waiting request stops here. A running request goes on,
                 # because otherwise a request is preempted.

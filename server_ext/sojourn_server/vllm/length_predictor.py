@@ -7,8 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.event_limits import EventHandler
-from ..core.events_and_actions import OutputLengthPredicted
+from ..core.events_and_actions import EventHandler, OutputLengthPredicted
 from ..launch.serve_command import WORKER_CLASSES
 from ..launch.weights_fingerprint import weights_digest
 from ..policies.forecasting import QUANTILE_POINTS

@@ -399,7 +399,7 @@ class OffloadManager:
         host = self._planner.host
         if self._connector.off:
             return 0
-        if not self._program_scheduler.forecaster.predicts:
+        if not self._program_scheduler.forecaster.predictor.predicts:
             return host.room(_PLAIN)
         # Blocks of preempted requests, copied or yet to be copied, do not replace each other.
         return min(host.room(RetentionRank.IDLE), host.slots - len(self._planner.wanted))

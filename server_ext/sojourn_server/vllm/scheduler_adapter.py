@@ -421,7 +421,7 @@ class SchedulerAdapter(EngineView):
         if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
             cached = self._groups.cached_blocks(request)
             self._offload.skip_saving(cached, program_id, self._queue.owners)
-        elif program_id is not None and self.program_scheduler.forecaster.predicts:
+        elif program_id is not None and self.program_scheduler.forecaster.predictor.predicts:
             self._offload.keep_preempted(request.request_id, reusable)
 
     def evict_unfilled(self, block_ids: set[int]) -> None:
@@ -509,7 +509,7 @@ class SchedulerAdapter(EngineView):
         """Return the number of blocks by state: ``total``, ``running`` (used by requests alone), ``leased``,
         ``cached`` (with content, but evictable) and ``free`` (without content). Those two are estimates in a
         large pool."""
-        pool, leased = self._pool, self.program_scheduler.leased_blocks
+        pool, leased = self._pool, self.program_scheduler.leases.held_blocks
         available, every = pool.get_num_free_blocks(), -(-pool.num_gpu_blocks // COUNTED_BLOCKS)
         found = sum(block.ref_cnt == 0 and block.block_hash is not None for block in pool.blocks[::every])
         total, cached = self._pool_blocks, min(available, every * found)

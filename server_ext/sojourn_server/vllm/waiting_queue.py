@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
 
-from ..core.event_limits import EventHandler
-from ..core.events_and_actions import AdmissionRequested, RequestChosen, answer_of
+from ..core.events_and_actions import AdmissionRequested, EventHandler, RequestChosen, answer_of
 from ..core.program_scheduler import ProgramScheduler
 from ..core.request_table import QueuePlace, QueueState
 from .compat import Request, RequestQueue, RequestStatus, SchedulingPolicy

@@ -125,7 +125,9 @@ class StepTimeEstimator:
             self._prefill_s = self._prefill_s * kept + prompts_s
             self._request_s = self._request_s * kept + seconds * requests
             if tokens < MIN_TOKENS_A_REQUEST * requests and kv_tokens > 0:
-                self._observe_decode(kv_tokens, seconds)
+                read, kept = float(kv_tokens), 1.0 - seconds / GROWTH_WINDOW_S
+                step = (1.0, read, seconds, read * read, seconds * seconds, read * seconds)
+                self._decodes = [total * kept + new for total, new in zip(self._decodes, step, strict=True)]
         if tokens < max(MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST * requests) or seconds <= 0:
             return
         sample = seconds / self._work(tokens, requests, kv_tokens or tokens)
@@ -133,11 +135,6 @@ class StepTimeEstimator:
             self._s_per_work = sample
         else:
             self._s_per_work += SMOOTHING * (sample - self._s_per_work)
-
-    def _observe_decode(self, kv_tokens: int, seconds: float) -> None:
-        kept = 1.0 - seconds / GROWTH_WINDOW_S
-        step = (1.0, kv_tokens, seconds, float(kv_tokens) * kv_tokens, seconds * seconds, kv_tokens * seconds)
-        self._decodes = [total * kept + new for total, new in zip(self._decodes, step, strict=True)]
 
     @property
     def kv_read_share(self) -> float:

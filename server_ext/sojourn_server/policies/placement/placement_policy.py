@@ -49,8 +49,6 @@ class MoveReason(str, Enum):
     """A busier program needs the blocks that this program has in host memory."""
     KEPT = "kept"
     """The program was pending, and may now stay on the device."""
-    OVER = "over"
-    """The program has ended."""
     GIVEN_UP = "given_up"
     """The policy failed or was switched off, and placement has stopped."""
 

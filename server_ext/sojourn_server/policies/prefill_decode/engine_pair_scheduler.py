@@ -165,11 +165,7 @@ class DecodeEngine:
 
 
 def choose_prefill(
-    engines: Iterable[PrefillEngine],
-    request: PdRequest,
-    short_queue_s: float,
-    most_tokens: float,
-    now: float,
+    engines: Iterable[PrefillEngine], request: PdRequest, short_queue_s: float, most_tokens: float, now: float
 ) -> PrefillEngine | None:
     """Return the engine for a request; ``None``: the request must wait.
 
@@ -287,8 +283,14 @@ class PairScheduler:
         self.prefill[name] = PrefillEngine(name, self.nics[node])
 
     def remove(self, engine: PrefillEngine | DecodeEngine) -> None:
-        """Remove an engine, and its node if no other engine is there."""
-        self.suspend(engine)
+        """Remove an engine, and its node if no other engine is there. The requests that have both engines
+        stay there; all others are queued again, by arrival.
+
+        Requests that have one of the two engines give it up, so that both queues keep the same order. Else
+        there could be a deadlock: request A holds the prefill engine that B needs, and waits for memory that
+        B holds.
+        """
+        self.line_up([n for n, one in self.in_flight.items() if one.prefill is None or one.decode is None])
         self.prefill.pop(engine.name, None)
         self.decode.pop(engine.name, None)
         used = {one.nic for one in self.prefill.values()} | {one.nic for one in self.decode.values()}
@@ -297,17 +299,6 @@ class PairScheduler:
     def add_decode(self, name: Name, node: Name, group: Name, kv_tokens: int) -> None:
         """Add a decode engine with KV memory for ``kv_tokens`` tokens."""
         self.decode[name] = DecodeEngine(name, self.nics[node], group, kv_tokens, kv_tokens)
-
-    def suspend(self, engine: PrefillEngine | DecodeEngine) -> None:
-        """Make an engine unavailable, until its ``is_suspended`` is reset or for good. The requests that have
-        both engines stay there and count as its load; all others are queued again, by arrival.
-
-        Requests that have one of the two engines give it up, so that both queues keep the same order. Else
-        there could be a deadlock: request A holds the prefill engine that B needs, and waits for memory that
-        B holds.
-        """
-        engine.is_suspended = True
-        self.line_up([n for n, one in self.in_flight.items() if one.prefill is None or one.decode is None])
 
     def line_up(self, request_ids: Iterable[int | str]) -> None:
         """Queue all waiting requests again, in this order."""
