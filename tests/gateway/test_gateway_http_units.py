@@ -304,5 +304,5 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(
     monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
     assert raise_open_file_limit(most_waiting) == (limit if limit != resource.RLIM_INFINITY else None)
     assert limits[-1] == (limit, hard)
-    assert uvicorn_settings()["limit_concurrency"] == ((limit - OTHER_FILES) // 2 if limit > 0 else None)
+    assert uvicorn_settings()["limit_concurrency"] == ((limit - OTHER_FILES) // 2 + 1 if limit > 0 else None)
     assert bool(caplog.records) == warns
