@@ -294,33 +294,6 @@ def test_admission_knows_of_requests_that_load(make_engine: Any, monkeypatch: py
     assert asked == {"A2": False, "B2": True}
 
 
-def test_equal_tokens_with_another_image_or_salt_are_other_blocks() -> None:
-    """KV is stored and found under vLLM's hashes; the simulated engine's own know tokens only."""
-    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(16, sha256)
-
-    def keys(image: str | None = None, salt: str | None = None) -> list[bytes]:
-        place = PlaceholderRange(offset=100, length=4)
-        images = [MultiModalFeatureSpec(None, "image", image, place)] if image is not None else None
-        params = SamplingParams()
-        request = Request(
-            "x", prompt(1, 480), params, None, mm_features=images, cache_salt=salt, block_hasher=hasher
-        )
-        return list(request.block_hashes)
-
-    assert len(keys()) == 30
-    assert keys("one") == keys("one")
-    assert keys("one")[:6] == keys()[:6], "before the image"
-    assert not set(keys("one")[6:]) & {*keys(), *keys("two")}
-    assert not set(keys(salt="another user")) & set(keys())
-
-
 @pytest.mark.parametrize(("loads_async", "arrived"), [(False, 20), (True, 20), (True, 3), (True, 0)])
 def test_what_a_foreign_connector_loads_counts_as_host_tokens(
     make_engine: Any, monkeypatch: pytest.MonkeyPatch, loads_async: bool, arrived: int
@@ -568,8 +541,9 @@ def test_an_engine_without_host_memory_starts_under_auto_and_says_why(
         make_auto_engine("mori", settings={"allow_missing_tiers": False}, **shape)
 
 
-def test_a_worker_that_cannot_have_host_memory_turns_it_off_in_the_first_step(
-    make_auto_engine: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("broken", [False, True], ids=["from the start", "by a copy that fails"])
+def test_a_worker_without_host_memory_turns_it_off_in_the_next_step(
+    make_auto_engine: Any, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
     from sojourn_server.vllm import kv_offload_connector
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -584,6 +558,9 @@ def test_a_worker_that_cannot_have_host_memory_turns_it_off_in_the_first_step(
         scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
     )
     monkeypatch.setattr(kv_offload_connector, "open_device_backend", cannot_pin)
+    if broken:
+        nothing = SimpleNamespace(is_broken=True, begin_step=cannot_pin, take_results=lambda: None)
+        monkeypatch.setattr(worker, "_open_worker", lambda caches: nothing)
     worker.register_kv_caches({})
     engine.add("a1", prompt(1, 480), program_id="A", max_tokens=2)
     planned = engine.plan()
@@ -591,9 +568,11 @@ def test_a_worker_that_cannot_have_host_memory_turns_it_off_in_the_first_step(
     report = KVConnectorOutput(kv_connector_worker_meta=worker.build_connector_worker_meta())
     engine.update_from_output(planned, report)
     tiers = engine.ask("capabilities")["tiers"]
-    assert (tiers["on"], tiers["off_because"]) == (False, "CUDA cannot pin 1 GiB")
-    assert worker.build_connector_worker_meta() is None
-    assert worker.get_finished(set()) == (None, None)
+    said = "a copy of KV to host memory has failed" if broken else "CUDA cannot pin 1 GiB"
+    assert (tiers["on"], tiers["off_because"]) == (False, said)
+    if not broken:
+        assert worker.build_connector_worker_meta() is None
+        assert worker.get_finished(set()) == (None, None)
     turn(engine, "a2", prompt(1, 480), "A")
 
 

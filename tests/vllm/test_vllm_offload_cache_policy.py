@@ -225,14 +225,6 @@ def test_a_request_that_finds_chunks_uses_those_of_all_cache_groups(host: HostMe
     assert [owner[each] for each in both] == [None, None], "of several programs"
 
 
-def test_without_a_program_that_has_ended_the_order_is_vllms(host: HostMemory) -> None:
-    plain = HostMemory()
-    for number in range(30):
-        for each in (host, plain):
-            each.turn(f"r{number}", f"P{number % 4}", *range(number % 7 * 10, number % 7 * 10 + number % 4))
-        assert host.held == plain.held
-
-
 class NoDefaults(dict[Any, Any]):
     def setdefault(self, *_: Any) -> Any:
         raise RuntimeError
