@@ -8,7 +8,7 @@ prefill and a decode engine. Both ask policies (``policies/routing``, ``policies
 ``policies/prefill_decode``), which are pure.
 
 A request that no replica has capacity for waits in the strategy's queue (``waiting_queues``). After each
-event the strategy places the waiting requests that fit. If tenants share capacity, ``tenant_shares`` says
+event the strategy places the waiting requests that fit. If tenants share capacity, ``TenantShares`` says
 whose turn it is, and requests without output make way for those of a more urgent tenant.
 ``program_estimates`` learns the sizes and durations of programs.
 

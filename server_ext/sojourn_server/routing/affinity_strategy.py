@@ -39,11 +39,10 @@ from ..policies.fairness_policies import (
     TenantPreemptionPolicy,
     TenantStanding,
 )
-from .routing_core import Placement, RoutingCore, RoutingStrategy
+from .routing_core import Placement, RoutingCore, RoutingStrategy, TenantShares
 from .routing_events import KvReported
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
-from .tenant_shares import TenantShares, add_to_sum
 from .waiting_queues import TenantQueue, WaitingQueue
 
 MAX_REPLICAS_COMPARED = 8
@@ -54,11 +53,6 @@ MAX_PREFIX_PIECES = 200_000
 MAX_FAILED_ROUTES = 512
 """A pass ends after it has routed this many requests that still have to wait. This happens only if it is
 unknown how much capacity the waiting requests need."""
-TENANT_REORDER_DIVISOR = 32
-"""Tenants are sorted again each time 1/32 of the waiting tenants were served. With up to 63 tenants, they
-are sorted after each request. Between two sorts, each tenant is served at most once."""
-MAX_FAILED_REROUTED = 256
-"""Maximum number of requests that one pass routes again after they failed at a replica."""
 MAX_STEAL_CANDIDATES = 8
 """Maximum number of requests of a replica's queue that are examined for stealing, the oldest first."""
 MAX_STEALS_PER_ROUND = 64
@@ -98,7 +92,7 @@ class AffinityStrategy(RoutingStrategy):
     ) -> None:
         self._routing = routing
         self._stealing = stealing
-        self._sharing = sharing
+        self.sharing = sharing if sharing.divides_capacity else None
         self._preemption = preemption or TenantPreemptionPolicy()
         self._order = order or policies.WaitingOrderPolicy()
         self._reads_residents = bool(getattr(routing, "reads_residents", False))
@@ -130,18 +124,12 @@ class AffinityStrategy(RoutingStrategy):
     def attach(self, core: RoutingCore) -> None:
         self._core = core
         self._fleet = core.fleet
-        self.tenants = TenantShares(self._sharing, core) if self._sharing.divides_capacity else None
+        self.tenants = core.tenants
 
     # -- queries ------------------------------------------------------------------
 
     def longest_tokens(self) -> int:
         return self._fleet.longest_tokens
-
-    def rejects_excess(self, tenant: str) -> bool:
-        return self.tenants is None or self.tenants.rejects_excess(tenant)
-
-    def shares_used(self) -> dict[str, float]:
-        return {} if self.tenants is None else self.tenants.used_fractions()
 
     # -- bookkeeping --------------------------------------------------------------
 
@@ -158,15 +146,11 @@ class AffinityStrategy(RoutingStrategy):
 
     def sent(self, request: RoutedRequest, now: float) -> None:
         self._update_idleness(request.program, now)
-        if self.tenants is not None:
-            self.tenants.count(request)
         if self._routing.reads_prefixes and request.replica_id is not None:
             self._add_prefix(request.replica_id, request.prefix)
 
     def unsent(self, request: RoutedRequest, now: float) -> None:
         self._update_idleness(request.program, now)
-        if self.tenants is not None:
-            self.tenants.count(request, -1)
         if request.replica_id is not None:
             self.freed.add(request.replica_id)
         self.capacity_changed = True
@@ -175,15 +159,10 @@ class AffinityStrategy(RoutingStrategy):
         if program is not None and not self._order.by_arrival:
             program.idleness.update(now, running=program.in_flight > 0, live=not program.is_idle)
 
-    def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
-        if self.tenants is not None:
-            self._core.estimator.observe_turn(program, turn_s)
-        if self._reads_residents and at_home:
-            self._estimate_turns(program)
+    def answered_at_home(self, program: RoutedProgram) -> None:
+        self._estimate_turns(program)
 
     def homed(self, program: RoutedProgram, tokens: int) -> None:
-        if self.tenants is not None:
-            add_to_sum(self.tenants.homed_tokens, program.tenant, tokens)
         self.capacity_changed |= tokens < 0
         if program.waiting and program.cached:
             # The program has its KV at its home now, so its waiting requests need no further capacity.
@@ -222,7 +201,6 @@ class AffinityStrategy(RoutingStrategy):
         self.capacity_changed = True
 
     def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
-        """Add a request, which is in no queue, to the queue for one replica."""
         request.replica_id, request.queue_key = replica.replica_id, (request.number,)
         queue = self.queues.get(replica.replica_id)
         if queue is None:
@@ -334,15 +312,8 @@ class AffinityStrategy(RoutingStrategy):
             one = replica.known_view or replica.view()
             views.append(one._replace(takes_new=False) if replica.replica_id in shut else one)
         if self._reads_residents and not (view.home is not None and view.cached):
-            views = (
-                nlargest(
-                    MAX_REPLICAS_COMPARED,
-                    views,
-                    key=lambda one: (one.takes_new, not one.homed, one.room_tokens),
-                )
-                if len(views) > MAX_REPLICAS_COMPARED
-                else views
-            )
+            if len(views) > MAX_REPLICAS_COMPARED:
+                views = nlargest(MAX_REPLICAS_COMPARED, views, key=_roominess)
             self._estimate_turns(program)
             shown = {one.replica_id: groups for one in views if (groups := self._groups(one, program, now))}
             view = view._replace(turns_left=_turns_left(program), residents=shown)
@@ -429,12 +400,6 @@ class AffinityStrategy(RoutingStrategy):
 
     # -- dispatch ---------------------------------------------------------------------
 
-    def expire(self, now: float) -> None:
-        if self.tenants is not None:
-            self.tenants.update(now)
-        # Requests become late as time passes, and only a pass over the queue finds them.
-        self.capacity_changed = True
-
     def dispatch(self, now: float, *, epoch: bool) -> None:
         """Send the requests for which a replica has capacity. Work stealing runs on a ``Tick``, and on
         other events if a replica registered or stopped being full. Preemption between tenants runs only on
@@ -444,7 +409,7 @@ class AffinityStrategy(RoutingStrategy):
             self._fleet.newly_idle, self.reserved = False, None
             self.freed.clear()
             return
-        if self._has_unrouted:
+        if self._has_unrouted or epoch:  # as time passes, requests become late, and only a pass finds them
             self.capacity_changed, self._has_unrouted = True, False
         self._send_eligible(now)
         if epoch or self._fleet.newly_idle:
@@ -479,7 +444,7 @@ class AffinityStrategy(RoutingStrategy):
             replica = self._fleet.get(replica_id)
             while replica is not None and replica_id in self.queues and replica.idle_since_s is not None:
                 tenants = self.queues[replica_id].tenants
-                request = tenants[self._order_tenants(tenants.items(), room=False)[0]].requests[0]
+                request = tenants[self._first_tenant(tenants.items(), room=False)].requests[0]
                 self.dequeue(request)
                 self._core.send(request, Placement(replica_id, request.reason), now)
 
@@ -506,8 +471,7 @@ class AffinityStrategy(RoutingStrategy):
         replica can retry."""
         if not self.failed:
             return
-        oldest = sorted(self.failed.values(), key=lambda request: request.number)
-        for request in oldest[:MAX_FAILED_REROUTED]:
+        for request in sorted(self.failed.values(), key=lambda request: request.number):
             failed_here = [
                 (one.replica_id, one.instance) in request.failed_at for one in self._fleet.values()
             ]
@@ -525,11 +489,8 @@ class AffinityStrategy(RoutingStrategy):
         reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
         self.reserved, self._is_closed_to_new = None, False
         queue, fleet = self.anywhere, self._fleet
-        if not queue:
-            return True
         asked, most_known = 0, math.inf
-        best = fleet.most_room()
-        while best is not None and queue:
+        while queue and (best := fleet.most_room(self.reserved)) is not None:
             most = min(most_known, _max_fitting_tokens(best))
             candidates = [
                 (tenant, waiting)
@@ -538,42 +499,34 @@ class AffinityStrategy(RoutingStrategy):
             ]
             if not candidates:
                 break
-            order = self._order_tenants(candidates, room=True)
-            for tenant in order[: max(1, len(order) // TENANT_REORDER_DIVISOR)]:
-                waiting = queue.tenants[tenant]
-                oldest = waiting.oldest
-                if self.reserved is None and oldest.needs_tokens > most and self._is_late(waiting, now):
-                    self.reserved = best.replica_id
-                    break
-                request = waiting.first_fitting(most)
-                if not self._order.by_arrival and oldest.needs_tokens <= most and self._is_late(waiting, now):
-                    request = oldest
-                if request is None:
-                    continue
-                route = self._place_or_reject(request, now)
-                if route.replica_id is None:
-                    if not route.needs_tokens:
-                        self._is_closed_to_new = True
-                        return True
-                    queue.set_needs_tokens(request, route.needs_tokens)
-                    most_known = min(most_known, route.needs_tokens - 1)
-                    asked += 1
-                    if asked == MAX_FAILED_ROUTES:
-                        return all(one.least for one in queue.tenants.values())
-                else:
-                    self._admitted += 1
-                best = fleet.most_room(self.reserved)
-                if best is None:
-                    break
-                most = min(most_known, _max_fitting_tokens(best))
-            best = fleet.most_room(self.reserved)
+            waiting = queue.tenants[self._first_tenant(candidates, room=True)]
+            oldest = waiting.oldest
+            if self.reserved is None and oldest.needs_tokens > most and self._is_late(waiting, now):
+                self.reserved = best.replica_id
+                continue
+            request = waiting.first_fitting(most)
+            if not self._order.by_arrival and oldest.needs_tokens <= most and self._is_late(waiting, now):
+                request = oldest
+            assert request is not None
+            route = self._place_or_reject(request, now)
+            if route.replica_id is not None:
+                self._admitted += 1
+                continue
+            if not route.needs_tokens:
+                self._is_closed_to_new = True
+                return True
+            queue.set_needs_tokens(request, route.needs_tokens)
+            most_known = min(most_known, route.needs_tokens - 1)
+            asked += 1
+            if asked == MAX_FAILED_ROUTES:
+                return all(one.least for one in queue.tenants.values())
         return True
 
-    def _order_tenants(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Return the tenants of ``queues``, in the order in which they are served: see ``TenantShares``."""
-        if self.tenants is None or len(queues) == 1:
-            return [tenant for tenant, _ in queues]
-        return self.tenants.order(queues, room=room)
+    def _first_tenant(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> str:
+        """Return the tenant of ``queues`` that is served first: see ``TenantShares.order``."""
+        if self.tenants is None:
+            return next(tenant for tenant, _ in queues)
+        return self.tenants.order(queues, room=room)[0]
 
     def _is_late(self, waiting: TenantQueue, now: float) -> bool:
         """Whether the oldest request of a tenant's queue is late. False while its ``needs_tokens`` is 0:
@@ -756,7 +709,7 @@ class AffinityStrategy(RoutingStrategy):
             if thief is None or steal.thief == steal.victim or not movable:
                 return  # the policy's answer does not fit the replicas
             self.dequeue(movable[0])
-            self._core.place(movable[0], Placement(steal.thief, steal_reason(steal.reason)), now)
+            self._core.place(movable[0], Placement(steal.thief, f"stolen_{steal.reason}"), now)
 
     def _stealing_view(self, replica: Replica, now: float) -> policies.ReplicaView:
         idle_s = 0.0
@@ -801,9 +754,8 @@ class AffinityStrategy(RoutingStrategy):
             self._core.place(request, Placement(route.replica_id, RELOCATED_REASON), now)
 
 
-def steal_reason(reason: str) -> str:
-    """Return the ``SendRequest.reason`` of a stolen request, made from the policy's ``reason``."""
-    return f"stolen_{reason}"
+def _roominess(view: policies.ReplicaView) -> tuple[bool, bool, int]:
+    return view.takes_new, not view.homed, view.room_tokens
 
 
 def _turns_left(program: RoutedProgram | None) -> float:

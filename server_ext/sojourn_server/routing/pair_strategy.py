@@ -23,7 +23,6 @@ from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
-from .tenant_shares import TenantShares
 from .waiting_queues import WaitingQueue
 
 
@@ -31,6 +30,7 @@ class PairStrategy(RoutingStrategy):
     """Lets the pair scheduler ``pairs`` choose the engines. While there are none of a role, requests wait."""
 
     unit = "pair of engines"
+    sharing = AgentFairShare()
 
     def __init__(self, pairs: PairScheduler) -> None:
         self.pairs = pairs
@@ -44,7 +44,6 @@ class PairStrategy(RoutingStrategy):
 
     def attach(self, core: RoutingCore) -> None:
         self._core = core
-        self.tenants = TenantShares(AgentFairShare(), core)
         self._queue = WaitingQueue(by_tenant=True)
 
     # -- queries --------------------------------------------------------------------
@@ -55,21 +54,8 @@ class PairStrategy(RoutingStrategy):
 
     def _longest(self, role: PairRole) -> int:
         """Return the longest context that an engine of a role can hold; 0: there is none."""
-        seen = (one.seen for one in self._core.fleet.values())
-        return max(
-            (
-                one.max_context_tokens or one.capacity_tokens
-                for one in seen
-                if isinstance(one, PairEngineRegistered) and one.role is role
-            ),
-            default=0,
-        )
-
-    def rejects_excess(self, tenant: str) -> bool:
-        return self.tenants.rejects_excess(tenant)
-
-    def shares_used(self) -> dict[str, float]:
-        return self.tenants.used_fractions()
+        seen = [one.seen for one in self._core.fleet.values() if one.seen.role is role]
+        return max((one.max_context_tokens or one.capacity_tokens for one in seen), default=0)
 
     # -- requests -------------------------------------------------------------------
 
@@ -104,15 +90,8 @@ class PairStrategy(RoutingStrategy):
         self._may_send = self._order_changed = True
         self.pairs.end(request.request_id)
 
-    def sent(self, request: RoutedRequest, now: float) -> None:
-        self.tenants.count(request)
-
     def unsent(self, request: RoutedRequest, now: float) -> None:
-        self.tenants.count(request, -1)
         self._end(request)
-
-    def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
-        self._core.estimator.observe_turn(program, turn_s)
 
     def prefilled(self, request: RoutedRequest, *, computed: bool) -> None:
         self._may_send = self._order_changed = True
@@ -134,7 +113,8 @@ class PairStrategy(RoutingStrategy):
             return
         queues = self._queue.tenants
         if (self._order_changed or epoch) and len(queues) > 1:  # an epoch may change the tenants' shares
-            tenants = self.tenants.order(queues.items(), room=False)
+            assert self._core.tenants is not None
+            tenants = self._core.tenants.order(queues.items(), room=False)
             turns = zip_longest(*(queues[tenant].requests for tenant in tenants))
             self.pairs.line_up([one.request_id for one in chain(*turns) if one is not None])
         self._may_send = self._order_changed = False
@@ -142,9 +122,6 @@ class PairStrategy(RoutingStrategy):
             request = self._core.requests[str(pair.request.request_id)]
             self._queue.remove(request)
             self._core.place(request, Placement(pair.decode, "pair", pair.prefill, pair.decode_reads), now)
-
-    def expire(self, now: float) -> None:
-        self.tenants.update(now)
 
     # -- engines --------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+from typing import Any
 
 from ..policies.forecasting import OutputLengthView, SurvivalPrediction
 from .routing_records import RoutedProgram
@@ -22,20 +23,9 @@ MAX_TURNS_LEFT = 10_000
 
 StatisticsKey = tuple[str | None, str | None]
 """Tenant (``None``: all tenants) and agent type (``None``: all types)."""
-
-
-class ProgramStatistics:
-    """The latest programs of one tenant and agent type."""
-
-    def __init__(self) -> None:
-        self.peak_tokens: deque[int] = deque(maxlen=WINDOW)
-        """Longest contexts of ended programs."""
-        self.turns: deque[int] = deque(maxlen=WINDOW)
-        """Numbers of turns of ended programs."""
-        self.life_s: deque[float] = deque(maxlen=WINDOW)
-        """Seconds from a program's first request to its end."""
-        self.turn_s: deque[float] = deque(maxlen=WINDOW)
-        """Seconds from sending a request to the end of its answer."""
+ProgramStatistics = defaultdict[str, deque[Any]]
+"""The latest programs of one key. Of ended programs: ``peak_tokens`` (longest contexts), ``turns`` (their
+numbers), ``life_s`` (from the first request to the end). ``turn_s``: from sending to the answer's end."""
 
 
 class ProgramEstimator:
@@ -54,15 +44,15 @@ class ProgramEstimator:
         """Learn from a program that ended at ``now``. A program without answered turns is ignored."""
         if program.turns:
             for known in self._observed(program):
-                known.peak_tokens.append(max(1, program.context_tokens))
-                known.turns.append(program.turns)
-                known.life_s.append(max(0.0, now - program.began_s))
+                known["peak_tokens"].append(max(1, program.context_tokens))
+                known["turns"].append(program.turns)
+                known["life_s"].append(max(0.0, now - program.began_s))
 
     def observe_turn(self, program: RoutedProgram, seconds: float) -> None:
         """Learn from an answered turn; ``seconds``: time from sending the request to the end of its
         answer."""
         for known in self._observed(program):
-            known.turn_s.append(max(0.0, seconds))
+            known["turn_s"].append(max(0.0, seconds))
 
     def size_tokens(self, program: RoutedProgram, context_tokens: int, most_tokens: int) -> int:
         """Return the longest context, in tokens, that a program is expected to reach: at least
@@ -76,21 +66,21 @@ class ProgramEstimator:
         """Return the expected number of turns that the program has left; ``None``: unknown. Without a
         declared graph or an agent type, the number is always unknown: a client that states no agent type
         may not report the program's end either."""
-        if program.steps_left is not None:
-            return program.steps_left
-        if program.agent_type is None:
+        if program.steps_left is None and program.agent_type is None:
             return None
-        return self._left(self._lengths(program, "turns"), program.turns, MAX_TURNS_LEFT)
+        return self._turns_left(program)
 
     def work_s(self, program: RoutedProgram) -> float:
         """Return the expected time, in seconds, that replicas still need for the program (SAGA §6.1,
         W_remain): the number of turns left times the mean duration of a turn. The pending nodes of a
         declared graph are the turns left. An unknown number of turns counts as 1. The result is 0 if the
         duration is unknown."""
-        turns = program.steps_left
-        if turns is None:
-            turns = self._left(self._lengths(program, "turns"), program.turns, MAX_TURNS_LEFT)
-        return (turns or 1.0) * (self._mean(program, "turn_s") or 0.0)
+        return (self._turns_left(program) or 1.0) * (self._mean(program, "turn_s") or 0.0)
+
+    def _turns_left(self, program: RoutedProgram) -> float | None:
+        if program.steps_left is not None:
+            return program.steps_left
+        return self._left(self._lengths(program, "turns"), program.turns, MAX_TURNS_LEFT)
 
     def life_s(self, program: RoutedProgram) -> float | None:
         """Return the mean time from first request to end of programs like this one, in seconds; ``None``:
@@ -102,7 +92,7 @@ class ProgramEstimator:
         for key in reversed(_keys(program)):
             known = self._statistics.get(key)
             if known is None:
-                known = self._statistics[key] = ProgramStatistics()
+                known = self._statistics[key] = defaultdict(lambda: deque(maxlen=WINDOW))
                 if len(self._statistics) > MAX_STATISTICS:
                     self._statistics.popitem(last=False)
             self._statistics.move_to_end(key)
@@ -113,7 +103,7 @@ class ProgramEstimator:
         known."""
         for key in _keys(program):
             known = self._statistics.get(key)
-            if known is not None and len(found := getattr(known, name)) >= MIN_FINISHED_PROGRAMS:
+            if known is not None and len(found := known[name]) >= MIN_FINISHED_PROGRAMS:
                 return sorted(found)
         return ()
 
@@ -121,7 +111,7 @@ class ProgramEstimator:
         """Return the mean of the values ``name`` for programs like this one; ``None``: unknown."""
         for key in _keys(program):
             known = self._statistics.get(key)
-            if known is not None and (found := getattr(known, name)):
+            if known is not None and (found := known[name]):
                 return fmean(found)
         return None
 

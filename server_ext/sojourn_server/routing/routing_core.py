@@ -8,11 +8,13 @@ requests between these states, detects silent replicas, sends failed requests ag
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
+from ..policies.fairness_policies import RunningTaskView, SharePolicy, WaitingTenantView
 from . import routing_events
 from .program_estimates import ProgramEstimator
 from .routing_events import (
@@ -38,6 +40,7 @@ from .routing_limits import (
     RoutingLimits,
 )
 from .routing_records import (
+    DEFAULT_MAX_RUNNING,
     Key,
     ProgramRouteStatus,
     Replica,
@@ -47,9 +50,8 @@ from .routing_records import (
     RoutedProgram,
     RoutedRequest,
 )
+from .waiting_queues import TenantQueue
 
-MAX_EXPIRED_PER_TICK = 500
-"""Maximum number of timed-out requests rejected in one tick; later ticks reject the rest."""
 MAX_PROGRAMS = 50_000
 """Maximum number of programs. Beyond it, the least recently active one without a request is forgotten."""
 STORED_REASON = "stored_response"
@@ -73,6 +75,8 @@ class RoutingStrategy:
 
     unit: str
     """What serves a request, in words."""
+    sharing: SharePolicy | None
+    """Divides the capacity among tenants; ``None``: tenants do not share capacity."""
 
     def attach(self, core: RoutingCore) -> None:
         """Use this core from now on."""
@@ -99,16 +103,6 @@ class RoutingStrategy:
         """Return the longest context, in tokens, that can be served; 0: unknown."""
         raise NotImplementedError
 
-    def rejects_excess(self, tenant: str) -> bool:
-        """Whether a new request of ``tenant`` is rejected while ``RoutingLimits.most_waiting`` requests or
-        more wait."""
-        return True
-
-    def shares_used(self) -> dict[str, float]:
-        """Return, by tenant, the fraction of the capacity that its requests in flight use ÷ its share of the
-        capacity. Empty if tenants do not share capacity."""
-        return {}
-
     def queues_at(self, replica: Replica) -> bool:
         """Whether a new request for this replica has to wait, because the replica is full or others wait
         for it."""
@@ -133,9 +127,8 @@ class RoutingStrategy:
         """A prefill engine has nothing left to do for a request. ``computed``: whether it computed the
         prompt. Only pairs have this event."""
 
-    def answered(self, program: RoutedProgram, turn_s: float, *, at_home: bool) -> None:
-        """A turn of a program was answered, ``turn_s`` seconds after it was sent. ``at_home``: at its home,
-        which has its KV now."""
+    def answered_at_home(self, program: RoutedProgram) -> None:
+        """A turn of a program was answered at its home, which has its KV now."""
 
     def homed(self, program: RoutedProgram, tokens: int) -> None:
         """A program got ``tokens`` more at its home; negative: fewer."""
@@ -158,9 +151,6 @@ class RoutingStrategy:
 
     def nic_queue_reported(self, event: routing_events.NicQueueReported, now: float) -> None:
         """A node reports the queue of its storage NIC."""
-
-    def expire(self, now: float) -> None:
-        """A ``Tick`` came."""
 
 
 class RoutingCore:
@@ -190,6 +180,7 @@ class RoutingCore:
         self._left: list[RoutedProgram] = []
         """Programs whose last request has ended, and which have ended or were never answered."""
         self.strategy = strategy
+        self.tenants = TenantShares(strategy.sharing, self) if strategy.sharing is not None else None
         strategy.attach(self)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             routing_events.RequestReceived: self._received,
@@ -240,6 +231,13 @@ class RoutingCore:
         """Return the statuses of all known programs, most recently active first."""
         return [program.status() for program in self.programs.values()][::-1]
 
+    def shares_used(self) -> dict[str, float]:
+        """Return used ÷ share of the capacity, by tenant. Empty if tenants do not share capacity."""
+        shares = self.tenants
+        if shares is None:
+            return {}
+        return {name: shares.used(name) / share for name, share in shares.shares.items() if share > 0}
+
     def replica_statuses(self) -> list[ReplicaStatus]:
         """Return the statuses of all known replicas, in the order of registration."""
         return [replica.status() for replica in self.fleet.values()]
@@ -254,7 +252,9 @@ class RoutingCore:
         elif longest and event.context_tokens > longest:
             message = f"the prompt has {event.context_tokens:,} tokens; the longest served has {longest:,}"
             self.reject(request_id, 400, "context_too_long", message)
-        elif len(self.waiting) >= self.limits.most_waiting and self.strategy.rejects_excess(event.tenant):
+        elif len(self.waiting) >= self.limits.most_waiting and (
+            self.tenants is None or self.tenants.rejects_excess(event.tenant)
+        ):
             message = f"{len(self.waiting)} requests are waiting already; try again later"
             self.reject(request_id, 429, "too_many_waiting", message, QUEUE_FULL_RETRY_S)
         else:
@@ -383,6 +383,8 @@ class RoutingCore:
         if request.program is not None:
             request.program.waiting -= 1
             request.program.in_flight += 1
+        if self.tenants is not None:
+            self.tenants.in_flight_tokens[request.tenant] += request.context_tokens
         self.strategy.sent(request, now)
         if not is_there:
             self.counts.routes[placement.reason] += 1
@@ -397,6 +399,8 @@ class RoutingCore:
         if request.program is not None:
             request.program.in_flight -= 1
             request.program.waiting += 1
+        if self.tenants is not None:
+            self.tenants.in_flight_tokens[request.tenant] -= request.context_tokens
         self.strategy.unsent(request, now)
         request.replica_id = request.prefill_id = request.sent = None
         request.began, request.prefilled, request.needs_tokens = False, True, 0
@@ -498,8 +502,10 @@ class RoutingCore:
             program.cached |= program.home == sent.replica_id
         program.turns += 1
         at_home = program.home == sent.home_id
-        self.strategy.answered(program, now - sent_s, at_home=at_home)
+        if self.tenants is not None:
+            self.estimator.observe_turn(program, now - sent_s)
         if at_home:
+            self.strategy.answered_at_home(program)
             self.resize(program, self._size(program, program.context_tokens, anew=True))
 
     def _failed(self, event: routing_events.RequestFailed, now: float) -> None:
@@ -549,12 +555,8 @@ class RoutingCore:
             why = f"the {unit} that stores its conversation did not answer"
         elif request.failures_computing >= self.limits.most_failures_computing:
             why = f"it was accepted by a {unit} {request.failures_computing} times and not answered"
-        elif times >= self.limits.most_failures:
-            why = f"it was sent to a {unit} {times} times and not answered"
         else:
-            why = (
-                f"it was sent to a {unit} {times} time{'s' * (times > 1)} and not answered; no other is left"
-            )
+            why = f"it was sent to a {unit} {times} time{'s' * (times > 1)} and not answered"
         self.reject(request.request_id, 502, "replicas_failed", why, REPLICAS_FAILED_RETRY_S)
 
     def reject(
@@ -596,7 +598,7 @@ class RoutingCore:
         self.leave_home(program)
         program.home, program.size_tokens = replica.replica_id, size_tokens
         replica.add_homed(program, size_tokens)
-        self.strategy.homed(program, size_tokens)
+        self._homed(program, size_tokens)
         if before is not None:
             program.moves += 1
             program.moved_at_turn = program.turns
@@ -613,7 +615,7 @@ class RoutingCore:
         program.former_home = program.home or program.former_home
         program.home, program.cached, program.size_tokens = None, False, 0
         if replica is not None:
-            self.strategy.homed(program, -size_tokens)
+            self._homed(program, -size_tokens)
 
     def resize(self, program: RoutedProgram, size_tokens: int) -> None:
         """Change the number of tokens that are counted for a program at its home."""
@@ -621,7 +623,12 @@ class RoutingCore:
         program.size_tokens = size_tokens
         if replica is not None and (more or program.waiting):  # ``homed`` looks at its waiting requests
             replica.add_homed(program, more)
-            self.strategy.homed(program, more)
+            self._homed(program, more)
+
+    def _homed(self, program: RoutedProgram, tokens: int) -> None:
+        if self.tenants is not None:
+            self.tenants.homed_tokens[program.tenant] += tokens
+        self.strategy.homed(program, tokens)
 
     def _program_ended(self, event: routing_events.ProgramEnded, now: float) -> None:
         program = self.programs.get((event.tenant, event.program_id))
@@ -654,7 +661,7 @@ class RoutingCore:
         if others != (replica.other_requests, replica.other_tokens):
             replica.other_requests, replica.other_tokens = others
             self.fleet.changed(replica, now)
-        if getattr(replica.seen, "role", None) is not PairRole.DECODE:  # no program has its home there
+        if replica.seen.role is not PairRole.DECODE:  # no program has its home there
             self._update_homes(event, replica, now)
         self.strategy.kv_reported(event, replica, now)
 
@@ -700,17 +707,16 @@ class RoutingCore:
 
     def _registered(self, event: ReplicaRegistered, now: float) -> None:
         sizes = (event.host_tokens, event.max_running, event.max_context_tokens)
-        role, node, block_s = None, "-", 1.0
+        node, block_s = "-", 1.0
         if isinstance(event, PairEngineRegistered):
-            role, node, block_s = event.role, event.node, event.block_s
+            node, block_s = event.node, event.block_s
         if event.capacity_tokens < 1 or min(sizes) < 0 or not node or not 0 < block_s < float("inf"):
             raise ValueError(
                 f"replica {event.replica_id!r}: {event}; expected capacity_tokens ≥ 1, sizes ≥ 0, the "
                 "name of a node and block_s > 0"
             )
         known = self.fleet.get(event.replica_id)
-        before = (known.instance, getattr(known.seen, "role", None)) if known is not None else None
-        if known is not None and before != (event.instance, role):
+        if known is not None and (known.instance, known.seen.role) != (event.instance, event.role):
             self._lose(known, now)
             known = None
         was = known.health if known is not None else None
@@ -737,7 +743,7 @@ class RoutingCore:
             replica.remove_homed(program)
             size_tokens, program.size_tokens = program.size_tokens, 0
             program.home, program.cached = None, False
-            self.strategy.homed(program, -size_tokens)
+            self._homed(program, -size_tokens)
         self.strategy.lost(replica, now)
         for request in [one for one in self.waiting.values() if one.only_replica_id == replica.replica_id]:
             self.give_up(request, now)
@@ -783,9 +789,9 @@ class RoutingCore:
             if silent and (replica.probed_s is None or now - replica.probed_s >= lease_s):
                 self._suspect(replica, now)
         wait_s = self.limits.wait_s
-        for request in list(islice(self.waiting.values(), MAX_EXPIRED_PER_TICK)):
-            if now - request.waiting_since_s < wait_s:
-                break
+        for request in list(
+            takewhile(lambda one: now - one.waiting_since_s >= wait_s, self.waiting.values())
+        ):
             self.close(request, now)
             message = f"the request waited {wait_s:g} s; no {self.strategy.unit} had free KV capacity"
             self.reject(request.request_id, 503, "no_room", message, NO_ROOM_RETRY_S)
@@ -794,4 +800,100 @@ class RoutingCore:
             if program.is_idle:
                 del self.programs[program.key]
                 self.leave_home(program)
-        self.strategy.expire(now)
+        if self.tenants is not None:
+            self.tenants.update(now)
+
+
+class TenantShares:
+    """Used capacity and share of capacity of each tenant, and the order in which they are served (SAGA §6).
+
+    A program without a stated deadline is due after ``RoutingLimits.slo_factor`` times the mean duration
+    of its agent type. A stated deadline that is earlier than ``now`` plus the work left counts as ``now``
+    plus the work left. Only the oldest of a tenant's programs count: as many as all replicas together run
+    at once.
+    """
+
+    def __init__(self, policy: SharePolicy, core: RoutingCore) -> None:
+        self._policy = policy
+        self._core = core
+        self._fleet = core.fleet
+        self.in_flight_tokens: Counter[str] = Counter()
+        """Total context length of requests in flight, by tenant."""
+        self.homed_tokens: Counter[str] = Counter()
+        """Total expected size of programs with a home, by tenant."""
+        self.shares: Mapping[str, float] = {}
+        """Fraction of all capacity that each tenant may use, as last computed; empty: not computed yet."""
+        self._due_s = -math.inf
+        """Time of the next computation of the shares."""
+
+    def used(self, tenant: str, *, room: bool = False) -> float:
+        """Return the fraction of all devices' KV capacity that a tenant's requests in flight use.
+
+        With ``room``, return the larger of this and a second fraction: expected size of the tenant's programs
+        with a home ÷ KV capacity of device and host memory."""
+        fleet = self._fleet
+        used = self.in_flight_tokens[tenant] / fleet.capacity_tokens if fleet.capacity_tokens else 0.0
+        if room and fleet.memory_tokens:
+            used = max(used, self.homed_tokens[tenant] / fleet.memory_tokens)
+        return used
+
+    def rejects_excess(self, tenant: str) -> bool:
+        """Whether a new request is rejected while ``RoutingLimits.most_waiting`` requests wait: with as many
+        as its share of them, or if twice as many wait."""
+        waiting, most = self._core.waiting, self._core.limits.most_waiting
+        tenants = [one.tenant for one in waiting.values()]
+        return len(waiting) >= 2 * most or tenants.count(tenant) >= most / len({*tenants, tenant})
+
+    # -- shares -----------------------------------------------------------------
+
+    def update(self, now: float) -> None:
+        """Compute the tenants' shares from the work left in their programs, once per ``SharePolicy.epoch_s``
+        seconds. If the policy fails, the error is counted and the shares stay unchanged."""
+        epoch_s = self._policy.epoch_s
+        if 0 < self._due_s - now <= epoch_s:
+            return  # not due yet; a due time beyond one epoch means that the clock stepped back
+        self._due_s = now + epoch_s
+        # A tenant whose requests have no program has unknown work, so it gets the least share.
+        working: dict[str, dict[Key, RoutedProgram]] = {}
+        for request in self._core.requests.values():
+            programs = working.setdefault(request.tenant, {})
+            if request.program is not None:
+                programs[request.program.key] = request.program
+        views = {tenant: self._tasks(programs, now) for tenant, programs in working.items()}
+        try:
+            self.shares = dict(self._policy.shares(views, now))
+        except Exception as error:
+            self._core.counts.policy_failed(error)
+
+    def _tasks(self, programs: Mapping[Key, RoutedProgram], now: float) -> list[RunningTaskView]:
+        """Return the tenant's programs that count for its share, each with its work and deadline."""
+        tasks = []
+        for program in islice(programs.values(), self._fleet.max_running or DEFAULT_MAX_RUNNING):
+            task = program.task
+            if task is None:
+                work_s = self._core.estimator.work_s(program)
+                life_s = self._core.estimator.life_s(program)
+                usual_s = self._core.limits.usual_life_s if life_s is None else life_s
+                due_s = program.began_s + self._core.limits.slo_factor * usual_s
+                deadline_s = due_s if program.deadline_s is None else program.deadline_s
+                task = program.task = RunningTaskView(work_s, deadline_s)
+            if program.deadline_s is not None and task.deadline_s < now + task.work_s:
+                task = RunningTaskView(task.work_s, now + task.work_s)
+            tasks.append(task)
+        return tasks
+
+    def order(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
+        """Return the tenants of ``queues``, in the order in which they are served. If the policy fails,
+        tenants are ordered by the arrival of their oldest request. ``room``: True if the requests wait for
+        KV capacity, False if they wait for a full replica."""
+        waiting = [
+            WaitingTenantView(tenant, self.used(tenant, room=room), queue.oldest.since_s)
+            for tenant, queue in queues
+        ]
+        if len(waiting) == 1:
+            return [waiting[0].tenant]
+        try:
+            return self._policy.order(waiting, self.shares)
+        except Exception as error:
+            self._core.counts.policy_failed(error)
+            return [one.tenant for one in sorted(waiting, key=lambda one: (one.since_s, one.tenant))]

@@ -17,7 +17,11 @@ class PairRole(str, Enum):
     DECODE = "decode"
 
 
-class ReplicaRegistered(msgspec.Struct, frozen=True):
+class AnyRoutingEvent(msgspec.Struct, frozen=True):
+    """Base of the events."""
+
+
+class ReplicaRegistered(AnyRoutingEvent, frozen=True):
     """A replica registers, or reports that it is alive. ``instance`` is an id that changes when the replica
     restarts and loses all its KV."""
 
@@ -31,6 +35,8 @@ class ReplicaRegistered(msgspec.Struct, frozen=True):
     """Number of requests that the replica runs at once; 0: unknown."""
     max_context_tokens: int = 0
     """Longest context that the replica computes; 0: unknown."""
+    role: PairRole | None = None
+    """``None``: the replica computes whole requests."""
 
 
 class PairEngineRegistered(ReplicaRegistered, frozen=True, kw_only=True):
@@ -48,7 +54,7 @@ class PairEngineRegistered(ReplicaRegistered, frozen=True, kw_only=True):
     """Instance of the engine's KV transfer manager; empty: unknown."""
 
 
-class NicQueueReported(msgspec.Struct, frozen=True):
+class NicQueueReported(AnyRoutingEvent, frozen=True):
     """A node reports how many seconds of reads are queued at its storage NIC."""
 
     node: str
@@ -70,7 +76,7 @@ class ResidentKv(msgspec.Struct, frozen=True, array_like=True):
     unknown."""
 
 
-class KvReported(msgspec.Struct, frozen=True, kw_only=True):
+class KvReported(AnyRoutingEvent, frozen=True, kw_only=True):
     """A replica reports its load, and the programs whose KV it has."""
 
     replica_id: str
@@ -88,27 +94,27 @@ class KvReported(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum seconds since the engine wrote the report."""
 
 
-class ReplicaGone(msgspec.Struct, frozen=True):
+class ReplicaGone(AnyRoutingEvent, frozen=True):
     """An instance of a replica is dead. The event is ignored if another instance is registered."""
 
     replica_id: str
     instance: str
 
 
-class ReplicaDrainStarted(msgspec.Struct, frozen=True):
+class ReplicaDrainStarted(AnyRoutingEvent, frozen=True):
     """A replica begins to drain. It gets no further programs, and its own programs move away at their next
     turn."""
 
     replica_id: str
 
 
-class ReplicaDrainCancelled(msgspec.Struct, frozen=True):
+class ReplicaDrainCancelled(AnyRoutingEvent, frozen=True):
     """The drain of a replica was cancelled."""
 
     replica_id: str
 
 
-class RequestReceived(msgspec.Struct, frozen=True):
+class RequestReceived(AnyRoutingEvent, frozen=True):
     """A client's request arrived."""
 
     request_id: str
@@ -132,14 +138,14 @@ class RequestReceived(msgspec.Struct, frozen=True):
     """The replica that stores the conversation that the request continues; ``None``: any may serve it."""
 
 
-class FirstByteSent(msgspec.Struct, frozen=True):
+class FirstByteSent(AnyRoutingEvent, frozen=True):
     """The client has the first byte of an answer, so the request can no longer be sent to another replica."""
 
     request_id: str
     replica_id: str
 
 
-class PrefillFinished(msgspec.Struct, frozen=True):
+class PrefillFinished(AnyRoutingEvent, frozen=True):
     """A prefill engine has nothing left to do for a request. Only pairs have this event."""
 
     request_id: str
@@ -148,7 +154,7 @@ class PrefillFinished(msgspec.Struct, frozen=True):
     """Whether it computed the prompt. If not, the decode engine computes all of the request."""
 
 
-class RequestFinished(msgspec.Struct, frozen=True):
+class RequestFinished(AnyRoutingEvent, frozen=True):
     """A request ended: it was answered, refused by the engine, or abandoned by its client."""
 
     request_id: str
@@ -162,7 +168,7 @@ class RequestFinished(msgspec.Struct, frozen=True):
     """Number of prompt tokens, as counted by an engine; 0: unknown."""
 
 
-class RequestFailed(msgspec.Struct, frozen=True):
+class RequestFailed(AnyRoutingEvent, frozen=True):
     """A request did not reach its replica, or got no answer from it."""
 
     request_id: str
@@ -171,33 +177,15 @@ class RequestFailed(msgspec.Struct, frozen=True):
     """Whether the replica had accepted the request. Then the request itself may have caused the failure."""
 
 
-class ProgramEnded(msgspec.Struct, frozen=True):
+class ProgramEnded(AnyRoutingEvent, frozen=True):
     """A program ended."""
 
     program_id: str
     tenant: str
 
 
-class Tick(msgspec.Struct, frozen=True):
+class Tick(AnyRoutingEvent, frozen=True):
     """Time has passed. The gateway that owns the core sends this event regularly."""
-
-
-AnyRoutingEvent = (
-    ReplicaRegistered
-    | PairEngineRegistered
-    | NicQueueReported
-    | KvReported
-    | ReplicaGone
-    | ReplicaDrainStarted
-    | ReplicaDrainCancelled
-    | RequestReceived
-    | FirstByteSent
-    | PrefillFinished
-    | RequestFinished
-    | RequestFailed
-    | ProgramEnded
-    | Tick
-)
 
 
 class SendRequest(msgspec.Struct, frozen=True):

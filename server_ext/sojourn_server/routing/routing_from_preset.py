@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..policies.cluster_preset import ClusterPreset
 from ..policies.prefill_decode.engine_pair_scheduler import PairScheduler
 from ..policies.prefill_decode.engine_pair_scheduler import PrefillDecodeRules as PrefillDecodeRules
-from .affinity_strategy import PREEMPTED_REASON, RELOCATED_REASON, AffinityStrategy, steal_reason
+from .affinity_strategy import PREEMPTED_REASON, RELOCATED_REASON, AffinityStrategy
 from .pair_strategy import PairStrategy
 from .program_estimates import ProgramEstimator
 from .routing_core import STORED_REASON, RoutingCore
@@ -48,4 +48,4 @@ def routing_reasons(preset: ClusterPreset | PrefillDecodeRules) -> tuple[str, ..
     stolen: Iterable[str] = getattr(preset.stealing, "reasons", ())
     preempted = (PREEMPTED_REASON,) if preset.tenant_preemption.is_used else ()
     always = (RELOCATED_REASON, STORED_REASON)
-    return (*routed, *(steal_reason(reason) for reason in stolen), *preempted, *always)
+    return (*routed, *(f"stolen_{reason}" for reason in stolen), *preempted, *always)

@@ -82,8 +82,4 @@ class RoutingCounters:
         ``PolicyCallError``."""
         self.policy_failures += 1
         cause = error.__cause__ or error
-        try:
-            text = str(cause)
-        except Exception:
-            text = "its text cannot be read"
-        self.newest_policy_failure = f"{type(cause).__name__}: {text[:MAX_ERROR_CHARS]}"
+        self.newest_policy_failure = f"{type(cause).__name__}: {str(cause)[:MAX_ERROR_CHARS]}"

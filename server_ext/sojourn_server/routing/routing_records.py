@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from ..core.engine_answers import LinkStats
 from ..policies.fairness_policies import RunningTaskView
 from ..policies.routing_policies import ReplicaView, ResidentProgramGroup
 from ..programs.idleness import IdlenessTracker
-from .routing_events import PairEngineRegistered, ReplicaRegistered, SendRequest
+from .routing_events import PairEngineRegistered, PairRole, ReplicaRegistered, SendRequest
 
 Key = tuple[str, str]
 """Tenant and program id. Two tenants may use the same id for different programs."""
@@ -359,27 +360,7 @@ class Replica:
     def status(self) -> ReplicaStatus:
         """Return the status of the replica, for operators. The ``links`` of an engine of a pair are empty."""
         seen, view = self.seen, self.view()
-        if isinstance(seen, PairEngineRegistered):
-            # A prefill engine has no bound on its requests.
-            tokens = self.in_flight_tokens + self.other_tokens
-            load = self.load() if seen.role.value == "decode" else tokens / seen.capacity_tokens
-            return PairEngineStatus(
-                self.replica_id,
-                seen.instance,
-                self.health.value,
-                round(load, 4),
-                view.in_flight,
-                0,
-                view.homed,
-                seen.capacity_tokens,
-                0,
-                max(0, seen.capacity_tokens - tokens),
-                role=seen.role.value,
-                node=seen.node,
-                epoch=seen.epoch,
-                links={},
-            )
-        return ReplicaStatus(
+        status = ReplicaStatus(
             self.replica_id,
             seen.instance,
             self.health.value,
@@ -391,6 +372,15 @@ class Replica:
             seen.host_tokens,
             view.room_tokens,
         )
+        if not isinstance(seen, PairEngineRegistered):
+            return status
+        # A prefill engine has no bound on its requests.
+        tokens = self.in_flight_tokens + self.other_tokens
+        load = self.load() if seen.role is PairRole.DECODE else tokens / seen.capacity_tokens
+        room_tokens = max(0, seen.capacity_tokens - tokens)
+        pair: dict[str, Any] = {"role": seen.role.value, "node": seen.node, "epoch": seen.epoch}
+        pair |= {"load": round(load, 4), "room_tokens": room_tokens, "links": {}}
+        return PairEngineStatus(**{**msgspec.structs.asdict(status), **pair})
 
 
 class ReplicaFleet(dict[str | None, Replica]):

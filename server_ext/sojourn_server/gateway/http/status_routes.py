@@ -157,7 +157,7 @@ class StatusRoutes:
 
     async def _exposition(self, request: Request) -> Response:
         states, core = self.routing_backend.replicas(), self.routing_backend.core
-        missing, uses = len(self.queries.monitor.missing()), core.strategy.shares_used()
+        missing, uses = len(self.queries.monitor.missing()), core.shares_used()
         page = self.metrics.exposition(states, uses, missing, self._roles(states) or {}, len(core.waiting))
         return Response(page, media_type="text/plain; version=0.0.4")
 
