@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn.ids import ProgramId
 
@@ -20,9 +20,7 @@ from ..policies.policy_protocols import DecisionReason, EndedKvHandling, Retenti
 from ..policies.policy_views import FinishedTurnView, LeaseView, ReclaimRequest
 from ..programs.program_state import ProgramState
 from . import events_and_actions as ev
-
-if TYPE_CHECKING:
-    from .scheduler_state import SchedulerState
+from .scheduler_state import SchedulerState
 
 SILENCE_S = 20.0
 """The lease of a client that promised heartbeats ends this many seconds after its grant or the last contact
@@ -94,7 +92,7 @@ class LeaseTable(dict[ProgramId, Lease]):
 
     def __init__(self, state: SchedulerState) -> None:
         super().__init__()
-        self._state = state
+        self._state, state.leases = state, self
         self.budget_blocks = int(state.pool.blocks * state.limits.lease_budget_fraction)
         self._holders: dict[int, list[tuple[int, ProgramId]]] = {}
         """Block id → (rank, id) of the programs whose leases hold the block, in ascending order."""

@@ -45,6 +45,7 @@ from ..programs.statements import TTL
 from ..programs.windowed_history import recent_entry
 from . import events_and_actions as ev
 from .demand_forecaster import DemandForecaster
+from .leases import LeaseTable
 from .request_hints import clipped, unused_fields
 from .request_table import QueuePlace, QueueState, RequestState
 from .scheduler_state import SchedulerState
@@ -77,7 +78,7 @@ class ProgramScheduler:
         self._requests = state.requests
         self.owners = state.owners
         self._outbox = state.actions
-        self.leases = state.leases
+        self.leases = LeaseTable(state)
         self.predictor = WorkflowPredictor(state)
         self.forecaster = DemandForecaster(state)
         self.tiers = TierManager(state, self._moved)

@@ -29,7 +29,6 @@ from ..programs.workflow_history import WorkflowHistory
 from .block_owners import BlockOwners
 from .context_hashes import HashLists
 from .events_and_actions import Action
-from .leases import LeaseTable
 from .request_table import RequestTable
 
 LOGGED_TURNS_AND_DECISIONS = 20_000
@@ -176,7 +175,8 @@ class SchedulerState:
             promised_s=self.limits.silent_program_s,
         )
         self.requests = RequestTable()
-        self.leases = LeaseTable(self)
+        self.leases: dict[ProgramId, Any] = {}
+        """Program → its ``Lease``. The ``LeaseTable`` puts itself here."""
         self.owners = BlockOwners()
         self.used_blocks: int | None = None
         """Number of blocks that requests use or leases hold, as last reported."""
