@@ -34,10 +34,11 @@ from kept_runs import row_of, run_arguments, run_kept
 from result_pages import FIRST_WORDS, less, marked, opening, write_page
 from rich.console import Console
 from sojourn_server.cli.console import write_json
+from sojourn_server.routing.routing_records import RoutedProgram
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import OVERALL, RunRow
-from sojourn_server.simulator.simulated_clients import agent_type_of
+from sojourn_server.simulator.simulated_clients import DEFAULT_TENANT, agent_type_of
 from sojourn_server.simulator.simulated_gateway import SimulatedGateway
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
@@ -151,7 +152,14 @@ def learn(simulation: Simulation, plans: Iterable[ProgramPlan]) -> None:
         kind = agent_type_of(plan)
         simulation.clients.history.observe_end(kind, len(plan.plans))
         if isinstance(simulation.front, SimulatedGateway):
-            simulation.front.observe_program(plan, kind, simulation.expected_s(plan))
+            took_s, turns, last = simulation.expected_s(plan), len(plan.plans), plan.plans[-1]
+            program = RoutedProgram(
+                (plan.tenant or DEFAULT_TENANT, ""), kind, None, 0.0, took_s,
+                context_tokens=last.prompt_tokens + last.output_tokens, turns=turns,
+            )  # fmt: skip
+            tools_s = sum(map(plan.gap_s, range(turns - 1)))
+            simulation.front.core.estimator.observe_turn(program, (took_s - tools_s) / turns)
+            simulation.front.core.estimator.ended(program, took_s)
 
 
 def scale_spec(options: argparse.Namespace) -> RunSpec:

@@ -6,7 +6,7 @@ Each load is made so that a hint can matter: memory is short, and what the hint 
 earlier programs. Programs arrive by a Poisson process and run until all have ended. Beside the hint clients
 send what sojourn's SDK sends. *Half*: a program's numbers are all halved or all doubled, and half of its
 other values are wrong. *Hostile*: half of the programs state what would help them most, were it believed
-(``client_hints.HOSTILE``); *honest* counts the others. Bounds: unlimited KV memory, and ``sojourn`` with
+(``stated_hints.HOSTILE``); *honest* counts the others. Bounds: unlimited KV memory, and ``sojourn`` with
 the work that each program has left (``oracle_policies``).
 """
 
@@ -29,14 +29,15 @@ from msgspec.structs import replace
 from oracle_policies import WORK_ORACLE, know_work
 from result_pages import marked, opening, show, write_result
 from sojourn_server.metrics.summary_statistics import percentile
-from sojourn_server.simulator.client_hints import HintSetting
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import service_s
+from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 from sojourn_server.simulator.workloads.arrival_processes import OpenLoop
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
 from sojourn_server.simulator.workloads.synthetic_workloads import append_only
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
+from stated_hints import HintSetting, state
 
 QUALITIES = ("true", "half", "hostile")
 BOUNDS = ("unlimited", WORK_ORACLE)
@@ -274,8 +275,13 @@ def play(run: Run) -> list[Ended]:
         programs=load.programs, rate_per_s=load.rate_per_s, until_s=None, seed=run.seed,
     )  # fmt: skip
     arrivals = OpenLoop(ProgramPlanner(load.draw(run.seed)), load.rate_per_s, load.programs, run.seed)
-    prepare = know_work if is_oracle else None
-    done = run_simulation(spec, arrivals=arrivals, hint_setting=setting(run), prepare=prepare)
+
+    def prepare(simulation: Simulation) -> None:
+        state(setting(run))(simulation)
+        if is_oracle:
+            know_work(simulation)
+
+    done = run_simulation(spec, arrivals=arrivals, prepare=prepare)
     assert not done.hook_failures, (run, done.notes)
     # Behind a gateway, a program's request may reach its engine before its event of a tool's end.
     assert load.replicas or not done.refused_hints, run

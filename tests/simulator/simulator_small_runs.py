@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from simulator_small_workload import BLOCK, FlatLatency, SmallLoop
-from sojourn_server.simulator.event_queue import VirtualClock
+from sojourn_server.simulator.event_queue import EventQueue
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 from sojourn_server.simulator.simulated_gateway import SimulatedGateway
@@ -43,7 +43,7 @@ class SmallRun:
     ) -> None:
         find = find_policy if replicas is None else find_cluster_policy
         engine = find(policy) if isinstance(policy, str) else policy
-        self.clock = VirtualClock()
+        self.clock = EventQueue()
         self.decisions: list[tuple[float, Any]] = []
         latency = FlatLatency(call_s)
         if engine.bound == "host":

@@ -32,10 +32,8 @@ from sojourn_server.routing.routing_events import (
 )
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.run_log import RunLog
-from sojourn_server.simulator.simulated_gateway import (
-    DEFAULT_TENANT,
-    SimulatedGateway,
-)
+from sojourn_server.simulator.simulated_clients import DEFAULT_TENANT
+from sojourn_server.simulator.simulated_gateway import SimulatedGateway
 from sojourn_server.simulator.simulator_policies import find_cluster_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]

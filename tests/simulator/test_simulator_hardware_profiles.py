@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
-from sojourn_server.simulator.latency.latency_models import FittedLatency, RooflineLatency, StepWork
+from sojourn_server.simulator.latency.latency_models import (
+    DeviceShape,
+    FittedLatency,
+    RooflineLatency,
+    StepWork,
+)
 from sojourn_server.simulator.latency.latency_profiles import (
     SHIPPED_PROFILES,
     HardwareProfile,
@@ -19,7 +24,7 @@ from sojourn_server.simulator.latency.latency_profiles import (
     load_hardware_profile,
     load_model_shape,
 )
-from sojourn_server.simulator.latency.latency_selection import device_shape, load_latency_model
+from sojourn_server.simulator.latency.latency_selection import load_latency_model
 
 HARDWARE = ("a100-80gb", "b200", "h100", "h200", "h200-80gb")
 
@@ -108,9 +113,13 @@ def test_a_broken_file_says_what_and_where(
     assert "\n" not in str(error.value)
 
 
+def device_shape(hardware: str, model: str, tp: int = 1, **options: Any) -> DeviceShape:
+    return load_latency_model(hardware, model, tp, **options)[1]
+
+
 def test_the_pool_is_what_memory_leaves() -> None:
     """Probe and papers work with about 25,000 blocks of 16 on an A100-80GB with an 8B model."""
-    shape = device_shape(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-8b"), cpu_ratio=2.0)
+    shape = device_shape("a100-80gb", "llama-3.1-8b", cpu_ratio=2.0)
     assert 25_000 <= shape.kv_pool_tokens // 16 <= 30_000
     assert shape.kv_pool_tokens % shape.block_size == 0
     assert shape.host_kv_tokens == 2 * shape.kv_pool_tokens
@@ -119,27 +128,24 @@ def test_the_pool_is_what_memory_leaves() -> None:
 
 
 def test_more_devices_leave_more_room_and_the_same_kv_a_token() -> None:
-    hardware, model = load_hardware_profile("h100"), load_model_shape("llama-3.1-70b")
-    four, eight = device_shape(hardware, model, 4), device_shape(hardware, model, 8)
+    four, eight = (device_shape("h100", "llama-3.1-70b", tp) for tp in (4, 8))
     assert eight.kv_pool_tokens > 2 * four.kv_pool_tokens
     assert eight.kv_bytes_per_token == four.kv_bytes_per_token == 327_680
     assert eight.hardware == "8x h100"
     # With more devices than KV heads every one holds a copy: 8 heads on 16 devices are 16.
-    assert device_shape(hardware, model, 16).kv_bytes_per_token == 2 * 327_680
+    assert device_shape("h100", "llama-3.1-70b", 16).kv_bytes_per_token == 2 * 327_680
 
 
 def test_a_model_that_does_not_fit_is_told_how_far_off_and_what_would_do() -> None:
     with pytest.raises(LatencyProfileError, match=r"does not fit on 1 × a100-80gb: \d+\.\d GiB .*use tp 4"):
-        device_shape(load_hardware_profile("a100-80gb"), load_model_shape("llama-3.1-70b"))
+        device_shape("a100-80gb", "llama-3.1-70b")
     with pytest.raises(LatencyProfileError, match=r"use tp 2, or a max_model_len of at most (\d+)") as error:
-        device_shape(load_hardware_profile("h100"), load_model_shape("qwen2.5-32b"))
+        device_shape("h100", "qwen2.5-32b")
     longest = int(str(error.value).rsplit(" ", 1)[1])
-    fits = device_shape(load_hardware_profile("h100"), load_model_shape("qwen2.5-32b"), max_model_len=longest)
+    fits = device_shape("h100", "qwen2.5-32b", max_model_len=longest)
     assert fits.max_context_tokens + 16 == longest <= fits.kv_pool_tokens, "without the null block"
     with pytest.raises(LatencyProfileError, match="does not fit"):
-        device_shape(
-            load_hardware_profile("h100"), load_model_shape("qwen2.5-32b"), max_model_len=longest + 1
-        )
+        device_shape("h100", "qwen2.5-32b", max_model_len=longest + 1)
 
 
 # -- From names and files to a latency model and its device: shipped, own, measured; what is refused.

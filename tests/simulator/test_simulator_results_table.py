@@ -218,25 +218,27 @@ def test_the_command_names_no_folder_of_the_users() -> None:
     )
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xc1", b"\x1f\x8bxx", b'"\xff"', b"[" * 100_000])
-def test_what_is_no_such_file_is_one_clear_line(tmp_path: Path, data: bytes) -> None:
+MSGPACK = msgspec.msgpack.encode({"version": 1, "runs": []})
+CUT_OFF = gzip.compress(b"{}" * 99)[:-20]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        *((data, "") for data in (b"", b"{", b"[]", b"\xc1", b"\x1f\x8bxx", b'"\xff"', b"[" * 100_000)),
+        (None, "No such file or directory"),
+        (MSGPACK, "not JSON, or cut off, or msgpack of an earlier checkout, to be made again"),
+        (CUT_OFF, "the gzip data is cut off or damaged"),
+    ],
+)
+def test_what_is_no_such_file_is_one_clear_line(tmp_path: Path, data: bytes | None, reason: str) -> None:
     path = tmp_path / "file"
-    path.write_bytes(data)
+    if data is not None:
+        path.write_bytes(data)
     with pytest.raises(ResultsError) as caught:
         load_runs(path)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{path}: {reason}")
     assert "\n" not in str(caught.value)
-
-
-def test_runs_saved_as_msgpack_are_called_that(tmp_path: Path) -> None:
-    (tmp_path / "runs.msgpack").write_bytes(msgspec.msgpack.encode({"version": 1, "runs": []}))
-    with pytest.raises(ResultsError, match="msgpack of an earlier checkout, to be made again"):
-        load_runs(tmp_path / "runs.msgpack")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ResultsError, match="nowhere: No such file or directory"):
-        load_runs(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -257,14 +259,6 @@ def test_the_same_runs_are_the_same_bytes_under_any_name(tmp_path: Path) -> None
     assert (tmp_path / "a.json.gz").read_bytes()[4:8] == bytes(4)
     (tmp_path / "a.json.gz").rename(tmp_path / "renamed")
     assert load_runs(tmp_path / "renamed").runs == [RUN]
-
-
-def test_a_truncated_gzip_is_called_that(tmp_path: Path) -> None:
-    path = tmp_path / "runs.json.gz"
-    save_runs(path, [RUN], MADE)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ResultsError, match="the gzip data is cut off or damaged"):
-        load_runs(path)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from script_modules import benchmark
-from sojourn_server.simulator.client_hints import HOSTILE, HintSetting, StatedHints
 from sojourn_server.simulator.event_queue import EventQueue
 from sojourn_server.simulator.workloads.program_plans import ProgramPlan, ProgramPlanner
 
-ALL = (*HOSTILE, "aeg")
+with benchmark("stated_hints") as stated_hints:
+    ALL = (*stated_hints.HOSTILE, "aeg")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,9 @@ def plans_of(hint_value: ModuleType, load: str) -> list[ProgramPlan]:
     return [planner.plan(number) for number in range(len(planner))]
 
 
-def client(plan: ProgramPlan, **setting: Any) -> StatedHints:
-    return StatedHints(plan, None, "a", HintSetting(**setting), EventQueue())
+def client(plan: ProgramPlan, **setting: Any) -> Any:
+    setting = stated_hints.HintSetting(**setting)
+    return stated_hints.StatedHints(plan, None, "a", setting, EventQueue())
 
 
 def numbers(plan: ProgramPlan, **setting: Any) -> list[float]:
@@ -75,7 +76,7 @@ def test_hints_wrong_by_half_are_halved_or_doubled_for_a_whole_program(hint_valu
 
 def test_liars_state_what_would_help_them_and_the_others_the_truth(hint_value: ModuleType) -> None:
     plans = plans_of(hint_value, "step limits")
-    told = HintSetting(stated=ALL, quality="hostile", liars=0.5)
+    told = stated_hints.HintSetting(stated=ALL, quality="hostile", liars=0.5)
     liars = [plan for plan in plans if told.lies(plan.instance_id)]
     assert 0.3 * len(plans) < len(liars) < 0.7 * len(plans)
     for plan in plans:
@@ -95,14 +96,14 @@ def test_a_turn_waits_for_the_last_of_its_sub_agents(
 ) -> None:
     """And the engine accepts every hint, true or not."""
     logs = []
-    run_simulation = hint_value.run_simulation
+    run_simulation, setting = hint_value.run_simulation, hint_value.setting
 
-    def simulated(spec: Any, **more: Any) -> Any:
-        every = replace(more.pop("hint_setting"), stated=ALL)
-        logs.append(run_simulation(spec, hint_setting=every, **more))
+    def simulated(*arguments: Any, **more: Any) -> Any:
+        logs.append(run_simulation(*arguments, **more))
         return logs[-1]
 
     monkeypatch.setattr(hint_value, "run_simulation", simulated)
+    monkeypatch.setattr(hint_value, "setting", lambda run: replace(setting(run), stated=ALL))
     for load in ("fan-out", "urgent, gateway"):
         monkeypatch.setitem(hint_value.LOADS, load, replace(hint_value.LOADS[load], programs=4))
         for quality in hint_value.QUALITIES:

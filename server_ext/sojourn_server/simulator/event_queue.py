@@ -1,4 +1,4 @@
-"""Virtual time: the clock, the queue of events behind every simulation, and transfers that take time."""
+"""Virtual time: the clock and queue of events behind every simulation, and transfers that take time."""
 
 from __future__ import annotations
 
@@ -11,40 +11,25 @@ if TYPE_CHECKING:
     from .latency.latency_models import LatencyModel
 
 
-class VirtualClock:
-    """Virtual seconds since the start of the simulation. Calling the clock returns the time, as with
-    ``time.monotonic``."""
-
-    __slots__ = ("now_s",)
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance_to(self, at_s: float) -> None:
-        """Set the time to ``at_s``. Raises ``ValueError`` for a time in the past."""
-        if at_s < self.now_s:
-            raise ValueError(f"time cannot go back from {self.now_s} s to {at_s} s")
-        self.now_s = at_s
-
-
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...], bool]
 """A scheduled callback: (due time in virtual seconds, sequence number, callback, arguments of the callback,
 whether this is a background event)."""
 
 
 class EventQueue:
-    """Callbacks with due times in virtual seconds. Callbacks with equal due times run in the order of
-    scheduling. ``now_s`` is the due time of the event that ran last. After ``run_due_events``, it is the
-    argument of that call."""
+    """Virtual clock, and callbacks with due times in virtual seconds since the start of the simulation.
+    Callbacks with equal due times run in the order of scheduling. Calling the queue returns ``now_s``, as
+    with ``time.monotonic``: the due time of the event that ran last, or the argument of ``run_due_events``
+    after it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._events: list[Event] = []
         self._count = 0
         self._foreground_events = 0
+
+    def __call__(self) -> float:
+        return self.now_s
 
     def schedule_at(
         self, at_s: float, call: Callable[..., None], *args: Any, background: bool = False

@@ -72,23 +72,18 @@ class ParityReport:
         table = Table(title=f"{self.recording}: {self.policy}", title_justify="left")
         table.add_column("reproduced exactly" if self.identical else "reproduced up to the difference")
         table.add_column("count", justify="right")
-        counts = (("decision", self.decisions_by_kind), ("action", self.actions_by_kind))
-        for what, by_kind in counts:
+        for what, by_kind in (("decision", self.decisions_by_kind), ("action", self.actions_by_kind)):
             for kind, count in sorted(by_kind.items()):
                 table.add_row(f"{what}: {kind}", f"{count:,}")
         table.add_row("blocks reported as evicted", f"{self.evictions:,}")
         table.add_row("records", f"{self.records:,}", end_section=True)
         made_by = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
+        span = f"{self.span_s:,.1f} s of the engine's clock in {self.wall_s:.1f} s; recorded by {made_by}"
         end = f"ends: {self.ended}" if self.ended else "stops without an end record"
         verdict = Text(f"identical: {self.decisions:,} decisions", style="bold green")
         if self.difference is not None:
             verdict = Text(self.difference, style="bold red")
-        return Group(
-            table,
-            Text(f"{self.span_s:,.1f} s of the engine's clock in {self.wall_s:.1f} s; recorded by {made_by}"),
-            Text(f"the recording {end}"),
-            verdict,
-        )
+        return Group(table, Text(span), Text(f"the recording {end}"), verdict)
 
 
 def replay_recording(path: str | Path, *, allow_unfinished: bool = False) -> ParityReport:

@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
@@ -30,7 +31,7 @@ from sojourn_server.routing.routing_events import (
 )
 from sojourn_server.traces.trace_schema import TraceToolRun
 
-from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory, HintSetting, StatedHints
+from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
 from .event_queue import EventQueue
 from .request_router import RequestRouter
 from .run_log import ProgramLog, RunLog, TurnLog
@@ -120,8 +121,8 @@ class UnansweredRequest:
 class SimulatedClients:
     """All clients of a run, behind a router in front of one or several engines.
 
-    Without a ``HintSetting`` they state no deadlines. The gateway's routing core then derives them from the
-    mean duration of earlier programs of the same agent type.
+    They state no deadlines. The gateway's routing core derives them from the mean duration of earlier
+    programs of the same agent type.
     """
 
     sim_replicas: Sequence[SimulatedReplica]
@@ -137,8 +138,8 @@ class SimulatedClients:
     """Virtual seconds that requests and events take to reach an engine."""
     with_hints: bool
     """Whether clients send hints and events."""
-    hint_setting: HintSetting | None = None
-    """What they state; ``None``: no future."""
+    make_hints: Callable[[ProgramPlan, str | None, str], ClientHints] | None = None
+    """Makes the hints of a program (its parent's id, its agent type); ``None``: none about its future."""
     history: ClientHistory = field(default_factory=ClientHistory)
     replicas_with_messages: set[str] = field(default_factory=set)
     """Names of engines whose inbox has an undelivered message."""
@@ -187,12 +188,11 @@ class SimulatedClients:
         """Schedule the next arrival. Each arrival schedules the one after it, because arrivals may be
         endless."""
         for at_s, plan in itertools.islice(arrivals, 1):
+            self.event_queue.schedule_at(at_s, self._arrive, plan, arrivals)
 
-            def arrive(plan: ProgramPlan = plan) -> None:
-                self._begin(plan, None)
-                self._schedule_next_arrival(arrivals)
-
-            self.event_queue.schedule_at(at_s, arrive)
+    def _arrive(self, plan: ProgramPlan, arrivals: Iterator[tuple[float, ProgramPlan]]) -> None:
+        self._begin(plan, None)
+        self._schedule_next_arrival(arrivals)
 
     def _begin(self, plan: ProgramPlan, parent: ActiveProgram | None) -> None:
         now = self.event_queue.now_s
@@ -209,10 +209,10 @@ class SimulatedClients:
         hints: ClientHints | None = None
         if self.with_hints:
             kind = agent_type_of(plan, is_child=parent is not None)
-            if (stated := self.hint_setting) is None:
-                hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self.history)
+            if self.make_hints is not None:
+                hints = self.make_hints(plan, log.parent, kind)
             else:
-                hints = StatedHints(plan, log.parent, kind, stated, self.event_queue)
+                hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self.history)
         root = None if parent is None else parent.root or parent
         active = ActiveProgram(plan, log, root, hints)
         if root is not None:
@@ -225,7 +225,7 @@ class SimulatedClients:
             (root or active).family += 1
             if child.parent_turn is None:
                 starts_s = now + (child.start_offset_s or 0.0)
-                self.event_queue.schedule_at(starts_s, lambda child=child: self._begin_child(child, active))
+                self.event_queue.schedule_at(starts_s, self._begin_child, child, active)
             else:
                 active.children.append(child)
         self._submit(active)
@@ -337,9 +337,7 @@ class SimulatedClients:
         active.awaited = {child.instance_id for child in started if child.blocks_parent}
         for child in started:
             active.children.remove(child)
-            self.event_queue.schedule_at(
-                now + child.delay_s, lambda child=child: self._begin_child(child, active)
-            )
+            self.event_queue.schedule_at(now + child.delay_s, self._begin_child, child, active)
         active.turn += 1
         if active.turn >= len(active.plan.plans):
             active.log.finished_s = now
@@ -350,7 +348,7 @@ class SimulatedClients:
         if active.hints is not None:
             self._send_tool_events(active.hints, active.plan.tool_runs(number), number, gap_s)
         if not active.awaited:  # else the end of the last sub-agent sends the next request
-            self.event_queue.schedule_at(now + gap_s, lambda: self._submit(active))
+            self.event_queue.schedule_at(now + gap_s, self._submit, active)
 
     def _begin_child(self, child: ProgramPlan, parent: ActiveProgram) -> None:
         (parent.root or parent).family -= 1  # the child has counted since its parent began
@@ -364,19 +362,19 @@ class SimulatedClients:
         self._queue_events(hints, *(hints.tool_start(f"{turn}.{i}", run) for i, run in enumerate(runs)))
         for i, run in enumerate(runs):
             took_s = gap_s if run.s is None else min(run.s, gap_s)
+            ends_s = self.event_queue.now_s + took_s
+            self.event_queue.schedule_at(ends_s, self._stop_tool, hints, f"{turn}.{i}", took_s)
 
-            def stop(call_id: str = f"{turn}.{i}", took_s: float = took_s) -> None:
-                self._queue_events(hints, hints.tool_stop(call_id, took_s))
-
-            self.event_queue.schedule_at(self.event_queue.now_s + took_s, stop)
+    def _stop_tool(self, hints: ClientHints, call_id: str, took_s: float) -> None:
+        self._queue_events(hints, hints.tool_stop(call_id, took_s))
 
     def _end_program(self, active: ActiveProgram) -> None:
         """End a program that has finished, or whose request was rejected."""
         now = self.event_queue.now_s
         del self.active[active.plan.instance_id]
-        ending = active.hints.end_events() if active.hints is not None else []
+        ending: list[dict[str, Any]] = []
         if active.hints is not None:
-            self._queue_events(active.hints, *ending)
+            self._queue_events(active.hints, *(ending := active.hints.end_events()))
         parent = self.active.get(active.log.parent or "")
         if parent is not None and active.plan.instance_id in parent.awaited:
             parent.awaited.remove(active.plan.instance_id)
@@ -388,7 +386,7 @@ class SimulatedClients:
             following = self.loop.finished(root.plan, now)
             if following is not None:
                 at_s, plan = following
-                self.event_queue.schedule_at(max(now, at_s), lambda: self._begin(plan, None))
+                self.event_queue.schedule_at(max(now, at_s), self._begin, plan, None)
         # All simulated clients report the end of a program, with hints or without.
         self._take(ProgramEnded(active.plan.instance_id, active.tenant))
         if not ending:  # an event about the end still needs the engine's name
@@ -402,7 +400,7 @@ class SimulatedClients:
         """Queue client events. They are sent after ``EVENT_SEND_DELAY_S``, or with an earlier request."""
         now = self.event_queue.now_s
         if events and hints.queue_events(events, now):
-            self.event_queue.schedule_at(now + EVENT_SEND_DELAY_S, lambda: self._send(hints))
+            self.event_queue.schedule_at(now + EVENT_SEND_DELAY_S, self._send, hints)
 
     def _send(self, hints: ClientHints) -> None:
         events = hints.pop_unsent(self.event_queue.now_s)
@@ -433,19 +431,12 @@ class SimulatedClients:
             return
         self._gateway_event_seq += 1
         # Status cancelled: histories must not learn from such a program.
-        event = {
-            "type": "program_end",
-            "program_id": program_id,
-            "seq": self._gateway_event_seq,
-            "status": "cancelled",
-        }
+        event: dict[str, Any] = {"type": "program_end", "program_id": program_id, "status": "cancelled"}
+        event["seq"] = self._gateway_event_seq
+        tell = partial(self._replicas[replica].engine.tell, event, emitter=GATEWAY_EMITTER)
+        self._after_call_delay(lambda: self._post(replica, tell))
 
-        def release() -> None:
-            self._replicas[replica].engine.tell(event, emitter=GATEWAY_EMITTER)
-
-        self._after_call_delay(lambda: self._post(replica, release))
-
-    def _post(self, replica: str, what: Callable[[], None]) -> None:
+    def _post(self, replica: str, what: Callable[[], object]) -> None:
         self._replicas[replica].submit(what)
         self.replicas_with_messages.add(replica)
 

@@ -8,11 +8,9 @@ from sojourn_server.policies.cluster_preset import ClusterPreset
 from sojourn_server.routing.routing_events import AnyRoutingAction, AnyRoutingEvent
 from sojourn_server.routing.routing_from_preset import build_routing_core
 from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.routing.routing_records import RoutedProgram
 
 from .latency.latency_models import LatencyModel, StepWork
 from .request_router import UNLIMITED_S, RequestRouter
-from .simulated_clients import DEFAULT_TENANT
 from .workloads.program_plans import ProgramPlan
 
 
@@ -96,14 +94,3 @@ class SimulatedGateway(RequestRouter):
 
     def take(self, event: AnyRoutingEvent, now: float) -> Sequence[AnyRoutingAction]:
         return self.core.take(event, now)
-
-    def observe_program(self, plan: ProgramPlan, agent_type: str, took_s: float) -> None:
-        """Learn from a program that ended before the run, after ``took_s`` seconds."""
-        turns, last = len(plan.plans), plan.plans[-1]
-        program = RoutedProgram(
-            (plan.tenant or DEFAULT_TENANT, ""), agent_type, None, 0.0, took_s,
-            context_tokens=last.prompt_tokens + last.output_tokens, turns=turns,
-        )  # fmt: skip
-        tools_s = sum(map(plan.gap_s, range(turns - 1)))
-        self.core.estimator.observe_turn(program, (took_s - tools_s) / turns)
-        self.core.estimator.ended(program, took_s)

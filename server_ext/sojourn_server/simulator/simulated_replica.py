@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .event_queue import VirtualClock
+from .event_queue import EventQueue
 from .latency.latency_models import LatencyModel
 from .simulated_engine import SimulatedEngine
 from .token_accounting import InFlightTurn, TokenAccounting
@@ -55,7 +55,7 @@ class SimulatedReplica:
     account: TokenAccounting
     host: VllmOffloadTransfers | TierTransfers | None
     latency: LatencyModel
-    clock: VirtualClock
+    clock: EventQueue
     on_first_token: Callable[[InFlightTurn], None]
     on_finished: Callable[[InFlightTurn, SimulatedEngine], None]
     steps: int = 0
@@ -66,7 +66,7 @@ class SimulatedReplica:
     is_blocked: bool = False
     """Whether the engine has requests but can run none."""
     due_s: float = NEVER_S
-    _inbox: deque[Callable[[], None]] = field(default_factory=deque)
+    _inbox: deque[Callable[[], object]] = field(default_factory=deque)
     _steps: deque[_Step] = field(default_factory=deque)
     """The current step and, if a step is planned ahead, that step; empty between two steps."""
     _recalled_ids: list[str] = field(default_factory=list)
@@ -81,7 +81,7 @@ class SimulatedReplica:
         """Whether a step is in progress that computes tokens. False if the step only waits for copies."""
         return bool(self._steps) and self._steps[0].is_computing
 
-    def submit(self, message: Callable[[], None]) -> None:
+    def submit(self, message: Callable[[], object]) -> None:
         """Put ``message``, a function that gives the engine a request or event, in the inbox. ``deliver``
         calls it between two steps of the engine."""
         self._inbox.append(message)

@@ -1,4 +1,4 @@
-"""The simulation loop: one virtual clock, one event queue, and N engines that step independently.
+"""The simulation loop: one virtual clock with its events, and N engines that step independently.
 
 The loop runs due client events, ends the steps that end now, begins new steps, and moves the clock to the
 next due time. An engine schedules with vLLM's own scheduler; the latency model gives the duration of a step.
@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .client_hints import HintSetting
-from .event_queue import EventQueue, VirtualClock
+from .event_queue import EventQueue
 from .latency.latency_models import LatencyModel
 from .request_router import RequestRouter
 from .run_log import REPLICA_STEP_OFFSET, ReplicaLog, RunLog
@@ -42,7 +41,7 @@ class Simulation:
     def __init__(
         self,
         engines: Sequence[tuple[SimulatedEngine, Any]],
-        clock: VirtualClock,
+        clock: EventQueue,
         latency: LatencyModel,
         loop: ArrivalProcess,
         log: RunLog,
@@ -50,7 +49,6 @@ class Simulation:
         front: RequestRouter,
         standalone: bool = False,
         with_hints: bool,
-        hint_setting: HintSetting | None = None,
         until_s: float | None = None,
         on_progress: Callable[[float, int], None] = lambda now, finished: None,
     ) -> None:
@@ -61,7 +59,6 @@ class Simulation:
         self._standalone = standalone
         self.front = front
         self._on_progress = on_progress
-        self._event_queue = EventQueue()
         computed: set[bytes] | None = None if len(engines) == 1 else set()
         self.latency = latency
         self.replicas = [
@@ -79,7 +76,7 @@ class Simulation:
         ]
         self.clients = SimulatedClients(
             self.replicas,
-            self._event_queue,
+            clock,
             loop,
             front,
             log,
@@ -87,7 +84,6 @@ class Simulation:
             expected_s=self.expected_s,
             call_s=latency.call_s,
             with_hints=with_hints,
-            hint_setting=hint_setting,
         )
         self._stepped_s = 0.0
         """End of the latest step."""
@@ -118,20 +114,20 @@ class Simulation:
     def run(self) -> RunLog:
         """Run to the end. Fills and returns the log."""
         started = shown = time.perf_counter()
-        clock, event_queue, clients = self._clock, self._event_queue, self.clients
+        clock, clients = self._clock, self.clients
         end_s = self._until_s if self._until_s is not None else MAX_VIRTUAL_S
         clients.begin()
         passes = 0
         while True:
-            event_queue.run_due_events(clock.now_s)
+            clock.run_due_events(clock.now_s)
             over = [sim_replica for sim_replica in self.replicas if sim_replica.due_s <= clock.now_s]
             for sim_replica in over:
                 if sim_replica.is_stepping:
                     sim_replica.end_step()
                     self._stepped_s = clock.now_s
             if over:
-                event_queue.run_due_events(clock.now_s)
-            if not clients.active and event_queue.is_over:
+                clock.run_due_events(clock.now_s)
+            if not clients.active and clock.is_over:
                 break
             if clock.now_s < end_s:
                 self._begin_steps(over)
@@ -140,10 +136,10 @@ class Simulation:
                 next_s = min((one.due_s for one in self.replicas if one.is_stepping), default=NEVER_S)
                 if next_s == NEVER_S:
                     break
-            next_s = min(event_queue.next_s(), next_s)
+            next_s = min(clock.next_s(), next_s)
             # Only a step may end after the end of the run.
             is_stepping = any(sim_replica.is_stepping for sim_replica in self.replicas)
-            clock.advance_to(next_s if is_stepping else min(end_s, next_s))
+            clock.now_s = next_s if is_stepping else min(end_s, next_s)
             passes += 1
             if passes % _CHECK_PASSES == 0:
                 if self._is_stuck():
@@ -179,7 +175,7 @@ class Simulation:
         """Whether nothing has been computed for long although requests wait in an engine or at the router."""
         now = self._clock.now_s
         blocked = any(sim_replica.is_blocked for sim_replica in self.replicas)
-        if now - self._stepped_s <= STALL_TIMEOUT_S or not (blocked or self._event_queue.is_over):
+        if now - self._stepped_s <= STALL_TIMEOUT_S or not (blocked or self._clock.is_over):
             return False
         where = "in an engine" if blocked else "at the router"
         self._log.notes.append(
@@ -207,15 +203,11 @@ class Simulation:
             log.steps += sim_replica.steps
             log.busy_s += sim_replica.busy_s / len(self.replicas)
             log.scheduler_s += sim_replica.scheduler_s
-            log.preemption_steps.extend(
-                number * REPLICA_STEP_OFFSET + step for step in sim_replica.preemption_steps
-            )
+            offset = number * REPLICA_STEP_OFFSET
+            log.preemption_steps.extend(offset + step for step in sim_replica.preemption_steps)
             if not self._standalone:
-                log.replicas.append(
-                    ReplicaLog(
-                        replica=sim_replica.replica, steps=sim_replica.steps, busy_s=sim_replica.busy_s
-                    )
-                )
+                name, steps, busy_s = sim_replica.replica, sim_replica.steps, sim_replica.busy_s
+                log.replicas.append(ReplicaLog(replica=name, steps=steps, busy_s=busy_s))
             if host is not None:
                 log.copied_to_host_bytes += host.to_host.moved_bytes
                 log.copied_to_device_bytes += host.to_device.moved_bytes

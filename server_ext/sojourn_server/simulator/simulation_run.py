@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn_server.traces.trace_schema import TraceError
 
-from .event_queue import VirtualClock
+from .event_queue import EventQueue
 from .latency.latency_models import DeviceShape, LatencyModel
 from .run_log import RunLog
 from .simulator_policies import SimulatorPolicy, find_cluster_policy, find_policy
 
 if TYPE_CHECKING:
-    from .client_hints import HintSetting
     from .simulated_engine import SimulatedEngine
     from .simulation import Simulation
     from .workloads.arrival_processes import ArrivalProcess
@@ -86,15 +85,14 @@ def run_simulation(
     on_progress: Callable[[float, int], None] = lambda now, finished: None,
     *,
     arrivals: ArrivalProcess | None = None,
-    hint_setting: HintSetting | None = None,
     prepare: Callable[[Simulation], None] | None = None,
 ) -> RunLog:
     """Run one specification, and return its log.
 
     ``on_progress`` gets the virtual seconds so far and the number of finished programs. ``arrivals`` replaces
-    the programs and arrivals of ``spec.workload``. ``hint_setting``: what clients state. ``prepare`` gets the
-    simulation before it runs. For an invalid specification, raises ``SimulatorError``, ``PolicyError``,
-    ``TraceError`` or ``LatencyProfileError`` before the run starts.
+    the programs and arrivals of ``spec.workload``. ``prepare`` gets the simulation before it runs. For an
+    invalid specification, raises ``SimulatorError``, ``PolicyError``, ``TraceError`` or
+    ``LatencyProfileError`` before the run starts.
     """
     policy = chosen_policy(spec)
     latency, shape = device_for_run(spec, policy)
@@ -102,7 +100,7 @@ def run_simulation(
     from .simulation import Simulation
     from .token_accounting import MOVED_CAUSE
 
-    clock = VirtualClock()
+    clock = EventQueue()
     engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas or 1)]
     log = RunLog(
         policy=policy.name,
@@ -128,7 +126,6 @@ def run_simulation(
         front=policy.request_router(),
         standalone=spec.replicas is None,
         with_hints=policy.settings is not None,
-        hint_setting=hint_setting,
         until_s=spec.until_s,
         on_progress=on_progress,
     )
@@ -244,7 +241,7 @@ def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
 
 
 def _build_engine(
-    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, clock: VirtualClock
+    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, clock: EventQueue
 ) -> SimulatedEngine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from .simulated_engine import SimulatedEngine, SimulatedEngineOptions
@@ -280,17 +277,12 @@ def _host_transfers(
         return None
     from .vllm_offload_transfers import VllmOffloadTransfers
 
-    free = policy.bound == "host"
-    block_bytes = 0 if free else shape.kv_bytes_per_token * shape.block_size
-    host: Any
+    block_bytes = 0 if policy.bound == "host" else shape.kv_bytes_per_token * shape.block_size
+    make: Any = VllmOffloadTransfers
     if policy.own_tiers:
-        from .tier_transfers import TierTransfers
-
-        host = TierTransfers(latency, block_bytes)
-    else:
-        host = VllmOffloadTransfers(latency, block_bytes)
+        from .tier_transfers import TierTransfers as make
     if engine.adapter is not None:
         # Seconds per token loaded from host memory, which a live engine reads from its profile.
         per_block_s = latency.copy_s(block_bytes, to_host=False)
         engine.adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
-    return host
+    return make(latency, block_bytes)

@@ -20,7 +20,7 @@ from sojourn_server.policies.cluster_preset import (
     load_cluster_preset,
     read_cluster_preset,
 )
-from sojourn_server.policies.preset import load_preset, preset_names, read_preset
+from sojourn_server.policies.preset import Preset, load_preset, preset_names, read_preset
 from sojourn_server.policies.preset_store import PresetError
 from sojourn_server.policies.toml_document import did_you_mean, load_toml
 
@@ -113,12 +113,20 @@ def find_policy(name: str) -> SimulatorPolicy:
         policy = find_policy(above)
         return replace(policy, name=policy.name + HOST_SUFFIX, host_cache=True, own_tiers=True)
     if name.endswith(".toml"):
-        return _policy_from_file(name)
+        path = Path(name)
+        try:
+            preset = read_preset(path)
+        except PresetError as error:
+            raise PolicyError(f"policy file {error}") from error
+        if path.stem in policy_names():
+            raise PolicyError(
+                f"policy file {name}: {path.stem!r} is the name of a shipped policy; rename the file"
+            )
+        return _of_preset(path.stem, str(path.resolve()), preset)
     if name in baselines():
         return baselines()[name]
     if name in preset_names():
-        below = load_preset(name).placement.is_used
-        return SimulatorPolicy(name=name, preset=name, host_cache=below, own_tiers=below)
+        return _of_preset(name, name, load_preset(name))
     routing, _, engine = name.partition("/")
     if routing in routing_names() or engine in policy_names():
         raise PolicyError(
@@ -129,24 +137,9 @@ def find_policy(name: str) -> SimulatorPolicy:
     raise PolicyError(f"unknown policy {name!r}; expected one of {', '.join(policy_names())}{hint}")
 
 
-def _policy_from_file(name: str) -> SimulatorPolicy:
-    path = Path(name)
-    try:
-        preset = read_preset(path)
-    except PresetError as error:
-        raise PolicyError(f"policy file {error}") from error
-    if path.stem in policy_names():
-        raise PolicyError(
-            f"policy file {name}: {path.stem!r} is the name of a shipped policy; rename the file"
-        )
+def _of_preset(name: str, source: str, preset: Preset) -> SimulatorPolicy:
     below = preset.placement.is_used
-    return SimulatorPolicy(
-        name=path.stem,
-        preset=str(path.resolve()),
-        host_cache=below,
-        own_tiers=below,
-        paper=preset.paper,
-    )
+    return SimulatorPolicy(name=name, preset=source, host_cache=below, own_tiers=below, paper=preset.paper)
 
 
 DEFAULT_ROUTING = "prefix-affinity"
@@ -174,9 +167,10 @@ def find_cluster_policy(name: str) -> SimulatorPolicy:
     preset = _cluster_preset_from_file(name) if name.endswith(".toml") else None
     if preset is not None:
         routing, engine = preset.name, preset.engine
-    elif routing not in routing_names() and slash and not name.endswith(".toml"):
-        raise PolicyError(f"{name}: unknown routing {routing!r}; {_expected_text(routing, routing_names())}")
     elif routing not in routing_names():
+        if slash and not name.endswith(".toml"):
+            expected = _expected_text(routing, routing_names())
+            raise PolicyError(f"{name}: unknown routing {routing!r}; {expected}")
         routing, engine = "", name
     elif not slash:
         engine = THUNDERAGENT if routing == THUNDERAGENT else load_cluster_preset(routing).engine

@@ -26,47 +26,107 @@ DEFAULT_MODEL = "llama-3.1-8b"
 """Model if neither the user nor an engine profile names one."""
 
 
-def device_shape(
-    hardware: HardwareProfile,
-    model: ModelShape,
+def load_latency_model(
+    hardware: str,
+    model: str | None = None,
     tp: int = 1,
     *,
     cpu_ratio: float = 0.0,
     kv_pool_tokens: int | None = None,
     max_model_len: int | None = None,
-) -> DeviceShape:
-    """Shape of an engine on ``tp`` devices.
+) -> tuple[LatencyModel, DeviceShape]:
+    """The latency model and the device shape for ``hardware``, which is one of:
+
+    - a hardware profile: the name of a shipped one, or the path of a TOML file. ``model`` is a name or a TOML
+      file (default: ``DEFAULT_MODEL``).
+    - the path of an engine profile, made by ``sojourn profile``. ``tp`` must be 1. ``model`` is used only if
+      the profile lacks the KV bytes of a token.
 
     ``cpu_ratio``: host memory for KV, as a multiple of the device's KV memory. ``kv_pool_tokens``: size of
-    the KV pool (default: computed). ``max_model_len``: longest context (default: that of the model; with
-    ``kv_pool_tokens``, at most the pool's size).
+    the KV pool (default: the engine's own, or computed). ``max_model_len``: longest context (default: the
+    engine's own, or that of the model; with ``kv_pool_tokens``, at most the pool's size).
 
-    Raises ``LatencyProfileError`` if a value is out of range or the model does not fit. If the model does not
-    fit, the message has the missing bytes and a remedy.
+    Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy. If the model
+    does not fit, it has the missing bytes.
     """
-    model.check_tp(tp)
-    context = model.max_context_tokens if max_model_len is None else max_model_len
-    if context > model.max_context_tokens:
+    latency: LatencyModel
+    if is_engine_profile(hardware):
+        latency, device = _measured(Path(hardware), model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
+        return latency, _in_blocks(device, cpu_ratio)
+    profile = load_hardware_profile(hardware)
+    shape = load_model_shape(DEFAULT_MODEL if model is None else model)
+    latency = RooflineLatency(profile, shape, tp)
+    context = shape.max_context_tokens if max_model_len is None else max_model_len
+    if context > shape.max_context_tokens:
         raise LatencyProfileError(
-            f"max_model_len is {context:,}; {model.name} takes at most {model.max_context_tokens:,}"
+            f"max_model_len is {context:,}; {shape.name} takes at most {shape.max_context_tokens:,}"
         )
     if kv_pool_tokens is None:
-        kv_pool_tokens = _pool_tokens(hardware, model, tp, context)
+        kv_pool_tokens = _pool_tokens(profile, shape, tp, context)
     elif max_model_len is None:
         context = min(context, kv_pool_tokens // BLOCK_SIZE * BLOCK_SIZE)
-    return _rounded_device_shape(
-        DeviceShape(
-            hardware=hardware.name if tp == 1 else f"{tp}x {hardware.name}",
-            model=model.name,
-            kv_bytes_per_token=model.kv_bytes_per_token(tp),
-            kv_pool_tokens=kv_pool_tokens,
-            max_context_tokens=context,
-            max_num_seqs=int(hardware.max_num_seqs),
-            max_num_batched_tokens=int(hardware.max_num_batched_tokens),
-            block_size=BLOCK_SIZE,
-        ),
-        cpu_ratio,
+    name, seqs, batched = profile.name, int(profile.max_num_seqs), int(profile.max_num_batched_tokens)
+    device = DeviceShape(
+        name if tp == 1 else f"{tp}x {name}", shape.name, shape.kv_bytes_per_token(tp), kv_pool_tokens,
+        context, seqs, batched, BLOCK_SIZE,
+    )  # fmt: skip
+    return latency, _in_blocks(device, cpu_ratio)
+
+
+def _measured(
+    path: Path, model: str | None, tp: int, cpu_ratio: float, pool_tokens: int | None, max_len: int | None
+) -> tuple[LatencyModel, DeviceShape]:
+    """As ``load_latency_model``, for an engine profile."""
+    try:
+        profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LatencyProfileError(f"{path}: {error}") from error
+    if profile.steps is None:
+        raise LatencyProfileError(
+            f"{path}: the engine profile holds no step costs; measure with sojourn profile, decoding included"
+        )
+    if tp != 1:
+        raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
+    limits = profile.limits
+    longest = limits.max_context_tokens
+    if longest and pool_tokens:
+        longest = min(longest, pool_tokens // profile.block_size * profile.block_size)
+    found = {
+        "kv_pool_tokens": pool_tokens or limits.kv_pool_tokens or 0,
+        "max_model_len": max_len or longest or 0,
+        "max_num_seqs": limits.max_num_seqs or 0,
+        "max_num_batched_tokens": limits.max_num_batched_tokens or 0,
+    }
+    if missing := [name for name, value in found.items() if not value]:
+        raise LatencyProfileError(
+            f"{path}: the engine's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the "
+            "profile; set it, or measure again with sojourn profile"
+        )
+    kv_bytes = limits.kv_bytes_per_token
+    if kv_bytes is None and model is not None:
+        kv_bytes = load_model_shape(model).kv_bytes_per_token()
+    latency = FittedLatency(
+        profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     )
+    if cpu_ratio > 0:
+        if kv_bytes is None:
+            raise LatencyProfileError(
+                f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
+            )
+        for to_host in (True, False):  # raises an error without the bandwidth
+            latency.copy_s(1, to_host=to_host)
+    pool, context, seqs, batched = found.values()
+    measured = DeviceShape(
+        profile.hardware, profile.model, kv_bytes or 0, pool, context, seqs, batched, profile.block_size
+    )
+    return latency, measured
+
+
+def is_engine_profile(hardware: str) -> bool:
+    """Whether ``hardware`` is the path of an engine profile: measurements of one engine, made by ``sojourn
+    profile``."""
+    path = Path(hardware)
+    return is_profile_path(hardware) and path.is_file() and "prefill" in read_profile_toml(path)
 
 
 def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context: int) -> int:
@@ -106,86 +166,7 @@ def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context:
     )
 
 
-def is_engine_profile(hardware: str) -> bool:
-    """Whether ``hardware`` is the path of an engine profile: measurements of one engine, made by ``sojourn
-    profile``."""
-    path = Path(hardware)
-    return is_profile_path(hardware) and path.is_file() and "prefill" in read_profile_toml(path)
-
-
-def load_latency_model(
-    hardware: str,
-    model: str | None = None,
-    tp: int = 1,
-    *,
-    cpu_ratio: float = 0.0,
-    kv_pool_tokens: int | None = None,
-    max_model_len: int | None = None,
-) -> tuple[LatencyModel, DeviceShape]:
-    """The latency model and the device shape for ``hardware``, which is one of:
-
-    - a hardware profile: the name of a shipped one, or the path of a TOML file. ``model`` is a name or a TOML
-      file (default: ``DEFAULT_MODEL``). The other arguments are those of ``device_shape``.
-    - the path of an engine profile, made by ``sojourn profile``. ``kv_pool_tokens`` and ``max_model_len`` are
-      by default the engine's own; ``tp`` must be 1. ``model`` is used only if the profile lacks the KV bytes
-      of a token.
-
-    Raises ``LatencyProfileError`` with one line that names the file, the field and a remedy.
-    """
-    if not is_engine_profile(hardware):
-        device = load_hardware_profile(hardware)
-        shape = load_model_shape(DEFAULT_MODEL if model is None else model)
-        described = device_shape(
-            device, shape, tp, cpu_ratio=cpu_ratio, kv_pool_tokens=kv_pool_tokens, max_model_len=max_model_len
-        )
-        return RooflineLatency(device, shape, tp), described
-    path = Path(hardware)
-    try:
-        profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LatencyProfileError(f"{path}: {error}") from error
-    if profile.steps is None:
-        raise LatencyProfileError(
-            f"{path}: the engine profile holds no step costs; measure with sojourn profile, decoding included"
-        )
-    if tp != 1:
-        raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
-    limits = profile.limits
-    longest = limits.max_context_tokens
-    if longest and kv_pool_tokens:
-        longest = min(longest, kv_pool_tokens // profile.block_size * profile.block_size)
-    found = {
-        "kv_pool_tokens": kv_pool_tokens or limits.kv_pool_tokens or 0,
-        "max_model_len": max_model_len or longest or 0,
-        "max_num_seqs": limits.max_num_seqs or 0,
-        "max_num_batched_tokens": limits.max_num_batched_tokens or 0,
-    }
-    if missing := [name for name, value in found.items() if not value]:
-        raise LatencyProfileError(
-            f"{path}: the engine's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the "
-            "profile; set it, or measure again with sojourn profile"
-        )
-    kv_bytes = limits.kv_bytes_per_token
-    if kv_bytes is None and model is not None:
-        kv_bytes = load_model_shape(model).kv_bytes_per_token()
-    latency = FittedLatency(
-        profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
-    )
-    if cpu_ratio > 0:
-        if kv_bytes is None:
-            raise LatencyProfileError(
-                f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
-            )
-        for to_host in (True, False):  # raises an error without the bandwidth
-            latency.copy_s(1, to_host=to_host)
-    pool, context, seqs, batched = found.values()
-    measured = DeviceShape(
-        profile.hardware, profile.model, kv_bytes or 0, pool, context, seqs, batched, profile.block_size
-    )
-    return latency, _rounded_device_shape(measured, cpu_ratio)
-
-
-def _rounded_device_shape(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
+def _in_blocks(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
     """Return ``device`` with its KV pool rounded down to whole blocks, and with host memory of ``cpu_ratio``
     × the pool. Raises ``LatencyProfileError`` if the pool cannot hold one request of the longest context."""
     if not 0 <= cpu_ratio < float("inf"):

@@ -227,13 +227,8 @@ def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
 
 def title(rows: Sequence[RunRow]) -> str:
     """Title of a table: the properties that all its rows share."""
-    properties = (
-        {row.trace for row in rows},
-        {row.hardware for row in rows},
-        {row.model for row in rows},
-        {load_label(row) for row in rows},
-    )
-    parts = [same.pop() for same in properties if len(same) == 1]
+    properties = zip(*((row.trace, row.hardware, row.model, load_label(row)) for row in rows), strict=True)
+    parts = [values[0] for values in properties if len(set(values)) == 1]
     shortest_s, longest_s = min(row.virtual_s for row in rows), max(row.virtual_s for row in rows)
     # A run ends with the step that passes its time limit.
     if longest_s - shortest_s <= 0.01 * longest_s:
@@ -261,7 +256,9 @@ def render(rows: Sequence[RunRow], swept: ParameterSweep | None = None) -> Rende
     tables = [[group] for group in workloads(rows)] if swept is None else [swept.groups(rows)]
     for groups in tables:
         shown = [row for group in groups for row in group]
-        heading, first = title(shown), [policy_cells(shown)]
+        heading = title(shown)
+        names = [Text(row.policy, style="italic" if row.limit else "") for row in shown]  # bounds
+        first = [WrappedColumn(Text("policy"), names, "left")]
         if swept is not None:
             heading += f" · {swept.field}: {swept.meaning}"
             values = [
@@ -310,25 +307,16 @@ def _against(row: RunRow, stock: RunRow) -> str:
 def notes(rows: Sequence[RunRow]) -> list[str]:
     """The notes of the rows, each once. If a note is not about all policies, the names of its policies
     precede it."""
-    owners: dict[str, list[str]] = {}
+    owners: dict[str, dict[str, None]] = {}
     for row in rows:
         for note in row.notes:
-            names = owners.setdefault(note, [])
-            if row.policy not in names:
-                names.append(row.policy)
+            owners.setdefault(note, {})[row.policy] = None
     all_policies = {row.policy for row in rows if not row.limit}
     made = []
     for note, names in owners.items():
-        of_all = all_policies <= set(names) or note.startswith(tuple(f"{name}:" for name in names))
+        of_all = all_policies <= names.keys() or note.startswith(tuple(f"{name}:" for name in names))
         made.append(note if of_all else f"{', '.join(names)}: {note}")
     return made
-
-
-def policy_cells(rows: Sequence[RunRow]) -> WrappedColumn:
-    """Printable column of the policies' names; bounds are in italics."""
-    return WrappedColumn(
-        Text("policy"), [Text(row.policy, style="italic" if row.limit else "") for row in rows], "left"
-    )
 
 
 def value_cells(column: ResultColumn, groups: Sequence[Sequence[RunRow]]) -> WrappedColumn:
@@ -366,15 +354,12 @@ class WrappedTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         piece: list[WrappedColumn] = []
-        least = sum(map(_width, self._first)) + _GAP * (len(self._first) - 1)
-        used = least
         for column in self._others:
-            width = _GAP + _width(column)
-            if piece and used + width > options.max_width:
+            widths = [_GAP + _width(each) for each in (*self._first, *piece, column)]
+            if piece and sum(widths) - _GAP > options.max_width:
                 yield self._table(piece)
-                piece, used = [], least
+                piece = []
             piece.append(column)
-            used += width
         yield self._table(piece)
 
     def _table(self, piece: Sequence[WrappedColumn]) -> Table:

@@ -302,11 +302,8 @@ def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
 
 def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
     """How often programs changed replicas between computed turns; ``None`` if nothing was computed."""
-    changes = []
-    for program in programs:
-        at = [turn.replica for turn in program.turns if turn.admitted_s is not None]
-        if at:
-            changes.append(sum(before != after for before, after in pairwise(at)))
+    places = ([turn.replica for turn in one.turns if turn.admitted_s is not None] for one in programs)
+    changes = [sum(before != after for before, after in pairwise(at)) for at in places if at]
     if not changes:
         return None
     return ReplicaChanges(
@@ -335,19 +332,11 @@ def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str
     for program in programs:
         if program.expected_s is None:
             continue
-        allowed_s = SLO_FACTOR * program.expected_s
-        if program.completion_s is not None:
-            in_time = program.completion_s <= allowed_s
-        elif run_end_s - program.arrived_s > allowed_s:
-            in_time = False
-        else:
-            continue
-        met.setdefault(OVERALL, []).append(in_time)
-        if program.tenant is not None:
-            met.setdefault(program.tenant, []).append(in_time)
-    if not met:
-        return None
-    return {tenant: sum(met[tenant]) / len(met[tenant]) for tenant in sorted(met)}
+        took_s, allowed_s = program.completion_s, SLO_FACTOR * program.expected_s
+        if took_s is not None or run_end_s - program.arrived_s > allowed_s:
+            for tenant in {OVERALL, program.tenant or OVERALL}:
+                met.setdefault(tenant, []).append(took_s is not None and took_s <= allowed_s)
+    return {tenant: sum(met[tenant]) / len(met[tenant]) for tenant in sorted(met)} or None
 
 
 def per_replica(run: RunLog) -> tuple[ReplicaRow, ...]:

@@ -91,27 +91,22 @@ def ledger(program: ProgramLog, run_end_s: float) -> dict[str, Any]:
         seconds: Counter[str] = Counter()
         for phase in turn_phases(program, turn, next_turn, run_end_s):
             seconds[phase.kind] += phase.seconds  # type: ignore[assignment]
+        queued_s = seconds["held back"] + seconds["queued"] + seconds["preempted"]
+        tokens = {"prompt": turn.prompt_tokens, "device": turn.device_tokens, "host": turn.host_tokens}
         records.append(
             {
                 "turn": turn.turn,
                 "replica": turn.replica,
                 "seconds": {
-                    "queued": seconds["held back"] + seconds["queued"] + seconds["preempted"],
-                    "prefilling": seconds["prefill"],
-                    "decoding": seconds["decode"],
+                    "queued": queued_s, "prefilling": seconds["prefill"], "decoding": seconds["decode"],
                 },
-                "tokens": {
-                    "prompt": turn.prompt_tokens,
-                    "device": turn.device_tokens,
-                    "host": turn.host_tokens,
-                    "lost": turn.regenerated,
-                },
+                "tokens": {**tokens, "lost": turn.regenerated},
                 "evictor": turn.evictor,
                 "preemptions": turn.preemptions,
                 "gap_s": None if before is None else before.gap_s,
                 "tool_before": None if before is None else before.tool,
             }
-        )
+        )  # fmt: skip
         before = turn
     seconds_s = (run_end_s if program.finished_s is None else program.finished_s) - program.arrived_s
     cut = ", cut before a turn that would not have fitted" if program.cut else ""
@@ -131,26 +126,21 @@ def add_run(trace: PerfettoTrace, log: RunLog, name: str) -> None:
         trace.add_program(pid, program.program_id, _slices(program, log.virtual_s))
 
 
+_SHOWN = (
+    "prompt_tokens", "output_tokens", "device_tokens", "host_tokens", "computed_tokens", "preemptions",
+    "regenerated", "goes_on", "evictor", "evicted_score", "replica",
+)  # fmt: skip
+"""Fields of a turn that its slice has as arguments."""
+
+
 def _slices(program: ProgramLog, run_end_s: float) -> list[Slice]:
     slices = []
     for turn, following in turn_pairs(program.turns):
         phases = turn_phases(program, turn, following, run_end_s)
         inside = [(one.kind, one.start_s, one.end_s) for one in phases if one.kind != "tools"]
-        arguments = {
-            "prompt_tokens": turn.prompt_tokens,
-            "output_tokens": turn.output_tokens,
-            "device_tokens": turn.device_tokens,
-            "host_tokens": turn.host_tokens,
-            "computed_tokens": turn.computed_tokens,
-            "preemptions": turn.preemptions,
-            "regenerated": turn.regenerated,
-            "goes_on": turn.goes_on,
-            "evictor": turn.evictor,
-            "evicted_score": turn.evicted_score,
-            "replica": turn.replica,
-        }
         if inside:
-            known = {name: value for name, value in arguments.items() if value is not None}
+            told = ((name, getattr(turn, name)) for name in _SHOWN)
+            known = {name: value for name, value in told if value is not None}
             slices.append(Slice(f"turn {turn.turn}", inside[0][1], inside[-1][2], known, inside))
         slices += [
             Slice(turn.tool or "gap", one.start_s, one.end_s, {"inferred": False})

@@ -110,18 +110,9 @@ class ProgramPlan:
             for run in self._turns[turn].tool_runs
         )
 
-    def true_hints(self, turn: int) -> dict[str, Any]:
-        """What a client that knows the program's future can state with the request of ``turn``, in the names
-        of the wire. What the workload states (``TraceTurn.hints``) replaces what follows from the plan."""
-        left = len(self.plans) - turn - 1
-        return {
-            "expected_steps_left": float(left),
-            "expected_resume": left > 0,
-            "expected_output_length": self.plans[turn].output_tokens,
-            "kv_retention_ttl_seconds": self.gap_s(turn) if left else 0.0,
-            "blocks_parent": self.blocks_parent,
-            **(self._turns[turn].hints or {}),
-        }
+    def stated_hints(self, turn: int) -> dict[str, Any]:
+        """What the workload itself states with the request of ``turn`` (``TraceTurn.hints``)."""
+        return self._turns[turn].hints or {}
 
 
 class ProgramPlanner:
