@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sojourn_server.demo.demo_agent import INSTANCE, SYSTEM, prepare_environment
 from sojourn_server.demo.demo_tasks import DemoTask, shell_environment
 from sojourn_server.demo.scripted_tokens import Tokenizer
+from sojourn_server.models import CHAT_TEMPLATE
+
+
+class CountingTokenizer(Tokenizer):
+    """Also counts the tokens of a conversation as the server renders it."""
+
+    def count(self, messages: list[Any], tools: list[Any]) -> int:
+        # The same settings as transformers uses for chat templates.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        template = environment.from_string(CHAT_TEMPLATE.read_text())
+        return len(self.encode(template.render(messages=messages, tools=tools)))
 
 
 @dataclass(frozen=True)
@@ -23,7 +37,7 @@ class DryRun:
     context_tokens: int
 
 
-def dry_run_task(task: DemoTask, directory: Path, tokenizer: Tokenizer) -> DryRun:
+def dry_run_task(task: DemoTask, directory: Path, tokenizer: CountingTokenizer) -> DryRun:
     prepare_environment(directory)
     from minisweagent.agents.default import DefaultAgent
     from minisweagent.environments.local import LocalEnvironment

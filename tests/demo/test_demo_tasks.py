@@ -13,19 +13,19 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from sojourn_server.cli.demo import QUICK_TURNS
 from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
-from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
+from sojourn_server.demo.scripted_tokens import model_length, pool_blocks
 from sojourn_server.models import LOCAL_MODELS, is_cached, model_directory
-from task_dry_run import DryRun, dry_run_task
+from task_dry_run import CountingTokenizer, DryRun, dry_run_task
 
 TASKS = load_tasks()
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def tokenizer() -> CountingTokenizer:
     """Both models made here have SmolLM2's tokenizer."""
     for name in LOCAL_MODELS:
         if is_cached(name):
-            return Tokenizer(model_directory(name))
+            return CountingTokenizer(model_directory(name))
     pytest.skip("neither tiny nor smol has been made yet")
 
 
@@ -34,11 +34,11 @@ WAITING = ("courier", "crontick", "larder", "turnstile")
 
 
 @pytest.fixture(scope="module")
-def waiting_runs(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DryRun]:
+def waiting_runs(tokenizer: CountingTokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DryRun]:
     """Runs of the tasks that sleep, all at once."""
     folder, lock = tmp_path_factory.mktemp("waiting"), threading.Lock()
 
-    class OneAtATime(Tokenizer):
+    class OneAtATime(CountingTokenizer):
         """The tokenizers of Hugging Face fail in several threads at once."""
 
         def __init__(self) -> None:
@@ -64,7 +64,7 @@ def waiting_runs(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory)
     ],
 )
 def test_the_script_fixes_the_repository(
-    task: DemoTask, tokenizer: Tokenizer, tmp_path: Path, request: pytest.FixtureRequest
+    task: DemoTask, tokenizer: CountingTokenizer, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if task.name in WAITING:
         done = request.getfixturevalue("waiting_runs")[task.name]
@@ -82,7 +82,7 @@ def test_the_script_fixes_the_repository(
 
 
 def test_a_shortened_script_fixes_the_repository_too(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(
         "PYTHONSAFEPATH", "1"
@@ -109,15 +109,15 @@ def test_an_agent_that_empties_the_tests_has_fixed_nothing(tmp_path: Path) -> No
     assert not task.is_fixed(repository)
 
 
-def test_forced_ids_are_the_message_and_its_end(tokenizer: Tokenizer) -> None:
+def test_forced_ids_are_the_message_and_its_end(tokenizer: CountingTokenizer) -> None:
+    end = tokenizer.encode("}}\n</tool_call><|im_end|>")
     for task in TASKS:
         for turn in task.turns:
-            text = tokenizer.decode(tokenizer.forced_ids(turn))
-            assert text.startswith(turn.thought)
-            assert text.endswith("}}\n</tool_call><|im_end|>")
+            ids, thought = tokenizer.forced_ids(turn), tokenizer.encode(turn.thought)
+            assert (ids[: len(thought)], ids[-len(end) :]) == (thought, end)
 
 
-def test_a_turns_prompt_begins_with_the_last_turns_prompt_and_answer(tokenizer: Tokenizer) -> None:
+def test_a_turns_prompt_begins_with_the_last_turns_prompt_and_answer(tokenizer: CountingTokenizer) -> None:
     """What the demo measures: the server's rendering of a message is the tokens that were forced."""
     turn = TASKS[0].turns[0]
     user = {"role": "user", "content": "go"}
@@ -139,5 +139,3 @@ def test_the_pool_holds_about_three_programs() -> None:
     assert blocks * 32 >= model_length(contexts) >= max(contexts)
     for few in (0.5, 1.0, 1.5):  # else vLLM does not start
         assert (pool_blocks(contexts, 32, few) - 1) * 32 >= model_length(contexts)
-    with pytest.raises(ValueError, match="no contexts"):
-        pool_blocks([], 32)

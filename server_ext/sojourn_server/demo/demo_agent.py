@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -172,10 +172,11 @@ def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) ->
 
         def __init__(self, **kwargs: Any) -> None:
             super().__init__(**kwargs)
-            self.notes: list[dict[str, Any]] = []
+            self.turns: list[DemoTurnRecord] = []
+            """Answered turns. Their times are of the monotonic clock, and their commands have not ended."""
 
         def _query(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
-            number = len(self.notes)
+            number = len(self.turns)
             if number >= len(task.turns):
                 raise ScriptDeviationError(
                     f"{task.name}: the agent asks for turn {number + 1}; the script has {number}"
@@ -196,15 +197,16 @@ def scripted_model(task: DemoTask, tokenizer: Tokenizer, watch: TurnCallback) ->
                 )
             usage = response.usage
             details = getattr(usage, "prompt_tokens_details", None)
-            self.notes.append(
-                {
-                    "start_s": start_s,
-                    "first_tool_s": end_s,
-                    "prompt_tokens": usage.prompt_tokens,
-                    "cached_tokens": getattr(details, "cached_tokens", None) or 0,
-                    "output_tokens": usage.completion_tokens,
-                    "command": turn.command,
-                }
+            self.turns.append(
+                DemoTurnRecord(
+                    start_s=start_s,
+                    first_tool_s=end_s,
+                    end_s=end_s,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=getattr(details, "cached_tokens", None) or 0,
+                    output_tokens=usage.completion_tokens,
+                    command=turn.command,
+                )
             )
             watch("tool", number + 1, turn.command)
             return response
@@ -232,41 +234,23 @@ def run_program(
     agent = prepare(make_agent(task, repository, base_url, model, tokenizer, watch=watch))
     arrived_s = time.monotonic() - origin_s
     error: str | None = None
+    turns: list[DemoTurnRecord] = agent.model.turns
     try:
         status = agent.run(task.issue).get("exit_status")
         if status != "Submitted":
             error = f"the agent ended with {status}"
-        elif len(agent.model.notes) != len(task.turns):
-            error = f"the agent ended after {len(agent.model.notes)} of {len(task.turns)} turns"
+        elif len(turns) != len(task.turns):
+            error = f"the agent ended after {len(turns)} of {len(task.turns)} turns"
     except Exception as failure:
         error = f"{type(failure).__name__}: {failure}"
     ended_s = time.monotonic() - origin_s
-    if error is None:
-        watch("done", len(agent.model.notes), "submitted")
-    else:
-        watch("failed", len(agent.model.notes), error)
-    return DemoProgramRecord(
-        task=task.name,
-        arrived_s=arrived_s,
-        ended_s=ended_s,
-        turns=_turns(agent.model.notes, origin_s, ended_s),
-        error=error,
+    watch("failed" if error else "done", len(turns), error or "submitted")
+    starts = [turn.start_s - origin_s for turn in turns]
+    # A turn's command ends when the next request begins, the last one's when the agent ends.
+    timed = (
+        replace(turn, start_s=start_s, first_tool_s=turn.first_tool_s - origin_s, end_s=end_s)
+        for turn, start_s, end_s in zip(turns, starts, [*starts[1:], ended_s], strict=True)
     )
-
-
-def _turns(notes: list[dict[str, Any]], origin_s: float, ended_s: float) -> tuple[DemoTurnRecord, ...]:
-    """Return the turns of one program. A turn's command ends when the next request begins. The last command
-    ends at ``ended_s``."""
-    starts = [note["start_s"] - origin_s for note in notes]
-    ends = [*starts[1:], ended_s]
-    return tuple(
-        DemoTurnRecord(
-            **{
-                **note,
-                "start_s": start_s,
-                "first_tool_s": note["first_tool_s"] - origin_s,
-                "end_s": end_s,
-            }
-        )
-        for note, start_s, end_s in zip(notes, starts, ends, strict=True)
+    return DemoProgramRecord(
+        task=task.name, arrived_s=arrived_s, ended_s=ended_s, turns=tuple(timed), error=error
     )

@@ -175,19 +175,15 @@ def draw_plot(result: Mapping[str, Any], path: Path) -> None:
     arms: Mapping[str, Any] = result["arms"]
     rows = 1 + len(arms)
     longest_s = max(figures["wall_s"] for figures in arms.values()) * 1.02
-    figure, axes = pyplot.subplots(
-        rows, 1, figsize=(10, 2.6 * rows), sharex=True, layout="constrained", squeeze=False
-    )
-    _completions(axes[0][0], arms, longest_s)
-    for (axis,), (name, figures) in zip(axes[1:], arms.items(), strict=True):
+    figure, axes = pyplot.subplots(rows, 1, figsize=(10, 2.6 * rows), sharex=True, layout="constrained")
+    _completions(axes[0], arms, longest_s)
+    for axis, (name, figures) in zip(axes[1:], arms.items(), strict=True):
         _timeline(axis, name, figures)
-    handles = [
-        Patch(color=TURN_COLOUR, label="waiting for the model"),
-        Patch(color=TOOL_COLOUR, label="running a tool"),
-    ]
-    axes[1][0].legend(handles=handles, loc="upper right", fontsize="small")
-    axes[-1][0].set_xlabel("seconds since the arm began")
-    axes[-1][0].set_xlim(0, longest_s)
+    colours = {"waiting for the model": TURN_COLOUR, "running a tool": TOOL_COLOUR}
+    handles = [Patch(color=colour, label=label) for label, colour in colours.items()]
+    axes[1].legend(handles=handles, loc="upper right", fontsize="small")
+    axes[-1].set_xlabel("seconds since the arm began")
+    axes[-1].set_xlim(0, longest_s)
     title = f"The same coding agents in both arms; {result['pool']}"
     figure.suptitle("\n".join([title, *notes(result)]))
     path.parent.mkdir(parents=True, exist_ok=True)

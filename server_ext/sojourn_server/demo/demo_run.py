@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -120,15 +121,9 @@ def run_arm(
         def one(index: int, task: DemoTask, arrival_s: float) -> None:
             time.sleep(max(0.0, origin_s + arrival_s - time.monotonic()))
             records[index] = run_program(
-                task,
-                repositories[index],
-                f"{url}/v1",
-                model,
-                tokenizer,
-                origin_s=origin_s,
-                prepare=prepare,
-                watch=lambda state, turn, text: watch(index, state, turn, text),
-            )
+                task, repositories[index], f"{url}/v1", model, tokenizer,
+                origin_s=origin_s, prepare=prepare, watch=partial(watch, index),
+            )  # fmt: skip
 
         # Daemons: after an interruption the server stops, and their requests get no answer.
         threads = [
@@ -143,7 +138,7 @@ def run_arm(
     if len(ended) < len(tasks):
         raise RuntimeError(f"{len(tasks) - len(ended)} programs ended without a record")
     engine = read_counts(url, headers).since(before)
-    tiers = _get_json(url, "stats", headers).get("tiers", {}) if name != STOCK else {}
+    tiers = _get(f"{url}/sojourn/v1/stats", headers).json().get("tiers", {}) if name != STOCK else {}
     decisions = _decisions(url, headers) if name != STOCK else {}
     announce("testing the agents' work")
     fixed = _run_tests(tasks, repositories)
@@ -161,7 +156,7 @@ def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None
     """Send one short request with the agents' own client, so that one-time costs stay out of the figures. The
     request shares no prefix with the programs. Raises ``httpx.HTTPError`` if the server does not answer, and
     ``RuntimeError`` if the agents' client fails."""
-    httpx.get(f"{url}/health", headers=headers, timeout=30.0, trust_env=False).raise_for_status()
+    _get(f"{url}/health", headers)
     import openai
     from minisweagent.models.litellm_model import LitellmModel
 
@@ -178,17 +173,14 @@ def warm_up(url: str, model: str, headers: dict[str, str] | None = None) -> None
 
 
 def _decisions(url: str, headers: dict[str, str] | None) -> dict[str, int]:
-    taken = _get_json(url, "decisions", headers, limit=5000)["decisions"]
+    taken = _get(f"{url}/sojourn/v1/decisions", headers, limit=5000).json()["decisions"]
     counts = Counter(f"{decision['kind']}: {decision['reason']}" for decision in taken)
     return dict(sorted(counts.items()))
 
 
-def _get_json(url: str, what: str, headers: dict[str, str] | None, **params: int) -> dict[str, Any]:
-    answer = httpx.get(
-        f"{url}/sojourn/v1/{what}", params=params, headers=headers, timeout=30.0, trust_env=False
-    )
-    document: dict[str, Any] = answer.raise_for_status().json()
-    return document
+def _get(url: str, headers: dict[str, str] | None, **params: int) -> httpx.Response:
+    answer = httpx.get(url, params=params, headers=headers, timeout=30.0, trust_env=False)
+    return answer.raise_for_status()
 
 
 def _run_tests(tasks: Sequence[DemoTask], repositories: Sequence[Path]) -> list[bool]:
@@ -221,8 +213,7 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
         sojourn.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCounters:
+class EngineCounters(NamedTuple):
     """Counters of a server since its start, or their growth between two readings (``since``)."""
 
     ttft_sum_s: float = 0.0
@@ -232,11 +223,7 @@ class EngineCounters:
 
     def since(self, before: EngineCounters) -> EngineCounters:
         """Return the growth since ``before``, an earlier reading of the same server."""
-        return EngineCounters(
-            self.ttft_sum_s - before.ttft_sum_s,
-            self.ttft_count - before.ttft_count,
-            self.preemptions - before.preemptions,
-        )
+        return EngineCounters(*(now - then for now, then in zip(self, before, strict=True)))
 
     @property
     def ttft_mean_s(self) -> float | None:
@@ -244,25 +231,24 @@ class EngineCounters:
         return self.ttft_sum_s / self.ttft_count if self.ttft_count else None
 
 
-_SERIES = {
-    "vllm:time_to_first_token_seconds_sum": "ttft_sum_s",
-    "vllm:time_to_first_token_seconds_count": "ttft_count",
-    "vllm:num_preemptions_total": "preemptions",
-}
+_SERIES = (
+    "vllm:time_to_first_token_seconds_sum",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:num_preemptions_total",
+)
+"""Names of the counters, in the order of ``EngineCounters``."""
 
 
 def read_counts(url: str, headers: dict[str, str] | None = None) -> EngineCounters:
     """Return the counters of the server at ``url``, summed over its engines. Raises ``httpx.HTTPError``."""
-    answer = httpx.get(f"{url}/metrics", headers=headers, timeout=10.0, trust_env=False)
-    answer.raise_for_status()
-    return parse_counts(answer.text)
+    return parse_counts(_get(f"{url}/metrics", headers).text)
 
 
 def parse_counts(text: str) -> EngineCounters:
     """Return the counters in the text of a Prometheus page, summed over labels. Ignores other lines."""
-    sums = dict.fromkeys(_SERIES.values(), 0.0)
+    sums = dict.fromkeys(_SERIES, 0.0)
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name in _SERIES:
-            sums[_SERIES[name]] += float(line.rpartition(" ")[2])
-    return EngineCounters(**sums)
+        if name in sums:
+            sums[name] += float(line.rpartition(" ")[2])
+    return EngineCounters(*sums.values())

@@ -18,13 +18,11 @@ class LiveView:
     """Context manager that displays the progress of one arm. The programs' threads call ``update``."""
 
     def __init__(self, arm: str, tasks: Sequence[DemoTask], console: Console) -> None:
-        self._arm = arm
-        self._console = console
+        self._arm, self._console = arm, console
         self._names = [task.name for task in tasks]
         self._turns = sum(len(task.turns) for task in tasks)
-        self._state = ["waiting"] * len(tasks)
-        self._done = [0] * len(tasks)
-        """Number of answered requests of each program."""
+        self._state, self._done = ["waiting"] * len(tasks), [0] * len(tasks)
+        """State of each program, and the number of its answered requests."""
         self._lock = threading.Lock()
         self._first_s: float | None = None
         self._last_s = self._said_s = time.monotonic()
@@ -48,13 +46,11 @@ class LiveView:
             self._state[index], self._done[index] = state, turn - (state == "thinking")
             self._last_s = time.monotonic()
             self._first_s = self._first_s or self._last_s
-            due = self._last_s - self._said_s >= INTERVAL_S
-            if due:
+            if state in ("done", "failed"):
+                self._say(f"{self._names[index]}: {text}, turn {turn}")
+            elif self._last_s - self._said_s >= INTERVAL_S:
                 self._said_s = self._last_s
-        if state in ("done", "failed"):
-            self._say(f"{self._names[index]}: {text}, turn {turn}")
-        elif due:
-            self._say(self._totals())
+                self._say(self._totals())
 
     def _totals(self) -> str:
         """Return the seconds from the first program's start to the last update, as in the report, and the

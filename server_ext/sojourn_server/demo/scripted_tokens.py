@@ -6,14 +6,12 @@ token. So the engine stops by itself. On the next turn it finds the message in i
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..models.chat_format import CHAT_TEMPLATE, END_OF_MESSAGE, assistant_text
+from ..models.chat_format import END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
 RESIDENT_PROGRAMS = 3.0
@@ -24,7 +22,7 @@ MARGIN_BLOCKS = 8
 
 
 class Tokenizer:
-    """Tokenizer and chat template of the served model, read from its directory."""
+    """Tokenizer of the served model, read from its directory."""
 
     def __init__(self, directory: str | Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -35,27 +33,10 @@ class Tokenizer:
         """Return the token ids of ``text``. Markup such as ``<|im_end|>`` becomes a special token."""
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, including special tokens."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
-
     def forced_ids(self, turn: ScriptedTurn) -> list[int]:
         """Return the token ids that the model must emit for ``turn``: its message and the end-of-message
         token."""
         return self.encode(assistant_text(turn.thought, [tool_call(turn)]) + END_OF_MESSAGE)
-
-    def count(self, messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
-        """Return the number of tokens of a conversation as the server renders it."""
-        return len(self.encode(self._template.render(messages=list(messages), tools=list(tools))))
-
-    @cached_property
-    def _template(self) -> Any:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        # The same settings as transformers uses for chat templates.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        return environment.from_string(CHAT_TEMPLATE.read_text())
 
 
 def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
@@ -68,13 +49,8 @@ def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: floa
 
     ``context_tokens``: the length of each program's final context. The pool holds ``resident`` times the mean
     context, and ``MARGIN_BLOCKS`` blocks more. It holds at least one request of ``model_length`` tokens,
-    because vLLM does not start with less. Raises ``ValueError`` if there are no contexts or ``resident`` is
-    not positive.
+    because vLLM does not start with less.
     """
-    if not 0 < resident < math.inf:
-        raise ValueError(f"room for {resident} contexts; expected a number > 0")
-    if not context_tokens:
-        raise ValueError("no contexts; expected at least one")
     blocks = [math.ceil(tokens / block_tokens) for tokens in context_tokens]
     wanted = math.ceil(resident * sum(blocks) / len(blocks))
     return max(wanted + MARGIN_BLOCKS, math.ceil(model_length(context_tokens) / block_tokens) + 1)
