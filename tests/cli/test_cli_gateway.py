@@ -105,7 +105,7 @@ def test_a_file_of_tenants_goes_before_the_environment_and_not_before_the_comman
     tenants.write_text("[tenants]\na = 3\n")
     done = gateway(*ENGINES, "--tenants", str(tenants), SOJOURN_API_KEY="k")
     assert "note: SOJOURN_API_KEY is ignored" in done.stderr
-    assert "the keys of a are not a list" in done.stderr
+    assert "expected [tenants] with lines NAME" in done.stderr
     done = gateway(*ENGINES, "--tenants", str(tenants), "--api-key", "k", SOJOURN_API_KEY="k")
     assert "--tenants and --api-key are both given" in done.stderr
 

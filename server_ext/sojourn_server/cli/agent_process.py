@@ -260,23 +260,35 @@ def base_url_root(environment: Mapping[str, str], note: Note, variable: str = OP
     if not named:
         return None
     root = _root_of(named)
-    try:
-        status, body = get_page(root)
-        document = json.loads(body) if status == 200 else None
-    except (OSError, http.client.HTTPException) as error:
-        problem = type(error).__name__
-    except (ValueError, RecursionError):
-        problem = "no JSON, or no URL"
-    else:
-        if isinstance(document, dict) and document.get("name") == "sojourn":
-            return root
-        problem = f"HTTP {status}"
+    problem = _problem_at(root)
+    if problem is None:
+        return root
     if root != DEFAULT_URL:
         note(
             f"{variable} is not used: no sojourn server answers there without a key ({problem}); "
             "if the server needs a key, name it with --url"
         )
     return None
+
+
+def _problem_at(root: str, *, may_need_key: bool = False) -> str | None:
+    """Return why no sojourn server answers at ``root``; ``None`` if one does. With ``may_need_key``, any
+    server counts that asks for a key, and an invalid URL raises ``CliError``."""
+    try:
+        status, body = get_page(root)
+        if may_need_key and status in (200, 401, 403):
+            return None
+        document = json.loads(body) if status == 200 else None
+    except (ValueError, RecursionError, http.client.InvalidURL) as error:
+        if may_need_key:
+            raise CliError(
+                f"{root!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
+            ) from error
+        return "no JSON, or no URL"
+    except (OSError, http.client.HTTPException) as error:
+        return type(error).__name__
+    ours = isinstance(document, dict) and document.get("name") == "sojourn"
+    return None if ours else f"HTTP {status}"
 
 
 def _root_of(url: str) -> str:
@@ -324,18 +336,7 @@ def get_page(root: str, path: str = CAPABILITIES_PATH, api_key: str = "") -> tup
 def _note_unless_served(url: str, note: Note, consequence: str) -> bool:
     """Return whether a sojourn server answers at ``url``; show a note with the ``consequence`` if none does.
     Raises ``CliError`` for an invalid URL."""
-    try:
-        status, _ = get_page(_root_of(url))
-    except (ValueError, http.client.InvalidURL) as error:
-        raise CliError(
-            f"{url!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        problem = type(error).__name__
-    else:
-        # A sojourn server with an API key answers 401 to this request without a key.
-        if status in (200, 401, 403):
-            return True
-        problem = f"HTTP {status}"
-    note(f"no sojourn server answers at {url} ({problem}); the command runs without it{consequence}")
-    return False
+    problem = _problem_at(_root_of(url), may_need_key=True)
+    if problem is not None:
+        note(f"no sojourn server answers at {url} ({problem}); the command runs without it{consequence}")
+    return problem is None

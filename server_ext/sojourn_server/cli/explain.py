@@ -106,22 +106,16 @@ def find_explanation(
         if any(row.program_id == program for row in rows):
             raise
         named = [row for row in rows if row.name == program]
-        ids = [
-            row.program_id
-            for row in rows
-            if row.program_id.startswith(program) or row.program_id.endswith(program)
-        ] or [row.program_id for row in rows if _is_label(program, row)]
+        ids = [id for row in rows if (id := row.program_id).startswith(program) or id.endswith(program)]
+        ids = ids or [row.program_id for row in rows if _is_label(program, row)]
         if not named and not ids:
-            if not rows and (untracked := untracked_text(frame)):
-                raise CliError(
-                    f"no program has the id or name {program!r}; {untracked}",
-                    "start the agent with sojourn run, or open sojourn.program() in it; known: none",
-                ) from None
             known = [*dict.fromkeys(row.name or row.program_id for row in rows)]
-            raise CliError(
-                f"no program has the id or name {program!r}{did_you_mean(program, known)}",
-                f"sojourn top shows the programs; known: {_listed(known) or 'none'}",
-            ) from None
+            untracked = "" if rows else untracked_text(frame)
+            hint = f"; {untracked}" if untracked else did_you_mean(program, known)
+            next_step = f"sojourn top shows the programs; known: {_listed(known) or 'none'}"
+            if untracked:
+                next_step = "start the agent with sojourn run, or open sojourn.program() in it; known: none"
+            raise CliError(f"no program has the id or name {program!r}{hint}", next_step) from None
     if named:
         newest, *others = sorted(named, key=lambda row: age_s(row, frame))
         if others and note is not None:
@@ -196,16 +190,10 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
             table.add_row(f"  {source}", "", f"{count:,}", _SOURCES[source])
         by = "computed again" + (f"; taken by {found.lost_to}" if found.lost_to else "")
         for cause, count in tokens["lost"].items():
-            if cause in _NOT_LOST:
-                table.add_row(f"  {cause}", "", f"{count:,}", _NOT_LOST[cause])
-            else:
-                table.add_row(f"  lost: {cause}", "", f"{count:,}", Text(printable(by)))
-    table.add_row(
-        "decoding",
-        f"{seconds['decoding']:.2f}",
-        "",
-        _DECODING.get(found.outcome, f"ended: {found.outcome}"),
-    )
+            said = f"  {cause}" if cause in _NOT_LOST else f"  lost: {cause}"
+            table.add_row(said, "", f"{count:,}", Text(_NOT_LOST.get(cause) or printable(by)))
+    ending = _DECODING.get(found.outcome, f"ended: {found.outcome}")
+    table.add_row("decoding", f"{seconds['decoding']:.2f}", "", ending)
     lines = []
     place = engine_detail(program).get("placed") if program is not None else None
     if not leases and place is not None:

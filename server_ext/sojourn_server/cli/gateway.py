@@ -214,19 +214,16 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
     given = {"--prefill": prefill, "--decode": decode}
     there = [flag for flag, texts in given.items() if texts]
     others = _given_options(context, but="prefill")
-    if not there:
-        alone = next((flag for flag in _ONLY_WITH_PAIRS if flag in others), None)
-        if alone is not None:
-            raise CliError(f"{alone} is given without --prefill and --decode", _PAIRS)
-        return False
     if len(there) == 1:
         [absent] = given.keys() - there
         raise CliError(f"{there[0]} is given without {absent}: a request needs one of each", _PAIRS)
-    for flag in _NOT_WITH_PAIRS:
-        if flag in others:
+    for flag in _NOT_WITH_PAIRS if there else _ONLY_WITH_PAIRS:
+        if flag in others and there:
             why = "pairs have one rule, the engine that is done soonest, and each engine has one role"
             raise CliError(f"{flag} and --prefill are both given; {why}", f"remove {flag}")
-    return True
+        if flag in others:
+            raise CliError(f"{flag} is given without --prefill and --decode", _PAIRS)
+    return bool(there)
 
 
 def _is_loopback(host: str) -> bool:
@@ -306,40 +303,35 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_key
 
     try:
-        api, _, admin = (
-            read_key(getattr(config.keys, name), f"keys.{name}") for name in ("api", "engine", "admin")
-        )
+        keys = {
+            name: read_key(getattr(config.keys, name), f"keys.{name}") for name in ("api", "engine", "admin")
+        }
     except RayConfigError as error:
         raise CliError(f"{path}: {error}", "export it where this command is started") from None
-    _tenants(Path(config.tenants) if config.tenants is not None else None, api, admin)
+    _tenants(Path(config.tenants) if config.tenants is not None else None, keys["api"], keys["admin"])
     for name in ("port", "direct_port"):
         if (port := getattr(config, name)) is not None:
             check_free_port(config.host, port, f"choose another {name} in {path}")
 
 
 def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:
-    from sojourn_server.policies.cluster_preset import (
-        cluster_preset_names,
-        load_cluster_preset,
-        read_cluster_preset,
-    )
+    from sojourn_server.policies import cluster_preset
     from sojourn_server.policies.preset import preset_names
     from sojourn_server.policies.preset_store import PresetError
 
     try:
         if policy_file is None:
-            return load_cluster_preset(policy)
-        return read_cluster_preset(policy_file, allowed_modules=allowed_modules)
+            return cluster_preset.load_cluster_preset(policy)
+        return cluster_preset.read_cluster_preset(policy_file, allowed_modules=allowed_modules)
     except PresetError as error:
+        message, next_step = str(error), "docs/gateway.md lists the cluster presets"
         if policy_file is None and policy in preset_names():
-            made_for = [name for name in cluster_preset_names() if load_cluster_preset(name).engine == policy]
-            raise CliError(
-                f"{policy} is an engine's policy, not a cluster's; expected one of "
-                f"{', '.join(cluster_preset_names())}",
-                f"engines run it: sojourn serve MODEL --policy {policy}; here "
-                + (f"--policy {made_for[0]} is made for it" if made_for else "leave --policy out"),
-            ) from None
-        raise CliError(str(error), "docs/gateway.md lists the cluster presets") from None
+            names = cluster_preset.cluster_preset_names()
+            made_for = [name for name in names if cluster_preset.load_cluster_preset(name).engine == policy]
+            here = f"--policy {made_for[0]} is made for it" if made_for else "leave --policy out"
+            message = f"{policy} is an engine's policy, not a cluster's; expected one of {', '.join(names)}"
+            next_step = f"engines run it: sojourn serve MODEL --policy {policy}; here {here}"
+        raise CliError(message, next_step) from None
 
 
 def _tenants(path: Path | None, api_key: str | None, admin_key: str | None) -> TenantKeys:

@@ -74,8 +74,10 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged."""
+    from sojourn_server.launch.weights_fingerprint import known_weights
     from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
     from sojourn_server.policies.toml_document import did_you_mean
+    from sojourn_server.vllm.compat import installed_vllm
 
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
@@ -125,15 +127,18 @@ def serve(
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.flags, role))
         if config is not None and command.flags.kv_connector() in OWN_CONNECTORS:
-            _print_notes(_check_model(model_path, config, command.flags, role))
+            no_disk = "without --kv-disk and with --tier-backend auto, which has host memory for most models"
+            next_step = f"serve it {no_disk if role is None else 'without --role'}"
+            in_one_group = command.flags.is_set(ONE_GROUP)
+            _print_notes(check_layers(model_path, config, next_step, in_one_group=in_one_group))
         address = listen_address(command.flags)
         if dry_run:  # before the checks of this machine, since the command may be for another one
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
-        if tiers.any:
-            _print_notes(check_kv_offload(tiers, *_engine_facts(model_path, command.flags)))
-        if pair.any:
-            _print_notes(check_pair(pair, *_engine_facts(model_path, command.flags)))
+        if tiers.any or pair.any:
+            facts = installed_vllm(), known_weights(model_path), engine_workers(command.flags)
+            _print_notes(check_kv_offload(tiers, *facts) if tiers.any else ())
+            _print_notes(check_pair(pair, *facts) if pair.any else ())
         if dry_run:
             return
         if address is not None:
@@ -259,17 +264,6 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
         raise CliError(message, next_step) from None
 
 
-def _check_model(model_path: str, config: dict[str, Any], flags: EngineFlags, role: str | None) -> list[str]:
-    """Return notes for the user about a model. Raises ``InvalidOption`` for a model whose kind of layers
-    sojourn's KV connectors do not support."""
-    next_step = (
-        "serve it without --kv-disk and with --tier-backend auto, which has host memory for most models"
-        if role is None
-        else "serve it without --role"
-    )
-    return check_layers(model_path, config, next_step, in_one_group=flags.is_set(ONE_GROUP))
-
-
 def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
@@ -295,13 +289,6 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     if flags.has("--no-enable-prefix-caching"):
         notes.append("without prefix caching every turn is computed in full, and no policy helps")
     return notes
-
-
-def _engine_facts(model_path: str, flags: EngineFlags) -> tuple[str | None, str | None, int]:
-    from sojourn_server.launch.weights_fingerprint import known_weights
-    from sojourn_server.vllm.compat import installed_vllm
-
-    return installed_vllm(), known_weights(model_path), engine_workers(flags)
 
 
 def _print_notes(notes: Sequence[str]) -> None:

@@ -64,16 +64,12 @@ def frame_document(frame: LiveFrame) -> dict[str, Any]:
     ``kv_bytes`` of a program are those that the view displays."""
     from .top_view import sorted_programs
 
-    programs = [
-        {
-            **msgspec.structs.asdict(view.row),
-            "state": view.state,
-            "for_s": round(view.for_s, 3),
-            "lease_left_s": None if view.lease_left_s is None else round(view.lease_left_s, 3),
-            "kv_bytes": view.kv_bytes,
-        }
-        for view in sorted_programs(frame)
-    ]
+    programs = []
+    for view in sorted_programs(frame):
+        shown = view._asdict() | {"for_s": round(view.for_s, 3)}
+        if view.lease_left_s is not None:
+            shown["lease_left_s"] = round(view.lease_left_s, 3)
+        programs.append({**msgspec.structs.asdict(shown.pop("row")), **shown})
     return {**msgspec.to_builtins(frame), "programs": programs}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -277,9 +277,7 @@ def program_line(view: ProgramView, width: int, *, leases: bool = True) -> Line:
     label = row.program_id
     if row.name and cell_len(row.name) + len(label) + 1 <= name_width:
         label = f"{row.name} {label}"
-    elif (
-        row.name and row.name != label
-    ):  # generated ids say little, but their end tells programs of one name apart
+    elif row.name and row.name != label:  # the end of a generated id tells programs of one name apart
         label = f"{cut(row.name, name_width - 5)} {label[-4:]}"
     line: Line = [(_fit(label, name_width), DIM if view.state == "ended" else "")]
     for column in _columns(leases):
@@ -344,22 +342,20 @@ def header(frame: LiveFrame, width: int, *, url: str = "", note: str = "", place
     return lines
 
 
-def _memory(engines: Sequence[EngineRow]) -> Iterable[tuple[str, dict[str, dict[str, int]], int]]:
+def _memory(engines: Sequence[EngineRow]) -> Iterable[tuple[str, Mapping[str, Mapping[str, int]], int]]:
     if len(engines) <= MAX_BARS:
         for engine in engines:
             label = f"{engine.engine} " if len(engines) > 1 else ""
             yield label, {"device": engine.blocks, **engine.tiers}, engine.block_bytes
         return
-    total: dict[str, dict[str, int]] = {}
+    total: dict[str, Counter[str]] = {}
     for engine in engines:
         for tier, states in {"device": engine.blocks, **engine.tiers}.items():
-            into = total.setdefault(tier, {})
-            for state, blocks in states.items():
-                into[state] = into.get(state, 0) + blocks
+            total.setdefault(tier, Counter()).update(states)
     yield f"{len(engines)} engines ", total, engines[0].block_bytes
 
 
-def _bar(label: str, states: dict[str, int], block_bytes: int, width: int) -> Line:
+def _bar(label: str, states: Mapping[str, int], block_bytes: int, width: int) -> Line:
     total = sum(states.values())
     known = [(name, glyph, style) for name, glyph, style in MEMORY_STATES if name in states]
     legend = " ".join(f"{name} {_percent(states[name], total)}" for name, _, _ in known)
@@ -385,11 +381,10 @@ def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
     text: one line if it fits into ``width``, else two."""
     states = Counter(_state(row) for row in frame.programs)
     words = [f"{states[state]} {state}" for state in _ORDER if states[state]]
-    if any(engine.blocks for engine in frame.engines):
-        requests = sum(engine.requests for engine in frame.engines)
-        running = sum(engine.running_requests for engine in frame.engines)
-        leases = sum(engine.leases for engine in frame.engines)
-    else:  # this viewer sees programs only
+    requests = sum(engine.requests for engine in frame.engines)
+    running = sum(engine.running_requests for engine in frame.engines)
+    leases = sum(engine.leases for engine in frame.engines)
+    if not any(engine.blocks for engine in frame.engines):  # this viewer sees programs only
         requests = sum(row.requests for row in frame.programs)
         running = sum(row.running for row in frame.programs)
         leases = sum(row.lease_blocks > 0 for row in frame.programs)
@@ -408,11 +403,10 @@ def _programs_lines(frame: LiveFrame, width: int) -> list[str]:
 def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
     prompt = sum(engine.prompt_tokens for engine in engines)
     reused = sum(engine.device_tokens + engine.host_tokens for engine in engines)
-    causes: dict[str, int] = {}
+    causes: Counter[str] = Counter()
     for engine in engines:
-        for cause, tokens in engine.lost_tokens.items():
-            causes[cause] = causes.get(cause, 0) + tokens
-    lost = sum(causes.values())
+        causes.update(engine.lost_tokens)
+    lost = causes.total()
     if engines and all(engine.error is not None for engine in engines):
         return [("no engine answers, so there are no totals", DIM)]
     if not any(engine.blocks for engine in engines):
@@ -421,8 +415,7 @@ def _tokens_line(engines: Sequence[EngineRow], width: int) -> Line:
         return [("prompt tokens of programs: none yet", DIM)]
     start = f"prompt tokens {count(prompt)}: {_percent(reused, prompt)} reused, "
     again = f"{_percent(lost, prompt)} computed again"
-    worst = sorted(causes.items(), key=lambda item: -item[1])
-    why = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in worst if tokens)
+    why = ", ".join(f"{cause} {count(tokens)}" for cause, tokens in causes.most_common() if tokens)
     end = f" ({why})" if why else ""
     return [(start, ""), (again, LOSS if lost else ""), (cut(end, width - len(start) - len(again)), "")]
 

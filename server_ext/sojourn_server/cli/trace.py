@@ -152,26 +152,21 @@ def _add_decisions(
 ) -> int:
     """Add the decisions since ``since_s`` of all engines of a server, each to its program's thread. Return
     the number of decisions."""
-    added = 0
-    engines: list[str | None] = [None]  # None: the first engine, whose answer names all engines
-    while engines:
-        name, number = engines.pop(0), 0
-        more: dict[str, str] = {} if name is None else {"engine": name}
+    added, first = 0, client.decisions(0, 1)
+    for name in (None, *(one for one in first.get("engines", ()) if one != first.get("engine"))):
+        number, more = 0, {} if name is None else {"engine": name}
         while True:
             answer = client.decisions(number, _DECISIONS_AT_ONCE, **more)
-            for decision in answer["decisions"]:
-                if decision["at_s"] < since_s:
-                    continue
+            recent = [one for one in answer["decisions"] if one["at_s"] >= since_s]
+            for decision in recent:
                 program_id, pid = decision["program_id"], engine
                 if program_id in tenants:
                     pid = _process(trace, tenants[program_id])
                 else:
                     program_id = None
                 trace.add_instant(pid, program_id, decision["kind"], decision["at_s"], decision)
-                added += 1
+            added += len(recent)
             if len(answer["decisions"]) < _DECISIONS_AT_ONCE or answer["next"] <= number:
                 break
             number = answer["next"]
-        if name is None:
-            engines = [each for each in answer.get("engines", ()) if each != answer.get("engine")]
     return added
