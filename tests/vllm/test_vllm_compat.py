@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import ast
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,39 +73,9 @@ def test_cpu_build(vllm, vllm_cpu, is_cpu, monkeypatch):
 # -- upstream names ----------------------------------------------------------------
 
 
-def python_files() -> Iterator[Path]:
-    folders = [ROOT / "server_ext", ROOT / "sdk", ROOT / "integrations"]
-    return (path for folder in folders for path in folder.rglob("*.py"))
-
-
-def upstream_modules(path: Path) -> Iterator[str]:
-    """Modules of vLLM that a file imports or names in a string that is no docstring."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            named = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            named = [node.module or ""]
-        elif isinstance(node, ast.Constant) and re.fullmatch(r"vllm(\.\w+)+(:\w+)?", str(node.value)):
-            named = [str(node.value)]
-        else:
-            continue
-        yield from (name for name in named if name.split(".")[0] == "vllm" and not name.startswith(LOGGER))
-
-
-def test_only_compat_names_modules_of_vllm():
-    named = {path.relative_to(ROOT).as_posix(): [*upstream_modules(path)] for path in python_files()}
-    assert named.pop("server_ext/sojourn_server/vllm/compat.py")
-    assert {path: modules for path, modules in named.items() if modules} == {}
-
-
 def test_importing_compat_imports_nothing_of_vllm():
     code = "import sys; from sojourn_server.vllm import compat; print({'vllm', 'torch'} & {*sys.modules})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no_such_name"):
-        compat.no_such_name  # noqa: B018
 
 
 def import_request(before: str) -> str:

@@ -66,11 +66,14 @@ class FakeClient:
     def __init__(self, core: Any) -> None:
         self.engine_core = core
         self.shutdowns: list[dict[str, Any]] = []
+        self.fails: Exception | None = None
         self.errors: list[Exception] = []
         self.output_processor = SimpleNamespace(propagate_error=self.errors.append)
 
     def shutdown(self, **options: Any) -> None:
         self.shutdowns.append(options)
+        if self.fails is not None:
+            raise self.fails
 
 
 @pytest.fixture
@@ -123,22 +126,15 @@ async def test_the_metrics_poll_starts_with_the_server(server: Any) -> None:
     [
         (None, "run an agent with: sojourn run --url http://h:1 -- python agent.py"),
         ({"store": "kv"}, "run an agent with: sojourn run --url http://h:1 -- python agent.py"),
-        (
-            {"role": "prefill"},
-            "it serves behind a gateway: sojourn gateway --prefill http://h:1 --decode http://HOST:PORT",
-        ),
-        (
-            {"role": "decode"},
-            "it serves behind a gateway: sojourn gateway --prefill http://HOST:PORT --decode http://h:1",
-        ),
+        ({"role": "prefill"}, "sojourn gateway --prefill http://h:1 --decode http://HOST:PORT"),
+        ({"role": "decode"}, "sojourn gateway --prefill http://HOST:PORT --decode http://h:1"),
     ],
 )
 def test_the_line_of_a_ready_engine_of_a_pair_names_the_gateway(extra: Any, step: str) -> None:
     transfer = SimpleNamespace(kv_connector_extra_config=extra) if extra is not None else None
-    config = SimpleNamespace(kv_transfer_config=transfer)
-    assert endpoint.ready_text("http://h:1", config) == (
-        f"sojourn: ready at http://h:1, live page http://h:1/sojourn; {step}"
-    )
+    text = endpoint.ready_text("http://h:1", SimpleNamespace(kv_transfer_config=transfer))
+    assert text.startswith("sojourn: ready at http://h:1, live page http://h:1/sojourn; ")
+    assert text.endswith(step)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +185,14 @@ async def test_an_engine_with_another_scheduler_than_the_one_asked_for_does_not_
 async def test_a_shutdown_ends_open_requests_with_an_error_and_bounds_the_servers_end(server: Any) -> None:
     """vLLM stops the task that delivers outputs and tells no request: clients sat silent after SIGTERM."""
     client = FakeClient(FakeCore())
+    client.fails = OSError("no such process")
     await server(client)
     config = SimpleNamespace(timeout_graceful_shutdown=None)
     server.app.state.server = SimpleNamespace(config=config)
     # As vLLM calls it: in a thread.
-    await asyncio.get_running_loop().run_in_executor(None, partial(client.shutdown, timeout=0))
+    with pytest.raises(OSError, match="no such process"):
+        await asyncio.get_running_loop().run_in_executor(None, partial(client.shutdown, timeout=0))
+    client.fails = None
     await asyncio.sleep(0)
     assert client.shutdowns == [{"timeout": 0}]
     (error,) = client.errors
@@ -203,20 +202,6 @@ async def test_a_shutdown_ends_open_requests_with_an_error_and_bounds_the_server
     client.shutdown(timeout=0)
     await asyncio.sleep(0)
     assert config.timeout_graceful_shutdown == 3, "an operator's own bound stays"
-
-
-async def test_a_shutdown_that_fails_ends_open_requests_too(server: Any) -> None:
-    client = FakeClient(FakeCore())
-
-    def fail(**options: Any) -> None:
-        raise OSError("no such process")
-
-    client.shutdown = fail  # type: ignore[method-assign]
-    await server(client)
-    with pytest.raises(OSError, match="no such process"):
-        client.shutdown(timeout=0)
-    await asyncio.sleep(0)
-    assert len(client.errors) == 1
 
 
 async def test_keys_of_the_command_line_win_over_the_environment(
@@ -236,25 +221,21 @@ async def test_keys_of_the_command_line_win_over_the_environment(
     assert await statuses(["a"]) == [401, 200, 401]
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        None,
-        "",
-        "Bearer",
-        "Bearer ",
-        "Bearer a",
-        "bearer a",
-        "BEARER b",
-        "Bearer  a",
-        "Bearer a ",
-        "Basic a",
-        "a",
-        "Bearer c",
-        "Bearer ä",
-        "Bearer a b",
-    ],
-)
+HEADERS = """
+Bearer
+Bearer a
+bearer a
+BEARER b
+Bearer  a
+Basic a
+a
+Bearer c
+Bearer ä
+Bearer a b
+""".splitlines()
+
+
+@pytest.mark.parametrize("header", [None, "Bearer ", "Bearer a ", *HEADERS])
 @pytest.mark.parametrize("tokens", [["a"], ["a", "b"], ["ä"]])
 def test_our_key_check_agrees_with_vllms(header: str | None, tokens: list[str]) -> None:
     ours = ApiKeys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ Left = tuple[float, int] | None
 ScoreOf = Callable[[str, Left], Any]
 BLOCKS = 14
 NEWEST = math.inf
+LIST, ENDED = "vLLM's list", "ended"
 PROGRAMS = [f"P{number}" for number in range(16)]
 
 
@@ -120,15 +122,17 @@ class QueueMachine(RuleBasedStateMachine):
             score=self.standing if self.by_program else None,
             evicted=lambda gone, score: self.evictions.extend(block.block_id for block, _ in gone),
         )
-        self.list = list(range(BLOCKS))
-        self.buckets: dict[tuple[str, float], list[int]] = {}
+        self.count = 0
+        self.place: dict[int, tuple[Any, int]] = {}
+        """Free block → (``LIST``, ``ENDED`` or its bucket's program and time of use, place within)."""
         self.left = [0, 0]
         self.owners: dict[int, set[str]] = {}
-        self.ended: list[int] = []
         self.used_by: dict[int, set[str]] = {}
         """Cached block → programs that used it, and "somebody" for a reuse without an owner."""
         self.upside_down = False
         self.taken: list[int] = []
+        for block_id in range(BLOCKS):
+            self.file(block_id)
 
     # what the model knows
 
@@ -136,83 +140,68 @@ class QueueMachine(RuleBasedStateMachine):
         score, rank = self.scores[program_id]
         return (score, rank) if left is None else (score - 1.5 - left[0] % 3, rank, left[0])
 
-    def score(self, program_id: str, used_s: float) -> tuple[float, ...]:
+    def score(self, name: tuple[str, float]) -> tuple[float, ...]:
+        program_id, used_s = name
+        if not program_id:
+            return (NEWEST,)
         score, *rest = self.standing(program_id, None if used_s == NEWEST else (used_s, 0))
         return (-score if self.upside_down else score, *rest)
 
+    def of(self, name: Any) -> list[int]:
+        """Blocks of a bucket, of ``LIST`` or of ``ENDED``, in order."""
+        return sorted((b for b in self.place if self.place[b][0] == name), key=lambda b: self.place[b][1])
+
     def order(self) -> list[int]:
-        names = sorted(self.buckets, key=lambda name: self.score(*name) if name[0] else (NEWEST,))
-        first = list(itertools.takewhile(lambda b: self.blocks[b].block_hash is None, self.list))
-        rest = self.list[len(first) :]
-        return [*first, *self.ended, *rest, *(b for name in names for b in self.buckets[name])]
+        listed = self.of(LIST)
+        first = list(itertools.takewhile(lambda b: self.blocks[b].block_hash is None, listed))
+        in_buckets = [b for name in sorted({*self.bucket_names()}, key=self.score) for b in self.of(name)]
+        return [*first, *self.of(ENDED), *listed[len(first) :], *in_buckets]
 
-    def bucket_name(self, block_id: int) -> tuple[str, float] | None:
-        if not self.by_program or self.blocks[block_id].block_hash is None:
-            return None
+    def belongs(self, block_id: int) -> Any:
+        if self.is_of_ended(block_id):
+            return ENDED
         owners = self.owners.get(block_id, set())
-        if len(owners) > 1:
-            return ("", NEWEST)
-        return (next(iter(owners)), NEWEST) if owners else None
+        if not owners or not self.by_program or self.blocks[block_id].block_hash is None:
+            return LIST
+        return ("" if len(owners) > 1 else next(iter(owners)), NEWEST)
 
-    def take_out(self, block_id: int) -> None:
-        for line in (self.list, self.ended, *self.buckets.values()):
-            if block_id in line:
-                line.remove(block_id)
-        self.buckets = {name: bucket for name, bucket in self.buckets.items() if bucket}
-
-    def file(self, block_id: int) -> None:
-        name = self.bucket_name(block_id)
-        if block_id in self.blocks_of_ended():
-            self.ended.append(block_id)
-        else:
-            (self.list if name is None else self.buckets.setdefault(name, [])).append(block_id)
-
-    def blocks_of_ended(self) -> set[int]:
-        """Those that one program alone has ever used, and that has ended."""
-        return {
-            block_id
-            for block_id, users in self.used_by.items()
-            if len(users) == 1
-            and users <= set(PROGRAMS)
-            and not self.owners.get(block_id)
-            and self.blocks[block_id].block_hash is not None
-        }
+    def is_of_ended(self, block_id: int) -> bool:
+        """Whether one program alone has ever used it, and that has ended."""
+        users = self.used_by.get(block_id, set())
+        is_one = len(users) == 1 and users <= set(PROGRAMS) and not self.owners.get(block_id)
+        return is_one and self.blocks[block_id].block_hash is not None
 
     def is_left(self, block_id: int) -> bool:
-        return any(block_id in bucket for name, bucket in self.buckets.items() if name[1] != NEWEST)
+        name = self.place[block_id][0]
+        return name not in (LIST, ENDED) and name[1] != NEWEST
+
+    def file(self, block_id: int) -> None:
+        self.count += 1
+        self.place[block_id] = (self.belongs(block_id), self.count)
+
+    def file_first(self, block_ids: Sequence[int]) -> None:
+        for block_id in reversed(block_ids):
+            self.count += 1
+            self.place[block_id] = (LIST, -self.count)
 
     def refile(self, block_ids: Iterable[int]) -> None:
         """Free blocks that are not where they belong go there."""
-        order = self.order()
         for block_id in block_ids:
-            name = next((n for n, bucket in self.buckets.items() if block_id in bucket), None)
-            if block_id in self.ended:
-                name = ("ended", NEWEST)
-            belongs = self.bucket_name(block_id)
-            if block_id in self.blocks_of_ended():
-                belongs = ("ended", NEWEST)
-            if block_id not in order or name == belongs:
-                continue
-            self.take_out(block_id)
-            if self.blocks[block_id].block_hash is None:
-                self.list.insert(0, block_id)
-            else:
-                self.file(block_id)
+            if block_id in self.place and self.place[block_id][0] != self.belongs(block_id):
+                if self.blocks[block_id].block_hash is None:
+                    self.file_first([block_id])
+                else:
+                    self.file(block_id)
 
     def popped(self, expected: list[int], got: list[Any]) -> None:
         assert ids(got) == expected
-        ended = self.blocks_of_ended()
-        heard = [
-            block_id
-            for block_id in expected
-            if (self.owners.get(block_id) or block_id in ended)
-            and self.blocks[block_id].block_hash is not None
-        ]
+        cached = [block_id for block_id in expected if self.blocks[block_id].block_hash is not None]
+        heard = [each for each in cached if self.owners.get(each) or self.is_of_ended(each)]
         assert self.evictions == heard
         self.evictions.clear()
         for block_id in expected:
             self.left[1] += self.is_left(block_id)
-            self.take_out(block_id)
+            del self.place[block_id]
             self.owners.pop(block_id, None)
             self.used_by.pop(block_id, None)
             self.blocks[block_id].reset_hash()
@@ -226,16 +215,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     def popleft_n_of(self, count: int) -> None:
         expected = self.order()[:count]
-        self.popped(expected, self.queue.popleft_n(count))
+        one = count == 1
+        self.popped(expected, [self.queue.popleft()] if one else self.queue.popleft_n(count))
 
     @rule(data=st.data())
     def popleft_n(self, data: st.DataObject) -> None:
         self.popleft_n_of(data.draw(st.integers(0, len(self.order()))))
-
-    @precondition(lambda self: self.order())
-    @rule()
-    def popleft(self) -> None:
-        self.popped(self.order()[:1], [self.queue.popleft()])
 
     @precondition(lambda self: not self.order())
     @rule()
@@ -248,20 +233,15 @@ class QueueMachine(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.order()))
         self.left[0] += self.is_left(block_id)
-        if (self.owners_of_any() or self.ended_of_any()) and not self.owners.get(block_id):
-            self.used_by.setdefault(block_id, set()).add("somebody")
-        self.queue.remove(self.blocks[block_id])
-        self.take_out(block_id)
-        self.taken.append(block_id)
-
-    def owners_of_any(self) -> bool:
-        return any(self.owners.values())
-
-    def ended_of_any(self) -> bool:
-        return any(
+        is_any_used = any(self.owners.values()) or any(
             len(users) == 1 and users <= set(PROGRAMS) and not self.owners.get(b)
             for b, users in self.used_by.items()
         )
+        if is_any_used and not self.owners.get(block_id):
+            self.used_by.setdefault(block_id, set()).add("somebody")
+        self.queue.remove(self.blocks[block_id])
+        del self.place[block_id]
+        self.taken.append(block_id)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -307,9 +287,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(program_id=st.sampled_from(PROGRAMS), used_s=st.integers(0, 9))
     def mark_abandoned(self, program_id: str, used_s: float) -> None:
-        left = self.buckets.pop((program_id, NEWEST), [])
-        if left:
-            self.buckets.setdefault((program_id, used_s), []).extend(left)
+        for block_id in self.of((program_id, NEWEST)):
+            self.place[block_id] = ((program_id, used_s), self.place[block_id][1])
         self.queue.mark_abandoned(program_id, used_s)
 
     @rule(program_id=st.sampled_from(PROGRAMS), score=st.integers(-3, 3))
@@ -335,23 +314,19 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue._order.scorer.shift = float(self.upside_down)
         self.queue.rescale()
 
-    @precondition(lambda self: self.taken)
-    @rule(data=st.data())
-    def append(self, data: st.DataObject) -> None:
-        block_id = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
-        self.queue.append(self.blocks[block_id])
-        self.file(block_id)
-
     @rule(data=st.data())
     def append_n(self, data: st.DataObject) -> None:
         for block_id in (chosen := self.choose(data)):
             self.file(block_id)
-        self.queue.append_n([self.blocks[block_id] for block_id in chosen])
+        if len(chosen) == 1:
+            self.queue.append(self.blocks[chosen[0]])
+        else:
+            self.queue.append_n([self.blocks[block_id] for block_id in chosen])
 
     @rule(data=st.data())
     def prepend_n(self, data: st.DataObject) -> None:
         chosen = self.choose(data)
-        self.list[:0] = chosen
+        self.file_first(chosen)
         self.queue.prepend_n([self.blocks[block_id] for block_id in chosen])
 
     def choose(self, data: st.DataObject) -> list[int]:
@@ -367,13 +342,13 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def clear_owners(self) -> None:
-        bucketed = [*self.ended, *(b for b in self.order() if b not in self.list and b not in self.ended)]
-        unhashed = [block_id for block_id in bucketed if self.blocks[block_id].block_hash is None]
-        self.list = [*unhashed, *self.list, *(block_id for block_id in bucketed if block_id not in unhashed)]
-        self.buckets.clear()
-        self.ended.clear()
-        self.used_by.clear()
+        bucketed = [*self.of(ENDED), *(b for b in self.order() if self.place[b][0] not in (LIST, ENDED))]
         self.owners.clear()
+        self.used_by.clear()
+        self.file_first([b for b in bucketed if self.blocks[b].block_hash is None])
+        for block_id in bucketed:
+            if self.blocks[block_id].block_hash is not None:
+                self.file(block_id)
         self.queue.clear_owners()
         self.queue.owners.clear()
 
@@ -390,13 +365,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert sorted([*order, *self.taken]) == list(range(BLOCKS))
         assert [self.queue.abandoned_reused, self.queue.abandoned_evicted] == self.left
         for program_id in PROGRAMS:
-            left = {
-                (p, used_s): len(bucket) for (p, used_s), bucket in self.buckets.items() if p == program_id
-            }
-            left.pop((program_id, NEWEST), None)
-            assert abandoned_branches(self.queue, program_id) == {
-                used_s: blocks for (_, used_s), blocks in left.items()
-            }
+            left = Counter(used_s for (p, used_s) in self.bucket_names() if p == program_id)
+            left.pop(NEWEST, None)
+            assert abandoned_branches(self.queue, program_id) == left
+
+    def bucket_names(self) -> list[tuple[str, float]]:
+        return [name for name, _ in self.place.values() if name not in (LIST, ENDED)]
 
     @invariant()
     def owners_are_the_models(self) -> None:

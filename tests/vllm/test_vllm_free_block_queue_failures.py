@@ -28,15 +28,6 @@ def miscount(queue: Any) -> None:
     queue._bucket_of.popitem()
 
 
-def forget_an_owner(queue: Any) -> None:
-    queue.owners.blocks.popitem()
-
-
-def mark_owned_twice(queue: Any) -> None:
-    for block_id, owner in list(queue.owners.of.items()):
-        queue.owners.of[block_id] = {owner, "nobody"} if isinstance(owner, str) else owner
-
-
 def raises(error: Exception) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         raise error
@@ -83,8 +74,6 @@ SABOTAGES = [
     lose_a_block,
     forget_all_buckets,
     miscount,
-    forget_an_owner,
-    mark_owned_twice,
     scores_do_not_compare,
     score_fails,
     *map(fails_within, INSIDE),

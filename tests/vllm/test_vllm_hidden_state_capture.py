@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -33,26 +33,15 @@ def states_of(request_ids: list[str], step: int = 0) -> torch.Tensor:
 # -- in the worker ----------------------------------------------------------------------------
 
 
-class Model:
-    """Hidden states to logits, and whatever it was given besides."""
-
-    def __init__(self) -> None:
-        self.weight = torch.randn(HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(0))
-        self.given: list[tuple[Any, dict[str, Any]]] = []
-
-    def compute_logits(self, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.given.append((args, kwargs))
-        return states @ self.weight
-
-
 class FirstRunner:
     """vLLM's first model runner, as far as it is looked at: the batch is the runner's."""
 
     def __init__(self) -> None:
-        self.model = Model()
+        weight = torch.randn(HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(0))
+        self.model = SimpleNamespace(compute_logits=lambda states: states @ weight)
         self.input_batch = SimpleNamespace(req_ids=[])
 
-    def get_model(self) -> Model:
+    def get_model(self) -> Any:
         return self.model
 
     def logits(self, states: torch.Tensor, request_ids: list[str]) -> torch.Tensor:
@@ -60,14 +49,8 @@ class FirstRunner:
         return self.model.compute_logits(states)
 
 
-class SecondRunner:
+class SecondRunner(FirstRunner):
     """The second: the batch is handed from call to call."""
-
-    def __init__(self) -> None:
-        self.model = Model()
-
-    def get_model(self) -> Model:
-        return self.model
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> torch.Tensor:
         return self.model.compute_logits(hidden_states)
@@ -82,15 +65,18 @@ RUNNERS = pytest.mark.parametrize("runner_class", [FirstRunner, SecondRunner])
 class Worker:
     """One of vLLM's, as far as it is looked at."""
 
-    runner_class: type = FirstRunner
     later = False
 
-    def load_model(self, *, fails: bool = False) -> None:
-        self.model_runner = self.runner_class()
+    def __init__(self, runner_class: type = FirstRunner) -> None:
+        self.runner_class = runner_class
         self.logits: list[torch.Tensor] = []
         self._ids: list[str] = []
+        self.load_model()
 
-    def execute_model(self, scheduler_output: Any, intermediate: Any = None) -> Any:
+    def load_model(self) -> None:
+        self.model_runner = self.runner_class()
+
+    def execute_model(self, scheduler_output: Any) -> Any:
         self._ids = scheduler_output.ids
         if not self._ids:
             return EMPTY_MODEL_RUNNER_OUTPUT
@@ -114,10 +100,8 @@ class OnItsWay(AsyncModelRunnerOutput):
         return "salvaged"
 
 
-def tapping(**more: Any) -> Any:
-    worker = type("Tapping", (HiddenStateWorkerMixin, Worker), more)()
-    worker.load_model()
-    return worker
+class Capturing(HiddenStateWorkerMixin, Worker):
+    pass
 
 
 def step(worker: Any, ids: list[str], number: int = 0, rows: int = 1) -> Any:
@@ -152,9 +136,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_every_few_steps_the_rows_travel_with_the_results_and_no_logit_is_another(
     runner_class: type, later: bool
 ) -> None:
-    ours, plain = tapping(runner_class=runner_class, later=later), Worker()
-    plain.runner_class = runner_class  # type: ignore[misc]
-    plain.load_model()
+    ours, plain = Capturing(runner_class), Worker(runner_class)
+    ours.later = later
     found = {}
     for number in range(1, 3 * CAPTURE_EVERY_STEPS + 1):
         ids = [f"r{number % 5}", "b", "a"][: 1 + number % 3]
@@ -174,7 +157,7 @@ def test_every_few_steps_the_rows_travel_with_the_results_and_no_logit_is_anothe
 
 @RUNNERS
 def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) -> None:
-    worker = tapping(runner_class=runner_class)
+    worker = Capturing(runner_class)
     worker.model_runner.logits(states_of(["warm"]), ["warm"])
     assert worker._sojourn_capture.take() is None
     for _ in range(3 * CAPTURE_EVERY_STEPS):
@@ -191,7 +174,7 @@ def test_warm_up_and_steps_without_work_are_not_looked_at(runner_class: type) ->
 @RUNNERS
 def test_several_rows_a_request_are_left_alone(runner_class: type, said: list[str]) -> None:
     """As speculative decoding has them, and as the prompt's logprobs do, that are asked for after."""
-    worker = tapping(runner_class=runner_class)
+    worker = Capturing(runner_class)
     for number in range(2 * CAPTURE_EVERY_STEPS):
         assert carried(step(worker, ["a", "b"], number, rows=3)) is None
     assert said == []
@@ -199,7 +182,7 @@ def test_several_rows_a_request_are_left_alone(runner_class: type, said: list[st
 
 @RUNNERS
 def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, said: list[str]) -> None:
-    worker = tapping(runner_class=runner_class)
+    worker = Capturing(runner_class)
     tap = worker._sojourn_capture
 
     def broken() -> list[str]:
@@ -217,7 +200,7 @@ def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, 
 
 def test_only_the_last_pipeline_stage_captures(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: False)
-    worker = tapping()
+    worker = Capturing()
     for number in range(CAPTURE_EVERY_STEPS + 1):
         assert carried(step(worker, ["a"], number)) is None
     assert said == []
@@ -240,14 +223,6 @@ def test_what_a_device_has_not_copied_yet_is_handed_out_after_a_later_step() -> 
     assert tap.take() is None
 
 
-def test_the_workers_are_vllms_own_with_ours_before_them() -> None:
-    from sojourn_server.vllm.hidden_state_worker_cpu import HiddenStateCPUWorker
-    from vllm.v1.worker.cpu_worker import CPUWorker
-
-    assert HiddenStateCPUWorker.__mro__[1:3] == (HiddenStateWorkerMixin, CPUWorker)
-    assert f"{HiddenStateCPUWorker.__module__}.{HiddenStateCPUWorker.__qualname__}" == WORKER_CLASSES["cpu"]
-
-
 def test_both_runners_of_this_vllm_have_what_is_asked_of_them() -> None:
     """A release that renames any of it must not pass for one that was tested."""
     import inspect
@@ -265,21 +240,16 @@ def test_both_runners_of_this_vllm_have_what_is_asked_of_them() -> None:
 # -- in the scheduler ---------------------------------------------------------------------------
 
 
-class Note(NamedTuple):
-    requests: list[tuple[str, int]]
-    states: torch.Tensor
-
-
 class Listener:
     """Where the student's thread would be."""
 
     def __init__(self) -> None:
-        self.seen: list[Note] = []
+        self.seen: list[tuple[list[tuple[str, int]], torch.Tensor]] = []
         self.over: list[tuple[str, int | None]] = []
         self.new: dict[str, LengthPrediction] = {}
 
     def queue_hidden_states(self, requests: list[tuple[str, int]], states: torch.Tensor) -> None:
-        self.seen.append(Note(list(requests), states))
+        self.seen.append((list(requests), states))
 
     def ended(self, request_id: str, tokens: int | None) -> None:
         self.over.append((request_id, tokens))
@@ -330,13 +300,12 @@ def test_a_prompt_that_is_computed_in_parts_says_nothing_before_the_last(
     engine.add("long", range(1000, 1150), max_tokens=4, program_id="B")
     engine.run()
     by_request: dict[str, list[int]] = {}
-    for note in listener.seen:
-        for (name, written), row in zip(note.requests, note.states, strict=True):
+    for requests, states in listener.seen:
+        for (name, written), row in zip(requests, states, strict=True):
             by_request.setdefault(name, []).append(written)
             assert torch.equal(row, states_of([name])[0]), "its own row"
     assert by_request == {"short": list(range(9)), "long": list(range(4))}
-    first = listener.seen[0]
-    assert first.requests == [("short", 0)], "beside the first part of the other's prompt"
+    assert listener.seen[0][0] == [("short", 0)], "beside the first part of the other's prompt"
 
 
 def test_how_an_output_ended_says_whether_it_teaches(listening: Any) -> None:
@@ -370,14 +339,6 @@ def test_predictions_reach_the_program_scheduler_and_shutdown_stops_the_network(
     assert listener.over == [("stopped", None)]
 
 
-def test_rows_are_for_a_preset_that_reads_them(make_engine: Any) -> None:
-    engine = make_engine("tetris")
-    with_rows(engine)
-    engine.add("r", range(20), max_tokens=9, program_id="A")
-    engine.run()
-    assert engine.ask("stats")["output_lengths"]["network"] is None
-
-
 # -- which workers ------------------------------------------------------------------------------
 
 
@@ -386,6 +347,7 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
 ) -> None:
     engine = make_engine("tetris-learned")
     (line,) = said
+    with_rows(engine)  # they are for an engine that reads them
     found = engine.scheduler.vllm_config.parallel_config.worker_cls
     assert found not in WORKER_CLASSES.values()
     assert (

@@ -16,13 +16,13 @@ from sojourn_server.policies.prefill_decode.prefill_compute_quota import (
     PrefillComputeQuota,
     StepQuotaUsage,
 )
+from test_vllm_unchanged_without_hints import SHAPE as SMALL
 from test_vllm_unchanged_without_hints import random_load
 
 BLOCK = 16
 PAIR_S = 1e-6
 COSTS = StepCosts(step_s=0.01, token_s=1e-4, pair_s=PAIR_S, kv_token_s=1e-5, request_s=1e-3)
 ATTENTION = COSTS._replace(token_s=0.0)
-SMALL = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
 
 
 def profile(steps: StepCosts | None = COSTS) -> EngineProfile:

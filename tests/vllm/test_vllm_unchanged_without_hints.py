@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from cache_group_specs import MORE_GROUPS
 
+SHAPE = {"blocks": 65, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 1024}
+
 
 def random_load(
     engine, seed: int, *, requests: int = 60, grammars: float = 0.0
@@ -60,14 +62,7 @@ def preemptions_of(engine) -> list[str]:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("scheduling_policy", ["fcfs", "priority"])
 def test_without_hints_every_step_is_stock_vllms(make_engine, asynchronous, scheduling_policy):
-    shape = {
-        "blocks": 65,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 1024,
-        "asynchronous": asynchronous,
-        "scheduling_policy": scheduling_policy,
-    }
+    shape = {**SHAPE, "asynchronous": asynchronous, "scheduling_policy": scheduling_policy}
     for seed in range(4):
         stock = make_engine(None, **shape)
         preempted = preemptions_of(stock)
@@ -86,13 +81,7 @@ def test_without_hints_every_step_is_stock_vllms(make_engine, asynchronous, sche
 def test_with_requests_that_wait_for_a_grammar_as_well(make_engine, scheduling_policy, seeds):
     """They are admitted after later requests. So the last request that was admitted is not the last that
     arrived, and a preempted request is not always the earliest that waits."""
-    shape = {
-        "blocks": 65,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 1024,
-        "scheduling_policy": scheduling_policy,
-    }
+    shape = {**SHAPE, "scheduling_policy": scheduling_policy}
     for seed in seeds:
         expected = random_load(make_engine(None, **shape), seed, grammars=0.3)
         for policy in ("observe", "continuum"):
@@ -104,10 +93,8 @@ def test_with_requests_that_wait_for_a_grammar_as_well(make_engine, scheduling_p
 def test_with_several_cache_groups_as_well(make_engine, groups, asynchronous):
     more = MORE_GROUPS[groups]()
     shape = {
+        **SHAPE,
         "blocks": 65 + 20 * len(more),
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 1024,
         "asynchronous": asynchronous,
         "other_groups": more,
     }
@@ -125,13 +112,7 @@ def test_with_several_cache_groups_as_well(make_engine, groups, asynchronous):
 def test_observing_programs_changes_no_step(make_engine, groups):
     """``observe`` keeps the ledger of programs and decides as stock does."""
     more = MORE_GROUPS[groups]() if groups is not None else ()
-    shape = {
-        "blocks": 65 * (1 + len(more)),
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        "max_model_len": 1024,
-        "other_groups": more,
-    }
+    shape = {**SHAPE, "blocks": 65 * (1 + len(more)), "other_groups": more}
 
     def run(engine, with_programs: bool):
         plans = []
