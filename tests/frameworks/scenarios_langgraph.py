@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
 
+import sojourn
 from scenario_types import ProgramFact, Scenario, ToolFact
 from scenarios_langchain import ASK, ToolBroke, model_at, said, tools, use
 
@@ -194,6 +195,20 @@ def resumed(base_url: str, model: str) -> Any:
     return before, graph.invoke(Command(resume="yes"), thread)
 
 
+def own_program(base_url: str, model: str) -> Any:
+    """The code of a node opens a program, less deep than the graph's, and asks before, in and after it."""
+    speak = speaker(model_at(base_url, model))
+
+    def node(state: State) -> dict[str, Any]:
+        speak(state)
+        with sojourn.program("mine", parent=None):
+            speak(state)
+        return speak(state)
+
+    with sojourn.program("all"), sojourn.tool_call("plan"):
+        return planner(node).invoke(HI)
+
+
 def batch(base_url: str, model: str) -> Any:
     return planner(speaker(model_at(base_url, model))).batch([HI, HI, HI])
 
@@ -262,6 +277,12 @@ SCENARIOS = [
         "sub_agent", sub_graph, ["go on", "worked", "DONE", "judged", "DONE"],
         ProgramFact("outer", nodes=("team:plan", "team:work", "team:plan", "judge", "call:plan")),
         name="sub-graphs",
+    ),
+    scenario(
+        "sub_agent", own_program, ["before", "in it", "DONE"],
+        ProgramFact("all", tools=(ToolFact("plan"),)), ProgramFact("mine", nodes=(None,)),
+        ProgramFact("planner", parent="all", nodes=("plan", "plan")),
+        name="opened by hand",
     ),
     scenario("retry", sync, SCRIPT, PLANNED),
 ]  # fmt: skip

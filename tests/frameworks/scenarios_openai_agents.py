@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import sojourn
 from openai_agents_fixtures import SUM, OpenAIAgents, add, fails, waiting
 from scenario_types import ProgramFact, Scenario, ToolFact, fact
 from sojourn.testing import Reply, ToolUse
@@ -139,6 +140,26 @@ async def as_tool(factory: OpenAIAgents) -> Any:
     return outputs(await Runner.run(factory.agent("desk", ask), "How much is 2 and 3?"))
 
 
+async def own_program(factory: OpenAIAgents) -> Any:
+    """The code of a tool opens a program, less deep than the run's, and asks before, in and after it."""
+    from agents import Runner, function_tool
+
+    async def ask() -> str:
+        answer = await factory.client.chat.completions.create(model=factory.model.model, messages=[])
+        return str(answer.choices[0].message.content)
+
+    @function_tool
+    async def look() -> str:
+        """Looks."""
+        before = await ask()
+        with sojourn.program("mine", parent=None):
+            inside = await ask()
+        return " ".join((before, inside, await ask()))
+
+    with sojourn.program("all"), sojourn.tool_call("clerk"):
+        return outputs(await Runner.run(factory.agent("clerk", look), "Look."))
+
+
 CLERK = fact("clerk", "clerk clerk", "add")
 
 
@@ -198,5 +219,17 @@ SCENARIOS = [
         in_loop(as_tool),
         fact("desk", "desk desk", "ask"),
         fact("expert", "expert expert", "add", parent="desk"),
+    ),
+    scenario(
+        "sub_agent",
+        "opened by hand",
+        [ToolUse("look"), "before", "in it", "after", "done"],
+        in_loop(own_program),
+    )._replace(
+        programs=(
+            fact("all", "", "clerk"),
+            fact("clerk", "clerk clerk clerk clerk", "look", limit=10, parent="all"),
+            fact("mine", "-"),
+        )
     ),
 ]
