@@ -61,19 +61,8 @@ CHATS = (
 )  # fmt: skip
 URGENT = "urgent"
 WORDS = (
-    "time",
-    "year",
-    "people",
-    "way",
-    "day",
-    "thing",
-    "life",
-    "world",
-    "school",
-    "state",
-    "family",
-    "group",
-)
+    "time", "year", "people", "way", "day", "thing", "life", "world", "school", "state", "family", "group",
+)  # fmt: skip
 """One token each, with the space before it."""
 HEAD = (
     "cell", "arm", "requests/s", "session, mean s", "P95", "turn, mean s", "TTFT, mean s", "TTFT, P95 s",
