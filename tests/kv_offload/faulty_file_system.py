@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from kv_blocks import BLOCK_BYTES, identity, payload
-from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem, StoredFile
+from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
 from sojourn_server.kv_offload.shared_store import PutOutcome, SharedStore
 
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
+
+
+OPERATIONS = frozenset({"read", "replace", "unlink", "mkdir", "set_mtime", "stat", "scan"})
+"""Operations of ``FileSystem`` with one part. ``write`` has several."""
 
 
 class FaultyFiles(FileSystem):
@@ -22,6 +26,17 @@ class FaultyFiles(FileSystem):
     def __init__(self, before: Callable[[str, Path], None] | None = None) -> None:
         self.before = before or (lambda name, path: None)
 
+    def __getattribute__(self, name: str) -> Any:
+        method = super().__getattribute__(name)
+        if name not in OPERATIONS:
+            return method
+
+        def operation(*arguments: Any) -> Any:
+            self.before(name, arguments[name == "replace"])
+            return method(*arguments)
+
+        return operation
+
     def write(self, path: Path, content: Sequence[memoryview]) -> None:
         self.before("create", path)
         whole = b"".join(content)
@@ -30,34 +45,6 @@ class FaultyFiles(FileSystem):
         path.unlink()
         super().write(path, content)
         self.before("close", path)
-
-    def read(self, path: Path, buffers: Sequence[memoryview]) -> bool:
-        self.before("read", path)
-        return super().read(path, buffers)
-
-    def replace(self, source: Path, target: Path) -> None:
-        self.before("replace", target)
-        super().replace(source, target)
-
-    def unlink(self, path: Path) -> None:
-        self.before("unlink", path)
-        super().unlink(path)
-
-    def mkdir(self, path: Path) -> None:
-        self.before("mkdir", path)
-        super().mkdir(path)
-
-    def set_mtime(self, path: Path, mtime_ns: int) -> None:
-        self.before("set_mtime", path)
-        super().set_mtime(path, mtime_ns)
-
-    def stat(self, path: Path) -> tuple[int, int]:
-        self.before("stat", path)
-        return super().stat(path)
-
-    def scan(self, path: Path) -> list[StoredFile]:
-        self.before("scan", path)
-        return super().scan(path)
 
 
 WRITES = frozenset({"create", "write", "close", "replace", "mkdir"})

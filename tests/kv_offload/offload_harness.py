@@ -9,7 +9,7 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_tier import PersistStatus, TierLimits
 from sojourn_server.kv_offload.kv_pages import KvPages
-from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs, OffloadResults
+from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import SharedStore
@@ -122,13 +122,10 @@ class Engine:
         else:
             self.cuda.kernel(compute)
 
-    def holds(
-        self, block_id: int, key: bytes, layers: Iterable[int] = range(LAYERS), weights: int = 0
-    ) -> bool:
+    def holds(self, block_id: int, key: bytes, weights: int = 0) -> bool:
         return all(
-            self._bytes[layer][block_id].tobytes()
-            == _content(key, layer, weights, self._bytes[layer].shape[1])
-            for layer in layers
+            content[block_id].tobytes() == _content(key, layer, weights, content.shape[1])
+            for layer, content in enumerate(self._bytes)
         )
 
     # -- steps
@@ -237,15 +234,6 @@ class Engine:
 
     def close(self) -> None:
         self.mover.close()
-
-
-def merged(results: Iterable[OffloadResults], what: str) -> dict[str, float]:
-    """Sums of the field ``what`` of ``results``, by lane."""
-    sums: dict[str, float] = {}
-    for result in results:
-        for lane, amount in getattr(result, what).items():
-            sums[lane] = sums.get(lane, 0) + amount
-    return sums
 
 
 def nothing_is_pinned(planner: OffloadScheduler) -> bool:

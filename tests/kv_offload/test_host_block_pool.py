@@ -30,9 +30,6 @@ def not_on_disk(host: HostBlockPool, most: int = 100) -> list[bytes]:
     return [entry.key for entry in host.next_unspilled(most, above=-1)]
 
 
-# -- take, get
-
-
 def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_counted() -> None:
     counts: Counter[str] = Counter()
     host = HostBlockPool(2, counts)
@@ -49,9 +46,6 @@ def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_coun
     assert counts == {"dropped": 1, "dropped_on_disk": 1}
 
 
-# -- the order of reuse
-
-
 def test_a_lower_rank_goes_first_however_lately_used() -> None:
     host = HostBlockPool(4)
     filled(host, A, rank=2)
@@ -59,9 +53,6 @@ def test_a_lower_rank_goes_first_however_lately_used() -> None:
     filled(host, C, rank=0)
     filled(host, D, rank=1)
     assert order_of_reuse(host) == [C, B, D, A]
-
-
-# -- what is on disk
 
 
 def test_what_a_reuse_would_lose_comes_in_the_order_of_reuse() -> None:

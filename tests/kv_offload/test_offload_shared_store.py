@@ -17,20 +17,6 @@ def key(number: int) -> bytes:
     return b"%032d" % number
 
 
-def test_what_one_engine_has_written_another_loads_and_a_reset_of_one_deletes_nothing(tmp_path: Path) -> None:
-    chain = [key(number) for number in range(10)]
-    a, b, c = (Engine(tmp_path, blocks=12, slots=20, disk_blocks=12) for _ in range(3))
-    assert a.persist(chain, a.compute(chain)) == (10, 0)
-    b.load(chain)
-    assert (b.planner.counts["staged"], b.planner.counts["loaded"]) == (10, 10)
-    a.planner.forget()
-    a.rest()
-    assert a.wait_for(chain) == 0
-    c.load(chain)
-    for engine in (a, b, c):
-        engine.close()
-
-
 def test_persist_asks_the_store_for_what_it_has_not_just_seen_and_writes_what_another_deleted(
     tmp_path: Path,
 ) -> None:

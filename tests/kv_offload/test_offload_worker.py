@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ torch = pytest.importorskip("torch")
 from fake_cuda import FakeCuda  # noqa: E402
 from faulty_file_system import FaultyFiles, broken  # noqa: E402
 from kv_blocks import key  # noqa: E402
-from offload_harness import PATIENCE_S, Engine, merged, nothing_is_pinned  # noqa: E402
-from sojourn_server.kv_offload.cpu_device_backend import CpuCopy  # noqa: E402
-from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs  # noqa: E402
+from offload_harness import PATIENCE_S, Engine, nothing_is_pinned  # noqa: E402
+from sojourn_server.kv_offload.offload_jobs import OffloadJobs  # noqa: E402
 from sojourn_server.kv_offload.offload_worker import SEARCH_S, OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
 
@@ -128,39 +128,27 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
 
 def test_a_store_that_is_needed_now_does_not_wait_for_those_in_front_of_it() -> None:
     """What is copied to spare must not hold up a step."""
-    begun, release = threading.Event(), threading.Event()
-    copied: list[list[BlockCopy]] = []
+    engine, begun, release, ours = Engine(), threading.Event(), threading.Event(), threading.current_thread()
 
-    class Device:
-        block_bytes = 1
+    def before(name: str) -> None:
+        if name == "to_host" and threading.current_thread() is not ours:
+            begun.set()
+            assert release.wait(PATIENCE_S)
 
-        def fence(self) -> None: ...
-
-        def to_host(self, copies: Any, after: None) -> CpuCopy:
-            copied.append(list(copies))
-            if copies[0].slot == 0:
-                begun.set()
-                assert release.wait(60)
-            return CpuCopy(0.0)
-
-        def to_device(self, copies: Any, after: None) -> CpuCopy:
-            return CpuCopy(0.0)
-
-        def hold_compute(self, copy: CpuCopy) -> None: ...
-
-        def slot(self, slot: int) -> memoryview:
-            return memoryview(bytearray(1))
-
-        def close(self) -> None: ...
-
-    mover = OffloadWorker(Device())
-    mover.begin_step(OffloadJobs(stores={job: [BlockCopy(job, job)] for job in range(3)}))
-    assert begun.wait(60)
-    mover.begin_step(OffloadJobs(awaited={2: [BlockCopy(2, 2)]}))
-    assert copied == [[BlockCopy(0, 0)], [BlockCopy(2, 2)]]
+    engine.device.before = before
+    for block_id, key_ in enumerate([A, B, C]):
+        engine.write(block_id, key_)
+        engine.planner.store([(key_, block_id)])
+    engine.begin()
+    assert begun.wait(PATIENCE_S)
+    assert engine.planner.plan_save(C, 2)
+    engine.begin()
+    engine.write(2, D)
     release.set()
-    mover.close()
-    assert copied == [[BlockCopy(0, 0)], [BlockCopy(2, 2)], [BlockCopy(1, 1)]], "and it is not done twice"
+    engine.rest()
+    assert engine.device.calls.count("to_host") == 3, "and it is not done twice"
+    engine.load([A, B, C])
+    engine.close()
 
 
 # -- a device that fails
@@ -326,8 +314,11 @@ def test_each_lane_says_what_it_has_moved(make: Callable[..., Engine], tmp_path:
     results.append(engine.mover.take_results())
     assert [each for report in results for each in report.spilled] == [A, B, C], "the end was written first"
     moved = {"to_host": 3 * size, "to_device": 2 * size, "to_disk": 3 * size, "from_disk": size}
-    assert merged(results, "moved_bytes") == moved
-    seconds = merged(results, "seconds")
+    sums, seconds = Counter[str](), Counter[str]()
+    for report in results:
+        sums.update(report.moved_bytes)
+        seconds.update(report.seconds)
+    assert sums == moved
     assert seconds.keys() == moved.keys()
     assert all(0 < spent < PATIENCE_S for spent in seconds.values())
     again = engine.mover.take_results()

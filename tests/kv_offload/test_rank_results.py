@@ -32,11 +32,8 @@ def test_speeds_are_of_the_engine() -> None:
         OffloadResults(seconds={"to_host": 3.0}, moved_bytes={"to_host": 10}, waited_s=0.2),
     ]
     combined = RankResults(2).add(reports)
-    assert (combined.seconds, combined.moved_bytes, combined.waited_s) == (
-        {"to_host": 3.0},
-        {"to_host": 20},
-        0.2,
-    )
+    assert (combined.seconds, combined.moved_bytes) == ({"to_host": 3.0}, {"to_host": 20})
+    assert combined.waited_s == 0.2
 
 
 @pytest.mark.parametrize("seed", range(20))
