@@ -5,22 +5,21 @@
 80 requests decode with long contexts; the extension tracks 2,000 programs and has leases. Stock and sojourn
 alternate in short slices within one process, so that other load affects both. The result is the median ratio
 of thread CPU time of neighbouring slices, for ``schedule()`` alone and for ``schedule()`` with
-``update_from_output()``. Also measured: the step in which all leases of as many programs expire.
+``update_from_output()``.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 from result_pages import show
+from sojourn_server.cli.console import write_json
+from sojourn_server.simulator.report.results_file import made_with
 
 RUNNING = 80
 KNOWN_PROGRAMS = 2_000
@@ -28,46 +27,28 @@ CONTEXT_TOKENS = 8_000
 BLOCK_SIZE = 16
 
 
-def engine_of(
-    policy: str | None, blocks: int, clock: Callable[[], float], host_blocks: int = 0, **settings: Any
-) -> Any:
-    """Return an engine without requests."""
+def build(policy: str | None, host_blocks: int = 0) -> Any:
+    """Return an engine with ``RUNNING`` decoding requests and ``host_blocks`` of host memory. With a policy,
+    the engine also knows ``KNOWN_PROGRAMS`` programs of two blocks, half of which run a tool."""
     from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     options = SimulatedEngineOptions(
-        blocks=blocks,
+        # Enough for the expected growth of all requests, so that admission control rejects none.
+        blocks=RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=65_536,
         host_blocks=host_blocks,
         own_tiers=True,
-        sojourn=None if policy is None else {"policy": policy, "strict": True, **settings},
+        sojourn=None if policy is None else {"policy": policy, "strict": True},
     )
-    return SimulatedEngine(options, clock)
-
-
-def add_programs(engine: Any, count: int, run: Callable[[], Any]) -> None:
-    """Have ``count`` programs take a turn of two blocks each. ``run`` steps until all have."""
-    for first in range(0, count, 500):
+    engine = SimulatedEngine(options, time.monotonic)
+    for first in range(0, KNOWN_PROGRAMS if policy is not None else 0, 500):
         for number in range(first, first + 500):
             engine.add(f"known{number}", range(number, number + 33), program_id=f"known{number}")
-        run()
-
-
-def start_tools(engine: Any, programs: range) -> None:
-    """Tell that these programs run a tool."""
-    start = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
-    engine.tell(*({**start, "program_id": f"known{number}"} for number in programs))
-
-
-def build(policy: str | None, host_blocks: int = 0) -> Any:
-    """Return an engine with ``RUNNING`` decoding requests and ``host_blocks`` of host memory. With a policy,
-    the engine also knows ``KNOWN_PROGRAMS`` programs."""
-    # Enough blocks for the expected growth of all requests, so that admission control rejects none.
-    blocks = RUNNING * 6 * CONTEXT_TOKENS // BLOCK_SIZE + 60_000
-    engine = engine_of(policy, blocks, time.monotonic, host_blocks)
+        engine.run()
     if policy is not None:
-        add_programs(engine, KNOWN_PROGRAMS, engine.run)
-        start_tools(engine, range(1000))
+        start = {"type": "tool_start", "seq": 1, "call_id": "c", "tool": "bash"}
+        engine.tell(*({**start, "program_id": f"known{number}"} for number in range(1000)))
     for number in range(RUNNING):
         prompt = range(number * 100_000, number * 100_000 + CONTEXT_TOKENS)
         engine.add(f"run{number}", prompt, max_tokens=100_000, program_id=f"run{number}" if policy else None)
@@ -103,26 +84,6 @@ def slice_cost(engine: Any, steps: int) -> tuple[float, float]:
     return in_schedule, total
 
 
-def expiry_step(leases: int) -> dict[str, Any]:
-    """Let ``leases`` leases expire together. Return the number of steps until all are gone, and the wall
-    milliseconds of the longest step."""
-    now_s = 0.0
-    engine = engine_of("fixed-ttl", 2 * leases + 1_000, lambda: now_s, lease_budget_fraction=1.0)
-    add_programs(engine, leases, engine.run)
-    for first in range(0, leases, 500):
-        start_tools(engine, range(first, first + 500))
-    held = len(engine.scheduler.sojourn.program_scheduler.state.leases)
-    engine.add("running", range(10), max_tokens=1_000)
-    engine.step()
-    now_s += 100.0
-    steps = []
-    while len(engine.scheduler.sojourn.program_scheduler.state.leases):
-        begin = time.perf_counter()
-        engine.step()
-        steps.append(time.perf_counter() - begin)
-    return {"leases": held, "steps": len(steps), "longest_step_ms": max(steps) * 1e3}
-
-
 def main() -> None:
     """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -132,10 +93,7 @@ def main() -> None:
     parser.add_argument("--slices", type=int, default=40)
     parser.add_argument("--steps", type=int, default=25, help="steps in a slice")
     options = parser.parse_args()
-    command = (
-        f"python benchmarks/scheduler_cost.py --policy {options.policy} "
-        f"--host-blocks {options.host_blocks} --slices {options.slices} --steps {options.steps}"
-    )
+    made = made_with(sys.argv)
     stock, ours = build(None), build(options.policy, options.host_blocks)
     gc.collect()
     gc.disable()
@@ -149,7 +107,11 @@ def main() -> None:
         gc.collect()
     gc.enable()
     result: dict[str, Any] = {
-        **made(command, options),
+        "command": f"python benchmarks/{made.command}",
+        "machine": made.machine,
+        "versions": made.versions,
+        "running": RUNNING,
+        "context_tokens": CONTEXT_TOKENS,
         "known_programs": len(ours.scheduler.sojourn.program_scheduler.state.programs),
     }
     for position, name in enumerate(("schedule", "schedule_and_update")):
@@ -158,44 +120,13 @@ def main() -> None:
             "sojourn_ms": statistics.median(o[position] for _, o in pairs) / options.steps * 1e3,
             "ratio": statistics.median(o[position] / s[position] for s, o in pairs),
         }
-    result["expiry"] = expiry_step(KNOWN_PROGRAMS)
     keys = ("stock_ms", "sojourn_ms", "ratio")
     lines = [
         (name, *(f"{result[name][key]:.3f}" for key in keys)) for name in ("schedule", "schedule_and_update")
     ]
     show(("what", "stock ms", "sojourn ms", "ratio"), lines, title="CPU of one step")
-    print(
-        f"{result['expiry']['leases']} leases running out together: {result['expiry']['steps']} steps, "
-        f"the longest {result['expiry']['longest_step_ms']:.1f} ms"
-    )
-    write(result, options.json)
-
-
-def made(command: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the facts that every result includes: command, machine, versions, settings."""
-    return {
-        "command": command,
-        "machine": {"cpu": platform.processor() or platform.machine(), "python": platform.python_version()},
-        "versions": {"vllm": _vllm_version(), "sojourn": version("sojourn")},
-        "running": RUNNING,
-        "known_programs": KNOWN_PROGRAMS,
-        "context_tokens": CONTEXT_TOKENS,
-        "slices": options.slices,
-        "steps_in_a_slice": options.steps,
-    }
-
-
-def write(result: dict[str, Any], path: str | None) -> None:
-    """Write the result as JSON if ``path`` is given."""
-    if path:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps(result, indent=2) + "\n")
-
-
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
+    if options.json:
+        write_json(result, options.json)
 
 
 if __name__ == "__main__":
