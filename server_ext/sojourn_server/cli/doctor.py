@@ -148,13 +148,13 @@ def _engine_checks(import_engine: bool) -> Iterator[Check]:
         step = f"to serve from here: {cpu_engine}, or on a CUDA machine {install_command('vllm')}"
         yield Check("vllm", None, "not installed; serve, demo and the engine tests need it", step)
         return
-    build = "CPU build" if compat.is_cpu_build() else "not a CPU build"
+    said = f"{version}, {'CPU build' if compat.is_cpu_build() else 'not a CPU build'}"
     if compat.is_tested(version):
         without = version.split("+", 1)[0] in compat.TESTED_WITHOUT_ENGINE
         how = ", its scheduler only: it has no CPU build to run whole engines" if without else ""
-        yield Check("vllm", True, f"{version}, {build}, tested with this sojourn{how}")
+        yield Check("vllm", True, f"{said}, tested with this sojourn{how}")
     else:
-        said = f"{version}, {build}; tested with this sojourn: {', '.join(compat.TESTED_VLLM)}"
+        said += f"; tested with this sojourn: {', '.join(compat.TESTED_VLLM)}"
         yield Check("vllm", False, said, "install a tested release, or serve with --policy stock")
     if not import_engine:
         return
@@ -321,57 +321,47 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     from .top_view import age_s, age_text, printable, untracked_text
 
     answer = _ask(client, "GET", STREAM_PATH)
-    if answer.status_code != 200:
-        if answer.status_code != 404:
-            yield Check("programs", None, f"not known: {_error_summary(answer)}")
+    if answer.status_code == 404:
         return
     try:
         frame = msgspec.json.decode(answer.content, type=LiveFrame)
     except msgspec.DecodeError as error:
-        yield Check("programs", None, f"not a live frame: {error}")
+        known = answer.status_code == 200
+        said = f"not a live frame: {error}" if known else f"not known: {_error_summary(answer)}"
+        yield Check("programs", None, said)
         return
     untracked = untracked_text(frame)
-    base = _base_url(client)
-    run = f"sojourn run --url {base} -- python agent.py, or open sojourn.program() in the agent"
-    if not frame.programs:
-        yield Check("programs", None, "; ".join(filter(None, ("none yet", untracked))), run)
-        return
-    newest = min(frame.programs, key=lambda row: age_s(row, frame))
-    detail = (
-        f"{frame.total} seen, newest {printable(newest.name or newest.program_id)} {age_text(newest, frame)}"
-    )
-    if untracked:
-        step = f"if an agent sent the requests without a program: {run}"
-        yield Check("programs", None, f"{detail}; {untracked}", step)
-    else:
-        yield Check("programs", True, detail)
+    run = f"sojourn run --url {_base_url(client)} -- python agent.py, or open sojourn.program() in the agent"
+    said, step = "none yet", run
+    if frame.programs:
+        newest = min(frame.programs, key=lambda row: age_s(row, frame))
+        name = printable(newest.name or newest.program_id)
+        said = f"{frame.total} seen, newest {name} {age_text(newest, frame)}"
+        step = f"if an agent sent the requests without a program: {run}" if untracked else ""
+    yield Check("programs", None if step else True, "; ".join(filter(None, (said, untracked))), step)
 
 
 def _tiers_check(document: dict[str, Any]) -> Check:
     """Return the check of the tiers below the device. ``document``: the capabilities of an engine or a
     gateway."""
     tiers, paths, pairs = (document.get(name) for name in ("tiers", "paths", "pairs"))
-    if tiers is None and pairs is not None:  # the answer of a gateway
-        return Check("tiers", True, f"engines of pairs store and read KV: {_count_roles(pairs)}")
-    if tiers is None and paths is not None:
-        where = f"{paths['role']} engine of a pair at node {paths['node']}"
-        return Check("tiers", True, f"a {where} stores and reads KV; its address is {paths['peer']}")
     if tiers is None:
-        return Check("tiers", None, "none below the device: evicted KV is computed again")
-    sizes = [
-        f"{name} for {_size(tiers[field])}"
-        for field, name in (("host", "host memory"), ("disk", "disk"))
-        if tiers.get(field)
-    ]
+        ok: bool | None = True
+        if pairs is not None:  # the answer of a gateway
+            said = f"engines of pairs store and read KV: {_count_roles(pairs)}"
+        elif paths is not None:
+            where = f"{paths['role']} engine of a pair at node {paths['node']}"
+            said = f"a {where} stores and reads KV; its address is {paths['peer']}"
+        else:
+            ok, said = None, "none below the device: evicted KV is computed again"
+        return Check("tiers", ok, said)
+    names = {"host": "host memory", "disk": "disk"}
+    sizes = [f"{name} for {_size(tiers[field])}" for field, name in names.items() if tiers.get(field)]
     what = ", ".join([str(tiers.get("connector")), *sizes])
     if tiers.get("on", True):
         return Check("tiers", True, what)
-    return Check(
-        "tiers",
-        False,
-        f"{what}; turned off: {tiers.get('off_because') or 'for an unknown reason'}",
-        "see the server's log; until a restart, evicted KV is computed again",
-    )
+    said = f"{what}; turned off: {tiers.get('off_because') or 'for an unknown reason'}"
+    return Check("tiers", False, said, "see the server's log; until a restart, evicted KV is computed again")
 
 
 def _size(tier: dict[str, Any]) -> str:

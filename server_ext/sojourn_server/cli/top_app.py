@@ -236,9 +236,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one("#header", _Lines).show(
-            [[(f"sojourn top  {self._url}", "bold")], [("asking …", "dim")]]
-        )
+        self._head([[(f"sojourn top  {self._url}", "bold")], [("asking …", "dim")]])
         self.query_one("#filter", Input).display = False
         self.set_focus(self.query_one(ProgramTable))
         self.set_interval(self._interval_s, self._tick)
@@ -279,10 +277,10 @@ class TopApp(App[None]):
         if self._error:
             note = f"no answer for {duration(time.monotonic() - self._answered_s)}"
         if self._frame is None:
-            lines: list[Line] = [[(f"sojourn top  {self._url}", "bold")], [(cut(self._error, width), LOSS)]]
-            lines.append([(cut(f"next: {self._next_step}", width), "")])
-            lines.append([(f"asking again every {duration(self._interval_s)}", DIM)])
-            self.query_one("#header", _Lines).show(lines)
+            next_step, again = f"next: {self._next_step}", f"asking again every {duration(self._interval_s)}"
+            title = [(f"sojourn top  {self._url}", "bold")]
+            error = [(cut(self._error, width), LOSS)]
+            self._head([title, error, [(cut(next_step, width), "")], [(again, DIM)]])
             return
         table = self.query_one(ProgramTable)
         views = sorted_programs(self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
@@ -293,10 +291,12 @@ class TopApp(App[None]):
         lines = header(self._frame, width, url=self._url, note=note, place=place)
         if self._needle:
             lines.append([(cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")])
+        self._head(lines)
+        columns = heading(width, self._sort, self._reverse, leases=table.leases)
+        self.query_one("#heading", _Lines).show([columns])
+
+    def _head(self, lines: list[Line]) -> None:
         self.query_one("#header", _Lines).show(lines)
-        self.query_one("#heading", _Lines).show(
-            [heading(width, self._sort, self._reverse, leases=table.leases)]
-        )
 
     def on_program_table_moved(self) -> None:
         self._draw()
