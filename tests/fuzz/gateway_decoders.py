@@ -14,10 +14,12 @@ from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import ResponseMeter
 from sojourn_server.gateway.http.generation_request import (
     InvalidGenerationRequest,
+    decode_body,
+    decode_only_body,
     parse_generation_request,
+    prefill_body,
     without_events,
 )
-from sojourn_server.gateway.http.prefill_decode_bodies import decode_body, decode_only_body, prefill_body
 from sojourn_server.gateway.http.program_id_mapper import ProgramIdMapper
 
 OTHERS = "bob/"

@@ -14,10 +14,10 @@ from sojourn_server.gateway.http.generation_request import (
     ClientDisconnected,
     GenerationRequest,
     PromptSizeEstimator,
+    decode_only_body,
     parse_generation_request,
     with_identity,
 )
-from sojourn_server.gateway.http.prefill_decode_bodies import decode_only_body
 
 
 def parsed(body: Any, api: ClientApi = ClientApi.CHAT, session: str | None = None) -> GenerationRequest:

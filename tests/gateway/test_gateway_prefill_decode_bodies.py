@@ -11,11 +11,12 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sojourn_server.gateway.http.client_apis import ClientApi
 from sojourn_server.gateway.http.engine_client import EngineAnswer, ReplicaRequestError
-from sojourn_server.gateway.http.generation_request import InvalidGenerationRequest, parse_generation_request
-from sojourn_server.gateway.http.prefill_decode_bodies import (
+from sojourn_server.gateway.http.generation_request import (
     _ANSWER_FIELDS,
+    InvalidGenerationRequest,
     decode_body,
     decode_only_body,
+    parse_generation_request,
     parse_transfer_params,
     prefill_body,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.gateway.http.client_apis import ClientApi
-from sojourn_server.gateway.http.prefill_decode_bodies import decode_only_body, prefill_body
+from sojourn_server.gateway.http.generation_request import decode_only_body, prefill_body
 
 pytest.importorskip("vllm")
 

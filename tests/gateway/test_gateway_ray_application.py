@@ -18,8 +18,8 @@ from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 pytest.importorskip("ray.serve")
 
 from ray.exceptions import RayError
-from sojourn_server.gateway.ray import deployments, fleet_directory, ray_application
-from sojourn_server.gateway.ray.fleet_directory import SILENT_S, Announcement, FleetDirectory
+from sojourn_server.gateway.ray import deployments, ray_application
+from sojourn_server.gateway.ray.deployments import SILENT_S, Announcement, FleetDirectory
 
 
 def config(**engines: Any) -> RayConfig:
@@ -156,7 +156,7 @@ def test_what_was_not_begun_is_not_taken_off(shutdowns: list[str], monkeypatch: 
 
 def test_the_directory_lists_those_that_announced_themselves_lately(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr(fleet_directory, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(deployments, "time", SimpleNamespace(monotonic=lambda: now_s))
     it = FleetDirectory(on_loopback=False)
     old, new = Announcement("http://a:1", "Engine"), Announcement("http://b:1", "Engine")
     assert it.announce(old) == [old]

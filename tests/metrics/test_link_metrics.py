@@ -8,9 +8,8 @@ from typing import Any
 
 import sojourn_server.kv_transfer
 from sojourn_server.kv_offload.shared_store import PutOutcome
-from sojourn_server.metrics.link_metrics import LINK_LABELS, RECEIVED, count_links
 from sojourn_server.metrics.metric_catalog import PATH_OUTCOMES
-from sojourn_server.metrics.metrics_recorder import MetricsRecorder
+from sojourn_server.metrics.metrics_recorder import LINK_LABELS, RECEIVED, MetricsRecorder, count_links
 
 
 def totals(moved: int, received: int = 0, **counts: int) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from sojourn import wire_codec
 from sojourn.ids import ProgramId, id_problem
 from sojourn.wire_codec import WIRE_VERSION, EventOutcome, OutcomeBatch, WireError
 
-from ..metrics.link_metrics import count_links
 from ..metrics.live_frame import EngineRow, EngineSnapshot, ProgramRow, ProgramSummary
-from ..metrics.metrics_recorder import MetricsRecorder
+from ..metrics.metrics_recorder import MetricsRecorder, count_links
 from ..policies.placement.placement_views import Tier
 from ..policies.retention_policies import MAX_TTL_S, RetentionPolicy
 from ..programs.program_state import ProgramState

@@ -55,12 +55,15 @@ from .generation_request import (
     GenerationRequest,
     InvalidGenerationRequest,
     PromptSizeEstimator,
+    decode_body,
+    decode_only_body,
     parse_generation_request,
+    parse_transfer_params,
+    prefill_body,
     without_events,
 )
 from .multi_engine_queries import EngineQueries
 from .peers import UNREAD_TIMEOUT_S, Peers
-from .prefill_decode_bodies import decode_body, decode_only_body, parse_transfer_params, prefill_body
 from .program_events import AttachedEvents, ProgramEvents
 from .routing_backend import RequestDecisions, RoutingBackend
 from .tenant_keys import TenantKeys
