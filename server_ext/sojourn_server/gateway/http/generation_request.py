@@ -368,10 +368,10 @@ class PromptSizeEstimator:
 
 # -- the two stages of a request at a pair of engines ------------------------------------------------
 # One engine computes the prompt, another generates the answer. Each gets the client's body with a few fields
-# changed. The value of vLLM's field ``kv_transfer_params`` that the prefill engine returns is passed on
-# to the decode engine. With several prompts, several answers or beam search there is no single context to transfer,
-# and with prompt logprobs the answering engine has to compute the prompt itself: then the decode engine
-# computes everything.
+# changed. The value of vLLM's ``kv_transfer_params`` that the prefill engine returns is passed on unchanged
+# to the decode engine. With several prompts, several answers or beam search there is no single context to
+# transfer, and with prompt logprobs the answering engine has to compute the prompt itself: then the decode
+# engine computes everything.
 
 TRANSFER = "kv_transfer_params"
 _ANSWER_FIELDS = (
