@@ -13,7 +13,7 @@ from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.serve_command import (
     SCHEDULER_CLS,
     SERVER_MAIN_MODULE,
-    WORKER_CLASSES,
+    WORKER_CLS,
     EngineFlags,
     LaunchEnvironment,
     ServeOptions,
@@ -76,10 +76,9 @@ def test_a_policy_brings_scheduler_plugin_and_settings():
     }
 
 
-@pytest.mark.parametrize("name", WORKER_CLASSES.values())
-def test_worker_classes_exist(name):
-    """Read, not imported: vLLM's CUDA worker cannot be on every machine."""
-    module, _, class_name = name.rpartition(".")
+def test_the_worker_class_exists():
+    """Read, not imported: vLLM may be missing."""
+    module, _, class_name = WORKER_CLS.rpartition(".")
     path = Path(sojourn_server.__file__).parent.parent / (module.replace(".", "/") + ".py")
     assert f"class {class_name}(HiddenStateWorkerMixin, " in path.read_text(encoding="utf-8")
 
