@@ -249,8 +249,7 @@ def check_accounts(planner: OffloadScheduler) -> None:
     assert len(set(slots)) == len(slots) <= host.slots
     idle = {id(entry) for members in host._idle.values() for entry in members.values()}
     assert idle == {id(e) for e in host if not e.pins and e.job is None}
-    dirty = {id(entry) for members in host._dirty.values() for entry in members.values()}
-    assert dirty == {id(e) for e in host if not e.pins and e.job is None and e.dirty}
+    assert host.unspilled == sum(not e.pins and e.job is None and e.dirty and e.rank > 0 for e in host)
     assert not any(e.dirty and e.key in disk.blocks for e in host)
     pinned = [
         *(lookup.found for lookup in planner._looked_up.values()),

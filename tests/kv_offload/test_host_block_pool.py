@@ -27,7 +27,7 @@ def order_of_reuse(host: HostBlockPool) -> list[bytes]:
 
 
 def not_on_disk(host: HostBlockPool, most: int = 100) -> list[bytes]:
-    return [entry.key for entry in host.next_unspilled(most, above=-1)]
+    return [entry.key for entry in host.next_unspilled(most)]
 
 
 def test_where_all_is_full_something_makes_way_that_is_worth_no_more_and_is_counted() -> None:
@@ -63,7 +63,8 @@ def test_what_a_reuse_would_lose_comes_in_the_order_of_reuse() -> None:
     filled(host, D, rank=0)
     pinned, _ = filled(host, b"e", b"f", rank=2)
     host.pin(pinned)
-    assert not_on_disk(host) == [D, A, B, b"f"]
-    assert not_on_disk(host, 2) == [D, A]
+    assert not_on_disk(host) == [A, B, b"f"], "D is worthless"
+    assert not_on_disk(host, 2) == [A, B]
+    assert host.unspilled == 3
     assert not_on_disk(host, 0) == []
     assert len(host) == 6

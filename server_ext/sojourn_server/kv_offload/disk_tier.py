@@ -183,11 +183,10 @@ class DiskTier:
             else:
                 requested.append(entry)
         room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
-        worthless = RetentionRank.WORTHLESS
-        spare = host.room(RetentionRank.WANTED) - host.unspilled(above=worthless) + len(self._spilling)
+        spare = host.room(RetentionRank.WANTED) - host.unspilled + len(self._spilling)
         wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
         if wanted > 0:
-            self._spill(host.next_unspilled(wanted, above=worthless))
+            self._spill(host.next_unspilled(wanted))
 
     def _spill(self, entries: Iterable[HostEntry]) -> int:
         """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""

@@ -40,7 +40,7 @@ class RetentionRank(IntEnum):
 
 
 _RANKS = tuple(map(int, RetentionRank))
-_COLD, _IDLE, _WANTED = RetentionRank.COLD, RetentionRank.IDLE, RetentionRank.WANTED
+_WORTHLESS, _COLD, _, _IDLE, _WANTED = RetentionRank
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,8 @@ class HostEntry:
 
 
 class HostBlockPool:
-    """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per block."""
+    """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per
+    block, but ``next_unspilled`` passes over the blocks that are on disk."""
 
     def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
         """``counts``: receives the numbers of blocks that ``take`` evicts. Blocks with a copy on disk count
@@ -74,8 +75,8 @@ class HostBlockPool:
         self._entries: dict[BlockKey, HostEntry] = {}
         self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
-        self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
-        """Idle ``dirty`` entries, by rank."""
+        self.unspilled = 0
+        """Number of idle ``dirty`` entries above ``WORTHLESS``: reusing them would lose something."""
         self.requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks whose write to disk was requested → the rank that the block gets after the write."""
 
@@ -148,8 +149,6 @@ class HostBlockPool:
         self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):
             self._idle[entry.rank].move_to_end(entry.key, last=False)
-            if entry.dirty:
-                self._dirty[entry.rank].move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
         """Unpin the entries of a context, given in context order. The last block will be evicted first."""
@@ -160,8 +159,6 @@ class HostBlockPool:
         """Make the entry the most recently used of its rank."""
         if self._is_idle(entry):
             self._idle[entry.rank].move_to_end(entry.key)
-            if entry.dirty:
-                self._dirty[entry.rank].move_to_end(entry.key)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
         """Change the entry's rank. If the rank differs, the entry becomes the most recently used of its new
@@ -182,21 +179,14 @@ class HostBlockPool:
 
     def set_dirty(self, entry: HostEntry, dirty: bool) -> None:
         """Record whether the entry is ``dirty``."""
+        self.unspilled -= self._would_be_lost(entry)
         entry.dirty = dirty
-        if self._is_idle(entry):
-            self._dirty[entry.rank].pop(entry.key, None)
-            if dirty:
-                self._dirty[entry.rank][entry.key] = entry
+        self.unspilled += self._would_be_lost(entry)
 
-    def unspilled(self, *, above: RetentionRank) -> int:
-        """Return the number of idle ``dirty`` entries of a rank above ``above``."""
-        return sum(len(self._dirty[rank]) for rank in _RANKS[above + 1 :])
-
-    def next_unspilled(self, most: int, *, above: RetentionRank) -> list[HostEntry]:
-        """Return up to ``most`` idle ``dirty`` entries of a rank above ``above``, in the order of their
-        eviction."""
-        members = (self._dirty[rank].values() for rank in _RANKS[above + 1 :])
-        return list(islice(chain.from_iterable(members), most))
+    def next_unspilled(self, most: int) -> list[HostEntry]:
+        """Return up to ``most`` idle ``dirty`` entries above ``WORTHLESS``, in their order of eviction."""
+        members = chain.from_iterable(self._idle[rank].values() for rank in _RANKS[1:])
+        return list(islice(filter(self._would_be_lost, members), most))
 
     def remove(self, entry: HostEntry) -> None:
         """Remove an entry. Its slot becomes free once no job reads or fills it."""
@@ -212,17 +202,17 @@ class HostBlockPool:
     def _is_idle(self, entry: HostEntry) -> bool:
         return not entry.pins and entry.job is None and not entry.removal_pending
 
+    def _would_be_lost(self, entry: HostEntry) -> bool:
+        return entry.dirty and entry.rank > _WORTHLESS and self._is_idle(entry)
+
     def _mark_idle_or_free(self, entry: HostEntry) -> None:
         """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""
-        if entry.removal_pending and not entry.pins and entry.job is None:
+        if self._is_idle(entry):
+            self._idle[entry.rank][entry.key] = entry
+            self.unspilled += self._would_be_lost(entry)
+        elif entry.removal_pending and not entry.pins and entry.job is None:
             self._free.append(entry.slot)
-        if not self._is_idle(entry):
-            return
-        self._idle[entry.rank][entry.key] = entry
-        if entry.dirty:
-            self._dirty[entry.rank][entry.key] = entry
 
     def _unmark_idle(self, entry: HostEntry) -> None:
         del self._idle[entry.rank][entry.key]
-        if entry.dirty:
-            del self._dirty[entry.rank][entry.key]
+        self.unspilled -= self._would_be_lost(entry)

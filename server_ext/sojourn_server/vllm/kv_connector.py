@@ -170,11 +170,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self.matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
-        try:
-            tokens, match = self._match(request, num_computed_tokens)
-        except Exception as error:
-            self.handle_failure(error)
-            return 0, False
+        tokens, match = self._attempt(self._match, request, num_computed_tokens) or (0, None)
         if match is None:
             return tokens, False
         self.matches[request.request_id] = match

@@ -179,10 +179,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         KV (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``. If the connector is off, only loads ahead of
         need count, because results of other jobs may have been lost."""
         planner, paused = self.planner, self.is_paused()
-        pending = planner.loads_ahead
-        if not self.off:
-            copies = paused and (planner.storing_blocks or planner.loads)
-            pending = pending or bool(copies) or planner.has_jobs
+        copies = paused and bool(planner.storing_blocks or planner.loads)
+        pending = planner.loads_ahead or (not self.off and (copies or planner.has_jobs))
         if not (paused and pending):
             self._pause_waits_since_s = None
             return pending
