@@ -74,12 +74,6 @@ def test_every_shipped_preset_is_a_policy():
         dry_run("tiny", "--policy", policy, *tiers)
 
 
-def test_an_unknown_policy_names_the_known_ones():
-    error = failure("tiny", "--policy", "stokc")
-    assert "stokc" in error.message
-    assert "continuum" in error.next_step
-
-
 def as_settings(**settings) -> list[tuple[str, ...]]:
     """The two ways to give settings without their flags."""
     options = [f"--sojourn-option={key}={value}" for key, value in settings.items()]
@@ -125,26 +119,31 @@ def test_a_dry_run_starts_no_command_of_a_policy_file(tmp_path):
     assert not made.exists()
 
 
+MORI = ("tiny", "--policy", "mori", "--kv-host-gib", "0.001", "--dry-run")
+DISK = ("--kv-host-gib=1", "--kv-disk=/d", "--kv-disk-gib=1")
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         (("--port", "1", "tiny"), "expected a model, got"),
         (("./nowhere",), "not a directory"),
+        (("tiny", "--policy", "stokc"), "unknown policy 'stokc'; did you mean 'stock'?"),
         (("tiny", "--sojourn-option", "x"), "not key=value"),
         (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
         (("tiny", "--scheduler-cls", "a.B"), "scheduler-cls"),
         (("tiny", "--port", "none", "--dry-run"), "not a port"),
+        (("tiny", "--session-header", "X Run", "--dry-run"), "is 'X Run'; expected `str` matching"),
+        (("tiny", *DISK, "--enable-lora"), "is identified by the adapter's name and not by its weights"),
+        ((*MORI, "--sojourn-option", "hold_timeout_s=soon"), "'soon'; expected `float`, got `str`"),
+        ((*MORI, "--sojourn-option", "hold_timeout=3"), "did you mean 'hold_timeout_s'?"),
         (
-            ("tiny", "--session-header", "X Run", "--dry-run"),
-            "session_header is 'X Run'; expected `str` matching",
-        ),
-        (
-            ("tiny", *("--kv-host-gib=1", "--kv-disk=/d", "--kv-disk-gib=1"), "--enable-lora"),
-            "--enable-lora: KV of an adapter is identified by the adapter's name and not by its weights",
+            (*MORI, "--scheduling-policy", "priority"),
+            "expected --scheduling-policy fcfs, or a policy without",
         ),
     ],
 )
-def test_mistakes_are_explained(args, said):
+def test_mistakes_are_explained_before_anything_starts(args, said):
     error = failure(*args)
     assert said in error.message
     assert error.next_step
@@ -312,26 +311,6 @@ def test_what_is_known_of_a_store_comes_of_the_command(tmp_path, nothing_starts,
     monkeypatch.setattr(serve_command.os, "execve", lambda path, argv, env: became.append(argv))
     invoke(str(model), *tiers(tmp_path / "kv"))
     assert len(became) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--sojourn-option", "hold_timeout_s=soon"],
-            "hold_timeout_s is 'soon'; expected `float`, got `str`",
-        ),
-        (["--sojourn-option", "hold_timeout=3"], "did you mean 'hold_timeout_s'?"),
-        (
-            ["--scheduling-policy", "priority"],
-            "expected --scheduling-policy fcfs, or a policy without placement",
-        ),
-    ],
-)
-def test_settings_that_the_engine_would_refuse_are_refused_before_it_starts(options, message):
-    assert message in str(
-        failure("tiny", "--policy", "mori", "--kv-host-gib", "0.001", "--dry-run", *options)
-    )
 
 
 OTHER_CONNECTORS = {
