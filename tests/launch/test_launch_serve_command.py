@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import sojourn_server
-from sojourn_server.launch.engine_flags import InvalidOption
+from sojourn_server.launch.engine_flags import InvalidOption, read_config_file
 from sojourn_server.launch.serve_command import (
     SCHEDULER_CLS,
     SERVER_MAIN_MODULE,
@@ -292,3 +292,73 @@ def test_a_file_that_is_no_network_is_refused_before_the_engine_starts(tmp_path,
     with pytest.raises(InvalidOption, match=f"--sojourn-network: {file}.*xpected"):
         build(policy="tetris-learned", reads_hidden_states=True, network_file=str(file))
     build(policy="tetris-learned", reads_hidden_states=True, network_file=str(tmp_path / "not there yet"))
+
+
+# -- a --config file counts like flags on the command line ------------------------------------
+
+
+def write(folder, text):
+    pytest.importorskip("yaml")
+    path = folder / "f.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_keys_become_flags(tmp_path):
+    file = write(
+        tmp_path,
+        "port: 1\nseed: null\na_b: x\nc: [d, 2]\ne: []\nf: {g: true}\nh: true\ni: false\nno-j: false\n",
+    )
+    assert read_config_file(file) == (
+        "--port=1", "--seed=None", "--a_b=x", "--c", "d", "2", '--f={"g": true}', "--h", "--no-i",
+    )  # fmt: skip
+
+
+def test_the_files_additional_config_is_kept(tmp_path):
+    given = {"other": {"a": 1}, "sojourn": {"queue_patience_s": 5}}
+    for text in (json.dumps({"additional-config": given}), f"additional_config: '{json.dumps(given)}'"):
+        command = build("--config", write(tmp_path, text), facts=CPU)
+        assert json.loads(command.flags.value("--additional-config") or "") == {
+            "other": {"a": 1},
+            "sojourn": {"queue_patience_s": 5, "policy": "continuum"},
+        }
+    with pytest.raises(InvalidOption, match="as one JSON object"):
+        build("--config", write(tmp_path, "additional-config.other: 1\n"), facts=CPU)
+
+
+def test_the_command_line_shows_no_value_of_the_file(tmp_path):
+    command = build("--config", write(tmp_path, "api-key: secret\n"), facts=CPU)
+    assert "secret" not in " ".join(command.argv)
+    assert command.flags.value("--api-key") == "secret"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; expected flag: value"),
+        ("port", "is a str; expected flag: value"),
+        ("- port", "is a list; expected"),
+        ("port: [", "is not YAML, .* line 1"),
+        ("a: \x00", "is not YAML"),
+        ("1: 2", "1 is no flag's name"),
+        ("config: g.yaml", "names another config file"),
+        ("a: {b: 2020-01-01}", "is not YAML, or not as JSON: Object of type date"),
+        ("a: &a {b: *a}", "is not YAML, or not as JSON: Circular"),
+    ],
+)
+def test_an_unusable_file_is_named(tmp_path, text, message):
+    file = write(tmp_path, text)
+    with pytest.raises(InvalidOption, match=f"--config {file}:? {message}"):
+        EngineFlags.read(("--config", file))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    file = str(tmp_path / "missing.yml")
+    with pytest.raises(InvalidOption, match=f"{file}: cannot read the file: No such file"):
+        EngineFlags.read(("--config", file))
+    for folder in (f"{tmp_path}/x.json", str(tmp_path)):
+        with pytest.raises(InvalidOption, match=f"{folder}: expected a file named .yaml"):
+            EngineFlags.read(("--config", folder))
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(InvalidOption, match=r"latin\.yaml is not YAML"):
+        EngineFlags.read(("--config", str(tmp_path / "latin.yaml")))
