@@ -32,6 +32,11 @@ FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ASK = {"messages": [{"role": "user", "content": "hi"}]}
 
 Complete = Callable[..., Any]
+SHOWN_BY_OPENAI = dict.fromkeys(
+    ("error", "cancel", "parallel", "sub_agent"),
+    "what the user's loop does around its requests is the same for each client; scenarios_openai shows it",
+)
+"""``ABSENT`` of the other clients."""
 
 
 class ToolBroke(Exception):

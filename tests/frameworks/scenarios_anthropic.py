@@ -13,7 +13,7 @@ import chat_loops as loops
 import sojourn
 from scenario_types import RETRY
 
-ABSENT: dict[str, str] = {}
+ABSENT = loops.SHOWN_BY_OPENAI
 
 
 def client(base_url: str, kind: str = "Anthropic") -> Any:
@@ -100,9 +100,5 @@ SCENARIOS = [
     scenario("async", in_async(loops.async_tool_loop), loops.ONE_TOOL),
     scenario("stream", stream, loops.STREAM),
     scenario("stream", helper_stream, loops.STREAM, name="helper"),
-    scenario("error", sync(loops.failing_tool), loops.FAILED),
-    scenario("cancel", in_async(loops.cancelled_tool), loops.CANCELLED),
-    scenario("parallel", sync(loops.tools_in_threads), loops.TWO_TOOLS),
-    scenario("sub_agent", sync(loops.sub_agent), loops.SUB_AGENT),
     scenario(RETRY, sync(loops.tool_loop), loops.ONE_TOOL),
 ]

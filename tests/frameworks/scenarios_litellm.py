@@ -11,12 +11,12 @@ from typing import Any
 
 import chat_loops as loops
 import sojourn
-from chat_loops import ASK, TOOLS
+from chat_loops import ASK
 from scenario_types import RETRY, ProgramFact
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it downloads a price list when imported
 
-ABSENT: dict[str, str] = {}
+ABSENT = loops.SHOWN_BY_OPENAI
 
 OPENAI, OWN = "openai", "hosted_vllm"
 
@@ -71,28 +71,6 @@ def response_stream(respond: Any) -> Any:
         return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
-async def concurrent_tools(acomplete: Any) -> Any:
-    """Two tools of one answer at the same time."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    both = asyncio.Event()
-    running: list[Any] = []
-
-    async def use(call: Any) -> dict[str, Any]:
-        async with sojourn.tool_call(call.function.name, call.id):
-            running.append(call)
-            if len(running) == 2:
-                both.set()
-            await both.wait()
-            return {"role": "tool", "tool_call_id": call.id, "content": call.function.arguments}
-
-    async with sojourn.program("loop"):
-        message = (await acomplete(messages=messages, tools=TOOLS)).choices[0].message
-        messages.append(message.model_dump(exclude_none=True))
-        messages += await asyncio.gather(*map(use, message.tool_calls))
-        answer = await acomplete(messages=messages)
-        return answer.choices[0].message.content, [m["content"] for m in messages[2:]]
-
-
 RETRIES = {"num_retries": 2, "max_retries": 0}
 scenario = partial(loops.scenario, "litellm")
 
@@ -105,10 +83,6 @@ SCENARIOS = [
     scenario("stream", sync(loops.stream, OPENAI), loops.STREAM, name="openai"),
     scenario("stream", in_async(async_stream), loops.STREAM, name="async"),
     scenario("stream", sync(response_stream, OPENAI, "responses"), loops.STREAM, name="responses"),
-    scenario("error", sync(loops.failing_tool), loops.FAILED),
-    scenario("cancel", in_async(loops.cancelled_tool), loops.CANCELLED),
-    scenario("parallel", in_async(concurrent_tools), loops.TWO_TOOLS),
-    scenario("sub_agent", sync(loops.sub_agent), loops.SUB_AGENT),
     scenario(RETRY, sync(loops.tool_loop, **RETRIES), loops.ONE_TOOL),
     scenario(RETRY, sync(loops.tool_loop, OPENAI, **RETRIES), loops.ONE_TOOL, name="openai"),
     scenario(RETRY, retried_by_a_router, (["done"], ProgramFact("loop", nodes=(None,))), name="router"),

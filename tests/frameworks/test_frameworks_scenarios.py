@@ -148,11 +148,14 @@ def test_uninstrument_puts_the_very_same_functions_back(
     put = Patches.put
 
     def watched(self: Patches, owner: Any, name: str, make: Any) -> None:
-        theirs.setdefault((id(owner), name), (owner, vars(owner).get(name)))
+        theirs.setdefault((id(owner), name), (owner, stored(owner, name)))
         put(self, owner, name, make)
 
+    def stored(owner: Any, name: str) -> Any:
+        return vars(owner).get(name) or getattr(owner, name)
+
     def unchanged() -> list[bool]:
-        return [vars(owner).get(name) is own for (_, name), (owner, own) in theirs.items()]
+        return [stored(owner, name) is own for (_, name), (owner, own) in theirs.items()]
 
     monkeypatch.setattr(Patches, "put", watched)
     import_module(FRAMEWORKS[framework].package)

@@ -139,11 +139,6 @@ def test_the_openai_key_is_never_taken_for_events():
 # -- proxies without a library, missing certificates: an agent that did not call init() is not disturbed
 
 
-HOSTILE = [
-    pytest.param({"all_proxy": "socks5://127.0.0.1:9"}, "http", id="socks without socksio"),
-    pytest.param({"http_proxy": "ftp://x"}, "http", id="unknown proxy"),
-    pytest.param({"SSL_CERT_FILE": "/nowhere/at/all.pem"}, "https", id="no certificates"),
-]
 AGENT = """
 import sojourn
 for _ in range(2):
@@ -154,9 +149,9 @@ assert sojourn.flush() and sojourn.stats().dialect is None
 CLEAR = {name: "" for name in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")}
 
 
-@pytest.mark.parametrize(("env", "scheme"), HOSTILE)
-def test_a_hostile_environment_never_reaches_an_agent_that_did_not_call_init(python, env, scheme):
-    said = python(AGENT, env={**CLEAR, **env, "SOJOURN_URL": f"{scheme}://127.0.0.1:9"})
+def test_a_hostile_environment_never_reaches_an_agent_that_did_not_call_init(python):
+    env = {**CLEAR, "all_proxy": "socks5://127.0.0.1:9", "SOJOURN_URL": "http://127.0.0.1:9"}
+    said = python(AGENT, env=env)
     assert said.stderr.count("sojourn stays off") == 1
 
 
