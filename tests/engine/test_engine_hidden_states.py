@@ -10,7 +10,7 @@ import httpx
 import pytest
 from engine_tools import said, scheduler_of
 from sojourn_server.launch.engine_server import EngineServer
-from sojourn_server.launch.serve_command import WORKER_CLASSES
+from sojourn_server.launch.serve_command import WORKER_CLS
 from waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -59,7 +59,7 @@ def test_hidden_states_come_out_and_no_token_is_another(
     monkeypatch.setattr(background_trainer, "MAX_QUEUED_MESSAGES", 10_000)
     settings = {"dtype": "float32", "max_num_batched_tokens": 128}
     stock = say(make_llm(None, **settings))
-    llm = make_llm("tetris-learned", sojourn={"strict": True}, worker_cls=WORKER_CLASSES["cpu"], **settings)
+    llm = make_llm("tetris-learned", sojourn={"strict": True}, worker_cls=WORKER_CLS, **settings)
     ours = say(llm)
     assert ours == stock
     assert [len(tokens) for tokens, _ in ours] == LENGTHS

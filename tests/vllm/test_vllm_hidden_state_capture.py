@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sojourn_server.launch.serve_command import WORKER_CLASSES
+from sojourn_server.launch.serve_command import WORKER_CLS
 from sojourn_server.predictors.background_trainer import LengthPrediction
 from sojourn_server.simulator.simulated_engine import DUMMY_TOKEN, STOP_TOKEN
 from sojourn_server.vllm import hidden_state_capture, length_predictor
@@ -118,7 +118,7 @@ def carried(output: Any) -> HiddenStateRows | None:
 @pytest.fixture(autouse=True)
 def last_of_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker of these is in any."""
-    monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: True)
+    monkeypatch.setattr(hidden_state_capture, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_a_failure_inside_is_said_once_and_the_step_goes_on(runner_class: type, 
 
 
 def test_only_the_last_pipeline_stage_captures(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hidden_state_capture, "computes_logits", lambda: False)
+    monkeypatch.setattr(hidden_state_capture, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
     worker = Capturing()
     for number in range(CAPTURE_EVERY_STEPS + 1):
         assert carried(step(worker, ["a"], number)) is None
@@ -349,12 +349,12 @@ def test_a_worker_that_lets_nothing_out_is_named_and_predictions_go_on(
     (line,) = said
     with_rows(engine)  # they are for an engine that reads them
     found = engine.scheduler.vllm_config.parallel_config.worker_cls
-    assert found not in WORKER_CLASSES.values()
+    assert found != WORKER_CLS
     assert (
         f"worker class {found} does not capture hidden states; output lengths are predicted without them"
         in line
     )
-    assert WORKER_CLASSES["cpu"] in line
+    assert WORKER_CLS in line
     engine.add("r", range(20), max_tokens=30, program_id="A")
     engine.run()
     stats = engine.ask("stats")["output_lengths"]

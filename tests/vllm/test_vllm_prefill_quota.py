@@ -297,6 +297,4 @@ def test_a_quota_needs_prompts_that_can_be_cut(make: Callable[..., Any]) -> None
     settings = PluginSettings.read(scheduler.vllm_config.additional_config)
     scheduler.scheduler_config.enable_chunked_prefill = False
     with pytest.raises(SettingsError, match="expected chunked prefill"):
-        PrefillQuota.install(
-            scheduler, settings, SimpleNamespace(recorder=None), lambda call, *args: call(*args)
-        )  # type: ignore[arg-type]
+        PrefillQuota(scheduler, settings, SimpleNamespace(recorder=None), lambda call, *args: call(*args))  # type: ignore[arg-type]

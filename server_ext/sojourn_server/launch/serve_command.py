@@ -43,11 +43,8 @@ SERVER_MAIN_MODULE = "sojourn_server.vllm.server_main"
 """Module that runs vLLM's API server on the CPU build. It makes the imports faster. They take most of the
 time that an engine on a CPU needs to start."""
 SCHEDULER_CLS = "sojourn_server.vllm.scheduler.make_scheduler"
-WORKER_CLASSES = {
-    "cpu": "sojourn_server.vllm.hidden_state_worker_cpu.HiddenStateCPUWorker",
-    "cuda": "sojourn_server.vllm.hidden_state_worker_gpu.HiddenStateGPUWorker",
-}
-"""Device → value of ``--worker-cls``: vLLM's worker with hidden state capture."""
+WORKER_CLS = "sojourn_server.vllm.hidden_state_worker.HiddenStateWorker"
+"""vLLM's worker with hidden state capture."""
 FORCED_TOKENS = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 """Value of ``--logits-processors`` for forced tokens (``forced_tokens.py``) in vLLM's model runner V1."""
 OWN_CONNECTORS = (OFFLOAD_CONNECTOR, PREFILL_DECODE_CONNECTOR, PAIR_CONNECTOR)
@@ -175,7 +172,7 @@ def build_command(
     if not stock:
         added += ["--scheduler-cls", SCHEDULER_CLS]
         if options.reads_hidden_states:
-            added += ["--worker-cls", WORKER_CLASSES["cpu" if facts.cpu_build else "cuda"]]
+            added += ["--worker-cls", WORKER_CLS]
             _check_network(options.network_file)
         flags, merged = flags.pop_json("--additional-config")
         merged[PLUGIN_NAME] = {

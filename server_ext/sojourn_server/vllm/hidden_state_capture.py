@@ -95,10 +95,6 @@ class HiddenStateCapture:
         self._copied = HiddenStateRows(request_ids, host), event
 
 
-def computes_logits() -> bool:
-    return bool(get_pp_group().is_last_rank)
-
-
 class HiddenStateWorkerMixin:
     """Adds hidden state capture to a vLLM worker class, which comes behind it in the list of bases."""
 
@@ -107,7 +103,7 @@ class HiddenStateWorkerMixin:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         try:
-            if computes_logits():  # the last pipeline stage
+            if get_pp_group().is_last_rank:  # it computes the logits
                 self._sojourn_capture = HiddenStateCapture(self.model_runner)  # type: ignore[attr-defined]
         except Exception as error:
             logger.error("sojourn: no hidden states from this runner (%s)", error, exc_info=error)

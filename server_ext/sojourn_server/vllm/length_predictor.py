@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.events_and_actions import EventHandler, OutputLengthPredicted
-from ..launch.serve_command import WORKER_CLASSES
+from ..launch.serve_command import WORKER_CLS
 from ..launch.weights_fingerprint import weights_digest
 from ..policies.forecasting import QUANTILE_POINTS
 from ..predictors.background_trainer import BackgroundTrainer
@@ -73,12 +73,12 @@ class LengthPredictor:
 
 def captures_hidden_states(config: VllmConfig) -> bool:
     """Return whether the engine's worker class captures hidden states. If not, log a warning."""
-    if config.parallel_config.worker_cls not in WORKER_CLASSES.values():
+    if config.parallel_config.worker_cls != WORKER_CLS:
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; output lengths are predicted without "
             "them. `sojourn serve` starts the engine with %s",
             config.parallel_config.worker_cls,
-            " or ".join(WORKER_CLASSES.values()),
+            WORKER_CLS,
         )
         return False
     return True

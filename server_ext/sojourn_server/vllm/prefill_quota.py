@@ -25,16 +25,27 @@ logger = logging.getLogger("vllm.sojourn")
 
 
 class PrefillQuota:
-    """Keeps one scheduler's steps within a compute quota. After a failure, prompts are computed without."""
+    """Keeps one scheduler's steps within a compute quota. After a failure, prompts are computed without.
+    Raises ``SettingsError`` if the quota of ``settings`` is impossible with their profile, this engine or
+    model."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        quota: PrefillComputeQuota,
+        settings: PluginSettings,
         program_scheduler: ProgramScheduler,
         guarded: Callable[..., Any],
     ) -> None:
-        self.quota = quota
+        costs = settings.attention_costs(chunked=scheduler.scheduler_config.enable_chunked_prefill)
+        assert costs is not None, "no quota is set"
+        if scheduler.need_mamba_block_aligned_split:
+            raise SettingsError(
+                f"compute_quota_s is {settings.compute_quota_s}, but this model has state-space layers and "
+                "their prompts can only be cut at certain positions; expected 0"
+            )
+        self.quota = PrefillComputeQuota(
+            costs=costs, quota_s=settings.compute_quota_s, block_tokens=scheduler.block_size
+        )
         self._scheduler = scheduler
         self._recorder = program_scheduler.recorder
         self._guarded = guarded
@@ -43,33 +54,10 @@ class PrefillQuota:
         self.step: StepQuotaUsage | None = None
         """Use of the quota in the present step; ``None`` before the step's first prompt."""
         scheduler._reserve_prefill_lookahead = self._reserve_within_quota
-
-    @classmethod
-    def install(
-        cls,
-        scheduler: Scheduler,
-        settings: PluginSettings,
-        program_scheduler: ProgramScheduler,
-        guarded: Callable[..., Any],
-    ) -> PrefillQuota | None:
-        """Install the quota in the scheduler and return it; ``None`` if ``settings`` have no quota. Raises
-        ``SettingsError`` if the quota is impossible with this profile, engine or model."""
-        costs = settings.attention_costs(chunked=scheduler.scheduler_config.enable_chunked_prefill)
-        if costs is None:
-            return None
-        if scheduler.need_mamba_block_aligned_split:
-            raise SettingsError(
-                f"compute_quota_s is {settings.compute_quota_s}, but this model has state-space layers and "
-                "their prompts can only be cut at certain positions; expected 0"
-            )
-        quota = PrefillComputeQuota(
-            costs=costs, quota_s=settings.compute_quota_s, block_tokens=scheduler.block_size
-        )
         logger.info(
             "sojourn: at most %g s of attention a step: %.3g s a pair, %.3g s a token of KV read",
-            quota.quota_s, costs.pair_s, costs.kv_token_s,
+            settings.compute_quota_s, costs.pair_s, costs.kv_token_s,
         )  # fmt: skip
-        return cls(scheduler, quota, program_scheduler, guarded)
 
     def open_step(self) -> None:
         self.step = None

@@ -182,7 +182,9 @@ class SchedulerAdapter(EngineView):
         self._step_ended_s = -math.inf
         self._computed_s = math.inf
         """Time since when steps compute nothing; ``inf`` if the warning is logged."""
-        self.quota = PrefillQuota.install(scheduler, settings, self.program_scheduler, self.guarded)
+        self.quota: PrefillQuota | None = None
+        if settings.compute_quota_s:
+            self.quota = PrefillQuota(scheduler, settings, self.program_scheduler, self.guarded)
         logger.info(
             "sojourn: policy %s on %s, %d blocks of %g tokens",
             preset.name, type(scheduler).__name__, self._pool_blocks, groups.tokens_per_block,
