@@ -18,6 +18,7 @@ from typing import Any, get_type_hints
 
 import typer
 
+from ..launch import serve_command
 from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, flag_name
 from ..launch.kv_options import (
     KvOffloadOptions,
@@ -27,21 +28,10 @@ from ..launch.kv_options import (
 )
 from ..launch.launch_environment import detect_launch_environment
 from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
-from ..launch.serve_command import (
-    DECODE_POLICY,
-    ONE_GROUP,
-    OWN_CONNECTORS,
-    STOCK_POLICY,
-    ServeOptions,
-    absolute_path,
-    build_command,
-    listen_address,
-    policy_settings,
-)
 from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, check_free_port, print_line, print_note
 
-_OPTION_CLASSES = (ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
+_OPTION_CLASSES = (serve_command.ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
 _POLICY_OPTIONS = ("policy", "policy_file", "allow_policy_modules")
 """Options that other settings may give too."""
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -83,12 +73,14 @@ def serve(
     model, engine_args = _model_and_flags(model, context.args, own_flags)
     _check_names(engine_args, own_flags)
     settings = _settings(sojourn_option)
-    options |= policy_settings({name: options[name] for name in _POLICY_OPTIONS}, settings, engine_args)
+    options |= serve_command.policy_settings(
+        {name: options[name] for name in _POLICY_OPTIONS}, settings, engine_args
+    )
     for name in ("policy_file", "profile_file"):
         if options[name] is not None and not Path(options[name]).is_file():
             raise CliError(f"{options[name]} is not a file", "give the path of a file that exists")
     role = options["role"]
-    policy = options["policy"] or (DECODE_POLICY if role == "decode" else DEFAULT_PRESET)
+    policy = options["policy"] or (serve_command.DECODE_POLICY if role == "decode" else DEFAULT_PRESET)
     options["policy"] = policy
     _check_policy(policy, options["policy_file"])
     _check_engine(policy, role, dry_run=dry_run)
@@ -107,9 +99,9 @@ def serve(
     config = None if is_changed else read_model_config(model_path, given.value("--revision"))
     is_printed = False
     try:
-        command = build_command(
-            ServeOptions(
-                **_fields_of(ServeOptions, options),
+        command = serve_command.build_command(
+            serve_command.ServeOptions(
+                **_fields_of(serve_command.ServeOptions, options),
                 model=model,
                 model_path=model_path,
                 reads_hidden_states=_uses_hidden_states(options),
@@ -126,12 +118,12 @@ def serve(
         )
         _print_notes(command.warnings)
         _print_notes(_check_settings(policy, command.flags, role))
-        if config is not None and command.flags.kv_connector() in OWN_CONNECTORS:
+        if config is not None and command.flags.kv_connector() in serve_command.OWN_CONNECTORS:
             no_disk = "without --kv-disk and with --tier-backend auto, which has host memory for most models"
             next_step = f"serve it {no_disk if role is None else 'without --role'}"
-            in_one_group = command.flags.is_set(ONE_GROUP)
+            in_one_group = command.flags.is_set(serve_command.ONE_GROUP)
             _print_notes(check_layers(model_path, config, next_step, in_one_group=in_one_group))
-        address = listen_address(command.flags)
+        address = serve_command.listen_address(command.flags)
         if dry_run:  # before the checks of this machine, since the command may be for another one
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
@@ -164,7 +156,9 @@ def _fields_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the declared fields of the class ``kind`` from ``options``, with absolute paths."""
     declared = {each.name: each.metadata for each in fields(kind) if each.metadata}
     return {
-        name: absolute_path(options[name]) if flag["is_path"] and options[name] is not None else options[name]
+        name: serve_command.absolute_path(options[name])
+        if flag["is_path"] and options[name] is not None
+        else options[name]
         for name, flag in declared.items()
     }
 
@@ -219,7 +213,7 @@ def _check_policy(policy: str, policy_file: str | None) -> None:
     from sojourn_server.policies.preset import preset_names
     from sojourn_server.policies.toml_document import did_you_mean
 
-    known = (STOCK_POLICY, *preset_names())
+    known = (serve_command.STOCK_POLICY, *preset_names())
     if policy_file is None and policy not in known:
         raise CliError(
             f"unknown policy {policy!r}{did_you_mean(policy, known)}",
@@ -231,7 +225,7 @@ def _uses_hidden_states(options: Mapping[str, Any]) -> bool:
     from sojourn_server.policies.preset import load_preset, read_preset
 
     policy, file = options["policy"], options["policy_file"]
-    if policy == STOCK_POLICY:
+    if policy == serve_command.STOCK_POLICY:
         return False
     allowed = options["allow_policy_modules"] or ""
     preset = load_preset(policy) if file is None else read_preset(Path(file), allowed_modules=allowed)
@@ -255,7 +249,7 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
         return
     if version is None:
         raise missing_vllm()
-    if policy == STOCK_POLICY and role is None:
+    if policy == serve_command.STOCK_POLICY and role is None:
         return  # plain vLLM works with any release
     try:
         check_vllm_version(version)
@@ -270,7 +264,7 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     from sojourn_server.policies.retention_policies import RetentionPolicy
     from sojourn_server.vllm.plugin_settings import PluginSettings, check_scheduling, missing_tiers
 
-    if policy == STOCK_POLICY:
+    if policy == serve_command.STOCK_POLICY:
         return []
     settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
     settings.profile()
@@ -282,7 +276,8 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     if role == "decode" and (preset.placement.is_used or type(preset.retention) is not RetentionPolicy):
         notes.append(
             f"policy {preset.name} keeps KV of finished turns in the memory of this decode engine, but the "
-            f"next turn's prompt is computed by a prefill engine; {DECODE_POLICY}, the default, keeps none"
+            "next turn's prompt is computed by a prefill engine; "
+            f"{serve_command.DECODE_POLICY}, the default, keeps none"
         )
     if missing is not None:
         notes.append(f"policy {preset.name}: {missing}")

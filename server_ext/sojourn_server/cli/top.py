@@ -94,22 +94,9 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
 def _print(frame: LiveFrame, url: str, sort: str) -> None:
     from rich.console import Console
 
-    from .top_view import (
-        MIN_WIDTH,
-        as_text,
-        empty_line,
-        header,
-        heading,
-        program_line,
-        shows_leases,
-        sorted_programs,
-    )
+    from .top_view import MIN_WIDTH, as_text, page
 
-    leases = shows_leases(frame)
     width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
-    views = sorted_programs(frame, sort=sort)
-    lines = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
-    lines += [program_line(view, width, leases=leases) for view in views] or [empty_line(frame, url, width)]
     out = Console(width=width, highlight=False)
-    for line in lines:
+    for line in page(frame, width, url=url, sort=sort):
         out.print(as_text(line), soft_wrap=True)

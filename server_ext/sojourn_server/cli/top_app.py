@@ -21,32 +21,15 @@ from textual.strip import Strip
 from textual.widgets import Footer, Input, Static
 
 from ..metrics.live_frame import LiveFrame
+from . import top_view
 from .cli_error import CliError
-from .top_view import (
-    DIM,
-    LOSS,
-    MIN_WIDTH,
-    Line,
-    ProgramView,
-    as_text,
-    column_meanings,
-    cut,
-    duration,
-    empty_line,
-    header,
-    heading,
-    program_line,
-    shows_leases,
-    sortable,
-    sorted_programs,
-)
 
 Explain = Callable[[str], RenderableType]
 _PLAIN = Style()
 """Style of every segment without another. With ``NO_COLOR``, textual fails at a segment that has none."""
 
 
-def _strip(line: Line, width: int, base: Style = _PLAIN) -> Strip:
+def _strip(line: top_view.Line, width: int, base: Style = _PLAIN) -> Strip:
     segments = [Segment(text, base + Style.parse(style)) for text, style in line]
     return Strip(segments).adjust_cell_length(width, base)
 
@@ -56,11 +39,11 @@ class _Lines(Static):
 
     DEFAULT_CSS = "_Lines { height: auto; }"
 
-    lines: list[Line]
+    lines: list[top_view.Line]
 
-    def show(self, lines: list[Line]) -> None:
+    def show(self, lines: list[top_view.Line]) -> None:
         self.lines = lines
-        self.update(as_text([("\n", "")]).join(map(as_text, lines)))
+        self.update(top_view.as_text([("\n", "")]).join(map(top_view.as_text, lines)))
 
 
 class ProgramTable(ScrollView, can_focus=True):
@@ -82,8 +65,8 @@ class ProgramTable(ScrollView, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__()
-        self.views: list[ProgramView] = []
-        self.empty: Line = []
+        self.views: list[top_view.ProgramView] = []
+        self.empty: top_view.Line = []
         """Line shown while there is no program."""
         self.leases = True
         """Whether the column LEASE is shown."""
@@ -102,22 +85,22 @@ class ProgramTable(ScrollView, can_focus=True):
         """Id of the program under the cursor; ``None`` if there is no program."""
         return self.views[self.cursor].row.program_id if self.views else None
 
-    def show(self, views: list[ProgramView]) -> None:
+    def show(self, views: list[top_view.ProgramView]) -> None:
         """Show ``views`` instead of the present programs."""
         self.views = views
-        self.virtual_size = Size(max(MIN_WIDTH, self.size.width), len(views))
+        self.virtual_size = Size(max(top_view.MIN_WIDTH, self.size.width), len(views))
         self.refresh()
 
     def render_line(self, y: int) -> Strip:
         _, scrolled = self.scroll_offset
         place = y + scrolled
-        width = max(MIN_WIDTH, self.size.width)
+        width = max(top_view.MIN_WIDTH, self.size.width)
         if not self.views and place == 0:
             return _strip(self.empty, self.size.width)
         if place >= len(self.views):
             return Strip.blank(self.size.width, _PLAIN)
         base = Style(reverse=True) if place == self.cursor and self.has_focus else _PLAIN
-        strip = _strip(program_line(self.views[place], width, leases=self.leases), width, base)
+        strip = _strip(top_view.program_line(self.views[place], width, leases=self.leases), width, base)
         left = self.scroll_offset.x
         return strip.crop(left, left + self.size.width)
 
@@ -159,7 +142,7 @@ class ExplanationScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="explanation") as box:
-            box.border_title = cut(self._title, 60).replace("[", "\\[")
+            box.border_title = top_view.cut(self._title, 60).replace("[", "\\[")
             box.border_subtitle = "Escape: back"
             yield Static("asking the server …", id="explanation-text", markup=False)
         yield Footer()
@@ -275,27 +258,34 @@ class TopApp(App[None]):
         width = self.size.width
         note = "PAUSED" if self._paused else ""
         if self._error:
-            note = f"no answer for {duration(time.monotonic() - self._answered_s)}"
+            note = f"no answer for {top_view.duration(time.monotonic() - self._answered_s)}"
         if self._frame is None:
-            next_step, again = f"next: {self._next_step}", f"asking again every {duration(self._interval_s)}"
+            next_step, again = (
+                f"next: {self._next_step}",
+                f"asking again every {top_view.duration(self._interval_s)}",
+            )
             title = [(f"sojourn top  {self._url}", "bold")]
-            error = [(cut(self._error, width), LOSS)]
-            self._head([title, error, [(cut(next_step, width), "")], [(again, DIM)]])
+            error = [(top_view.cut(self._error, width), top_view.LOSS)]
+            self._head([title, error, [(top_view.cut(next_step, width), "")], [(again, top_view.DIM)]])
             return
         table = self.query_one(ProgramTable)
-        views = sorted_programs(self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
-        table.leases = shows_leases(self._frame)
+        views = top_view.sorted_programs(
+            self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle
+        )
+        table.leases = top_view.shows_leases(self._frame)
         table.show(views)
-        table.empty = empty_line(self._frame, self._url, width) if not self._frame.programs else []
+        table.empty = top_view.empty_line(self._frame, self._url, width) if not self._frame.programs else []
         place = f"{table.cursor + 1}/{len(views)}" if len(views) > table.size.height else ""
-        lines = header(self._frame, width, url=self._url, note=note, place=place)
+        lines = top_view.header(self._frame, width, url=self._url, note=note, place=place)
         if self._needle:
-            lines.append([(cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")])
+            lines.append(
+                [(top_view.cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")]
+            )
         self._head(lines)
-        columns = heading(width, self._sort, self._reverse, leases=table.leases)
+        columns = top_view.heading(width, self._sort, self._reverse, leases=table.leases)
         self.query_one("#heading", _Lines).show([columns])
 
-    def _head(self, lines: list[Line]) -> None:
+    def _head(self, lines: list[top_view.Line]) -> None:
         self.query_one("#header", _Lines).show(lines)
 
     def on_program_table_moved(self) -> None:
@@ -305,7 +295,7 @@ class TopApp(App[None]):
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        names = sortable(leases=self.query_one(ProgramTable).leases)
+        names = top_view.sortable(leases=self.query_one(ProgramTable).leases)
         place = names.index(self._sort) + 1 if self._sort in names else 0
         self._sort = names[place % len(names)]
         self._draw()
@@ -347,7 +337,7 @@ class TopApp(App[None]):
 
     def action_columns(self) -> None:
         """Say what the columns mean."""
-        self.push_screen(ExplanationScreen("columns", lambda _: column_meanings()))
+        self.push_screen(ExplanationScreen("columns", lambda _: top_view.column_meanings()))
 
     def action_explain(self) -> None:
         """Explain the program under the cursor."""

@@ -258,6 +258,14 @@ def _matches(view: ProgramView, needle: str) -> bool:
 # -- lines -----------------------------------------------------------------------------
 
 
+def page(frame: LiveFrame, width: int, *, url: str, sort: str) -> list[Line]:
+    """Return the lines of the whole view: header, heading and all programs."""
+    leases = shows_leases(frame)
+    lines = [program_line(view, width, leases=leases) for view in sorted_programs(frame, sort=sort)]
+    head = [*header(frame, width, url=url), heading(width, sort, False, leases=leases)]
+    return head + (lines or [empty_line(frame, url, width)])
+
+
 def heading(width: int, sort: str, reverse: bool, *, leases: bool = True) -> Line:
     """Return the table's heading. An arrow marks the column by which the table is sorted. ``leases``: whether
     the column LEASE is shown (``shows_leases``)."""

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from sojourn_server.routing.routing_events import (
-    AnyRoutingAction,
-    AnyRoutingEvent,
-    ReplicaRegistered,
-    RequestReceived,
-    SendRequest,
-)
+from sojourn_server.routing import routing_events as ev
 
 UNLIMITED_S = 1e9
 """Value, in seconds, of settings that require a time limit. No simulation reaches this limit."""
@@ -27,7 +21,7 @@ class RequestRouter(Protocol):
     reads_residency: bool = False
     """Whether the router gets ``KvReported`` events of engines with sojourn's adapter."""
 
-    def take(self, event: AnyRoutingEvent, now: float) -> Sequence[AnyRoutingAction]:
+    def take(self, event: ev.AnyRoutingEvent, now: float) -> Sequence[ev.AnyRoutingAction]:
         """Take one event at ``now`` virtual seconds, and return the actions that follow. The events are
         ``ReplicaRegistered`` (for every engine, before all others), ``RequestReceived``, ``FirstByteSent``,
         ``RequestFinished``, ``ProgramEnded``, ``Tick`` and ``KvReported``. The actions are ``SendRequest``,
@@ -41,9 +35,9 @@ class PassThroughRouter(RequestRouter):
     def __init__(self) -> None:
         self._replica_id = ""
 
-    def take(self, event: AnyRoutingEvent, now: float) -> Sequence[AnyRoutingAction]:
-        if isinstance(event, ReplicaRegistered):
+    def take(self, event: ev.AnyRoutingEvent, now: float) -> Sequence[ev.AnyRoutingAction]:
+        if isinstance(event, ev.ReplicaRegistered):
             self._replica_id = self._replica_id or event.replica_id
-        if isinstance(event, RequestReceived):
-            return [SendRequest(event.request_id, self._replica_id, "only")]
+        if isinstance(event, ev.RequestReceived):
+            return [ev.SendRequest(event.request_id, self._replica_id, "only")]
         return ()

@@ -14,21 +14,7 @@ from functools import partial
 from typing import Any
 
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
-from sojourn_server.routing.routing_events import (
-    AnyRoutingEvent,
-    FirstByteSent,
-    KvReported,
-    ProgramEnded,
-    RecallRequest,
-    RejectRequest,
-    ReleaseProgramKv,
-    ReplicaRegistered,
-    RequestFinished,
-    RequestReceived,
-    ResidentKv,
-    SendRequest,
-    Tick,
-)
+from sojourn_server.routing import routing_events as ev
 from sojourn_server.traces.trace_schema import TraceToolRun
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
@@ -167,7 +153,7 @@ class SimulatedClients:
             # As the real gateway: of vLLM's own connector an engine reports no blocks of host memory.
             host_blocks = options.host_blocks if options.own_tiers else 0
             self._take(
-                ReplicaRegistered(
+                ev.ReplicaRegistered(
                     sim_replica.replica,
                     "1",
                     (options.blocks - 1) * options.block_size,
@@ -249,7 +235,7 @@ class SimulatedClients:
         self._submitted[request_id] = UnansweredRequest(active, log, prompt, riding, context)
         deadline_s = (context or {}).get("deadline_seconds")
         self._take(
-            RequestReceived(
+            ev.RequestReceived(
                 request_id,
                 active.tenant,
                 len(prompt),
@@ -323,14 +309,14 @@ class SimulatedClients:
     def first_token(self, turn: InFlightTurn) -> None:
         """Handle the first token of an answer."""
         request_id = turn.log.request_id
-        self._take(FirstByteSent(request_id, self._submitted[request_id].replica))
+        self._take(ev.FirstByteSent(request_id, self._submitted[request_id].replica))
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
         now = self.event_queue.now_s
         # The router gets the event first, so that the client's next request finds the freed capacity.
         replica = self._submitted.pop(turn.log.request_id).replica
-        self._take(RequestFinished(turn.log.request_id, turn.log.output_tokens, replica))
+        self._take(ev.RequestFinished(turn.log.request_id, turn.log.output_tokens, replica))
         active = self.active[turn.log.program_id]
         number = active.turn
         started = [child for child in active.children if child.parent_turn == number]
@@ -388,7 +374,7 @@ class SimulatedClients:
                 at_s, plan = following
                 self.event_queue.schedule_at(max(now, at_s), self._begin, plan, None)
         # All simulated clients report the end of a program, with hints or without.
-        self._take(ProgramEnded(active.plan.instance_id, active.tenant))
+        self._take(ev.ProgramEnded(active.plan.instance_id, active.tenant))
         if not ending:  # an event about the end still needs the engine's name
             self._forget(active.plan.instance_id)
 
@@ -443,7 +429,7 @@ class SimulatedClients:
     # -- the router in front ----------------------------------------------------------
 
     def _tick(self) -> None:
-        self._take(Tick())
+        self._take(ev.Tick())
         self._repeat(self._tick, self.request_router.tick_s)
 
     def _poll_residency(self) -> None:
@@ -451,7 +437,7 @@ class SimulatedClients:
         for name, sim_replica in self._replicas.items():
             load = sim_replica.engine.ask("load")
             programs = tuple(
-                ResidentKv(
+                ev.ResidentKv(
                     self.active[one["program_id"]].tenant,
                     one["program_id"],
                     one["tokens"],
@@ -465,24 +451,24 @@ class SimulatedClients:
                 (self.active[one].tenant if one in self.active else DEFAULT_TENANT, one)
                 for one in load["waiting"]
             )
-            self._take(KvReported(replica_id=name, instance="1", programs=programs, waiting=waiting))
+            self._take(ev.KvReported(replica_id=name, instance="1", programs=programs, waiting=waiting))
         self._repeat(self._poll_residency, RESIDENCY_POLL_S)
 
     def _repeat(self, call: Callable[[], None], after_s: float) -> None:
         self.event_queue.schedule_at(self.event_queue.now_s + after_s, call, background=True)
 
-    def _take(self, event: AnyRoutingEvent) -> None:
+    def _take(self, event: ev.AnyRoutingEvent) -> None:
         """Pass an event to the router, and execute its actions."""
         for action in self.request_router.take(event, self.event_queue.now_s):
-            if isinstance(action, SendRequest):
+            if isinstance(action, ev.SendRequest):
                 self._send_to_engine(action.request_id, action.replica_id)
-            elif isinstance(action, RejectRequest):
+            elif isinstance(action, ev.RejectRequest):
                 refused = self._submitted.pop(action.request_id)
                 self.log.notes.append(f"{action.request_id} was refused: {action.message}")
                 self._end_program(refused.active)
-            elif isinstance(action, ReleaseProgramKv):
+            elif isinstance(action, ev.ReleaseProgramKv):
                 self._release(action.program_id, action.replica_id)
-            elif isinstance(action, RecallRequest):
+            elif isinstance(action, ev.RecallRequest):
                 self._recall(action.request_id)
             else:
                 raise AssertionError(f"{action}: unexpected, because engines do not fail in a simulation")

@@ -15,28 +15,7 @@ from typing import Any
 
 import torch
 
-from ..vllm.compat import (
-    AsyncScheduler,
-    BlockHash,
-    CacheConfig,
-    DeviceConfig,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    KVConnectorOutput,
-    KVTransferConfig,
-    ModelConfig,
-    ModelRunnerOutput,
-    Request,
-    RequestStatus,
-    SamplingParams,
-    Scheduler,
-    SchedulerConfig,
-    SchedulerOutput,
-    StructuredOutputManager,
-    VllmConfig,
-)
+from ..vllm import compat
 from . import vllm_offload_transfers
 
 DUMMY_TOKEN = 7
@@ -65,7 +44,7 @@ class SimulatedEngineOptions:
     """Blocks of host memory for a KV connector; 0 for no connector."""
     own_tiers: bool = False
     """Whether host memory uses sojourn's KV connector instead of vLLM's."""
-    other_groups: Sequence[KVCacheSpec] = ()
+    other_groups: Sequence[compat.KVCacheSpec] = ()
     """Further KV cache groups beside the group with full attention, such as sliding windows or Mamba
     states."""
     disk_blocks: int = 0
@@ -78,7 +57,7 @@ class SimulatedEngineOptions:
 class EngineStepResult:
     """Result of one step."""
 
-    planned: SchedulerOutput
+    planned: compat.SchedulerOutput
     finished: list[str] = field(default_factory=list)
     """Ids of the requests that finished."""
 
@@ -88,24 +67,24 @@ class SimulatedEngine:
 
     def __init__(self, options: SimulatedEngineOptions, clock: Callable[[], float]) -> None:
         self.options = options
-        self.tokens: Callable[[Request], int] = lambda request: DUMMY_TOKEN
+        self.tokens: Callable[[compat.Request], int] = lambda request: DUMMY_TOKEN
         """Function that returns the next output token of a request."""
-        spec = FullAttentionSpec(
+        spec = compat.FullAttentionSpec(
             block_size=options.block_size, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
         )
         config = _engine_vllm_config(options, spec.page_size_bytes)
-        kv = KVCacheConfig(
+        kv = compat.KVCacheConfig(
             num_blocks=options.blocks,
             kv_cache_tensors=[],
             kv_cache_groups=[
-                KVCacheGroupSpec([f"layer{number}"], each)
+                compat.KVCacheGroupSpec([f"layer{number}"], each)
                 for number, each in enumerate((spec, *options.other_groups))
             ],
         )
         self.scheduler: Any = _scheduler_class(options, clock)(
             vllm_config=config,
             kv_cache_config=kv,
-            structured_output_manager=StructuredOutputManager(config),
+            structured_output_manager=compat.StructuredOutputManager(config),
             block_size=options.block_size,
             log_stats=False,
         )
@@ -123,15 +102,15 @@ class SimulatedEngine:
         context: dict[str, Any] | None = None,
         priority: int = 0,
         arrival_s: float = 0.0,
-    ) -> Request:
+    ) -> compat.Request:
         """Add a request. ``context``: additional fields of its ``agentic_context``."""
         extra = None
         if program_id is not None:
             extra = {"agentic_context": json.dumps({"program_id": program_id, **(context or {})})}
-        request = Request(
+        request = compat.Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(
+            sampling_params=compat.SamplingParams(
                 max_tokens=max_tokens, ignore_eos=True, stop_token_ids=[STOP_TOKEN], extra_args=extra
             ),
             pooling_params=None,
@@ -142,14 +121,14 @@ class SimulatedEngine:
         self.scheduler.add_request(request)
         return request
 
-    def plan(self) -> SchedulerOutput:
+    def plan(self) -> compat.SchedulerOutput:
         """Schedule the next step."""
         return self.scheduler.schedule()
 
     def update_from_output(
         self,
-        planned: SchedulerOutput,
-        copies: KVConnectorOutput | None = None,
+        planned: compat.SchedulerOutput,
+        copies: compat.KVConnectorOutput | None = None,
         sampled: Container[str] | None = None,
     ) -> list[str]:
         """Apply the results of a step: new tokens, and finished ``copies``. Returns the ids of finished
@@ -171,7 +150,7 @@ class SimulatedEngine:
             tokens.append([self.tokens(request)] if gets_token else [])
         outputs = self.scheduler.update_from_output(
             planned,
-            ModelRunnerOutput(
+            compat.ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
                 sampled_token_ids=tokens,
@@ -188,7 +167,7 @@ class SimulatedEngine:
         if not planned.total_num_scheduled_tokens and not loaded:
             return EngineStepResult(planned)
         return EngineStepResult(
-            planned, self.update_from_output(planned, KVConnectorOutput(finished_recving=loaded))
+            planned, self.update_from_output(planned, compat.KVConnectorOutput(finished_recving=loaded))
         )
 
     def run(self, *, max_steps: int = 10_000) -> int:
@@ -201,7 +180,7 @@ class SimulatedEngine:
 
     def abort(self, request_id: str) -> None:
         """Abort a request."""
-        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(request_id, compat.RequestStatus.FINISHED_ABORTED)
 
     def tell(self, *events: dict[str, Any], emitter: str = "test") -> list[dict[str, Any]]:
         """Send client events to sojourn's adapter. Returns the outcome of each, in order. ``emitter`` is the
@@ -214,39 +193,39 @@ class SimulatedEngine:
         """Call an operation of sojourn's adapter, such as ``yield``. Returns the decoded JSON answer."""
         return json.loads(self.scheduler.sojourn_call(operation, json.dumps(arguments)))
 
-    def hash_blocks(self, request: Request) -> list[BlockHash]:
+    def hash_blocks(self, request: compat.Request) -> list[compat.BlockHash]:
         """Chained hashes of the request's new full blocks. They are Python's hashes of tuples of integers.
         These are the same in every run, and ten times faster than vLLM's hashes."""
         size = self.options.block_size
         done = len(request.block_hashes)
         if request.num_tokens < (done + 1) * size:
             return []
-        added: list[BlockHash] = []
+        added: list[compat.BlockHash] = []
         chain = int.from_bytes(request.block_hashes[-1] if done else b"", "little", signed=True)
         tokens = request.all_token_ids
         for start in range(done * size, request.num_tokens - size + 1, size):
             chain = hash((chain, *tokens[start : start + size]))
-            added.append(BlockHash(chain.to_bytes(8, "little", signed=True)))
+            added.append(compat.BlockHash(chain.to_bytes(8, "little", signed=True)))
         return added
 
 
 def _scheduler_class(options: SimulatedEngineOptions, clock: Callable[[], float]) -> Any:
     if options.sojourn is None:
-        return AsyncScheduler if options.asynchronous else Scheduler
+        return compat.AsyncScheduler if options.asynchronous else compat.Scheduler
     from ..vllm.scheduler import SojournAsyncScheduler, SojournScheduler
 
     base = SojournAsyncScheduler if options.asynchronous else SojournScheduler
     return type(base.__name__, (base,), {"sojourn_clock": staticmethod(clock)})
 
 
-def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> VllmConfig:
-    cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
+def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> compat.VllmConfig:
+    cache = compat.CacheConfig(block_size=options.block_size, enable_prefix_caching=True)
     if any(getattr(spec, "mamba_cache_mode", None) == "align" for spec in options.other_groups):
         cache.mamba_cache_mode = "align"
-    config = VllmConfig(
+    config = compat.VllmConfig(
         # This is a copy, so changes to it affect no other engine of the process.
         model_config=copy.copy(_model_config(options.max_model_len)),
-        scheduler_config=SchedulerConfig(
+        scheduler_config=compat.SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_model_len=options.max_model_len,
@@ -256,7 +235,7 @@ def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> Vll
             policy=options.scheduling_policy,
         ),
         cache_config=cache,
-        device_config=DeviceConfig("cpu"),
+        device_config=compat.DeviceConfig("cpu"),
         kv_transfer_config=_transfer_config(options, page_bytes),
         # A simulation also runs if the host memory that its policy needs is missing; validate_specs notes it.
         additional_config={"sojourn": {"allow_missing_tiers": True, **options.sojourn}}
@@ -267,7 +246,7 @@ def _engine_vllm_config(options: SimulatedEngineOptions, page_bytes: int) -> Vll
     return config
 
 
-def _transfer_config(options: SimulatedEngineOptions, page_bytes: int) -> KVTransferConfig | None:
+def _transfer_config(options: SimulatedEngineOptions, page_bytes: int) -> compat.KVTransferConfig | None:
     if not options.host_blocks:
         return None
     if not options.own_tiers:
@@ -278,8 +257,8 @@ def _transfer_config(options: SimulatedEngineOptions, page_bytes: int) -> KVTran
 
 
 @cache
-def _model_config(max_model_len: int) -> ModelConfig:
-    return ModelConfig(
+def _model_config(max_model_len: int) -> compat.ModelConfig:
+    return compat.ModelConfig(
         model=str(MODEL_FOLDER),
         skip_tokenizer_init=True,
         max_model_len=max_model_len,

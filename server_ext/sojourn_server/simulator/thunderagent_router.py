@@ -36,15 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sojourn_server.routing.routing_events import (
-    AnyRoutingEvent,
-    ProgramEnded,
-    ReplicaRegistered,
-    RequestFinished,
-    RequestReceived,
-    SendRequest,
-    Tick,
-)
+from sojourn_server.routing import routing_events as ev
 
 from .request_router import RequestRouter
 
@@ -94,17 +86,17 @@ class ThunderAgentRouter(RequestRouter):
         """Unanswered request → its program."""
         self._check_s = CHECK_EVERY_S
 
-    def take(self, event: AnyRoutingEvent, now: float) -> Sequence[SendRequest]:
+    def take(self, event: ev.AnyRoutingEvent, now: float) -> Sequence[ev.SendRequest]:
         resumed: list[str] = []
-        if isinstance(event, ReplicaRegistered):
+        if isinstance(event, ev.ReplicaRegistered):
             self._backends[event.replica_id] = event.capacity_tokens
-        elif isinstance(event, RequestReceived):
+        elif isinstance(event, ev.RequestReceived):
             self._received(event, now)
-        elif isinstance(event, RequestFinished):
+        elif isinstance(event, ev.RequestFinished):
             self._turn_over(self._sent.pop(event.request_id), event.output_tokens)
-        elif isinstance(event, ProgramEnded):
+        elif isinstance(event, ev.ProgramEnded):
             self._programs.pop(event.program_id, None)
-        elif isinstance(event, Tick) and now >= self._check_s:
+        elif isinstance(event, ev.Tick) and now >= self._check_s:
             self._check_s = now + self.tick_s
             resumed = self._resume()
             self._pause()
@@ -118,7 +110,7 @@ class ThunderAgentRouter(RequestRouter):
             del self._waiting[request_id]
             self._sent[request_id] = known
             assert known.backend is not None
-            actions.append(SendRequest(request_id, known.backend, "thunderagent"))
+            actions.append(ev.SendRequest(request_id, known.backend, "thunderagent"))
         return actions
 
     def _turn_over(self, known: _RoutedProgram, output_tokens: int) -> None:
@@ -127,7 +119,7 @@ class ThunderAgentRouter(RequestRouter):
         if known.marked:
             known.marked, known.paused = False, True
 
-    def _received(self, request: RequestReceived, now: float) -> None:
+    def _received(self, request: ev.RequestReceived, now: float) -> None:
         program_id = request.program_id or request.request_id
         known = self._programs.setdefault(program_id, _RoutedProgram(program_id))
         self._waiting[request.request_id] = known, now
