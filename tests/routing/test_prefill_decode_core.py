@@ -24,7 +24,6 @@ from sojourn_server.routing.routing_events import (
     NicQueueReported,
     PairEngineRegistered,
     PairRole,
-    ProbeReplica,
     RejectRequest,
     RequestFinished,
     SendRequest,
@@ -89,77 +88,20 @@ def test_what_a_program_has_stored_is_read_by_the_side_with_less_to_read() -> No
     )  # nothing of an ended program is looked for
 
 
-def test_an_answer_that_was_given_up_has_stored_nothing() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a", 6400, "p"), 1.0)
-    it.take(routing_events.RequestFinished("a"), 2.0)
-    assert not only(it.take(asked("b", 6464, "p"), 3.0)).decode_reads
-
-
-@pytest.mark.parametrize("answered", [False, None])
-def test_what_an_engine_refused_has_stored_nothing_and_is_no_turn(answered: bool | None) -> None:
+@pytest.mark.parametrize("end", [{"replica_id": "d1", "answered": False}, {}], ids=["refused", "given up"])
+def test_what_an_engine_refused_or_a_client_gave_up_has_stored_nothing_and_is_no_turn(end: Any) -> None:
     it = core("p1", "d1")
     it.take(asked("a", 6400, "p"), 1.0)
     it.take(routing_events.PrefillFinished("a", "p1"), 1.5)
-    it.take(routing_events.RequestFinished("a", 0, "d1", answered=answered), 2.0)
+    it.take(routing_events.RequestFinished("a", **end), 2.0)
     assert stored(it) == 0
     assert not it.programs
     assert not only(it.take(asked("b", 6464, "p"), 3.0)).decode_reads
     it.take(routing_events.RequestFinished("b", 36, "d1"), 4.0)
     it.take(asked("c", 6600, "p"), 5.0)
-    it.take(routing_events.RequestFinished("c", 0, "d1", answered=answered), 6.0)
+    it.take(routing_events.RequestFinished("c", **end), 6.0)
     assert stored(it) == 6500
     assert it.programs.get(("t", "p")).turns == 1
-
-
-def test_no_decode_engine_is_sent_more_than_it_runs_at_once() -> None:
-    it = core("p1", "d1")
-    it.take(seen("d1", max_running=1), 0.5)
-    it.take(seen("d2", max_running=2), 0.5)
-    # In tokens d2 has more from the second on.
-    sent = [only(it.take(asked(name, tokens), 1.0)) for name, tokens in (("a", 100), ("b", 900), ("c", 100))]
-    assert [one.replica_id for one in sent] == ["d1", "d2", "d2"]
-    it.take(routing_events.PrefillFinished("a", "p1"), 2.0)
-    assert it.take(asked("d", 100), 2.0) == []  # it waits here, not in an engine's queue
-    assert len(it.waiting) == 1
-    done = sent[0]
-    assert only(it.take(routing_events.RequestFinished("a", 5, done.replica_id), 3.0)).request_id == "d"
-
-
-@pytest.mark.parametrize("how", ["failed", "drained"])
-def test_what_an_engine_has_still_counts_after_it_was_in_doubt(how: str) -> None:
-    it = core()
-    it.take(seen("p1", kv_tokens=1000), 0.0)
-    it.take(seen("d1", kv_tokens=1000), 0.0)
-    for name in ("a", "b"):
-        assert len(it.take(asked(name, 400, output_tokens=50), 1.0)) == 1
-    assert it.take(asked("c", 400, output_tokens=50), 1.0) == []
-    if how == "failed":
-        assert only(it.take(routing_events.RequestFailed("a", "d1", computing=True), 2.0)) == ProbeReplica(
-            "d1", "1"
-        )
-        again: list[Any] = it.take(seen("d1", kv_tokens=1000), 3.0)
-        # Of 1,000 tokens b has 450 still: a goes, and c does not.
-        assert [one.request_id for one in again] == ["a"]
-    else:
-        it.take(routing_events.ReplicaDrainStarted("d1"), 2.0)
-        assert it.take(routing_events.ReplicaDrainCancelled("d1"), 3.0) == []
-    [view] = it.strategy.pairs.decode.values()
-    assert (view.free_kv_tokens, view.requests) == (100, 2)
-    assert it.strategy.pairs.prefill["p1"].tokens == 1200  # c waits there for memory
-    assert only(it.take(routing_events.RequestFinished("b", 1, "d1"), 4.0)).request_id == "c"
-
-
-@pytest.mark.parametrize("there", ["p1", "d1"])
-def test_a_missing_role_is_waited_for(there: str) -> None:
-    it = core(there, wait_s=60.0)
-    assert it.take(asked("a"), 1.0) == []
-    for second in range(2, 30):
-        assert it.take(seen(there), float(second)) == it.take(routing_events.Tick(), float(second)) == []
-    [sent] = it.take(seen("d1" if there == "p1" else "p1"), 30.0)
-    assert (sent.request_id, sent.prefill_id, sent.replica_id) == ("a", "p1", "d1")
-    it.take(routing_events.ReplicaGone(there, "1"), 31.0)
-    assert it.take(seen("p2" if there == "p1" else "d2"), 40.0)
 
 
 def test_what_an_engine_counted_is_what_is_stored_also_where_it_is_less() -> None:
@@ -184,61 +126,6 @@ def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> No
     assert it.last_engines("t", "p") == (None, None)
     it.take(routing_events.RequestFinished("b", 10, "d1"), 5.0)
     assert not it.programs
-
-
-def test_what_an_engine_has_in_flight_counts_the_requests_of_all_gateways_once() -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    report = routing_events.KvReported(
-        replica_id="d1", instance="1", programs=(), requests=3, request_tokens=2500
-    )
-    for now in (2.0, 3.0):
-        it.take(report, now)
-    assert [one.in_flight for one in it.replica_statuses()] == [1, 3]
-    assert it.replica_statuses()[1].load == 0.25
-
-
-@pytest.mark.parametrize("lost", ["p1", "d1"])
-def test_a_request_whose_engine_fails_goes_to_others_and_that_one_is_left_alone(lost: str) -> None:
-    it = core("p1", "d1")
-    it.take(asked("a"), 1.0)
-    it.take(seen("p2"), 1.0)
-    it.take(seen("d2"), 1.0)
-    actions: list[Any] = it.take(routing_events.RequestFailed("a", lost), 2.0)
-    probe, sent = actions
-    assert probe == ProbeReplica(lost, "1")
-    assert lost not in (sent.prefill_id, sent.replica_id)
-    for name in "bcd":
-        sent = only(it.take(asked(name), 3.0))
-        assert lost not in (sent.prefill_id, sent.replica_id)
-    it.take(seen(lost), 4.0)
-    later = [only(it.take(asked(name), 5.0)) for name in "ef"]
-    assert any(lost in (one.prefill_id, one.replica_id) for one in later)
-
-
-def lose_its_engine(it: RoutingCore, *, computing: bool) -> str:
-    """The decode engine of request ``a`` hangs and is given up. Returns the engine's id."""
-    lost = it.requests["a"].replica_id
-    assert lost is not None
-    it.take(routing_events.ReplicaGone(lost, "1"), 2.0)
-    if computing:
-        it.take(routing_events.RequestFailed("a", lost, computing=True), 2.1)
-    return lost
-
-
-def test_a_request_that_hangs_engines_takes_no_more_than_three_pairs_down() -> None:
-    it = core("p1", *(f"d{number}" for number in range(6)))
-    it.take(asked("a"), 1.0)
-    for _ in range(2):
-        lose_its_engine(it, computing=False)
-    lost = it.requests["a"].replica_id
-    assert lost is not None
-    refused = only(it.take(routing_events.ReplicaGone(lost, "1"), 3.0))
-    assert (refused.request_id, refused.status, refused.code) == ("a", 502, "replicas_failed")
-    assert "3 times" in refused.message
-    assert not it.requests
-    assert len(it.fleet) == 4
-    assert (len(it.strategy.pairs.in_flight), it.waiting) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -287,11 +174,14 @@ def reported(it: RoutingCore, name: str, *tokens: int, now: float) -> None:
 
 def test_a_home_that_lost_the_context_or_is_gone_is_a_home_no_more() -> None:
     it = core("p1", "p2", "d1")
+    assert it.last_engines("t", "p") == (None, None)
     turn(it, "a", 1000, 1.0)
     reported(it, "p1", 900, now=2.0)
     assert it.home("t", "p") == "p1"
+    assert next((one.replica, one.programs) for one in it.replica_statuses()) == ("p1", 1)
     reported(it, "p1", 100, now=3.0)
     assert it.home("t", "p") is None
+    assert it.last_engines("t", "p") == ("p1", "d1"), "both know it"
     reported(it, "d1", 900, now=4.0)  # a decode engine computes no prompts
     assert it.home("t", "p") is None
     reported(it, "p2", 900, now=5.0)
@@ -334,16 +224,6 @@ def test_a_prompt_at_the_decode_engine_beside_one_that_is_computed_leaves_the_ho
     it.take(routing_events.PrefillFinished("a", "p1"), 4.0)
     assert it.programs["t", "p"].cached
     assert it.home("t", "p") == "p1"
-
-
-def test_both_engines_that_know_a_program_are_remembered_after_its_kv_is_lost() -> None:
-    it = core("p1", "d1")
-    assert it.last_engines("t", "p") == (None, None)
-    turn(it, "a", 1000, 1.0)
-    assert it.last_engines("t", "p") == ("p1", "d1")
-    reported(it, "p1", 100, now=2.0)
-    assert it.home("t", "p") is None
-    assert it.last_engines("t", "p") == ("p1", "d1")
 
 
 def test_a_waiting_request_does_not_go_to_a_home_that_lost_the_context_meanwhile() -> None:
@@ -398,12 +278,6 @@ def test_a_node_without_engines_is_forgotten() -> None:
     for number in range(10):
         it.take(seen("p1", f"{number}", node=f"pod-{number}"), 1.0 + number)
     assert sorted(it.strategy.pairs.nics) == ["node-d1", "pod-9"]
-
-
-def test_a_prefill_engine_reports_the_programs_that_have_their_home_there() -> None:
-    it = core("p1", "d1")
-    turn(it, "a", 1000, 1.0)
-    assert [(one.replica, one.programs) for one in it.replica_statuses()] == [("p1", 1), ("d1", 0)]
 
 
 def test_a_flood_of_one_tenant_leaves_others_their_share() -> None:

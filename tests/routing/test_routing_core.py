@@ -17,7 +17,6 @@ from sojourn_server.policies.routing_policies import (
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
-    AbortStream,
     ProbeReplica,
     RejectRequest,
     ReleaseProgramKv,
@@ -170,21 +169,14 @@ def test_a_request_that_failed_before_its_first_byte_is_sent_elsewhere() -> None
     )
 
 
-def test_after_its_first_byte_it_is_cut_and_never_silently_begun_again() -> None:
-    it = with_replicas(core(), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    it.take(routing_events.FirstByteSent("r0", first), 0.5)
-    actions = it.take(routing_events.RequestFailed("r0", first), 1.0)
-    assert AbortStream("r0", first) in actions
-    assert not [action for action in actions if isinstance(action, SendRequest)]
-
-
-def test_a_failing_request_is_not_retried_for_ever() -> None:
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_failing_request_is_not_retried_for_ever(is_gone: bool) -> None:
     it = with_replicas(core(most_failures=3), "a", "b", "c", "d")
     at = only(it.take(asked("r0", "p"), 0.0)).replica_id
     tried = [at]
     while True:
-        actions = it.take(routing_events.RequestFailed("r0", at), 1.0)
+        gone, failed = routing_events.ReplicaGone(at, "1"), routing_events.RequestFailed("r0", at)
+        actions = it.take(gone if is_gone else failed, 1.0)
         sent = [action for action in actions if isinstance(action, SendRequest)]
         if not sent:
             break
@@ -201,21 +193,6 @@ def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(
     refused = it.take(routing_events.RequestFailed("r0", second, computing=True), 2.0)[-1]
     assert (refused.status, refused.code) == (502, "replicas_failed")
     assert "accepted by a replica 2 times" in refused.message
-
-
-def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
-    it = with_replicas(core(most_failures=9), "a", "b")
-    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
-    it.take(seen(first), 0.0)
-    second = it.take(routing_events.RequestFailed("r0", first), 1.0)[-1].replica_id
-    it.take(seen(first), 1.1)
-    assert {first, second} == {"a", "b"}
-    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", second), 2.0)] == [
-        ProbeReplica
-    ], "second may be dead"
-    refused = only(it.take(seen(second), 3.0))
-    assert (refused.status, refused.code) == (502, "replicas_failed")
-    assert len(it.waiting) == 0
 
 
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:
@@ -283,16 +260,6 @@ def test_a_program_that_got_no_answer_keeps_no_room(answered: bool | None) -> No
     it.take(routing_events.RequestFinished("r0", replica_id="a", answered=answered), 2.0)
     assert it.fleet.get("a").homed_tokens == 0
     assert it.programs.get(("t", "p")) is None, "it would be kept for half an hour"
-
-
-def test_programs_whose_requests_engines_refuse_do_not_fill_the_table() -> None:
-    it = with_replicas(core(), "a")
-    for number in range(50):
-        it.take(asked(f"r{number}", f"p{number}"), 1.0)
-        it.take(routing_events.RequestFailed(f"r{number}", "a"), 1.0)
-        it.take(routing_events.RequestFinished(f"r{number}", answered=False), 1.0)
-    it.take(asked("open", "p0"), 1.0)
-    assert [program.key[1] for program in it.programs.values()] == ["p0"]
 
 
 def test_one_whose_other_request_is_open_or_that_had_a_turn_stays() -> None:

@@ -17,6 +17,7 @@ from sojourn_server.policies.fairness_policies import (
 )
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
+    LeastDelayRouting,
     PrefixAffinityRouting,
     RandomRouting,
     RoundRobinRouting,
@@ -26,6 +27,7 @@ from sojourn_server.policies.routing_policies import (
 )
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
+from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS, ProgramEstimator
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     AbortStream,
@@ -35,7 +37,7 @@ from sojourn_server.routing.routing_events import (
     SendRequest,
 )
 from sojourn_server.routing.routing_limits import RoutingLimits
-from sojourn_server.routing.routing_records import ReplicaHealth
+from sojourn_server.routing.routing_records import ReplicaHealth, RoutedProgram
 
 ROUTINGS = (
     RandomRouting(),
@@ -44,7 +46,16 @@ ROUTINGS = (
     PrefixAffinityRouting(),
     CapacityRouting(),
     CapacityRouting(size_by="context"),
+    LeastDelayRouting(resident_for_s=20.0),
 )
+
+
+def known_programs() -> ProgramEstimator:
+    """So many programs have ended that turns left are known."""
+    known = ProgramEstimator()
+    for turns in range(1, 2 * MIN_FINISHED_PROGRAMS):
+        known.ended(RoutedProgram(("t", "p"), "coder", None, 0.0, 1.0, context_tokens=100, turns=turns), 9.0)
+    return known
 
 
 class AnyLife(RuleBasedStateMachine):
@@ -72,7 +83,7 @@ class AnyLife(RuleBasedStateMachine):
         )
         strategy = AffinityStrategy(routing, stealing, sharing, preemption=preemption)
         self.strategy = strategy
-        self.core = RoutingCore(strategy, limits)
+        self.core = RoutingCore(strategy, limits, known_programs())
         self.now = 0.0
         self.number = 0
         self.instances = 0
@@ -191,6 +202,7 @@ class AnyLife(RuleBasedStateMachine):
             parent,
             output_tokens=output,
             deadline_s=deadline_s,
+            agent_type="coder" if tokens % 2 else None,
             prefix=(tokens % 3, tokens % 7),
             exact=exact,
         )
@@ -312,6 +324,10 @@ class AnyLife(RuleBasedStateMachine):
             view = replica.view()
             replica.known_view = None
             assert replica.view() == view
+            if isinstance(strategy._routing, LeastDelayRouting):
+                groups = strategy._groups(view, None, self.now)
+                replica.groups = None
+                assert strategy._groups(view, None, self.now) == groups
             is_full = replica.load() >= it.limits.send_below_load
             assert (replica.idle_since_s is None) == is_full
             queue = strategy.queues.get(replica.replica_id)

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from routing_builders import build_core, kv_lost, seen, sends, with_replicas
+from routing_builders import build_core, seen, sends, with_replicas
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.policies.routing_policies import (
     LeastDelayRouting,
     ReplicaView,
-    ResidentProgramGroup,
     RoutingDecision,
     RoutingView,
 )
@@ -212,92 +209,3 @@ def test_requests_without_a_program_do_not_wait() -> None:
     assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
     assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
     assert len(it.waiting) == 1
-
-
-# -- the count is what it would be if everybody were looked at ---------------------------
-
-
-@dataclass
-class Checked:
-    """A least-delay policy whose view is compared with the programs themselves."""
-
-    core: Any = None
-    policy: LeastDelayRouting = field(default_factory=lambda: LeastDelayRouting(resident_for_s=20.0))
-    reads_prefixes: bool = False
-    reads_residents: bool = True
-    resident_for_s: float = 20.0
-
-    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
-        if not (view.home is not None and view.cached):
-            but = self.core.requests[view.request_id].program
-            shown = [replica.replica_id for replica in replicas]
-            assert view.residents == {key: rows for key in shown if (rows := self.all_at(key, but, now))}
-        return self.policy.route(view, replicas, now)
-
-    def all_at(
-        self, replica_id: str, but: RoutedProgram | None, now: float
-    ) -> tuple[ResidentProgramGroup, ...]:
-        """One program after the other."""
-        rows: dict[tuple[float, int], ResidentProgramGroup] = {}
-        for one in self.core.programs.values():
-            comes_back = one.turns_left is not None and now < one.last_s + self.resident_for_s
-            there = one.home == replica_id and (comes_back or one.in_flight or one.waiting)
-            if not there or one is but:
-                continue
-            left = max(1.0, one.turns if one.turns_left is None else one.turns_left)
-            before = rows.get((left, one.turns), ResidentProgramGroup(0, 0, one.turns, left, 0))
-            rows[left, one.turns] = ResidentProgramGroup(
-                before.context_tokens + one.context_tokens,
-                before.size_tokens + max(one.size_tokens, one.context_tokens),
-                one.turns,
-                left,
-                before.programs + 1,
-            )
-        return tuple(rows[alike] for alike in sorted(rows))
-
-
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["ask", "ask", "ask", "end", "end", "over", "dropped", "tick", "drain", "gone", "seen"]
-        ),
-        st.integers(0, 7),
-        st.sampled_from(["coder", "clerk", "stranger", None]),
-        st.integers(1, 400),
-        st.sampled_from([0.0, 0.5, 3.0, 19.5, 20.0]),
-    ),
-    min_size=5,
-    max_size=80,
-)
-
-
-@given(steps=STEPS)
-def test_residents_are_those_that_a_look_at_every_program_finds(steps: Any) -> None:
-    routing = Checked()
-    it = routing.core = core(routing, replicas=3, estimator=expectations())
-    it.take(routing_events.ReplicaRegistered("e1", "1", 100_000), 0.0)
-    now = 0.0
-    for number, (step, which, kind, tokens, later) in enumerate(steps):
-        now += later
-        name, replica_id = f"p{which}", f"e{which % 3}"
-        if step == "ask":
-            it.take(routing_events.RequestReceived(f"r{number}", "t", tokens, name, agent_type=kind), now)
-        elif step == "end" and it.requests:
-            one = list(it.requests.values())[which % len(it.requests)]
-            it.take(routing_events.RequestFinished(one.request_id, tokens, one.replica_id), now)
-        elif step == "over":
-            it.take(routing_events.ProgramEnded(name, "t"), now)
-        elif step == "dropped":
-            it.take(kv_lost(it, name, "t", replica_id), now)
-        elif step == "drain":
-            it.take(routing_events.ReplicaDrainStarted(replica_id), now)
-        elif step == "gone":
-            it.take(routing_events.ReplicaGone(replica_id, "1"), now)
-        elif step == "seen":
-            it.take(routing_events.ReplicaRegistered(replica_id, "1", 100_000), now)
-        else:
-            it.take(routing_events.Tick(), now)
-    # Whatever was left uncounted so far is looked at now.
-    it.take(routing_events.ReplicaRegistered("last", "1", 100_000), now)
-    it.take(asked("last"), now)
-    assert it.counts.policy_failures == 0, it.counts.newest_policy_failure

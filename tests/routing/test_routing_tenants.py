@@ -226,38 +226,3 @@ def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
     assert [type(action) for action in actions].count(RecallRequest) == 1
     assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
     assert it.requests["u"].sent is None
-
-
-# -- running requests that yield ------------------------------------------------------------------
-
-
-def test_no_request_is_preempted_twice() -> None:
-    it = blocked()
-    it.take(routing_events.Tick(), 2.6)
-    assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
-    assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
-    for tenth in range(20):
-        assert it.take(routing_events.Tick(), 4.0 + tenth / 10) == []
-
-
-def test_a_recall_that_came_too_late_changes_nothing() -> None:
-    it = blocked("b")
-    it.take(routing_events.Tick(), 2.6)
-    assert "c1" in it.fleet.get("b").in_flight
-    it.take(routing_events.FirstByteSent("c1", "a"), 2.61)
-    assert "c1" in it.fleet.get("a").in_flight
-    assert "c1" not in it.fleet.get("b").in_flight
-    assert it.programs.get(("calm", "c1")).home == "a"
-    it.take(routing_events.RequestFinished("c1", 5, "b"), 2.7)
-    assert "c1" in it.requests, "it is not answered at b"
-    it.take(routing_events.RequestFinished("c1", 5, "a"), 2.8)
-    assert "c1" not in it.requests
-
-
-def test_an_answer_that_overtook_the_recall_is_an_answer() -> None:
-    it = blocked()
-    it.take(routing_events.Tick(), 2.6)
-    assert len(it.waiting) == 1
-    assert it.take(routing_events.RequestFinished("c1", 5, "a"), 2.61) == []
-    assert len(it.waiting) == 0
-    assert it.programs.get(("calm", "c1")).turns == 1

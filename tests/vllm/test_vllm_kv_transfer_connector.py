@@ -35,17 +35,6 @@ def answer(engine: Any, planned: Any, reports: TransferResults | None = None, **
     engine.update_from_output(planned, KVConnectorOutput(kv_connector_worker_meta=meta, **output))
 
 
-def test_an_abort_gives_the_engine_a_step_to_tell_the_worker(engine: Any) -> None:
-    engine.add("r", list(range(400)))
-    planned = engine.plan()
-    answer(engine, planned)
-    engine.abort("r")
-    assert engine.scheduler.has_requests()
-    (fetch,) = planned.kv_connector_metadata.jobs.fetches
-    assert engine.plan().kv_connector_metadata.jobs.ends == [fetch.ask]
-    assert not engine.scheduler.has_requests()
-
-
 @pytest.mark.parametrize("broken", ["arrived", "ask", "allocated", "scheduled", "take_results", "finished"])
 def test_an_error_of_ours_ends_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     planner = engine.scheduler.connector.planner
@@ -93,7 +82,9 @@ def test_a_cancelled_load_hides_no_block_that_a_transfer_did_not_fill(make_paths
         take_sent=lambda: set(), take_received=lambda: {"b"}, take_not_filled=lambda: {5}, take_results=dict
     )
     worker.host_memory._worker = SimpleNamespace(
-        take_loaded=lambda: ({"a"}, {5, 6}), take_results=lambda: OffloadResults(waited_s=2.5)
+        take_loaded=lambda: ({"a"}, {5, 6}),
+        take_results=lambda: OffloadResults(waited_s=2.5),
+        is_broken=False,
     )
     host_memory = scheduler.connector.host_memory
     host_memory.planner.reject("a", [5, 6])
@@ -164,28 +155,6 @@ def test_what_waits_for_a_hit_when_the_cache_is_reset_is_computed(engine: Any) -
         answer(engine, planned)
         planned = engine.plan()
         assert not planned.kv_connector_metadata.jobs.saves
-
-
-def test_what_runs_when_the_cache_is_reset_stores_nothing_more_and_tells_nobody(engine: Any) -> None:
-    """vLLM resets nothing while blocks are held, and tells connectors all the same."""
-    connector = engine.scheduler.connector
-    request = engine.add("r", list(range(400)), max_tokens=1)
-    request.kv_transfer_params = {"do_remote_decode": True, "transfer": "t", "peer": "unix:/d"}
-    connector.on_new_request(request)
-    planned = engine.plan()
-    (fetch,) = planned.kv_connector_metadata.jobs.fetches
-    answer(engine, planned, TransferResults(ready={fetch.ask: 0}))
-    planned = engine.plan()
-    assert planned.kv_connector_metadata.jobs.pushes
-    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
-    answer(engine, planned)
-    planned = engine.plan()
-    orders = planned.kv_connector_metadata.jobs
-    assert (orders.holds, [abort.address for abort in orders.aborts], orders.saves) == ([], ["unix:/d"], [])
-    assert planned.kv_connector_metadata.stop
-    answer(engine, planned)
-    engine.plan()
-    assert not engine.scheduler.has_requests()
 
 
 def test_a_reset_before_a_measurement_can_leave_the_store_in_use(engine: Any) -> None:
