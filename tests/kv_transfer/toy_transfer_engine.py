@@ -22,8 +22,7 @@ import transfer_manager_harness
 from fake_cuda import FakeCuda
 from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request, to_prefill
 from sojourn_server.kv_offload.block_file import KvIdentity
-from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
-from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
+from sojourn_server.kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_transfer.peer_transport import SocketStream
 from sojourn_server.kv_transfer.rank_transfers import jobs_of_rank, rank_address
@@ -165,10 +164,10 @@ class Rank:
         rows = BLOCK_TOKENS * TOKEN_BYTES
         self.layers = [np.zeros((blocks, rows), np.uint8) for _ in range(LAYERS)]
         named = {f"layer{at}": layer for at, layer in enumerate(self.layers)}
-        self.kv: Any = KvBlockArrays(named, PER_FULL)
+        self.kv: Any = cpu_block_arrays(named, PER_FULL)
         if cuda is not None:
             pages = {name: [KvPages(each.ctypes.data, rows, rows)] for name, each in named.items()}
-            self.kv = CudaBlockArrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
+            self.kv = cuda_block_arrays(pages, PER_FULL, cuda, staging_bytes=5 * rows)
         self.manager = TransferManager(store, bounds, name=name, listen=[listen])
         self.worker = TransferWorker(self.manager, self.kv, log=log, layerwise=layerwise)
 

@@ -25,7 +25,7 @@ from .transfer import BlockLoad, BlockPush, IncomingPrompt, ReadingPeer
 from .transfer_jobs import FetchJob, FillJob, PushJob, SaveJob, TransferJobs, TransferResults
 
 if TYPE_CHECKING:
-    from ..kv_offload.cpu_device_backend import KvBlockArrays
+    from ..kv_offload.kv_block_arrays import KvBlockArrays
     from .transfer_manager import TransferManager
 
 MANAGER_TIMEOUT_S = 30.0

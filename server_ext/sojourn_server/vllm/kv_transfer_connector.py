@@ -28,7 +28,7 @@ from .plugin_settings import SettingsError
 if TYPE_CHECKING:
     import torch
 
-    from ..kv_offload.cpu_device_backend import KvBlockArrays
+    from ..kv_offload.kv_block_arrays import KvBlockArrays
     from ..kv_transfer.transfer_worker import TransferWorker
     from .compat import BlockPool, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
@@ -397,15 +397,15 @@ def open_kv_blocks(
     bytes in a block, empty on a CPU). ``blocks``: number of blocks on the device. ``per_full``: engine blocks
     per Full Block. Raises ``UnsupportedKvCaches`` for another kind of device or an unknown layout, and
     ``RuntimeError`` if CUDA cannot pin host memory."""
-    from ..kv_offload.cpu_device_backend import KvBlockArrays, block_rows
-    from ..kv_offload.cuda_block_arrays import CudaBlockArrays
+    from ..kv_offload.cpu_device_backend import block_rows
     from ..kv_offload.cuda_device_backend import TorchCuda
+    from ..kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
     from ..kv_offload.kv_pages import KvPages, UnsupportedKvCaches, device_layout, page_views
 
     device = next(iter(kv_caches.values())).device
     if device.type == "cpu":
         rows = {name: block_rows(name, cache, blocks) for name, cache in kv_caches.items()}
-        return KvBlockArrays(rows, per_full), ""
+        return cpu_block_arrays(rows, per_full), ""
     if device.type != "cuda":
         raise UnsupportedKvCaches(f"KV on {device}; expected a CUDA device or a CPU")
     from .compat import swap_blocks_batch
@@ -418,4 +418,4 @@ def open_kv_blocks(
         for name, cache in kv_caches.items()
     }
     layout = device_layout(kv_caches, blocks)
-    return CudaBlockArrays(pages, per_full, TorchCuda(device, swap_blocks_batch)), layout
+    return cuda_block_arrays(pages, per_full, TorchCuda(device, swap_blocks_batch)), layout

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda
-from sojourn_server.kv_offload.cpu_device_backend import KvBlockArrays
-from sojourn_server.kv_offload.cuda_block_arrays import CudaBlockArrays
+from sojourn_server.kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
 from sojourn_server.kv_offload.kv_pages import KvPages
 
 LAYERS, BLOCKS, PER_FULL = 3, 24, 2
@@ -29,7 +28,7 @@ class Device:
         self.cuda = FakeCuda(seed)
         # With a gap between the pages of a block, as where layers share a block.
         self.pages = [[np.zeros((BLOCKS, size + 4), np.uint8) for size in PAGES] for _ in range(LAYERS)]
-        self.kv = CudaBlockArrays(
+        self.kv = cuda_block_arrays(
             {
                 f"layer{at}": [
                     KvPages(each.ctypes.data, each.strides[0], size)
@@ -162,7 +161,7 @@ def test_it_has_the_sizes_and_the_order_of_bytes_of_a_cpu() -> None:
     """What one gathers, the other fills in."""
     device = Device(1)
     rows = {f"layer{at}": np.zeros((BLOCKS, ROW), np.uint8) for at in range(LAYERS)}
-    cpu = KvBlockArrays(rows, PER_FULL)
+    cpu = cpu_block_arrays(rows, PER_FULL)
     for name in ("index", "per_full", "engine_bytes", "layer_bytes", "block_bytes"):
         assert getattr(device.kv, name) == getattr(cpu, name)
     for block in range(5):
