@@ -82,7 +82,7 @@ def files_below(path: Path) -> list[str]:
 
 def open_store(root: Path, blocks: int = 10, **options: Any) -> SharedStore:
     model = options.pop("model", identity())
-    return SharedStore.open(root, model, budget_bytes=blocks * FILE_BYTES, **options)
+    return SharedStore(root, model, budget_bytes=blocks * FILE_BYTES, **options)
 
 
 def put(store: SharedStore, key: bytes, parent: bytes = b"") -> PutOutcome:

@@ -99,7 +99,7 @@ class Engine:
             size = self.device.block_bytes
             budget = disk_blocks * (HEADER_BYTES + size)
             model = identity(block_bytes=size, layers=LAYERS, kv_dtype=str(dtype))
-            self.disk = SharedStore.open(folder, model, budget_bytes=budget, files=files)
+            self.disk = SharedStore(folder, model, budget_bytes=budget, files=files)
         limits = {"min_probe_blocks": 1, **limits}
         self.planner = OffloadScheduler(
             TierLimits(host_slots=slots, disk_blocks=disk_blocks if folder is not None else 0, **limits)

@@ -187,7 +187,7 @@ sys.path[:0] = {sys.path!r}
 from kv_blocks import identity, key, payload
 from sojourn_server.kv_offload.shared_store import SharedStore
 model = identity(block_bytes=1 << 16)
-store = SharedStore.open(sys.argv[1], model, budget_bytes=40 * (128 + (1 << 16)))
+store = SharedStore(sys.argv[1], model, budget_bytes=40 * (128 + (1 << 16)))
 print("ready", flush=True)
 while True:
     name = key(random.randrange(200))
@@ -209,7 +209,7 @@ def test_writers_that_are_killed_leave_whole_blocks(tmp_path: Path) -> None:
         for writer in writers:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
-        store = SharedStore.open(tmp_path, model, budget_bytes=40 * (128 + (1 << 16)))
+        store = SharedStore(tmp_path, model, budget_bytes=40 * (128 + (1 << 16)))
         assert {file.stat().st_size for file in store.path.glob("*/*.kv")} == {128 + (1 << 16)}
         found = bytearray(1 << 16)
         for name in map(key, range(200)):

@@ -32,7 +32,7 @@ IDENTITY = KvIdentity(
 
 
 def make_store(root: Path) -> None:
-    SharedStore.open(root, IDENTITY, budget_bytes=GIB)
+    SharedStore(root, IDENTITY, budget_bytes=GIB)
 
 
 def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS) -> list[str]:

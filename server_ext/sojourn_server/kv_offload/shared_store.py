@@ -38,8 +38,7 @@ Errors
      ├ BlockNotFound       there is no such block (any more)
      └ BlockCorrupt        the block was damaged; it has been removed
 
-Every error outside ``open`` concerns one block, and the engine can
-compute that block again.
+Every error after the store was opened concerns one block, and the engine can compute that block again.
 """
 
 from __future__ import annotations
@@ -200,21 +199,23 @@ class SharedStore:
 
     def __init__(
         self,
-        path: Path,
+        root: str | Path,
         identity: KvIdentity,
+        *,
         budget_bytes: int,
-        files: FileSystem,
-        clock_ns: Callable[[], int],
+        files: FileSystem | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Only ``open`` calls this, after it has made and checked the folder ``path``."""
-        self.path = path
+        """Open or create the store of ``identity`` in ``root``. The oldest files beyond the budget and
+        temporary files of dead writers are deleted. Raises ``IncompatibleStore`` and ``StoreError``."""
+        self.path = path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
         self.identity = identity
         self.blocks = 0
         """Number of blocks when the files were last listed."""
         self._budget_bytes = budget_bytes
         self._file_bytes = HEADER_BYTES + identity.block_bytes
         self._digest = identity.digest()
-        self._files = files
+        self._files = files or FileSystem()
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
         """Guards the attributes below. Held while files are listed and deleted, for which only writers
@@ -223,35 +224,18 @@ class SharedStore:
         """Number of files that this store may write before it lists the files again."""
         self._count_again_ns = self._full_until_ns = 0
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()
-
-    @classmethod
-    def open(
-        cls,
-        root: str | Path,
-        identity: KvIdentity,
-        *,
-        budget_bytes: int,
-        files: FileSystem | None = None,
-        clock_ns: Callable[[], int] = time.time_ns,
-    ) -> SharedStore:
-        """Open or create the store of ``identity`` in ``root``. The oldest files beyond the budget and
-        temporary files of dead writers are deleted. Raises ``IncompatibleStore`` and ``StoreError``."""
-        files = files or FileSystem()
-        path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
-        manifest = {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
         try:
             if not os.path.lexists(path):
                 check_root(path.parent, asdict(identity))
-            files.mkdir(path)
+            self._files.mkdir(path)
             check_private(path)
             if not os.path.lexists(path / MANIFEST):
+                manifest = {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
                 content = json.dumps(manifest, indent=2).encode() + b"\n"
-                replace_file(files, path / MANIFEST, [memoryview(content)])
-            store = cls(path, identity, budget_bytes, files, clock_ns)
-            store._count()
+                replace_file(self._files, path / MANIFEST, [memoryview(content)])
+            self._count()
         except OSError as error:
             raise StoreError("opening the KV store", path, error) from error
-        return store
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return how many leading ``keys`` the store has. Only the sizes of files are checked. A later read

@@ -169,7 +169,7 @@ class KVOffloadSettings(KVConnectorSettings):
         if self.ranks > 1:
             folder = rank_folder(folder, identity)
             budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
-        return SharedStore.open(folder, identity, budget_bytes=budget_bytes)
+        return SharedStore(folder, identity, budget_bytes=budget_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +237,7 @@ class KVTransferSettings(KVConnectorSettings):
         folder, budget_bytes = self.options.store, self.options.store_bytes
         if self.ranks > 1:
             folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
-        return SharedStore.open(folder, self.identity, budget_bytes=budget_bytes)
+        return SharedStore(folder, self.identity, budget_bytes=budget_bytes)
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
