@@ -191,13 +191,6 @@ def test_a_long_recompute_goes_in_pieces_of_a_step() -> None:
     assert lease.ttl_s == pytest.approx(0.01 * context**2 / 2 + chunked_s * 80 / context)
 
 
-def test_a_known_host_tier_makes_letting_go_cheap() -> None:
-    e = VirtualEngine("infercept", curve=PrefillCurve(0.0, 0.1, 0.0))
-    e.program_scheduler.pool.host_s_per_token = 0.001
-    lease = e.leased_turn("p", prompt(40))
-    assert lease.ttl_s == pytest.approx(0.001 * e.program("p").context_tokens)
-
-
 def test_an_engine_that_stands_idle_is_counted_from_the_first_who_asks() -> None:
     preset = parse_preset(
         'extends = "admit"\nadmission = { policy = "whole-program", patience_s = 5.0 }', source="x"

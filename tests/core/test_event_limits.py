@@ -89,14 +89,6 @@ def test_a_bad_event_changes_nothing_and_says_why(event: Any, outcome: str, reas
     assert engine.counter("sojourn_events_total", outcome=outcome) == 1
 
 
-def test_a_repeated_number_is_a_duplicate_and_is_folded_once() -> None:
-    engine = known()
-    post(engine, START)
-    [again] = post(engine, {**STOP, "seq": 0})
-    assert again.outcome.value == "duplicate"
-    assert list(engine.program("p").tools) == ["c"]
-
-
 def test_a_stop_that_comes_before_its_start_teaches_the_gap_once() -> None:
     engine = known()
     engine.wait(2.0)

@@ -183,29 +183,6 @@ def test_a_summary_says_where_a_program_is_placed_and_nothing_of_one_that_has_en
 # -- who is parked ---------------------------------------------------------------------
 
 
-def test_a_request_is_parked_until_its_program_is_promoted() -> None:
-    engine = Engine(by_present_size())
-    first = engine.come("a", 15)
-    assert engine.parked(first)
-    assert engine.status("a") is ProgramStatus.GATED
-    engine.step()
-    assert not engine.parked(first)
-    assert engine.status("a") is ProgramStatus.REASONING
-    engine.admit(first)
-    second = engine.come("b", 10)
-    engine.wait(1.0)
-    assert engine.parked(second), "15 and 10 blocks are more than 20"
-    engine.finish(first)
-    engine.step()
-    assert engine.parked(second), "a acts on, and nobody leaves for a new program before the standstill"
-    engine.end("a")
-    engine.step()
-    assert not engine.parked(second)
-    assert [(action.program_id, action.tier) for action in engine.placed()] == [("a", DEVICE), ("b", DEVICE)]
-    assert engine.reasons("to_device") == ["free_capacity", "free_capacity"]
-    assert engine.counter("sojourn_placements_total", to="device", reason="free_capacity") == 2
-
-
 def test_a_report_of_load_names_the_programs_that_wait_without_kv() -> None:
     policy = Watched()
     engine = Engine(policy)
@@ -437,67 +414,10 @@ def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_s
     assert len(policy.views) - asked == asked_again, "not for ever"
 
 
-@pytest.mark.parametrize("preset", ["sojourn", "mori"])
-@pytest.mark.parametrize("large", [MAX_EXCHANGES, 300])
-def test_programs_that_do_not_fit_hold_back_none_that_fits_however_many_they_are(
-    large: int, preset: str
-) -> None:
-    """One client can have as many requests wait: a short turn, announced as the last, then a long prompt."""
-    engine = Engine(load_preset(preset).placement, blocks=100)
-    engine.run("busy", 10)
-    for number in range(large):
-        turn = engine.arrive(f"l{number}", prompt(4, number), sojourn={"final": True})
-        engine.step()
-        engine.admit(turn)
-        engine.finish(turn)
-    for number in range(large):
-        engine.come(f"l{number}", 95)
-    small = engine.come("small", 5)
-    answers = 0
-    while engine.parked(small):
-        engine.wait(engine.program_scheduler.tiers.policy.tick_s)
-        answers += 1
-        assert answers <= 1
-    assert engine.tier("l0") is WAITING
-
-
 # -- the line ------------------------------------------------------------------------------------
 
 
-def test_between_two_overdue_programs_the_gap_passes() -> None:
-    policy = by_present_size(patience_s=10.0, overdue_gap_s=30.0, standstill_s=math.inf)
-    engine = Engine(policy, host=50)
-    for name in ("a", "b"):
-        engine.a_turn(name, 9)
-    engine.come("c", 9)
-    engine.come("d", 9)
-    engine.spend(12.0)
-    assert engine.tier("c") is DEVICE
-    assert engine.tier("d") is WAITING
-    engine.spend(20.0)
-    assert engine.tier("d") is WAITING
-    engine.spend(15.0)
-    assert engine.tier("d") is DEVICE
-
-
 # -- time --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("limits", "held_s"), [(SchedulerLimits(hold_timeout_s=60.0), 60.0), (None, 240.0)])
-@pytest.mark.parametrize("policy", [ResidencyPricePlacement, RelativeIdlenessPlacement])
-def test_long_parked_requests_are_left_to_the_engine(
-    policy: type[Any], limits: SchedulerLimits | None, held_s: float
-) -> None:
-    engine = Engine(policy(patience_s=math.inf), limits=limits)
-    engine.run("a", 15)
-    request = engine.come("b", 10)
-    engine.spend(held_s - 0.1)
-    assert engine.parked(request)
-    engine.spend(0.2)
-    assert not engine.parked(request), "vLLM's own order decides from here on"
-    assert engine.tier("b") is DEVICE
-    engine.spend(1000.0)
-    assert not engine.parked(request)
 
 
 def test_long_parked_requests_are_released_one_after_the_other() -> None:
@@ -614,16 +534,6 @@ def test_where_the_policy_fails_everybody_is_let_in_and_the_caller_hears_of_it_o
     tier_manager = engine.program_scheduler.tiers
     assert sum(tier_manager.counts().values()) == 0
     assert not tier_manager._places, "no table holds a request"
-
-
-def test_a_policy_that_moves_somebody_unknown_has_failed() -> None:
-    policy = Watched()
-    engine = Engine(policy)
-    request = engine.come("a", 5)
-    policy.answer = [TierMove(ProgramId("nobody"), DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY)]
-    with pytest.raises(KeyError, match="nobody"):
-        engine.step()
-    assert not engine.parked(request)
 
 
 # -- the cache is cleared ------------------------------------------------------------------------------------

@@ -132,6 +132,8 @@ class PlacedLife:
         """On the device, as the policy was shown them last."""
         self.sent_away_ready = False
         """The last answer sent somebody from the device who was ready."""
+        self.overdue_s = -math.inf
+        """When an overdue program was promoted last."""
         self.last_released: RequestState | None = None
         self.numbers = self.newest = self.programs = self.asked = 0
         self.done: Counter[str] = Counter()
@@ -411,6 +413,9 @@ class PlacedLife:
 
     def moved(self, move: TierMove) -> None:
         place = self.places[move.program_id]
+        if move.reason is MoveReason.OVERDUE and move.to is DEVICE:
+            assert self.now - self.overdue_s >= self.policy.overdue_gap_s, "one at a time"
+            self.overdue_s = self.now
         leaves = place.tier is DEVICE and move.to is not DEVICE and move.when is MoveTiming.NOW
         self.sent_away_ready |= leaves and place.activity is ProgramActivity.READY
         if move.when is MoveTiming.AFTER_TURN:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from random import Random
 from typing import Any
 
@@ -18,7 +17,6 @@ from sojourn_server.metrics.turn_ledger import LossCause
 from sojourn_server.policies.policy_views import AbandonedBranch
 from sojourn_server.policies.preset import Preset
 from sojourn_server.programs.program_state import ProgramState
-from sojourn_server.programs.workflow_history import WorkflowHistory
 from virtual_engine import BASH, BLOCK_TOKENS, VirtualEngine
 
 PROMPT = list(range(1, 101))
@@ -358,10 +356,3 @@ def test_the_ledger_says_what_was_foreseen_and_at_what_score_it_was_evicted() ->
     assert second["evictor"] == "q"
     assert second["evicted_score"] == [bool(score[0]), pytest.approx(score[1])]
     assert second["tokens"]["lost"] == {LossCause.EVICTED.value: 100}
-
-
-def test_histories_outlive_the_engine() -> None:
-    known = WorkflowHistory()
-    known.restore(json.loads(json.dumps(with_history().workflows.snapshot())))
-    agents = Agents(histories=Histories(workflows=known))
-    assert agents.turn("p").prediction_source == "inferred"

@@ -15,6 +15,7 @@ from sojourn_server.policies.admission_policies import (
     AdmissionPolicy,
     DemandForecastAdmission,
     ExpectedGrowthAdmission,
+    WholeProgramAdmission,
 )
 from sojourn_server.policies.forecasting import (
     MIN_PROGRAMS_SEEN,
@@ -44,6 +45,16 @@ def admission_view(need_blocks: int, **facts: Any) -> AdmissionView:
 LONGEST = 100_000
 NEWCOMER = admission_view(20, free_blocks=100, pool_blocks=1_000, block_size=10, max_context_tokens=LONGEST)
 YOUNG = ProgramGrowthView(turns=1, first_prompt_tokens=100, context_tokens=100)
+
+
+def test_a_whole_program_enters_where_its_prompt_fits_and_the_earliest_always() -> None:
+    full = replace(NEWCOMER, free_blocks=19, earlier=(YOUNG,))
+    assert not WholeProgramAdmission().may_admit(full, 0.0)
+    assert WholeProgramAdmission().may_admit(replace(full, free_blocks=20), 0.0)
+    assert WholeProgramAdmission().may_admit(replace(full, free_blocks=0, earlier=()), 0.0)
+    for idle_s, enters in ((29.9, False), (30.0, True)):
+        idle = replace(full, free_blocks=0, anything_running=False, idle_s=idle_s)
+        assert WholeProgramAdmission().may_admit(idle, 0.0) is enters
 
 
 def test_an_idle_engine_admits_the_first_program() -> None:

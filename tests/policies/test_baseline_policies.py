@@ -1,4 +1,4 @@
-"""The baselines' policies on views made by hand: admit's rules, Autellix §4.2, InferCept §3.2 and §4."""
+"""The baselines' policies on views made by hand: admit's order, Autellix §4.2, InferCept §3.2 and §4."""
 
 from __future__ import annotations
 
@@ -9,17 +9,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sojourn.ids import ProgramId
-from sojourn_server.policies.admission_policies import WholeProgramAdmission
-from sojourn_server.policies.lease_reclaim_policies import LaterProgramsReclaim
 from sojourn_server.policies.policy_protocols import DecisionReason, RetentionDecision
 from sojourn_server.policies.policy_views import (
-    AdmissionView,
     BlockShortage,
     FinishedTurnView,
-    GrowthStatistics,
-    LeaseView,
-    ProgramGrowthView,
-    ReclaimRequest,
     RunningRequestView,
     WaitingRequestView,
 )
@@ -33,56 +26,6 @@ from sojourn_server.policies.queue_order_policies import (
 )
 from sojourn_server.policies.retention_policies import LeastWasteRetention
 from sojourn_server.programs.windowed_history import ToolHistory
-
-# -- admit --------------------------------------------------------------------------
-
-NEWCOMER = AdmissionView(
-    need_blocks=20,
-    free_blocks=20,
-    pool_blocks=100,
-    block_size=16,
-    max_context_tokens=10_000,
-    anything_running=True,
-    earlier=(ProgramGrowthView(3, 100, 300),),
-    growth=GrowthStatistics(),
-)
-
-
-def test_a_whole_program_enters_where_its_prompt_fits_and_not_where_it_lacks_a_block() -> None:
-    assert WholeProgramAdmission().may_admit(NEWCOMER, 0.0)
-    assert not WholeProgramAdmission().may_admit(replace(NEWCOMER, free_blocks=19), 0.0)
-
-
-def test_the_earliest_program_always_enters() -> None:
-    assert WholeProgramAdmission().may_admit(replace(NEWCOMER, free_blocks=0, earlier=()), 0.0)
-
-
-def test_an_idle_engine_opens_after_its_patience_only() -> None:
-    idle = replace(NEWCOMER, free_blocks=0, anything_running=False)
-    assert not WholeProgramAdmission().may_admit(replace(idle, idle_s=29.9), 0.0)
-    assert WholeProgramAdmission().may_admit(replace(idle, idle_s=30.0), 0.0)
-
-
-def lease(name: str, rank: int, blocks: int) -> LeaseView:
-    return LeaseView(ProgramId(name), rank, 1e9, blocks, 1.0, False)
-
-
-HELD = [lease("b", 2, 10), lease("d", 4, 10), lease("e", 5, 10)]
-NEED = ReclaimRequest(
-    program_id=ProgramId("c"), program_rank=3, blocks=15, running=False, anything_running=True
-)
-
-
-def test_only_later_programs_give_way_latest_first() -> None:
-    assert LaterProgramsReclaim().release(NEED, HELD, 0.0) == ("e", "d")
-    assert LaterProgramsReclaim().release(replace(NEED, blocks=5), HELD, 0.0) == ("e",)
-    assert LaterProgramsReclaim().release(replace(NEED, blocks=21), HELD, 0.0) is None, "and not for nothing"
-
-
-def test_an_engine_that_stood_idle_breaks_into_what_is_held() -> None:
-    idle = replace(NEED, program_rank=9, anything_running=False)
-    assert LaterProgramsReclaim().release(replace(idle, idle_s=29.0), HELD, 0.0) is None
-    assert LaterProgramsReclaim().release(replace(idle, idle_s=30.0), HELD, 0.0) == ("e", "d")
 
 
 def test_a_preempted_later_program_stands_behind_an_earlier_one() -> None:

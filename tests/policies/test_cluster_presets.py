@@ -103,11 +103,6 @@ def test_bad_presets_say_what_was_wrong(text: str, told: str) -> None:
     assert told in str(caught.value)
 
 
-def test_an_unknown_name_gets_the_nearest() -> None:
-    with pytest.raises(PresetError, match="did you mean 'saga'"):
-        load_cluster_preset("sga")
-
-
 def test_an_operators_file_may_name_a_class_beside_it(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class First:\n"

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sojourn.ids import ProgramId
-from sojourn_server.policies.lease_reclaim_policies import LatestProgramReclaim, LeaseReclaimPolicy
+from sojourn_server.policies.lease_reclaim_policies import (
+    EvictionOrderReclaim,
+    LaterProgramsReclaim,
+    LatestProgramReclaim,
+    LeaseReclaimPolicy,
+)
 from sojourn_server.policies.policy_views import LeaseView, ReclaimRequest
 
 LATEST = LatestProgramReclaim()
@@ -76,3 +83,25 @@ def test_any_lease_gives_the_soonest_ending_and_only_as_many_as_needed() -> None
     assert LeaseReclaimPolicy().release(need(5, 4), leases, 0.0) == ("soon",)
     assert LeaseReclaimPolicy().release(need(5, 14), leases, 0.0) == ("soon", "late")
     assert LeaseReclaimPolicy().release(need(5, 99), leases, 0.0) == ("soon", "late")
+
+
+def test_of_later_programs_the_latest_give_way_and_others_after_the_engine_stood_idle() -> None:
+    policy = LaterProgramsReclaim()
+    assert policy.release(need(1, 15), THREE, 0.0) == ("c", "b")
+    assert policy.release(need(1, 5), THREE, 0.0) == ("c",)
+    assert policy.release(need(1, 21), THREE, 0.0) is None, "and not for nothing"
+    for idle_s, given in ((29.0, None), (30.0, ("c", "b"))):
+        idle = replace(need(9, 15, busy=False), idle_s=idle_s)
+        assert policy.release(idle, THREE, 0.0) == given
+
+
+def test_leases_end_in_the_eviction_order_those_of_waiting_programs_last() -> None:
+    scores = {"a": 3.0, "b": 1.0, "c": 2.0, "d": 0.0}
+    leases = [
+        one._replace(score=(scores[one.program_id],)) for one in held(*((name, 1, 10) for name in scores))
+    ]
+    leases[3] = leases[3]._replace(waiting=True)
+    policy = EvictionOrderReclaim()
+    assert policy.release(need(1, 15, name="b"), leases, 0.0) == ("c", "a")
+    assert policy.release(need(1, 25, name="b"), leases, 0.0) == ("c", "a", "d")
+    assert policy.release(need(1, 15, name="b"), [], 0.0) is None

@@ -144,22 +144,6 @@ def test_a_hint_that_was_outgrown_is_refuted_but_not_by_a_token() -> None:
         assert asked(SurvivalPrediction(), SEEN, so_far, **hint) == asked(UNHINTED, SEEN, so_far)
 
 
-@given(
-    hinted=st.integers(-5, 10**9) | st.just(10**400),
-    off=st.floats(0) | st.floats(0, 2),
-    so_far=st.integers(0, 10**7),
-    most=st.integers(1, 10**7),
-)
-def test_no_hint_does_harm(hinted: int, off: float, so_far: int, most: int) -> None:
-    for seen in ([], SEEN):
-        points = SurvivalPrediction().remaining(OutputLengthView("r", so_far, most, seen, hinted, off), 0.0)
-        if points is None:
-            assert not seen
-        else:
-            assert list(points) == sorted(points)
-            assert all(1.0 <= point <= most for point in points)
-
-
 # -- against outputs that were held back ----------------------------------------------------------------
 
 

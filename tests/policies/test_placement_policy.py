@@ -116,13 +116,6 @@ def test_ties_go_to_the_least_recently_active_program() -> None:
     assert moved(PAPER, view(a, replace(b, last_active_s=NOW - 9.0))) == {"b": HOST}
 
 
-@pytest.mark.parametrize(("host", "to"), [(60, HOST), (59, WAITING), (0, WAITING)])
-def test_a_program_too_large_for_host_memory_loses_its_kv(host: int, to: Tier) -> None:
-    """M6; §3.4: "Programs that cannot be admitted to either tier must be evicted entirely"."""
-    seen = view(program("a", DEVICE, ACTING, 0.9, 60), program("b", DEVICE, REASONING, 0.1, 60), host=host)
-    assert moved(PAPER, seen) == {"a": to}
-
-
 def test_host_memory_that_holds_too_much_drops_the_most_idle_first() -> None:
     """§4.1: "A CPU memory capacity constraint is enforced analogously"."""
     seen = view(
@@ -158,16 +151,6 @@ def test_blocks_of_untracked_requests_are_not_available() -> None:
     assert moved(PAPER, seen) == {"a": DEVICE}
     assert (
         PAPER.moves(replace(seen, device=TierCapacity(capacity_blocks=100, untracked_blocks=11)), NOW) == ()
-    )
-
-
-def test_what_demotion_frees_is_filled_in_the_same_answer() -> None:
-    seen = view(
-        program("grown", DEVICE, REASONING, 0.1, 50), program("idle", DEVICE, ACTING, 0.9, 60),
-        program("a", HOST, READY, 0.2, 50), program("b", HOST, READY, 0.3, 5),
-    )  # fmt: skip
-    assert moved(PAPER, seen) == {"idle": WAITING, "a": DEVICE}, (
-        "host memory has 45 left when the idle one goes"
     )
 
 
@@ -301,25 +284,6 @@ def test_overdue_programs_wait_for_turns_to_end_and_are_not_overtaken() -> None:
     assert OURS.moves(view(a, b, waits, small), NOW + 121.0) == ()
     b = replace(b, activity=ACTING)
     assert moved(OURS, view(a, b, waits, small), NOW + 130.0) == {"waits": DEVICE, "b": HOST}
-
-
-def test_overdue_promotions_are_a_gap_apart() -> None:
-    """Each has to be computed again: were all served that are overdue, little else would be done."""
-    there = [program(f"there-{i}", DEVICE, ACTING, 0.1, 50) for i in range(2)]
-    waits = [program(f"waits-{i}", WAITING, READY, 0.9, 40, waiting_since_s=NOW - 200 + i) for i in range(2)]
-    policy = replace(OURS, overdue_gap_s=30.0)
-    assert moved(policy, view(*there, *waits))["waits-0"] is DEVICE
-    assert "waits-1" not in moved(policy, view(*there, *waits))
-    served = replace(view(*there, *waits), last_overdue_promotion_s=NOW - 29.0)
-    assert moved(policy, served) == {}
-    assert moved(policy, replace(served, last_overdue_promotion_s=NOW - 30.0)) == {
-        "waits-0": DEVICE,
-        "there-0": HOST,
-    }
-    room = replace(served, device=TierCapacity(capacity_blocks=150))
-    assert moved(policy, room) == {"waits-0": DEVICE}, "with room for it no program leaves"
-    both = replace(OURS, overdue_gap_s=0.0)
-    assert set(moved(both, served)) == {"waits-0", "waits-1", "there-0", "there-1"}
 
 
 # -- labels (M5, §4.3.2) ---------------------------------------------------------------------

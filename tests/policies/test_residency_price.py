@@ -126,10 +126,6 @@ def test_a_program_that_should_be_over_soon_is_worth_more() -> None:
 # -- what stays, and what makes way --------------------------------------------------------------
 
 
-def test_nothing_moves_while_no_program_waits() -> None:
-    assert answer(acting("a", 15, (600.0,)), program("b", DEVICE, REASONING, 5)) == {}
-
-
 def test_what_fits_enters_whatever_it_is_worth() -> None:
     moves = answer(acting("a", 10, (600.0,)), program("b", WAITING, READY, 10))
     expected = TierMove(ProgramId("b"), DEVICE, MoveTiming.NOW, MoveReason.FREE_CAPACITY, (("worth", 1.0),))
@@ -273,16 +269,6 @@ def test_growth_is_reserved_on_the_device_only_after_kv_was_lost() -> None:
     for lost_s, enters in ((float("-inf"), True), (NOW, False), (NOW - 100.0, False), (NOW - 400.0, True)):
         # 100 s later 10 + 0.7 · 5/6 · 10 + 5 > 20; 400 s later 10 + 0.7 · 1/3 · 10 + 5 < 20
         assert ("b" in answer(resident, waiting, shortage_s=lost_s)) is enters
-
-
-def test_over_capacity_acting_programs_leave_before_reasoning_ones() -> None:
-    moves = answer(
-        acting("a", 8, (1.0,)), program("r", DEVICE, REASONING, 8, arrived_s=1.0),
-        program("s", DEVICE, REASONING, 8, arrived_s=2.0), device=12,
-    )  # fmt: skip
-    assert moves["a"].when is MoveTiming.NOW
-    assert moves["s"].when is MoveTiming.AFTER_TURN, "the latest of the reasoning ones"
-    assert set(moves) == {"a", "s"}
 
 
 # -- order and bounds ----------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from sojourn.aeg import END
 from sojourn.ids import ProgramId
 from sojourn_server.policies.admission_policies import AdmissionPolicy
 from sojourn_server.policies.eviction_policies import WorkflowAwareLruEviction
-from sojourn_server.policies.lease_reclaim_policies import EvictionOrderReclaim
 from sojourn_server.policies.policy_protocols import (
     DecisionReason,
     NextStepPrediction,
@@ -27,7 +26,6 @@ from sojourn_server.policies.policy_views import (
     LeaseView,
     LoadAheadView,
     PrefetchView,
-    ReclaimRequest,
     WorkflowStepView,
 )
 from sojourn_server.policies.prefetch_policies import LikeliestSuccessorPrefetch
@@ -269,22 +267,6 @@ def test_it_is_loaded_into_spare_blocks_where_copying_is_faster_and_the_link_is_
         view._replace(host_blocks=0),
     ):
         assert policy.load_ahead(other, 0.0) == 0
-
-
-# -- lease reclaim ----------------------------------------------------------------------------------
-
-
-def test_leases_end_in_the_eviction_order():
-    def lease(name: str, score: float, *, waiting: bool = False) -> LeaseView:
-        return LeaseView(ProgramId(name), 1, 50.0, 10, 1.0, waiting, (score,))
-
-    leases = [lease("a", 3.0), lease("b", 1.0), lease("c", 2.0), lease("d", 0.0, waiting=True)]
-    need = ReclaimRequest(
-        program_id=ProgramId("b"), program_rank=1, blocks=15, running=False, anything_running=True
-    )
-    assert EvictionOrderReclaim().release(need, leases, 0.0) == ("c", "a")
-    assert EvictionOrderReclaim().release(replace(need, blocks=25), leases, 0.0) == ("c", "a", "d")
-    assert EvictionOrderReclaim().release(need, [], 0.0) is None
 
 
 # -- presets ---------------------------------------------------------------------------------

@@ -29,17 +29,16 @@ class Output(NamedTuple):
     states: torch.Tensor
 
 
-def outputs(count: int, *, seed: int, flipped: bool = False, hidden: int = HIDDEN) -> Iterator[Output]:
-    """Yield random outputs. If ``flipped``, the hidden states of answers belong to essays, and the
-    reverse."""
+def outputs(count: int, *, seed: int) -> Iterator[Output]:
+    """Yield random outputs."""
     draw = random.Random(seed)
     noise = torch.Generator().manual_seed(seed)
-    directions = torch.randn(2, hidden, generator=torch.Generator().manual_seed(99))
+    directions = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(99))
     for number in range(count):
         kind = draw.randrange(2)
-        tokens = max(2, round(LENGTHS[kind ^ flipped] * draw.lognormvariate(0, 0.15)))
+        tokens = max(2, round(LENGTHS[kind] * draw.lognormvariate(0, 0.15)))
         written = sorted({0, *(draw.randrange(tokens) for _ in range(5))})
-        states = 3.0 * directions[kind] + torch.randn(len(written), hidden, generator=noise)
+        states = 3.0 * directions[kind] + torch.randn(len(written), HIDDEN, generator=noise)
         yield Output(f"{seed}-{number}", tokens, written, states)
 
 

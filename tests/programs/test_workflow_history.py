@@ -42,17 +42,6 @@ def at(*tools: str) -> ProgramState:
     return run
 
 
-def test_a_changed_workload_is_relearned_within_fifty_tasks():
-    workflows = WorkflowHistory()
-    for _ in range(500):
-        live(workflows, "ls", "edit", "edit")
-    for _ in range(50):
-        live(workflows, "ls", "pytest")
-    next_step, p = workflows.successors(at("ls"))[0]
-    assert next_step == "pytest"
-    assert p >= 0.7
-
-
 def test_types_are_told_apart_and_the_unnamed_go_by_how_their_prompt_begins():
     workflows = WorkflowHistory()
     live(workflows, "ls", "edit", agent_type="a")
