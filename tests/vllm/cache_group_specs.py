@@ -38,6 +38,20 @@ def chunk_spec() -> Any:
     )
 
 
+def serve_alone(monkeypatch: Any, spec: Callable[[], Any]) -> None:
+    """Give simulated engines a group of this kind in place of the one with full attention."""
+    from sojourn_server.simulator import simulated_engine
+    from sojourn_server.vllm import compat
+
+    class Alone:
+        FullAttentionSpec = staticmethod(lambda **fields: spec())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(compat, name)
+
+    monkeypatch.setattr(simulated_engine, "compat", Alone())
+
+
 MORE_GROUPS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "a window": lambda: (window_spec(),),
     "a state": lambda: (state_spec(),),

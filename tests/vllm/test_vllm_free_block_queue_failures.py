@@ -45,27 +45,20 @@ def score_fails(queue: Any) -> None:
     queue._order.scorer.score = raises(ZeroDivisionError())
 
 
-def fails_within(name: str) -> Callable[[Any], None]:
-    def sabotage(queue: Any) -> None:
-        setattr(queue, name, raises(RuntimeError(f"{name} is broken")))
-
-    sabotage.__name__ = name
-    return sabotage
-
-
-def fails_after(name: str) -> Callable[[Any], None]:
-    """The work is done, and then it fails: nothing may be done twice."""
+def fails_in(name: str, late: bool) -> Callable[[Any], None]:
+    """``late``: the work is done, and then it fails: nothing may be done twice."""
 
     def sabotage(queue: Any) -> None:
         original = getattr(queue, name)
 
         def call(*args: Any) -> Any:
-            original(*args)
-            raise RuntimeError(f"{name} failed late")
+            if late:
+                original(*args)
+            raise RuntimeError(f"{name} is broken")
 
         setattr(queue, name, call)
 
-    sabotage.__name__ = f"late{name}"
+    sabotage.__name__ = f"{'late' if late else ''}{name}"
     return sabotage
 
 
@@ -76,8 +69,7 @@ SABOTAGES = [
     miscount,
     scores_do_not_compare,
     score_fails,
-    *map(fails_within, INSIDE),
-    *map(fails_after, INSIDE),
+    *(fails_in(name, late) for name in INSIDE for late in (False, True)),
 ]
 
 

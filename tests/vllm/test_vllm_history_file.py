@@ -35,8 +35,10 @@ def warnings_logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return logged
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_what_was_saved_is_loaded(tmp_path: Path, warnings_logged: list[str]) -> None:
     path = tmp_path / "deep" / "h.json"
+    history_file(path).load()
+    assert warnings_logged == [], "a missing file is a cold start without a word"
     history_file(path).save(histories_of(3))
     assert history_file(path).load().tools.snapshot() == histories_of(3).tools.snapshot()
     assert os.listdir(path.parent) == ["h.json"]
@@ -94,11 +96,6 @@ def test_what_cannot_be_read_stays_as_it_is(tmp_path: Path, warnings_logged: lis
     history.save(histories_of(1))
     assert tmp_path.is_dir()
     assert len(warnings_logged) == 1
-
-
-def test_a_missing_file_is_a_cold_start_without_a_word(tmp_path: Path, warnings_logged: list[str]) -> None:
-    history_file(tmp_path / "h.json").load()
-    assert warnings_logged == []
 
 
 def test_a_save_that_fails_is_only_logged_and_leaves_nothing(

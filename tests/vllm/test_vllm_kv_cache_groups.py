@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cache_group_specs import BLOCK, MORE_GROUPS, WINDOW, state_spec, window_spec
+from cache_group_specs import BLOCK, MORE_GROUPS, WINDOW, serve_alone, state_spec, window_spec
 from turns import last_turn, prompt, tool
 
 
@@ -59,7 +59,7 @@ def test_a_lease_keeps_what_the_next_turn_needs_of_a_group_without_full_attentio
     """Some models have windows in all layers, others states in all layers."""
     from sojourn_server.simulator import simulated_engine
 
-    monkeypatch.setattr(simulated_engine, "FullAttentionSpec", lambda **fields: alone())
+    serve_alone(monkeypatch, alone)
     configure = simulated_engine._engine_vllm_config
 
     def configured(*options: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cache_group_specs import WINDOW, chunk_spec, window_spec
+from cache_group_specs import WINDOW, chunk_spec, serve_alone, window_spec
 from sojourn_server.metrics.live_frame import ProgramRow
 
 BLOCK_TOKENS = 16
@@ -642,9 +642,7 @@ def test_of_a_model_with_windows_alone_nothing_is_loaded(
 ) -> None:
     """vLLM puts one placeholder in the place of all blocks behind a window. A load of a whole context would
     write into it. If it failed, vLLM would compute other requests again, into the placeholder."""
-    from sojourn_server.simulator import simulated_engine
-
-    monkeypatch.setattr(simulated_engine, "FullAttentionSpec", lambda **fields: window_spec())
+    serve_alone(monkeypatch, window_spec)
     engine = make_engine("continuum", blocks=41, host_blocks=200, own_tiers=True, max_model_len=640)
     turn(engine, "a1", prompt(1, 480), "A")
     for other in range(2, 6):

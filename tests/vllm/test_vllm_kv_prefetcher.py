@@ -10,6 +10,13 @@ from turns import end, last_turn, prompt
 
 A = ProgramId("A")
 CONTEXT_TOKENS = 240
+SHAPE = {
+    "blocks": 161,
+    "host_blocks": 400,
+    "own_tiers": True,
+    "max_model_len": 2560,
+    "max_num_batched_tokens": 512,
+}
 
 
 class Ahead:
@@ -79,8 +86,7 @@ class Ahead:
 
 @pytest.fixture(params=[False, True], ids=["as they come", "one ahead"])
 def ahead(make_engine: Any, request: Any) -> Ahead:
-    shape = {"blocks": 161, "host_blocks": 400, "max_model_len": 2560, "max_num_batched_tokens": 512}
-    return Ahead(make_engine("continuum", own_tiers=True, asynchronous=request.param, **shape))
+    return Ahead(make_engine("continuum", asynchronous=request.param, **SHAPE))
 
 
 def test_what_was_loaded_is_found_and_belongs_to_its_program(ahead: Ahead) -> None:
@@ -232,30 +238,23 @@ def test_a_reset_forgets_it(ahead: Ahead, state: str) -> None:
     assert ahead.nothing_is_left()
 
 
-def test_tiers_that_are_off_leave_nothing_held(make_engine: Any) -> None:
-    shape = {"blocks": 161, "host_blocks": 400, "max_model_len": 2560, "max_num_batched_tokens": 512}
-    ahead = Ahead(make_engine("continuum", {"strict": False}, own_tiers=True, **shape))
+@pytest.mark.parametrize("fails", [False, True], ids=["turned off", "an error at its end"])
+def test_a_load_whose_tiers_go_off_leaves_nothing_held(
+    make_engine: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    ahead = Ahead(make_engine("continuum", {"strict": False}, **SHAPE))
     planned, name = ahead.begin()
-    ahead.arrive(planned)
-    ahead.engine.scheduler.connector.turn_off("a test")
-    ahead.engine.add("d1", prompt(5, 40), max_tokens=1)
-    ahead.arrive(ahead.engine.plan(), name)
-    ahead.engine.run()
-    assert ahead.loads.budget(A) == 0
-    assert ahead.nothing_is_left()
-
-
-def test_an_error_at_its_end_leaks_no_block(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = {"blocks": 161, "host_blocks": 400, "max_model_len": 2560, "max_num_batched_tokens": 512}
-    ahead = Ahead(make_engine("continuum", {"strict": False}, own_tiers=True, **shape))
-    planned, name = ahead.begin()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("a test")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ahead.engine.pool, "cache_full_blocks", fail)
-        ahead.arrive(planned, name)
+    if fails:
+        with monkeypatch.context() as patched:
+            patched.setattr(ahead.engine.pool, "cache_full_blocks", None)
+            ahead.arrive(planned, name)
+        assert ahead.on_device() == ahead.first
+    else:
+        ahead.arrive(planned)
+        ahead.engine.scheduler.connector.turn_off("a test")
+        ahead.engine.add("d1", prompt(5, 40), max_tokens=1)
+        ahead.arrive(ahead.engine.plan(), name)
+        ahead.engine.run()
     assert ahead.engine.scheduler.connector.off
-    assert ahead.on_device() == ahead.first
+    assert ahead.loads.budget(A) == 0
     assert ahead.nothing_is_left()

@@ -155,38 +155,27 @@ def test_recomputing_one_request_does_not_change_others_copies(
 # -- what is kept for those who are away -----------------------------------------------------------
 
 
-def test_what_another_programs_request_will_load_too_is_kept_for_it(engine: Any) -> None:
+@pytest.mark.parametrize("programs", [("A", "B"), ("P", "P")], ids=["two programs", "one program"])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_what_each_request_that_is_away_will_load_is_kept_until_it_is_back(
+    engine: Any, programs: tuple[str, str], aborted: bool
+) -> None:
     on = engine()
-    first = add(on, "a", [*BEGINNING, *some_tokens("a", 40)], "A")
-    second = add(on, "b", [*BEGINNING, *some_tokens("b", 40)], "B")
+    first = add(on, "a", [*BEGINNING, *some_tokens("a", 40)], programs[0])
+    second = add(on, "b", [*BEGINNING, *some_tokens("b", 40)], programs[1])
     copy_ahead(on, "a", "b")
     away(on, "a", "b")
     both = kept(on, second)
     assert both >= 26
-    below(on).release_preempted("a", "A", first.block_hashes)
-    assert kept(on, second) == both
-    assert kept(on, first) == 16, "that they begin with"
-    below(on).release_preempted("b", "B", second.block_hashes)
-    assert kept(on, first) == kept(on, second) == 0
-
-
-@pytest.mark.parametrize("aborted", [False, True])
-def test_each_of_two_requests_of_a_program_that_are_away_is_kept_until_it_is_back(
-    engine: Any, aborted: bool
-) -> None:
-    on = engine()
-    first = add(on, "a", some_tokens("a", 100), "P", steps=0)
-    second = add(on, "b", some_tokens("b", 100), "P")
-    copy_ahead(on, "a", "b")
-    away(on, "a", "b")
-    assert min(kept(on, first), kept(on, second)) >= 25
     if aborted:
         on.engine.abort("a")
         on.engine.abort("b")
     else:
-        below(on).release_preempted("a", "P", first.block_hashes)
-        assert kept(on, first) == 0
-        assert kept(on, second) >= 25
+        below(on).release_preempted("a", programs[0], first.block_hashes)
+        assert kept(on, second) == both
+        assert kept(on, first) == 16, "that they begin with"
+        below(on).release_preempted("b", programs[1], second.block_hashes)
+        assert kept(on, first) == kept(on, second) == 0
         while on.engine.scheduler.requests:
             on.step()
     nothing_is_left(on)
