@@ -28,8 +28,8 @@ SILENT_PROGRAM_S = 120
 """Seconds until a gateway forgets a silent program, for example one of a killed client. A round takes
 longer."""
 MOST_PROGRAMS = 500
-"""Maximum number of programs in an engine's table. The table is full within ten minutes, so that later growth
-is a leak. The default of 20,000 takes hours to fill."""
+"""Maximum number of programs in an engine's table. It is full within ten minutes, so that later growth is a
+leak."""
 MOST_GATEWAY_PROGRAMS = 200_000
 ENGINE_ARGS = (
     "--max-model-len", "2048", "--max-num-seqs", "16", "--num-gpu-blocks-override", "256",
