@@ -152,7 +152,8 @@ async def test_a_prefill_engines_rejection_reaches_the_client() -> None:
 
 @pytest.mark.parametrize("leg", ["first", "second"])
 async def test_a_client_that_leaves_in_a_leg_ends_it(leg: str) -> None:
-    async with pairs(1, 1) as (it, [prefill], [decode]):
+    # No poll, in which the prefill engine would report the program's KV.
+    async with pairs(1, 1, poll_s=3600) as (it, [prefill], [decode]):
         engine = prefill if leg == "first" else decode
         engine.hold = asyncio.Event()
         asking = asyncio.ensure_future(it.chat("p"))
