@@ -11,7 +11,7 @@ import selectors
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 from kv_blocks import BLOCK_BYTES, LAYERS, identity, payload
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
@@ -19,28 +19,6 @@ from sojourn_server.kv_transfer.transfer import ReadingPeer, Transfer, TransferN
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, WireMessage, decode, decode_head
 
 LAYER_BYTES = BLOCK_BYTES // LAYERS
-
-
-class LoadEnded(NamedTuple):
-    load: str
-    good: int
-    why: str = ""
-
-
-class PushEnded(NamedTuple):
-    transfer: str
-    complete: bool
-    why: str = ""
-
-
-class PromptTransferEnded(NamedTuple):
-    transfer: str
-    complete: bool
-    why: str = ""
-
-
-Ended = LoadEnded | PushEnded | PromptTransferEnded
-KINDS: dict[type[Ended], str] = {LoadEnded: "load", PushEnded: "push", PromptTransferEnded: "prompt"}
 
 
 def layers_of(wanted: Sequence[bytes], layer: int) -> list[memoryview]:
@@ -118,11 +96,8 @@ class Engine:
         self.world = world
         self.alive = True
         self.streams: list[SimulatedStream] = []
-        self.events: list[Ended] = []
-        """Ends of transfers, in order."""
-        self.open: dict[tuple[str, str], Any] = {}
-        """Kind and name → transfer whose end is not in ``events`` yet."""
         self.transfers: dict[tuple[str, str], Any] = {}
+        """Kind (load, push or prompt) and name → the last such transfer."""
         of = options.pop("identity", identity())
         assert not options, options
 
@@ -130,7 +105,7 @@ class Engine:
             return TransferNode(of, limits, name=name, storage=self, dial=self._dial)
 
         self.node = world.do(make())
-        self.node.changed = _Changes(self.note_ends)
+        self.node.changed = _Changes(world.changed)
 
     @property
     def counts(self) -> Any:
@@ -174,13 +149,13 @@ class Engine:
             self.node.prompts[transfer].end()
             self.world.settle()
 
-    def over(self, kind: type[Ended], name: str) -> Any:
-        """The last event of a kind about ``name``; ``None`` if there is none yet."""
-        found = [event for event in self.events if isinstance(event, kind) and event[0] == name]
-        return found[-1] if found else None
+    def over(self, kind: str, name: str) -> Any:
+        """Outcome of a transfer; ``None`` if there is none yet."""
+        transfer = self.transfers.get((kind, name))
+        return transfer.outcome if transfer is not None else None
 
-    def wait(self, kind: type[Ended], name: str) -> Any:
-        """Advance the time until an event of a kind about ``name`` comes, and return it."""
+    def wait(self, kind: str, name: str) -> Any:
+        """Advance the time until a transfer has an outcome, and return it."""
         self.world.run(until=lambda: self.over(kind, name) is not None)
         return self.over(kind, name)
 
@@ -196,16 +171,6 @@ class Engine:
         self.forget(transfer)
         return blocks
 
-    def note_ends(self) -> None:
-        for (kind, name), transfer in list(self.open.items()):
-            outcome = transfer.outcome
-            if outcome is not None:
-                del self.open[kind, name]
-                event = next(each for each in KINDS if KINDS[each] == kind)
-                good: Any = outcome.good if event is LoadEnded else not outcome.why
-                self.events.append(event(name, good, outcome.why))
-        self.world.changed()
-
     async def occupy(self, device: str, nbytes: int) -> None:
         """Occupy a device with one transfer after the other, until this one has ended."""
         now = self.world.now
@@ -217,9 +182,8 @@ class Engine:
 
     def _keep(self, what: Callable[[], Transfer]) -> Any:
         made = self.world.call(what)
-        self.transfers[made.kind, made.name] = self.open[made.kind, made.name] = made
+        self.transfers[made.kind, made.name] = made
         self.world.settle()
-        self.note_ends()
         return made
 
     def _end(self, kind: str, name: str) -> None:

@@ -9,9 +9,6 @@ from kv_blocks import BLOCK_BYTES, LAYERS, keys, payload
 from simulated_transfers import (
     LAYER_BYTES,
     Engine,
-    LoadEnded,
-    PromptTransferEnded,
-    PushEnded,
     World,
     assert_clean,
     layers_of,
@@ -29,7 +26,7 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     world, here, there = two_engines()
     world.put(*CONTEXT)
     here.load("t", CONTEXT, address="d", total=9)
-    assert here.wait(LoadEnded, "t") == LoadEnded("t", 8)
+    assert here.wait("load", "t") == TransferOutcome(8)
     assert {name for name, _ in world.reads} == {"d"}
     said = [
         message for sender, _, message in world.messages if isinstance(message, DataMessage) and sender == "d"
@@ -43,8 +40,8 @@ def test_a_peer_reads_it_and_its_layers_come_in_order(  # the decode side's path
     here.offer("t", "d", whole)
     here.give("t", whole)
     there.expect("t")
-    assert there.wait(PromptTransferEnded, "t") == PromptTransferEnded("t", True)
-    assert here.over(PushEnded, "t") == PushEnded("t", True)
+    assert there.wait("prompt", "t").why == ""
+    assert here.over("push", "t").why == ""
     assert [message.indices for _, _, message in world.messages if isinstance(message, NeedMessage)] == [[8]]
     assert there.prompt("t") == [payload(one) for one in whole]
     assert_clean(here, there)
@@ -58,7 +55,7 @@ def test_a_push_sends_each_block_once_and_layers_as_they_are_computed() -> None:
         here.give("t", CONTEXT, layer + 1, first=layer)
         world.run(0.5)
         assert there.counts["bytes_taken"] == (layer + 1) * 8 * BLOCK_BYTES // LAYERS
-    there.wait(PromptTransferEnded, "t")
+    there.wait("prompt", "t")
     assert there.prompt("t") == [payload(one) for one in CONTEXT]
     assert here.counts["bytes_pushed"] == 8 * BLOCK_BYTES
     assert_clean(here, there)
@@ -71,13 +68,13 @@ def test_a_dial_that_is_not_answered_fails_and_the_next_is_another() -> None:
     world, p, _ = two_engines()
     world.lose = lambda sender, receiver, message: isinstance(message, HelloMessage)
     p.offer("t", "d", FOUR)
-    assert p.wait(PushEnded, "t").why == "cannot reach d: it does not answer"
+    assert p.wait("push", "t").why == "cannot reach d: it does not answer"
     world.lose = lambda sender, receiver, message: False
     p.push("u", "d", FOUR)
-    assert p.wait(PushEnded, "u").complete
+    assert not p.wait("push", "u").why
     world.kill("d")
     p.push("v", "d", FOUR)
-    assert p.wait(PushEnded, "v").why == "cannot reach d: connection refused"
+    assert p.wait("push", "v").why == "cannot reach d: connection refused"
     assert_clean(p)
 
 
@@ -90,7 +87,7 @@ def test_a_peer_that_lives_and_gives_nothing_loses_its_buffers() -> None:
     assert d.buffers.used == 60, "a long step is no crime"
     world.run(2.0)
     assert not d.node.prompts
-    assert not p.over(PushEnded, "t0").complete
+    assert p.over("push", "t0").why
     assert_clean(p, d)
 
 
@@ -100,7 +97,7 @@ def test_a_load_that_ends_as_its_buffers_are_granted_gives_them_back(ticks: int)
     engine = world.engine("p", limits={"slots": 4})
     world.put(*CONTEXT)
     engine.load("first", FOUR)
-    engine.wait(LoadEnded, "first")
+    engine.wait("load", "first")
     engine.load("second", CONTEXT[4:])
 
     async def end_both() -> None:
@@ -117,13 +114,13 @@ def test_data_that_was_not_asked_for_is_not_taken() -> None:
     world, p, d = two_engines()
     world.put(FOUR[0])
     p.load("t", FOUR, address="d", total=4)
-    assert p.wait(LoadEnded, "t").good == 1
+    assert p.wait("load", "t").good == 1
     p.end_load("t")
     p.offer("t", "d", FOUR)
     world.run(0.1)
     data = DataMessage(transfer="t", layer=0, indices=[0])
     world.do(p.transfers["push", "t"].conn.send(data, [memoryview(b"x" * LAYER_BYTES)]))
-    assert p.wait(PushEnded, "t").why == "the peer sent unexpected data"
+    assert p.wait("push", "t").why == "the peer sent unexpected data"
     assert d.counts["out_of_order"] == 1
     assert_clean(p, d)
 
@@ -133,7 +130,7 @@ def test_a_second_push_of_an_open_transfer_fails_and_the_first_goes_on() -> None
     p.offer("t", "d", FOUR)
     first = p.transfers["push", "t"]
     second = p.offer("t", "d", FOUR)
-    assert "already" in p.wait(PushEnded, "t").why
+    assert "already" in p.wait("push", "t").why
     second.end()
     for layer in range(LAYERS):
         first.give(layer, layers_of(FOUR, layer))
@@ -147,7 +144,7 @@ def test_a_peer_that_has_read_for_a_request_is_told_when_it_ends_without_a_push(
     world, p, d = two_engines()
     world.put(*CONTEXT)
     p.load("t", CONTEXT, address="d", total=9)
-    p.wait(LoadEnded, "t")
+    p.wait("load", "t")
     p.end_load("t")
     assert d.buffers.used == 9, "the prompt is being computed"
     p.node.give_up("t", "d")
@@ -173,10 +170,10 @@ def test_what_was_left_makes_room_before_others_lose_patience() -> None:
     for number in range(6):
         context = pushed(world, p, f"live{number}", 1000 + 10 * number)
         d.expect(f"live{number}")
-        world.run(1.4, until=lambda name=f"live{number}": d.over(PromptTransferEnded, name) is not None)  # type: ignore[misc]
-        assert d.over(PromptTransferEnded, f"live{number}").complete
+        world.run(1.4, until=lambda name=f"live{number}": d.over("prompt", name) is not None)  # type: ignore[misc]
+        assert not d.over("prompt", f"live{number}").why
         world.settle()
-        assert p.over(PushEnded, f"live{number}").complete
+        assert not p.over("push", f"live{number}").why
         assert d.prompt(f"live{number}") == [payload(one) for one in context]
     assert d.counts["prompts_evicted"] == 1  # and no more than were in the way
     d.expect("left1")

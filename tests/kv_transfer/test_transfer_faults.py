@@ -10,14 +10,11 @@ import pytest
 from kv_blocks import BLOCK_BYTES, identity, key, keys, payload
 from simulated_transfers import (
     Engine,
-    LoadEnded,
-    PromptTransferEnded,
-    PushEnded,
     World,
     assert_clean,
     two_engines,
 )
-from sojourn_server.kv_transfer.transfer import STALLED
+from sojourn_server.kv_transfer.transfer import STALLED, TransferOutcome
 from sojourn_server.kv_transfer.transfer_wire import (
     AbortMessage,
     AnyWireMessage,
@@ -47,13 +44,13 @@ def turn(world: World, here: Engine, there: Engine, stop: Callable[[], bool], li
     world.put(*CONTEXT)
     world.broken[key(6)] = "damaged"  # so that Failed is said too
     here.load("t", CONTEXT, address="d", total=9)
-    world.run(limit_s, until=lambda: stop() or here.over(LoadEnded, "t") is not None)
-    if "p" in world.engines and here.over(LoadEnded, "t") is not None:
+    world.run(limit_s, until=lambda: stop() or here.over("load", "t") is not None)
+    if "p" in world.engines and here.over("load", "t") is not None:
         here.end_load("t")
         here.push("t", "d", WHOLE)
     if "d" in world.engines:
         there.expect("t")
-    world.run(limit_s, until=lambda: stop() or there.over(PromptTransferEnded, "t") is not None)
+    world.run(limit_s, until=lambda: stop() or there.over("prompt", "t") is not None)
 
 
 def world_of_two() -> tuple[World, Engine, Engine]:
@@ -104,13 +101,13 @@ def test_a_peer_that_dies_at_any_message_leaves_nothing_behind(
     died = world.now
     world.run(PATIENCE_S + 1.0)
     if survivor is here:
-        assert here.over(LoadEnded, "t") is not None
+        assert here.over("load", "t") is not None
         assert not here.node.pushes
-    elif survivor.over(PromptTransferEnded, "t") is None:
+    elif survivor.over("prompt", "t") is None:
         survivor.expect("t")
         died = world.now
-        world.run(PATIENCE_S + 1.0, until=lambda: survivor.over(PromptTransferEnded, "t") is not None)
-        assert survivor.over(PromptTransferEnded, "t") is not None
+        world.run(PATIENCE_S + 1.0, until=lambda: survivor.over("prompt", "t") is not None)
+        assert survivor.over("prompt", "t") is not None
     assert world.now - died <= PATIENCE_S + 1.1
     assert world.now - began < 10.0
     release_buffers(world, here, there)
@@ -138,20 +135,20 @@ def test_a_message_that_is_lost_and_nobody_hears_of_it_costs_a_lease_and_no_more
     world.lose = lambda sender, receiver, message: isinstance(message, kind)
     turn(world, here, there, lambda: False, LEASE_S + 5.0)
     # The silence is broken off, with what has come till then, and no wrong byte was taken for a right one.
-    loaded = here.over(LoadEnded, "t")
+    loaded = here.over("load", "t")
     assert loaded is not None
-    prompt = there.over(PromptTransferEnded, "t")
+    prompt = there.over("prompt", "t")
     assert prompt is not None
-    if prompt.complete:
+    if not prompt.why:
         assert there.prompt("t") == [payload(one) for one in WHOLE]
     # Where nothing was read there, all is computed here and pushed.
-    assert prompt.complete == (kind in (ReadMessage, FailedMessage, CompleteMessage))
-    pushed = here.over(PushEnded, "t")
+    assert (not prompt.why) == (kind in (ReadMessage, FailedMessage, CompleteMessage))
+    pushed = here.over("push", "t")
     if pushed is None:
         world.run(LEASE_S + PATIENCE_S)
-        pushed = here.over(PushEnded, "t")
+        pushed = here.over("push", "t")
     assert pushed is not None
-    assert not (pushed.complete and not prompt.complete)
+    assert pushed.why or not prompt.why
     release_buffers(world, here, there)
 
 
@@ -166,9 +163,9 @@ def test_what_a_peer_does_not_bring_is_read_in_the_places_kept_for_it() -> None:
     world.run(0.5)
     world.kill("d")
     world.run(0.1)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", 8)
+    assert here.over("load", "t") == TransferOutcome(8)
     assert here.counts["blocks_read_instead"] == 8
-    assert here.over(LoadEnded, "next") is None, "it waits for its turn"
+    assert here.over("load", "next") is None, "it waits for its turn"
     assert here.taken("t") == [payload(one) for one in CONTEXT]
     world.run(0.1)
     assert here.taken("next") == [payload(one) for one in others]
@@ -185,12 +182,12 @@ def test_what_lies_before_a_block_that_cannot_be_read_is_good(side: str, index: 
     world.put(*CONTEXT)
     world.broken[key(index)] = "its payload is damaged"
     here.load("t", CONTEXT, **({} if side == "here" else {"address": "d", "total": 9}))
-    assert here.wait(LoadEnded, "t") == LoadEnded("t", index, "its payload is damaged")
+    assert here.wait("load", "t") == TransferOutcome(index, "its payload is damaged")
     assert here.taken("t") == [payload(one) for one in CONTEXT[:index]]
     # The rest is computed here and pushed; the peer asks for what it could not read either.
     here.push("t", "d", WHOLE)
     there.expect("t")
-    there.wait(PromptTransferEnded, "t")
+    there.wait("prompt", "t")
     assert there.prompt("t") == [payload(one) for one in WHOLE]
     assert_clean(here, there)
 
@@ -205,31 +202,13 @@ def test_storage_that_never_answers_costs_patience_and_few_slots_until_it_does(s
     world.settle()
     unknown = world.call(lambda: reader.node.reads.queued_s(world.now))
     assert unknown is None or reader.node.reads.block_s, "0 would say that nothing waits"
-    assert here.wait(LoadEnded, "t") == LoadEnded("t", 3, "storage has not answered")
+    assert here.wait("load", "t") == TransferOutcome(3, "storage has not answered")
     assert reader.node.reads.queued_s(world.now + 60.0) > 60.0, "it would be chosen first"
     assert here.taken("t") == [payload(one) for one in CONTEXT[:3]]
     there.forget("t")
     assert reader.buffers.used == 1
     world.released.set()
     world.settle()
-    assert_clean(here, there)
-
-
-def test_a_push_may_be_answered_and_given_up_by_its_peer_at_once() -> None:
-    world, here, there = world_of_two()
-    world.lose = lambda sender, receiver, message: isinstance(message, NeedMessage)
-    here.push("t", "d", WHOLE)
-    (push,) = here.node.pushes.values()
-    world.run(0.1)
-
-    def both() -> None:
-        for message in (NeedMessage(transfer="t", indices=[0]), AbortMessage(transfer="t", reason="no room")):
-            push.received(message, b"")
-
-    world.call(both)
-    assert here.wait(PushEnded, "t") == PushEnded("t", False, "no room")
-    there.forget("t")
-    world.run(1.0)
     assert_clean(here, there)
 
 
@@ -242,7 +221,7 @@ def test_reads_that_are_given_up_before_they_begin_keep_no_reader_busy() -> None
     here.end_load("given up")
     world.released.set()
     here.load("next", CONTEXT)
-    assert here.wait(LoadEnded, "next") == LoadEnded("next", len(CONTEXT))
+    assert here.wait("load", "next") == TransferOutcome(len(CONTEXT))
 
 
 # -- leases, restarts, sizes, handshakes -----------------------------------------------------------
@@ -255,7 +234,7 @@ def test_a_peer_that_has_started_anew_is_not_believed_to_have_what_it_had() -> N
     world.kill("d")  # with the whole context in its buffers
     again = world.engine("d")
     again.expect("t")
-    assert not again.wait(PromptTransferEnded, "t").complete
+    assert again.wait("prompt", "t").why
     again.forget("t")
     here.push("v", "d", CONTEXT)
     again.expect("v")
@@ -273,9 +252,9 @@ def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() ->
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
     why = "a context of 8 Full Blocks does not fit buffers of 6; make them larger"
-    assert here.over(LoadEnded, "r") == LoadEnded("r", 8), "it was read here then"
-    assert here.over(PushEnded, "t") == PushEnded("t", False, why)
-    assert there.over(PromptTransferEnded, "t") == PromptTransferEnded("t", False, why)
+    assert here.over("load", "r") == TransferOutcome(8), "it was read here then"
+    assert here.over("push", "t") == TransferOutcome(0, why)
+    assert there.over("prompt", "t") == TransferOutcome(0, why)
     assert there.counts["too_large"] == 2
     here.end_load("r")
     there.forget("t")
@@ -285,7 +264,7 @@ def test_a_context_larger_than_the_peers_buffers_is_refused_with_both_sizes() ->
 def test_a_prompt_with_more_keys_than_a_message_holds_fails_with_both_sizes() -> None:
     _, here, there = two_engines()
     here.offer("t", "d", [bytes(9 << 20)])
-    assert here.wait(PushEnded, "t").why.startswith("a message of 9437")
+    assert here.wait("push", "t").why.startswith("a message of 9437")
     assert_clean(here, there)
 
 
@@ -306,7 +285,7 @@ def test_peers_with_kv_of_another_kind_are_refused_before_a_byte_of_it(
     here, there = world.engine("p", identity=identity(**changed)), world.engine("d")
     here.offer("t", "d", CONTEXT)
     world.run(1.0)
-    pushed = here.over(PushEnded, "t")
+    pushed = here.over("push", "t")
     assert pushed.why.startswith("KV of another kind cannot be used here: ")
     assert re.search(what, pushed.why), pushed.why
     assert {type(message) for _, _, message in world.messages} == {HelloMessage, RefusedMessage}
@@ -323,7 +302,7 @@ def test_a_step_that_waits_for_layers_loses_patience_with_a_peer_that_lives() ->
     world.lose = lambda sender, receiver, message: isinstance(message, DataMessage) and message.layer > 0
     began = world.now
     here.load("t", CONTEXT, address="d")
-    assert here.wait(LoadEnded, "t") == LoadEnded("t", 0, STALLED)
+    assert here.wait("load", "t") == TransferOutcome(0, STALLED)
     assert world.now - began < 2 * PATIENCE_S
     assert here.taken("t") == []
     world.run(2 * LEASE_S)
@@ -336,8 +315,8 @@ def test_a_load_waits_for_a_busy_peer_for_a_lease() -> None:
     there.load("before", keys(*range(100, 200)))
     began = world.now
     here.load("t", CONTEXT, address="d")
-    world.run(2 * LEASE_S, until=lambda: here.over(LoadEnded, "t") is not None)
-    assert here.over(LoadEnded, "t") == LoadEnded("t", len(CONTEXT))
+    world.run(2 * LEASE_S, until=lambda: here.over("load", "t") is not None)
+    assert here.over("load", "t") == TransferOutcome(len(CONTEXT))
     assert LEASE_S <= world.now - began < LEASE_S + 1.0
     assert here.counts["blocks_read"] == len(CONTEXT), "it was read here then"
     here.taken("t")
