@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +26,9 @@ from simulator_small_workload import (
 )
 from sojourn_server.core.scheduler_state import SchedulerLimits
 from sojourn_server.simulator.client_hints import EVENT_SEND_DELAY_S
-from sojourn_server.simulator.request_router import RequestRouter
 from sojourn_server.simulator.run_log import RunLog
 from sojourn_server.simulator.simulated_engine import SimulatedEngine, SimulatedEngineOptions
-from sojourn_server.simulator.simulator_policies import find_policy, policy_names
+from sojourn_server.simulator.simulator_policies import policy_names
 from sojourn_server.simulator.vllm_offload_transfers import VllmOffloadTransfers
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -187,16 +185,6 @@ def test_a_sub_agent_starts_in_the_gap_it_was_recorded_in():
     assert lives["p1"].arrived_s >= lives["p0"].turns[0].finished_s + 0.25
     assert lives["p2"].arrived_s >= lives["p0"].arrived_s + 0.5
     assert all(program.finished_s is not None for program in log.programs)
-
-
-def test_a_router_that_lets_nobody_in_is_said_and_does_not_hang():
-    class Shut(RequestRouter):
-        def take(self, event, now):
-            return ()
-
-    log = SmallRun(replace(find_policy("stock"), request_router=Shut), small_workload(seed=9)).log
-    assert any("given up" in note for note in log.notes)
-    assert all(turn.entered_s is None for turn in turns(log))
 
 
 def test_stock_runs_without_anything_of_ours_in_its_process(tmp_path):

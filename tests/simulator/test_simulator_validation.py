@@ -46,34 +46,6 @@ def test_what_is_computed_again_are_whole_blocks_of_the_kept_prefix() -> None:
     assert [recomputed_tokens(plans, turn, 64, BLOCK) for turn in range(4)] == [0, 32, 0, 64]
 
 
-def test_the_last_token_of_a_prompt_is_never_spared() -> None:
-    turns = (TraceTurn(prompt_tokens=100, output_tokens=12), TraceTurn(prompt_tokens=112, output_tokens=1))
-    plans = plan_turns(TraceProgram(program_id="p", turns=turns))
-    assert plans[1].prompt_tokens == 7 * BLOCK
-    assert recomputed_tokens(plans, 1, 6 * BLOCK, BLOCK) == 0
-
-
-def test_the_figures_of_a_run(truth: ModuleType) -> None:
-    from validation_runs import RunMeasurements, TurnMeasurement
-
-    played = RunMeasurements(completions_s=[4.0, 8.0], wall_s=9.0, preemptions=2)
-    played.turns = [
-        TurnMeasurement("p", 0, 0.0, 0.25, 1.0, 100, 0, 10),
-        TurnMeasurement("p", 1, 2.0, 0.75, 2.0, 150, 64, 10),
-    ]
-    assert truth.figures(played, {"p": plan_turns(chain())}, BLOCK) == {
-        "completion_mean_s": 6.0,
-        "completion_p95_s": pytest.approx(7.8),
-        "ttft_mean_s": 0.5,
-        "regenerated_tokens": 32,
-        "computed_tokens": 186,
-        "prompt_tokens": 250,
-        "output_tokens": 20,
-        "preemptions": 2,
-        "wall_s": 9.0,
-    }
-
-
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
