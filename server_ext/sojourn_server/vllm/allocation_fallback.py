@@ -7,14 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.events_and_actions import (
-    BlocksNeeded,
-    DemandSampled,
-    RequestChosen,
-    RequestPreempted,
-    VictimNeeded,
-    answer_of,
-)
+from ..core import events_and_actions as ev
 from ..policies.policy_views import ReclaimRequest, RunningRequestView
 from .compat import (
     FullAttentionManager,
@@ -141,8 +134,8 @@ class AllocationFallback:
             return
         self._forecast_due_in = max(FORECAST_EVERY_STEPS, len(running) // FORECAST_REQUESTS_PER_STEP)
         link = self._offload.offload_costs() if self._offload is not None else None
-        sample = DemandSampled(self._used_blocks(), self._views(running), link)
-        likely = answer_of(self._handle(sample, now), RequestChosen)
+        sample = ev.DemandSampled(self._used_blocks(), self._views(running), link)
+        likely = ev.answer_of(self._handle(sample, now), ev.RequestChosen)
         if likely is not None and self._offload is not None:
             request = scheduler.requests[likely.request_id]
             hashes = request.block_hashes[: request.num_computed_tokens // self._groups.hash_tokens]
@@ -233,7 +226,7 @@ class AllocationFallback:
             free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leases.held_blocks
             if not self._program_scheduler.leases.may_reclaim(need):
                 break
-            if not self._handle(BlocksNeeded(need), now):
+            if not self._handle(ev.BlocksNeeded(need), now):
                 break
             self._carry_out(now)
             if pool.get_num_free_blocks() > free:
@@ -301,14 +294,14 @@ class AllocationFallback:
         assert connector is not None
         self._waiting.give_up_load(request, connector)
         self._waiting.pause_admission()
-        self._handle(RequestPreempted(request.request_id, loading=True), self._clock())
+        self._handle(ev.RequestPreempted(request.request_id, loading=True), self._clock())
 
     def _policy_victim(self, candidates: list[Request]) -> str | None:
         known = [self._program_scheduler.request(candidate.request_id) for candidate in candidates]
         if not any(each is not None and each.program_id is not None for each in known):
             return None  # without hints the choice is vLLM's
-        event = VictimNeeded(self._views(candidates), self._used_blocks())
-        chosen = answer_of(self._handle(event, self._clock()), RequestChosen)
+        event = ev.VictimNeeded(self._views(candidates), self._used_blocks())
+        chosen = ev.answer_of(self._handle(event, self._clock()), ev.RequestChosen)
         return chosen.request_id if chosen is not None else None
 
 

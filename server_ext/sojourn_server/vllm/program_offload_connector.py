@@ -12,29 +12,13 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 from ..policies.costs.reload_estimate import LinkCosts
-from .compat import (
-    CPUOffloadingManager,
-    CPUOffloadingSpec,
-    KVConnectorTransferResults,
-    LookupResult,
-    OffloadingConnector,
-    PrepareStoreOutput,
-    current_platform,
-)
+from . import compat
+from .compat import LookupResult
 from .cpu_offload_worker import CpuOffloadWorker
 from .kv_connector_settings import AUTO_DEVICES
 from .offload_cache_policy import ProgramCachePolicy
 
 if TYPE_CHECKING:
-    from .compat import (
-        CanonicalKVCaches,
-        KVCacheConfig,
-        KVConnectorOutput,
-        KVConnectorRole,
-        OffloadingWorker,
-        ReqContext,
-        VllmConfig,
-    )
     from .offload_cache_policy import OffloadKey
 
 MAX_LOOKUP_WAIT_S = 2.0
@@ -42,11 +26,14 @@ MAX_LOOKUP_WAIT_S = 2.0
 miss and the request computes. vLLM itself asks again without a bound."""
 
 
-class ProgramOffloadingConnector(OffloadingConnector):
+class ProgramOffloadingConnector(compat.OffloadingConnector):
     """vLLM's connector. A request whose load failed computes instead; vLLM's own ends the engine."""
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self,
+        vllm_config: compat.VllmConfig,
+        role: compat.KVConnectorRole,
+        kv_cache_config: compat.KVCacheConfig,
     ) -> None:
         # For the spec, which does not see it.
         vllm_config.kv_transfer_config.kv_connector_extra_config["device_blocks"] = kv_cache_config.num_blocks
@@ -60,15 +47,15 @@ class ProgramOffloadingConnector(OffloadingConnector):
         side = self.scheduler
         return cast("ProgramOffloadingManager", side.manager)
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         side = self.connector_worker
         requests = dict(side._load_jobs)  # ``get_finished`` forgets those of finished jobs
         sent, received = self.get_finished(finished_req_ids)
         take_failed = getattr(side.worker, "take_failed", set)  # vLLM's CUDA worker reports no failures
         failed = {requests[job] for job in take_failed() if job in requests}
-        return KVConnectorTransferResults(sent, received, failed)
+        return compat.KVConnectorTransferResults(sent, received, failed)
 
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def update_connector_output(self, connector_output: compat.KVConnectorOutput) -> None:
         self.host.failed |= connector_output.failed_recving
         meta: Any = connector_output.kv_connector_worker_meta
         if meta is not None and meta.transfer_stats.load.bytes:
@@ -81,7 +68,7 @@ class ProgramOffloadingConnector(OffloadingConnector):
         return LinkCosts(0.0, None if s_per_byte is None else s_per_byte * bytes_per_token, 0.0)
 
 
-class ProgramOffloadingSpec(CPUOffloadingSpec):
+class ProgramOffloadingSpec(compat.CPUOffloadingSpec):
     """vLLM's host memory, with a worker for CPU engines too. ``cpu_bytes_to_use`` may be missing:
     ``AUTO_DEVICES`` times the device's KV then, at most ``host_bytes_max``."""
 
@@ -108,15 +95,15 @@ class ProgramOffloadingSpec(CPUOffloadingSpec):
             )
         return cast("ProgramOffloadingManager", self._manager)
 
-    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        if not current_platform.is_cpu():
+    def get_worker(self, kv_caches: compat.CanonicalKVCaches) -> compat.OffloadingWorker:
+        if not compat.current_platform.is_cpu():
             return super().get_worker(kv_caches)
         if not self._worker:
             self._worker = CpuOffloadWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
-        return cast("OffloadingWorker", self._worker)
+        return cast("compat.OffloadingWorker", self._worker)
 
 
-class ProgramOffloadingManager(CPUOffloadingManager):
+class ProgramOffloadingManager(compat.CPUOffloadingManager):
     """vLLM's manager of host memory. It drops chunks that could not be loaded, bounds lookups, and stores no
     chunk in place of one that is worth more."""
 
@@ -134,7 +121,7 @@ class ProgramOffloadingManager(CPUOffloadingManager):
         used = len(self._policy.chunks)
         return {"host": {"used": used, "free": self._num_chunks - used}, "moves": dict(self.moves)}
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+    def lookup(self, key: OffloadKey, req_context: compat.ReqContext) -> LookupResult:
         found = super().lookup(key, req_context)
         if found in (LookupResult.HIT, LookupResult.MISS):
             return found
@@ -142,7 +129,7 @@ class ProgramOffloadingManager(CPUOffloadingManager):
         since_s = self._undecided_since_s.setdefault(req_context.req_id, now)
         return found if now - since_s <= MAX_LOOKUP_WAIT_S else LookupResult.MISS
 
-    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def complete_load(self, keys: Collection[OffloadKey], req_context: compat.ReqContext) -> None:
         super().complete_load(keys, req_context)
         is_failed = req_context.req_id in self.failed
         self.moves["discarded" if is_failed else "loaded"] += len(keys)
@@ -157,9 +144,9 @@ class ProgramOffloadingManager(CPUOffloadingManager):
                 self._num_evictable_cache_chunks -= 1
 
     def prepare_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> PrepareStoreOutput | None:
-        nothing = PrepareStoreOutput([], self._get_load_store_spec([], []), [])
+        self, keys: Collection[OffloadKey], req_context: compat.ReqContext
+    ) -> compat.PrepareStoreOutput | None:
+        nothing = compat.PrepareStoreOutput([], self._get_load_store_spec([], []), [])
         if req_context.req_id in self._refused:
             return nothing
         if isinstance(self._policy, ProgramCachePolicy):
@@ -174,12 +161,12 @@ class ProgramOffloadingManager(CPUOffloadingManager):
         return stored
 
     def complete_store(
-        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+        self, keys: Collection[OffloadKey], req_context: compat.ReqContext, success: bool = True
     ) -> None:
         super().complete_store(keys, req_context, success)
         self.moves["stored"] += len(keys)
 
-    def on_request_finished(self, req_context: ReqContext) -> None:
+    def on_request_finished(self, req_context: compat.ReqContext) -> None:
         self._undecided_since_s.pop(req_context.req_id, None)
         self._refused.discard(req_context.req_id)
         self.failed.discard(req_context.req_id)

@@ -10,32 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from sojourn.ids import ProgramId
 
+from ..core import events_and_actions as ev
 from ..core.engine_answers import TierCapabilities
 from ..core.engine_service import EngineService, EngineView
 from ..core.event_limits import EventTimeBudget
-from ..core.events_and_actions import (
-    Action,
-    BlocksEvicted,
-    CacheReset,
-    CacheResetStarted,
-    EngineAction,
-    EngineActionKind,
-    Event,
-    FirstToken,
-    LeaseGranted,
-    LoadAheadChosen,
-    PrefetchStarted,
-    QueuePlaceChanged,
-    RecoveryChosen,
-    RequestAdmitted,
-    RequestArrived,
-    RequestPreempted,
-    StepCompleted,
-    Tick,
-    TurnFinished,
-    TurnFinishReason,
-    answer_of,
-)
 from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import plan_items
@@ -142,7 +120,7 @@ class SchedulerAdapter(EngineView):
         self.connector_is_reset = False
         """Whether new weights have reset the connector since the last step. vLLM's connector refuses a second
         reset before the next step while copies of the first go on."""
-        self._pending: list[EngineAction | LeaseGranted] = []
+        self._pending: list[ev.EngineAction | ev.LeaseGranted] = []
         context = EngineContext(
             scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
             self.report_failure,
@@ -192,14 +170,14 @@ class SchedulerAdapter(EngineView):
 
     # -- events -----------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
         """Pass an event to the ``ProgramScheduler`` and return the resulting actions, the answer to the event
         last. Actions on KV wait until ``carry_out``; others are carried out here."""
         actions = self.program_scheduler.handle(event, now)
         for action in actions:
-            if type(action) is EngineAction or type(action) is LeaseGranted:
+            if type(action) is ev.EngineAction or type(action) is ev.LeaseGranted:
                 self._pending.append(action)
-            elif type(action) is QueuePlaceChanged and action.request_id in self._scheduler.requests:
+            elif type(action) is ev.QueuePlaceChanged and action.request_id in self._scheduler.requests:
                 self.waiting.queue.rekey(self._scheduler.requests[action.request_id])
         return actions
 
@@ -215,7 +193,7 @@ class SchedulerAdapter(EngineView):
             # A request that the ``ProgramScheduler`` does not know would wait behind all others, without end.
             if self.program_scheduler.request(request.request_id) is None:
                 tokens, priority = request.num_prompt_tokens, request.priority
-                self.handle(RequestArrived(request.request_id, NO_IDENTITY, tokens, priority), now)
+                self.handle(ev.RequestArrived(request.request_id, NO_IDENTITY, tokens, priority), now)
             raise
 
     def _take_in(self, request: Request, now: float) -> None:
@@ -234,7 +212,7 @@ class SchedulerAdapter(EngineView):
             self._event_budget.spend(ended_s - now, ended_s)  # delays posted events, not attached ones
         hashes = request.block_hashes if identity.program_id is not None else None
         tokens, priority = request.num_prompt_tokens, request.priority
-        self.handle(RequestArrived(request.request_id, identity, tokens, priority, hashes), now)
+        self.handle(ev.RequestArrived(request.request_id, identity, tokens, priority, hashes), now)
         if self._cache_policy is not None:
             known = self.program_scheduler.request(request.request_id)
             if known is not None and known.program_id is not None:
@@ -249,7 +227,7 @@ class SchedulerAdapter(EngineView):
         self.connector_is_reset = False
         try:
             fallback.restore_victim()
-            self.handle(Tick(self._pool_blocks - self._queue.num_free_blocks), now)
+            self.handle(ev.Tick(self._pool_blocks - self._queue.num_free_blocks), now)
             if self._offload is not None:  # otherwise it loads nothing
                 self._prefetcher.expire(now)
             if self._pending:
@@ -337,7 +315,7 @@ class SchedulerAdapter(EngineView):
         tokens, requests = output.total_num_scheduled_tokens, len(output.num_scheduled_tokens)
         kv_tokens = tokens + sum(output.scheduled_cached_reqs.num_computed_tokens)
         kv_tokens += sum(new.num_computed_tokens for new in output.scheduled_new_reqs)
-        self.handle(StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
+        self.handle(ev.StepCompleted(tokens, took_s, requests, link, kv_tokens), now)
 
     def after_results(self) -> None:
         """Report the requests that have their first token, after vLLM handled a step's results."""
@@ -348,7 +326,7 @@ class SchedulerAdapter(EngineView):
         for request_id in tuple(awaiting):
             request = self._scheduler.requests.get(request_id)
             if request is not None and request.num_output_tokens:
-                self.handle(FirstToken(request_id), now)
+                self.handle(ev.FirstToken(request_id), now)
 
     def finished(self, request: Request) -> None:
         """Handle the end of a request before vLLM frees its blocks, and pin them if its program gets a
@@ -371,12 +349,12 @@ class SchedulerAdapter(EngineView):
             self._offload.admitted(program_id, ())
         cached, hashes = self._cached_blocks(request, program_id) if program_id is not None else ([], ())
         self.handle(
-            TurnFinished(
+            ev.TurnFinished(
                 request_id=request.request_id,
                 outcome=end.reason,
                 tool_calls=end.tool_calls,
                 prompt_tokens=request.num_prompt_tokens,
-                output_tokens=request.num_output_tokens * (end.reason is not TurnFinishReason.PREFILLED),
+                output_tokens=request.num_output_tokens * (end.reason is not ev.TurnFinishReason.PREFILLED),
                 block_ids=[block.block_id for block in cached],
                 block_hashes=hashes,
                 plan_items=plan_items(end.tool_calls),
@@ -406,7 +384,7 @@ class SchedulerAdapter(EngineView):
         copied = (self._offload.count_copied(reusable) or 0) if self._offload is not None else 0
         link = self._offload.offload_costs(len(reusable) - copied) if self._offload is not None else None
         actions = self.handle(
-            RequestPreempted(
+            ev.RequestPreempted(
                 request.request_id,
                 tokens=request.num_computed_tokens,
                 block_ids=[block.block_id for block in cached],
@@ -420,7 +398,7 @@ class SchedulerAdapter(EngineView):
             self._cache_policy.waits(program_id)
         if self._offload is None:
             return
-        if RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
+        if ev.RecoveryChosen(RecoveryMethod.RECOMPUTE) in actions:
             cached = self._groups.cached_blocks(request)
             self._offload.skip_saving(cached, program_id, self._queue.owners)
         elif program_id is not None and self.program_scheduler.forecaster.predictor.predicts:
@@ -437,7 +415,7 @@ class SchedulerAdapter(EngineView):
         it ``preempts`` running requests for it, requests that load are queued again."""
         now = self._clock()
         try:
-            self.handle(CacheResetStarted(), now)
+            self.handle(ev.CacheResetStarted(), now)
             self.carry_out(now)
             self._prefetcher.cancel_all()
         finally:
@@ -465,7 +443,7 @@ class SchedulerAdapter(EngineView):
             return
         now = self._clock()
         try:
-            self.handle(CacheReset(device), now)
+            self.handle(ev.CacheReset(device), now)
             self.carry_out(now)
         finally:
             if self._offload is not None:  # vLLM clears only the device by default
@@ -493,7 +471,7 @@ class SchedulerAdapter(EngineView):
         now = self._clock()
         # No tick while the engine is paused: nothing could enter. The API server still asks for metrics.
         if self._scheduler.pause_state is not PauseState.PAUSED_ALL:
-            self.handle(Tick(self._pool_blocks - self._queue.num_free_blocks), now)
+            self.handle(ev.Tick(self._pool_blocks - self._queue.num_free_blocks), now)
         self.carry_out(now)
         started_s = self._clock()
         answer = self.service.call(operation, payload, now)
@@ -581,12 +559,12 @@ class SchedulerAdapter(EngineView):
                 # leases have ended already.
                 self.guarded(self._execute_one, action, now)
 
-    def _execute_one(self, action: EngineAction | LeaseGranted, now: float) -> None:
+    def _execute_one(self, action: ev.EngineAction | ev.LeaseGranted, now: float) -> None:
         program_id = action.program_id
-        if isinstance(action, LeaseGranted):
+        if isinstance(action, ev.LeaseGranted):
             self._pinned[program_id] = [self._pool.blocks[each] for each in action.block_ids]
             self._pool.touch(self._pinned[program_id])
-        elif action.kind is EngineActionKind.DROP:
+        elif action.kind is ev.EngineActionKind.DROP:
             if self._offload is not None:
                 self._offload.program_ended(program_id)
             self._prefetcher.program_ended(program_id)
@@ -594,12 +572,14 @@ class SchedulerAdapter(EngineView):
             self._queue.place(action.block_ids)
             if self._cache_policy is not None:
                 self._cache_policy.program_ended(program_id)
-        elif action.kind is EngineActionKind.RELEASE:
+        elif action.kind is ev.EngineActionKind.RELEASE:
             self._unpin(program_id)
-        elif action.kind is EngineActionKind.PREFETCH:
+        elif action.kind is ev.EngineActionKind.PREFETCH:
             self._prefetch(program_id, now)
             return
-        elif action.kind is EngineActionKind.PLACE and self._offload is not None and action.tier is not None:
+        elif (
+            action.kind is ev.EngineActionKind.PLACE and self._offload is not None and action.tier is not None
+        ):
             self._offload.place(program_id, action.tier)
         for request_id in self.program_scheduler.live_requests(program_id):
             request = self._scheduler.requests.get(request_id)
@@ -622,8 +602,8 @@ class SchedulerAdapter(EngineView):
             loadable = min(loadable, self._prefetcher.budget(program_id))
         most = loadable + self.program_scheduler.predictor.reserve_blocks if loadable else 0
         spare = self._queue.spare_blocks(most, {block.block_id for block in prefix.blocks})
-        event = PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
-        chosen = answer_of(self.handle(event, now), LoadAheadChosen)
+        event = ev.PrefetchStarted(program_id, missing, being_read, lost, loadable, spare)
+        chosen = ev.answer_of(self.handle(event, now), ev.LoadAheadChosen)
         if chosen is not None:
             self._allocation_fallback.allocating = None  # no request causes these evictions
             end = prefix.hashes + chosen.blocks
@@ -650,7 +630,7 @@ class SchedulerAdapter(EngineView):
         if found is not None:  # by any connector; if a part of a load failed, vLLM lowers ``computed``
             loaded = min(found.num_external_cached_tokens, computed - found.num_local_cached_tokens)
         self.handle(
-            RequestAdmitted(
+            ev.RequestAdmitted(
                 request_id=request_id,
                 cached_tokens=computed,
                 host_tokens=max(0, loaded),
@@ -696,4 +676,4 @@ class SchedulerAdapter(EngineView):
             (block.block_id, None if block.block_hash is None else get_block_hash(block.block_hash))
             for block in gone
         ]
-        self.handle(BlocksEvicted(taker, blocks, score), self._clock())
+        self.handle(ev.BlocksEvicted(taker, blocks, score), self._clock())
