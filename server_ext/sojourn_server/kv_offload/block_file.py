@@ -115,13 +115,10 @@ class FileSystem:
         """Return the files of all folders in ``path``; no links."""
         found = []
         with os.scandir(path) as folders:
-            for folder in [each.path for each in folders if each.is_dir(follow_symlinks=False)]:
-                with os.scandir(folder) as entries:
-                    for entry in entries:
-                        try:
-                            status = entry.stat(follow_symlinks=False)
-                        except FileNotFoundError:  # deleted meanwhile
-                            continue
+            for folder in folders:
+                for entry in os.scandir(folder) if folder.is_dir(follow_symlinks=False) else ():
+                    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                        status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):
                             found.append(StoredFile(status.st_mtime_ns, status.st_size, entry.path))
         return found

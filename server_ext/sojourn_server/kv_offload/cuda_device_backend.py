@@ -97,8 +97,8 @@ class CudaDeviceBackend:
             self._store_stream.wait_event(after)
             # Of several copies into a slot only the last is made: copies of one call have no order.
             last = {copy.slot: copy.block_id for copy in copies}
-            pages, parts, sizes = self._addresses(list(last.values()), list(last))
-            copy = self._queue(pages, parts, sizes, self._store_stream, stable_sources=False)
+            arrays = self._addresses(list(last.values()), list(last))
+            copy = self._queue(arrays, self._store_stream, stable_sources=False)
             self._filling.update(dict.fromkeys(last, copy))
         return copy
 
@@ -108,7 +108,7 @@ class CudaDeviceBackend:
             slots = [copy.slot for copy in copies]
             stable = self._follow_stores(slots)
             pages, parts, sizes = self._addresses([copy.block_id for copy in copies], slots)
-            return self._queue(parts, pages, sizes, self._load_stream, stable_sources=stable)
+            return self._queue((parts, pages, sizes), self._load_stream, stable_sources=stable)
 
     def hold_compute(self, copy: CudaCopy) -> None:
         self._cuda.compute_stream().wait_event(copy.event)
@@ -157,17 +157,12 @@ class CudaDeviceBackend:
         return (address + ids[:, None] * stride).ravel(), places.ravel(), size.ravel()
 
     def _queue(
-        self,
-        sources: Int64Array,
-        destinations: Int64Array,
-        sizes: Int64Array,
-        stream: CudaStream,
-        *,
-        stable_sources: bool,
+        self, arrays: tuple[Int64Array, Int64Array, Int64Array], stream: CudaStream, *, stable_sources: bool
     ) -> CudaCopy:
+        """``arrays``: sources, destinations and sizes, as of ``TorchCuda.copy``."""
         begun = self._event(stream)
-        self._cuda.copy(sources, destinations, sizes, stream, stable_sources=stable_sources)
-        return CudaCopy(begun, self._event(stream), (sources, destinations, sizes))
+        self._cuda.copy(*arrays, stream, stable_sources=stable_sources)
+        return CudaCopy(begun, self._event(stream), arrays)
 
     def _event(self, stream: CudaStream) -> CudaEvent:
         """Return an event that completes when the device has done all work queued on ``stream`` so far."""
