@@ -91,7 +91,7 @@ def _program(
     name: str, at_s: float, run: RunLog, manner: PolicyBehavior, load: float, generator: random.Random
 ) -> ProgramLog:
     turns = max(3, round(generator.gauss(24, 9)))
-    arrived_s, context = at_s, 0
+    context = 0
     life = ProgramLog(
         program_id=f"swe-{name}", trace_id=f"t{len(run.programs) % 31}", arrived_s=at_s, turns_total=turns
     )
@@ -101,46 +101,28 @@ def _program(
         gone = min(1.0, manner.lost * load) if generator.random() < 0.9 else 0.0
         lost = int(known * gone) // BLOCK * BLOCK
         host = int(lost * manner.host) // BLOCK * BLOCK
-        again = lost - host
+        again = {"preempted": prompt // 2} if generator.random() < manner.preempted * load else {}
+        computed = prompt - (known - lost) - host + sum(again.values())
         output = generator.randrange(40, 700)
-        turn = TurnLog(
-            program_id=life.program_id,
-            turn=number,
-            submitted_s=at_s,
-            prompt_tokens=prompt,
-            output_tokens=output,
-            known_tokens=known,
-            tool="bash",
-        )
-        life.turns.append(turn)
         wait_s = generator.expovariate(1.0) * manner.queue_s * load * load
-        turn.entered_s = _before(at_s + wait_s * manner.held, run)
-        if turn.entered_s is None:
+        first_s = at_s + wait_s + computed / 6_000 + 0.05
+        finished_s = first_s + output * 0.012 * (1 + load)
+        times_s = (at_s, at_s + wait_s * manner.held, at_s + wait_s, first_s, finished_s)
+        reached_s = [time_s for time_s in times_s if time_s <= run.virtual_s]
+        turn = turn_log(
+            life.program_id, number, *reached_s,
+            prompt_tokens=prompt, output_tokens=output, known_tokens=known, tool="bash",
+        )  # fmt: skip
+        life.turns.append(turn)
+        if len(reached_s) > 2:
+            turn.device_tokens, turn.host_tokens, turn.computed_tokens = known - lost, host, computed
+            turn.preemptions = len(again)
+            turn.regenerated = again | ({"evicted": lost - host} if lost > host else {})
+        if len(reached_s) < 5:
+            so_far = (run.virtual_s - first_s) / (finished_s - first_s)
+            turn.generated_tokens = max(0, int(output * so_far))
             return life
-        at_s += wait_s
-        turn.admitted_s = _before(at_s, run)
-        if turn.admitted_s is None:
-            return life
-        turn.device_tokens, turn.host_tokens = known - lost, host
-        turn.computed_tokens = prompt - turn.device_tokens - host
-        if again:
-            turn.regenerated["evicted"] = again
-        if generator.random() < manner.preempted * load:
-            turn.preemptions = 1
-            turn.regenerated["preempted"] = prompt // 2
-            turn.computed_tokens += prompt // 2
-        at_s += turn.computed_tokens / 6_000 + 0.05
-        turn.first_token_s = _before(at_s, run)
-        if turn.first_token_s is None:
-            return life
-        at_s += output * 0.012 * (1 + load)
-        turn.finished_s = _before(at_s, run)
-        if turn.finished_s is None:
-            turn.generated_tokens = int(
-                output * (run.virtual_s - turn.first_token_s) / (at_s - turn.first_token_s)
-            )
-            return life
-        context = prompt + output
+        context, at_s = prompt + output, finished_s
         prompt = context + generator.randrange(50, 1_500)
         if prompt > 31_000:
             life.cut = True
@@ -150,11 +132,5 @@ def _program(
             at_s += turn.gap_s
             if at_s >= run.virtual_s:
                 return life
-    life.finished_s = life.turns[-1].finished_s
-    assert life.finished_s is not None
-    assert life.finished_s > arrived_s
+    life.finished_s = at_s
     return life
-
-
-def _before(at_s: float, run: RunLog) -> float | None:
-    return at_s if at_s <= run.virtual_s else None
