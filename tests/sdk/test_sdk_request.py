@@ -52,23 +52,6 @@ def test_every_hint_has_its_field(online):
     assert headers == {"X-Session-ID": "child"}
 
 
-def test_inner_steps_win_and_the_outer_ones_come_back(online):
-    with sojourn.program(priority=1, expected_output_length=10):
-        with sojourn.step("outer", priority=2, step_id="o"):
-            with sojourn.step("inner", expected_output_length=30):
-                inner = context_of(sojourn.request_fields())
-            outer = context_of(sojourn.request_fields())
-        bare = context_of(sojourn.request_fields())
-    assert (inner.sojourn.node, inner.step_id, inner.priority, inner.expected_output_length) == (
-        "inner",
-        "o",
-        2,
-        30,
-    )
-    assert (outer.sojourn.node, outer.priority, outer.expected_output_length) == ("outer", 2, 10)
-    assert (bare.sojourn.node, bare.step_id, bare.priority) == (None, None, 1)
-
-
 def test_the_last_turn_sets_final_and_expected_resume(online):
     with sojourn.program(), sojourn.step(final=True):
         context = context_of(sojourn.request_fields())
@@ -112,19 +95,6 @@ def test_a_senseless_hint_at_run_time_is_dropped_alone(online, hints):
 
 def steps_left() -> float | None:
     return context_of(sojourn.request_parts()[0]).sojourn.expected_steps_left
-
-
-def test_a_step_states_how_many_steps_are_left(online):
-    with sojourn.program() as p, sojourn.step(expected_steps_left=4):
-        assert steps_left() == 4
-        with sojourn.step("inner", expected_steps_left=2.5):
-            assert [steps_left(), steps_left()] == [2.5, 2.5]
-        with sojourn.step("inner", priority=3):
-            assert steps_left() == 4
-        with sojourn.program():
-            assert steps_left() is None, "a child has steps of its own"
-        with p.here():
-            assert steps_left() is None
 
 
 @pytest.mark.parametrize("hints", [{}, {"priority": 1}])

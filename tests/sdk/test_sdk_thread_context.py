@@ -40,27 +40,3 @@ def test_threads_and_pools_carry_the_place_when_asked_for(server):
     assert in_thread(sojourn.current_program) is None
     sojourn.shutdown()
     assert (threading.Thread.start, ThreadPoolExecutor.submit) == (start, submit)
-
-
-def test_threads_in_one_block_at_the_same_time_each_leave_it(online):
-    barrier = threading.Barrier(2)
-    first_left = threading.Event()
-    seen = {}
-
-    def worker(first):
-        with block:
-            barrier.wait(60)
-            seen["in", first] = sojourn.current_program()
-            assert first or first_left.wait(60)
-        seen["after", first] = sojourn.current_program()
-        first_left.set()
-
-    with sojourn.program() as p:
-        block = p.here()
-        threads = [threading.Thread(target=worker, args=(first,)) for first in (True, False)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert seen == {("in", True): p, ("in", False): p, ("after", True): None, ("after", False): None}
-    assert sojourn.stats()["context_reset_failed"] == 0
