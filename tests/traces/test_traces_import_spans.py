@@ -22,6 +22,8 @@ class Spans:
 
     def __init__(self) -> None:
         self.all: list[dict[str, Any]] = []
+        self.told: list[dict[str, Any]] = []
+        """Attributes of each span as plain values."""
 
     def add(
         self,
@@ -33,13 +35,15 @@ class Spans:
         **told: Any,
     ) -> str:
         span_id = f"{len(self.all) + 1:016x}"
+        told = {name.replace("__", "."): value for name, value in told.items()}
+        self.told.append(told)
         span = {
             "traceId": f"{trace:0>32}",
             "spanId": span_id,
             "name": name,
             "startTimeUnixNano": str(int((START_S + start_s) * 1e9)),
             "endTimeUnixNano": str(int((START_S + end_s) * 1e9)),
-            "attributes": [{"key": key.replace("__", "."), "value": value_of(v)} for key, v in told.items()],
+            "attributes": [{"key": name, "value": value_of(value)} for name, value in told.items()],
         }
         if parent is not None:
             span["parentSpanId"] = parent
@@ -83,28 +87,21 @@ def imported(tmp_path: Path, spans: Spans, *notes: str) -> list[TraceProgram]:
 def coder_run() -> Spans:
     spans = Spans()
     run = spans.agent(0, 30, gen_ai__conversation__id="c1")
-    spans.chat(
-        1, 3, 1000, 50, run, gen_ai__response__model="m-1", gen_ai__usage__cache_read__input_tokens=256
-    )
+    reasons, cached = "gen_ai__response__finish_reasons", "gen_ai__usage__cache_read__input_tokens"
+    spans.chat(1, 3, 1000, 50, run, gen_ai__response__model="m-1", **{cached: 256})
     spans.tool("grep", 3.1, 3.5, run)
     spans.tool("test", 3.2, 7.1, run)
-    spans.chat(8, 9, 1300, 40, run, gen_ai__response__finish_reasons=["stop"])
-    spans.chat(
-        20, 21, 1330, 10, run, gen_ai__response__finish_reasons=["STOP"]
-    )  # Gemini, though it calls a tool
+    spans.chat(8, 9, 1300, 40, run, **{reasons: ["stop"]})
+    spans.chat(20, 21, 1330, 10, run, **{reasons: ["STOP"]})  # Gemini, though it calls a tool
     spans.tool("edit", 21.5, 22, run)
-    spans.chat(25, 26, 400, 10, run, gen_ai__usage__cache_read__input_tokens=320)
+    spans.chat(25, 26, 400, 10, run, **{cached: 320})
     return spans
 
 
 def test_a_run_becomes_a_program(tmp_path: Path) -> None:
     (program,) = imported(tmp_path, coder_run())
-    assert (program.program_id, program.source, program.group, program.model) == (
-        "c1",
-        "otel",
-        "coder",
-        "m-1",
-    )
+    assert (program.program_id, program.source) == ("c1", "otel")
+    assert (program.group, program.model) == ("coder", "m-1")
     first, second, third, fourth = program.turns
     assert [t.prompt_tokens for t in program.turns] == [1000, 1300, 1330, 400]
     assert [t.append_tokens for t in program.turns] == [1000, 250, 0, 0]
@@ -319,36 +316,25 @@ def test_what_pythons_exporter_writes_is_read(tmp_path: Path) -> None:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=written)))
     tracer = provider.get_tracer("test")
-    ids: dict[str, Any] = {}
-    mine = coder_run().all
-    for raw in mine:
-        above = ids.get(raw.get("parentSpanId", ""))
+    made: dict[str, Any] = {}
+    run = coder_run()
+    for raw, told in zip(run.all, run.told, strict=True):
+        above = made.get(raw.get("parentSpanId", ""))
         context = trace.set_span_in_context(above) if above is not None else None
-        values = {item["key"]: item["value"] for item in raw["attributes"]}
-        told = {
-            key: [v["stringValue"] for v in value["arrayValue"]["values"]]
-            if "arrayValue" in value
-            else int(value["intValue"])
-            if "intValue" in value
-            else value["stringValue"]
-            for key, value in values.items()
-        }
-        span = tracer.start_span(
-            raw["name"], context, attributes=told, start_time=int(raw["startTimeUnixNano"])
-        )
-        ids[raw["spanId"]] = span
-    for raw in reversed(mine):
-        ids[raw["spanId"]].end(int(raw["endTimeUnixNano"]))
+        start_ns = int(raw["startTimeUnixNano"])
+        made[raw["spanId"]] = tracer.start_span(raw["name"], context, attributes=told, start_time=start_ns)
+    for raw in reversed(run.all):
+        made[raw["spanId"]].end(int(raw["endTimeUnixNano"]))
     path = tmp_path / "console.txt"
     path.write_text(written.getvalue())
     (expected,) = imported(tmp_path, coder_run())
     (program,) = read_spans([path]).programs
     assert program.program_id == "c1"
-    assert [(t.prompt_tokens, t.gap_kind, t.tool) for t in program.turns] == [
-        (t.prompt_tokens, t.gap_kind, t.tool) for t in expected.turns
-    ]
-    gaps = [t.gap_s for t in program.turns]
-    assert gaps == pytest.approx([t.gap_s for t in expected.turns])
+    for turn, wanted in zip(program.turns, expected.turns, strict=True):
+        assert (turn.prompt_tokens, turn.gap_kind, turn.tool) == (
+            wanted.prompt_tokens, wanted.gap_kind, wanted.tool,
+        )  # fmt: skip
+        assert turn.gap_s == pytest.approx(wanted.gap_s)
 
 
 @pytest.mark.parametrize(
