@@ -230,9 +230,15 @@ MARK = "# <── sojourn"
 
 
 def example_diff(path: Path) -> str:
-    """The lines that sojourn adds to an example, as a unified diff has them."""
-    added = [line for line in path.read_text(encoding="utf-8").splitlines() if MARK in line]
-    return "\n".join(["```diff", *(f"+{line}" for line in added), "```"])
+    """The lines that sojourn adds to an example, and what its decorators decorate, as a unified diff."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    shown: list[str] = []
+    for line, after in zip(lines, [*lines[1:], ""], strict=True):
+        if MARK in line:
+            shown.append(f"+{line}")
+            if line.lstrip().startswith("@"):
+                shown.append(f" {after}")
+    return "\n".join(["```diff", *shown, "```"])
 
 
 def instructions_table(reports: list[dict[str, Any]]) -> str:
