@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from fake_engine import FakeEngine, running
-from gateway_harness import World, served, until
-from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
-from sojourn_server.gateway.http.tenant_keys import TenantKeys
+from gateway_harness import World, world
 from sojourn_server.routing.routing_events import PairRole
 from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
-from sojourn_server.routing.routing_limits import RoutingLimits
 from sojourn_server.routing.routing_records import Replica
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -109,36 +106,18 @@ async def pair_engines(prefill: int, decode: int) -> AsyncIterator[tuple[list[Pa
         yield engines[:prefill], engines[prefill:]
 
 
-@asynccontextmanager
-async def gateway_of(
+def gateway_of(
     prefill: list[PairEngine],
     decode: list[PairEngine],
     *,
     taken: int | None = None,
-    tenants: dict[str, str] | None = None,
-    limits: RoutingLimits | None = None,
-    poll_s: float = 0.05,
     read_side: str = "shorter",
     **options: Any,
-) -> AsyncIterator[World]:
+) -> AbstractAsyncContextManager[World]:
     """Run a gateway in front of the engines. Yields it when it knows ``taken`` of them, or all."""
-    roles = {engine.url: PairRole.PREFILL for engine in prefill}
-    gateway, app = build_gateway(
-        roles | {engine.url: PairRole.DECODE for engine in decode},
-        PrefillDecodeRules(read_side=read_side),
-        TenantKeys(tenants),
-        GatewayOptions(**options),
-        limits=limits,
-        poll_s=poll_s,
-    )
-    async with served(gateway, app) as made:
-        expected = len(prefill) + len(decode) if taken is None else taken
-
-        async def all_known() -> bool:
-            return len(gateway.routing_backend.replicas()) == expected
-
-        await until(all_known)
-        yield made
+    rules = PrefillDecodeRules(read_side=read_side)
+    roles = {one.url: PairRole.PREFILL for one in prefill} | {one.url: PairRole.DECODE for one in decode}
+    return world([*prefill, *decode], rules=rules, roles=roles, known=taken, **options)
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from sojourn_server.gateway.http.gateway_app import Gateway, GatewayOptions, bui
 from sojourn_server.gateway.http.gateway_server import ClientProtocol
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
+from sojourn_server.routing.routing_events import PairRole
+from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
 from sojourn_server.routing.routing_limits import RoutingLimits
 from starlette.applications import Starlette
 
@@ -82,28 +84,27 @@ async def world(
     fakes: list[FakeEngine],
     *,
     preset: str = 'routing = "session-affinity"',
+    rules: PrefillDecodeRules | None = None,
+    roles: Mapping[str, PairRole] | None = None,
     tenants: dict[str, str] | None = None,
     poll_s: float = 0.05,
     limits: RoutingLimits | None = None,
     known: int | None = None,
     **options: Any,
 ) -> AsyncIterator[World]:
-    """Run a gateway that knows all of the engines, or ``known`` of them."""
-    parsed = parse_cluster_preset(preset, source="test")
+    """Run a gateway that knows all of the engines, or ``known`` of them. ``rules``: those for pairs, in place
+    of the preset. ``roles``: of their engines, by URL."""
     gateway, app = build_gateway(
-        [fake.url for fake in fakes],
-        parsed,
+        roles or [fake.url for fake in fakes],
+        rules or parse_cluster_preset(preset, source="test"),
         TenantKeys(tenants),
         GatewayOptions(**options),
         limits=limits,
         poll_s=poll_s,
     )
     async with served(gateway, app) as made:
-
-        async def all_known() -> bool:
-            return len(gateway.routing_backend.replicas()) >= (len(fakes) if known is None else known)
-
-        await until(all_known)
+        most = len(fakes) if known is None else known
+        await until(lambda: len(gateway.routing_backend.replicas()) >= most)
         yield made
 
 
