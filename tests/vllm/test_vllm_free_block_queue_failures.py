@@ -83,8 +83,8 @@ def test_a_score_that_does_not_compare_is_named(is_rescored: bool) -> None:
     def add_and_rescore() -> None:
         nonlocal score
         order.push(Bucket("P"))
-        score, order.rescaled = math.nan, True
-        order.first()
+        score = math.nan
+        order.rescale()
 
     with pytest.raises(ValueError, match=r"scores \(2\.5,\) with \(nan,\)"):
         add_and_rescore()

@@ -158,7 +158,7 @@ class EngineLife(RuleBasedStateMachine):
             assert bucket.blocks
             if bucket.program_id not in predictor._changed and bucket.used_s == math.inf:
                 assert order.standing(bucket.program_id, None) == bucket.standing
-            if not queue._order.rescaled and not moved:
+            if not moved:
                 assert bucket.place[0] == order.score(bucket.standing)
         if buckets:
             assert sorted(map(id, buckets)) == sorted(map(id, queue._order.ordered()))

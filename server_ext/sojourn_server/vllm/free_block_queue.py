@@ -116,14 +116,13 @@ class EvictionScorer:
 
 
 class EvictionOrder:
-    """Buckets by score, lowest first. If ``rescaled``, the next read computes all scores again."""
+    """Buckets by score, lowest first."""
 
     def __init__(self, scorer: EvictionScorer) -> None:
         self.scorer = scorer
         self._entries: list[tuple[Place, Bucket]] = []
         """Sorted: with hundreds of buckets an insertion moves few pointers."""
         self._pushes = 0
-        self.rescaled = False
 
     def push(self, bucket: Bucket) -> None:
         """Add a bucket, or score it anew."""
@@ -143,25 +142,22 @@ class EvictionOrder:
             bucket.place = None
 
     def first(self) -> tuple[Bucket, Score] | None:
-        entries = self._scored()
-        return (entries[0][1], entries[0][0][0]) if entries else None
+        return (self._entries[0][1], self._entries[0][0][0]) if self._entries else None
 
     def ordered(self) -> list[Bucket]:
-        return [bucket for _, bucket in self._scored()]
+        return [bucket for _, bucket in self._entries]
+
+    def rescale(self) -> None:
+        """Compute all scores again."""
+        for (_, is_newest, number), bucket in self._entries:
+            bucket.place = self._score(bucket.standing), is_newest, number
+        self._entries = sorted((bucket.place, bucket) for _, bucket in self._entries if bucket.place)
 
     def _score(self, standing: Standing) -> Score:
         score = self.scorer.score(standing)
         if any(map(math.isnan, score)):  # it does not compare with others
             raise ValueError(f"the eviction policy scores {standing} with {score}; expected numbers")
         return score
-
-    def _scored(self) -> list[tuple[Place, Bucket]]:
-        if self.rescaled:
-            self.rescaled = False
-            for (_, is_newest, number), bucket in self._entries:
-                bucket.place = self._score(bucket.standing), is_newest, number
-            self._entries = sorted((bucket.place, bucket) for _, bucket in self._entries if bucket.place)
-        return self._entries
 
 
 def _or_stock(stock: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
@@ -288,9 +284,10 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
             for bucket in self._buckets.get(program_id, {}).values():
                 self._order.push(bucket)
 
+    @_or_stock()
     def rescale(self) -> None:
         if self._order is not None:
-            self._order.rescaled = True
+            self._order.rescale()
 
     @_or_stock()
     def mark_abandoned(self, program_id: ProgramId, used_s: float) -> None:

@@ -162,14 +162,11 @@ class KVOffloadSettings(KVConnectorSettings):
         """Open this worker's store on disk; ``None`` without ``disk``. ``block_bytes`` and ``layers`` are
         those of this worker's part of a block. Raises ``OffloadError`` if the directory has only KV of other
         identities."""
-        folder, budget_bytes = self.options.disk, self.options.disk_bytes
-        if folder is None:
+        if self.options.disk is None:
             return None
         identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
-        if self.ranks > 1:
-            folder = rank_folder(folder, identity)
-            budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
-        return SharedStore(folder, identity, budget_bytes=budget_bytes)
+        budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
+        return SharedStore(rank_folder(self.options.disk, identity), identity, budget_bytes=budget_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +231,8 @@ class KVTransferSettings(KVConnectorSettings):
 
     def open_store(self) -> SharedStore:
         """Raises ``OffloadError`` if the directory has only KV of other identities."""
-        folder, budget_bytes = self.options.store, self.options.store_bytes
-        if self.ranks > 1:
-            folder, budget_bytes = rank_folder(folder, self.identity), budget_bytes // self.ranks
-        return SharedStore(folder, self.identity, budget_bytes=budget_bytes)
+        folder, budget_bytes = self.options.store, self.options.store_bytes // self.ranks
+        return SharedStore(rank_folder(folder, self.identity), self.identity, budget_bytes=budget_bytes)
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
@@ -253,8 +248,9 @@ def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def rank_folder(folder: str, identity: KvIdentity) -> str:
-    """Return the subdirectory of ``folder`` for one worker's stores, if the engine has several workers."""
-    return os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
+    """Return ``folder``, or its subdirectory for one worker's stores if the engine has several workers."""
+    own = f"rank{identity.tp_rank}of{identity.tp_size}"
+    return folder if identity.tp_size == 1 else os.path.join(folder, own)
 
 
 def _describe_kv(

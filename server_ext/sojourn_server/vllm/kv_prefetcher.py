@@ -102,12 +102,23 @@ class KVPrefetcher:
         if self._connector is not None and self._connector.off:
             self.cancel_all()
         while self._filled and next(iter(self._filled.values()))[0] <= now:
-            self._drop(next(iter(self._filled)))
+            self.uncache_unused(next(iter(self._filled)))
 
     def uncache_unused(self, program_id: ProgramId) -> None:
         """Forget the blocks filled for a program whose request is admitted. Uncache unused ones."""
-        if program_id in self._filled:
-            self._drop(program_id)
+        if program_id not in self._filled:
+            return
+        ahead = self._queue.owners.ahead
+        unused = {
+            block_id for block_id in self._filled.pop(program_id)[1] if ahead.get(block_id) == program_id
+        }
+        # The next step may overwrite uncached blocks. A copy to host memory that still runs must end before.
+        if self._connector is not None:
+            for block in map(self._pool.blocks.__getitem__, unused):
+                if block.block_hash is not None:
+                    self._connector.planner.await_store(self._groups.key_of(block))
+        self._pool.evict_blocks(unused)
+        self._queue.uncache(unused)
 
     def program_ended(self, program_id: ProgramId) -> None:
         """Uncache the unused blocks filled for a program. Those of a running load are not cached."""
@@ -160,16 +171,3 @@ class KVPrefetcher:
             self._queue.owners.ahead.update(dict.fromkeys(ids, load.program_id))
             before = self._filled.pop(load.program_id, (0.0, []))[1]
             self._filled[load.program_id] = load.expires_s, before + ids
-
-    def _drop(self, program_id: ProgramId) -> None:
-        ahead = self._queue.owners.ahead
-        unused = {
-            block_id for block_id in self._filled.pop(program_id)[1] if ahead.get(block_id) == program_id
-        }
-        # The next step may overwrite uncached blocks. A copy to host memory that still runs must end before.
-        if self._connector is not None:
-            for block in map(self._pool.blocks.__getitem__, unused):
-                if block.block_hash is not None:
-                    self._connector.planner.await_store(self._groups.key_of(block))
-        self._pool.evict_blocks(unused)
-        self._queue.uncache(unused)

@@ -59,9 +59,6 @@ class PrefillQuota:
             settings.compute_quota_s, costs.pair_s, costs.kv_token_s,
         )  # fmt: skip
 
-    def open_step(self) -> None:
-        self.step = None
-
     def preempted(self, request: Request) -> None:
         """Release a preempted request's part of the step's quota, so that other requests can use it."""
         if self.step is not None:

@@ -244,7 +244,7 @@ class SchedulerAdapter(EngineView):
             self.waiting.open_step(now)  # also after a failure: otherwise the queue could stay closed
             self.guarded(fallback.end_load_deadlock)
             if self.quota is not None:
-                self.quota.open_step()
+                self.quota.step = None
 
     def after_step(self, output: SchedulerOutput) -> None:
         """Handle the step that vLLM has just planned: report its admitted and resumed requests."""
