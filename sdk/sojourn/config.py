@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from .dialects import DIALECTS
 from .errors import ConfigError
 from .ids import id_problem
 
@@ -153,8 +154,6 @@ class Config:
             raise ConfigError(f"hosts is the string {_named(hosts)}; expected a list of 'host:port'")
         dialect = dialect or environment.dialect
         if dialect is not None:
-            from .dialects import DIALECTS
-
             dialect = dialect.replace("-", "_")
             if dialect not in DIALECTS:
                 raise ConfigError(f"dialect {dialect!r} is unknown; expected one of {sorted(DIALECTS)}")

@@ -54,7 +54,7 @@ class Walker:
     def __init__(self, began_in: Walker | None = None) -> None:
         around = contextvars.Context() if began_in is None else began_in.context
         self.context = around.copy()
-        self.place = Place(None, {}, None) if began_in is None else began_in.place
+        self.place: Place = Place(None, {}, None) if began_in is None else began_in.place
         self.inherited: list[Frame] = [] if began_in is None else [*began_in.inherited, *began_in.frames]
         self.frames: list[Frame] = []
 
