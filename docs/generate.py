@@ -1,6 +1,6 @@
 """Write the generated parts of the documents: docs/metrics.md from the catalogue, the tables from the
 committed results, the differences in docs/frameworks/ from the examples, the lists of
-docs/simulator.md, the table of packages in docs/architecture.md, the Grafana boards in docs/boards, the
+docs/simulator.md, the Grafana boards in docs/boards, the
 OpenAPI documents in the package api.
 
 python docs/generate.py
@@ -281,13 +281,6 @@ def framework_pages() -> dict[Path, str]:
 
 
 SIMULATOR = Path(__file__).parent / "simulator.md"
-ARCHITECTURE = Path(__file__).parent / "architecture.md"
-
-
-def package_table() -> str:
-    """Return the table of packages that ``scripts/house.py`` makes."""
-    table: str = _script(Path(__file__).parents[1] / "scripts" / "house.py").package_table()
-    return table
 
 
 def simulator_page(text: str) -> str:
@@ -372,7 +365,4 @@ if __name__ == "__main__":
     counted = instructions_table(instructions_reports())
     page = placed(FRAMEWORKS.read_text(encoding="utf-8"), "framework-instructions", counted)
     FRAMEWORKS.write_text(page, encoding="utf-8")
-    ARCHITECTURE.write_text(
-        placed(ARCHITECTURE.read_text(encoding="utf-8"), "packages", package_table()), encoding="utf-8"
-    )
     SIMULATOR.write_text(simulator_page(SIMULATOR.read_text(encoding="utf-8")), encoding="utf-8")

@@ -212,18 +212,6 @@ def order_faults(graph: ImportGraph) -> list[str]:
     return broken
 
 
-def package_table() -> str:
-    """Return a Markdown table of the packages: what each package is."""
-    graph = ImportGraph()
-    lines = ["| package | what it is |", "|---|---|"]
-    for package in PACKAGE_ORDER:
-        module = package if package in SOURCES else f"sojourn_server.{package}"
-        docstring = ast.get_docstring(ast.parse(graph.paths[module].read_text(encoding="utf-8"))) or ""
-        first = re.split(r"(?<=[.?])\s", docstring)[0]
-        lines.append(f"| `{package}` | {' '.join(first.split())} |")
-    return "\n".join(lines)
-
-
 def measure() -> dict[str, object]:
     """Return a dict of all counts, and of the modules and faults behind them, as plain JSON values."""
     graph = ImportGraph()

@@ -13,7 +13,7 @@ PACKAGES = {
     "sojourn_integrations": ROOT / "integrations" / "sojourn_integrations",
     **{folder.name: folder for folder in SERVER.iterdir() if (folder / "__init__.py").is_file()},
 }
-"""Name in the table of packages → its folder."""
+"""Package → its folder."""
 
 
 def documents() -> list[Path]:

@@ -168,13 +168,6 @@ def test_the_glossary_has_every_outcome() -> None:
 # -- architecture ------------------------------------------------------------------------
 
 
-def test_the_table_of_packages_is_current() -> None:
-    generate = generator()
-    assert generate.placed(ARCHITECTURE, "packages", generate.package_table()) == ARCHITECTURE, (
-        "run: python docs/generate.py"
-    )
-
-
 def test_the_structure_keeps_its_rules() -> None:
     """vLLM is imported in one place, nothing imports in a loop, basenames are unique, the order holds."""
     house = load_script("scripts/house.py")
