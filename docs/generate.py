@@ -1,7 +1,6 @@
 """Write the generated parts of the documents: docs/metrics.md from the catalogue, the tables from the
 committed results, the differences in docs/frameworks/ from the examples, the lists of
-docs/simulator.md, the Grafana boards in docs/boards, the
-OpenAPI documents in the package api.
+docs/simulator.md, the Grafana boards in docs/boards, the OpenAPI documents in the package api.
 
 python docs/generate.py
 
