@@ -51,6 +51,10 @@ T = TypeVar("T")
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
 
 
+_SHOWN = ("engine", "now_s", "policy", "error", "answer_s", "block_tokens", "block_bytes", "grants_leases")
+"""Fields of ``EngineRow`` that are no totals over all tenants."""
+
+
 class SourceFrame(NamedTuple):
     """Engines and programs of a source. ``total`` is the number of all programs of the engines that answered
     (a lower bound for data-parallel ranks). ``programs`` may have fewer, because engines limit their answers.
@@ -88,14 +92,7 @@ class Audience(NamedTuple):
         programs = [row for row in frame.programs if self.tenant in (None, row.tenant)]
         engines = frame.engines
         if not self.pools:
-            engines = [
-                EngineRow(
-                    engine=one.engine, now_s=one.now_s, policy=one.policy, error=one.error,
-                    answer_s=one.answer_s, block_tokens=one.block_tokens, block_bytes=one.block_bytes,
-                    grants_leases=one.grants_leases,
-                )
-                for one in engines
-            ]  # fmt: skip
+            engines = [EngineRow(**{name: getattr(one, name) for name in _SHOWN}) for one in engines]
         return msgspec.structs.replace(frame, programs=programs, engines=engines, total=len(programs))
 
 

@@ -83,10 +83,10 @@ class PrometheusBridge:
 
 
 @functools.cache
-def bridge_for(registry: CollectorRegistry = REGISTRY) -> PrometheusBridge:
-    """Return the registry's bridge. The first call makes it. A registry can have only one bridge, because it
+def bridge_for() -> PrometheusBridge:
+    """Return the bridge of the process, which the first call makes. A registry can have only one, because it
     rejects a second metric of the same name."""
-    return PrometheusBridge(registry)
+    return PrometheusBridge()
 
 
 async def poll_forever(
