@@ -406,12 +406,13 @@ def _busy(row: RunRow, *, spread: bool = False) -> str:
     used = row.utilisation
     if used is None:
         return "–"
-    return f"{used.min:.1%} to {used.max:.1%}" if spread else f"{used.min:.1%}, {used.mean:.1%}"
+    least, mean, most = (f"{used[name]:.1%}" for name in ("min", "mean", "max"))
+    return f"{least} to {most}" if spread else f"{least}, {mean}"
 
 
 def _changed(row: RunRow) -> str:
     changes = row.replica_changes
-    return "–" if changes is None else f"{changes.programs_share:.1%}; {changes.per_program:.2f}"
+    return "–" if changes is None else f"{changes['programs_share']:.1%}; {changes['per_program']:.2f}"
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def read_metric(row: RunRow, metric: str) -> tuple[float | None, bool]:
     found: Any = getattr(row, field)
     if not part or found is None:
         return found, False
-    return getattr(found, part), part in getattr(found, "at_least", ())
+    if isinstance(found, dict):
+        return found[part], False
+    return getattr(found, part), part in found.at_least
 
 
 def _share(field: str) -> Callable[[RunRow], float | None]:

@@ -24,11 +24,9 @@ from ..run_log import SLO_FACTOR, ProgramLog, RunFacts, RunLog, TurnLog
 from .run_row import (
     NO_STATISTICS,
     OVERALL,
-    ReplicaChanges,
     ReplicaRow,
     RunRow,
     SummaryStatistics,
-    Utilisation,
 )
 
 SURVIVORS_NOTE = (
@@ -300,23 +298,24 @@ def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
     return notes
 
 
-def replica_changes(programs: Iterable[ProgramLog]) -> ReplicaChanges | None:
+def replica_changes(programs: Iterable[ProgramLog]) -> dict[str, float] | None:
     """How often programs changed replicas between computed turns; ``None`` if nothing was computed."""
     places = ([turn.replica for turn in one.turns if turn.admitted_s is not None] for one in programs)
     changes = [sum(before != after for before, after in pairwise(at)) for at in places if at]
     if not changes:
         return None
-    return ReplicaChanges(
-        programs_share=sum(map(bool, changes)) / len(changes), per_program=sum(changes) / len(changes)
-    )
+    return {
+        "programs_share": sum(map(bool, changes)) / len(changes),
+        "per_program": sum(changes) / len(changes),
+    }
 
 
-def utilisation(run: RunLog) -> Utilisation | None:
+def utilisation(run: RunLog) -> dict[str, float] | None:
     """Busy share of the replicas over the whole run; ``None`` for a single engine and for an empty run."""
     if not run.replicas or not run.virtual_s:
         return None
     shares = [replica.busy_s / run.virtual_s for replica in run.replicas]
-    return Utilisation(min=min(shares), mean=sum(shares) / len(shares), max=max(shares))
+    return {"min": min(shares), "mean": sum(shares) / len(shares), "max": max(shares)}
 
 
 def slo_attainment(programs: Sequence[ProgramLog], run_end_s: float) -> dict[str, float] | None:

@@ -29,23 +29,6 @@ class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
 NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=None)
 
 
-class ReplicaChanges(msgspec.Struct, kw_only=True, frozen=True):
-    """How often programs changed engines, over all programs with a turn that an engine computed."""
-
-    programs_share: float
-    """Share of programs that were computed on more than one engine, 0 to 1."""
-    per_program: float
-    """Mean number of engine changes of a program."""
-
-
-class Utilisation(msgspec.Struct, kw_only=True, frozen=True):
-    """Busy share of the engines: busy virtual seconds ÷ virtual seconds of the run."""
-
-    min: float
-    mean: float
-    max: float
-
-
 class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
     """Metrics of one engine over the whole run. Tokens are sums over the turns that the engine computed."""
 
@@ -102,8 +85,11 @@ class RunRow(RunFacts, kw_only=True):
     replicas: int | None = None
     """Number of engines behind a gateway; ``None`` for a single engine without a gateway. With several
     engines, ``device_busy_fraction`` is the mean."""
-    replica_changes: ReplicaChanges | None = None
-    utilisation: Utilisation | None = None
+    replica_changes: dict[str, float] | None = None
+    """Of the programs with a turn that an engine computed: ``programs_share``, the share that was computed on
+    more than one engine, and ``per_program``, the mean number of engine changes."""
+    utilisation: dict[str, float] | None = None
+    """``min``, ``mean`` and ``max`` of the engines' busy virtual seconds ÷ virtual seconds of the run."""
     slo_attainment: dict[str, float] | None = None
     """Tenant → share of its programs that meet their SLO, 0 to 1. The key ``OVERALL`` stands for all
     programs. See ``run_metrics.slo_attainment``."""
