@@ -122,15 +122,6 @@ def test_the_thread_of_the_model_never_waits() -> None:
     assert not load.done()
 
 
-def test_a_refused_copy_is_an_error_of_its_caller() -> None:
-    cuda = FakeCuda(0)
-    backend = CudaDeviceBackend(device_memory()[1], SLOTS, cuda)
-    cuda.fails_next = True
-    with pytest.raises(RuntimeError, match="the driver refuses"):
-        backend.to_host([BlockCopy(0, 0)], backend.fence())
-    backend.to_host([BlockCopy(0, 0)], backend.fence()).wait()
-
-
 @pytest.mark.parametrize("slot", [-1, SLOTS])
 def test_a_slot_that_does_not_exist_is_refused(slot: int) -> None:
     """A copy by address would reach other memory of the process."""

@@ -61,11 +61,6 @@ def test_kernel_blocks_that_subdivide_a_block_are_one_page(kernel_blocks: int) -
     assert filled == list(range(3 * kernel_blocks, 4 * kernel_blocks))
 
 
-def test_an_engine_with_a_single_block_has_one_page() -> None:
-    (page,) = page_views("layer", torch.zeros(1, HEADS, TOKENS, CHANNELS), 1)
-    assert page.shape == (1, HEADS * TOKENS * CHANNELS * 4)
-
-
 def test_pages_begin_where_the_tensor_does() -> None:
     memory = torch.zeros(7 + BLOCKS * 8, dtype=torch.uint8)
     (page,) = page_views("layer", memory[7:].view(BLOCKS, 8), BLOCKS)

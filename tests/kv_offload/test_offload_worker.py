@@ -20,6 +20,7 @@ from fake_cuda import FakeCuda  # noqa: E402
 from faulty_file_system import FaultyFiles, broken  # noqa: E402
 from kv_blocks import key  # noqa: E402
 from offload_harness import PATIENCE_S, Engine, nothing_is_pinned  # noqa: E402
+from sojourn_server.kv_offload.host_block_pool import RetentionRank  # noqa: E402
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs  # noqa: E402
 from sojourn_server.kv_offload.offload_worker import SEARCH_S, OffloadWorker  # noqa: E402
 from sojourn_server.kv_offload.transfer_thread import TransferThread  # noqa: E402
@@ -123,6 +124,23 @@ def test_no_lane_waits_for_another(make: Callable[..., Engine], tmp_path: Path) 
     engine.load([D, B, C], "r2")
 
 
+def test_a_step_after_a_cancelled_load_waits_for_its_copies() -> None:
+    engine, arrives = Engine(), threading.Event()
+    engine.save([A])
+    engine.step()
+    engine.device.before = waits(arrives, "to_device")
+    assert engine.ask([A]) == 1
+    engine.planner.load("r", [A], [4])
+    engine.begin()
+    engine.planner.cancel_load("r")
+    threading.Timer(0.05, arrives.set).start()
+    engine.begin()
+    engine.write(4, B)
+    engine.end()
+    assert engine.holds(4, B), "the cancelled load has ended before"
+    engine.close()
+
+
 # -- stores that are awaited
 
 
@@ -213,8 +231,8 @@ def test_a_search_of_a_slow_disk_ends_in_time_with_what_it_has_found(tmp_path: P
     engine.close()
 
 
-def test_after_a_store_that_fails_once_a_step_has_waited_for_it_nothing_is_loaded(
-    reported: list[BaseException],
+def test_after_a_store_that_fails_once_a_step_has_waited_for_it_nothing_is_loaded_or_written(
+    reported: list[BaseException], tmp_path: Path
 ) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
@@ -224,7 +242,7 @@ def test_after_a_store_that_fails_once_a_step_has_waited_for_it_nothing_is_loade
             assert goes_on.wait(PATIENCE_S)
             raise Broken
 
-    engine = Engine()
+    engine = Engine(tmp_path)
     engine.device.to_host = lambda copies, after: FailsLate()  # type: ignore[method-assign, assignment]
     engine.device.hold_compute = lambda copy: None  # type: ignore[method-assign]
     assert engine.planner.store([(A, 0)]) == 1
@@ -237,7 +255,9 @@ def test_after_a_store_that_fails_once_a_step_has_waited_for_it_nothing_is_loade
     engine.step()
     assert engine.ask([A]) == 1
     engine.planner.load("r", [A], [1])
+    engine.planner.write_to_disk([A], RetentionRank.COLD)
     assert engine.step() == {1}
+    engine.steps_until(lambda: engine.planner.counts["spill_failed"] == 1)
     assert isinstance(reported[0], Broken)
     engine.close()
 
@@ -262,9 +282,6 @@ def test_a_block_that_cannot_be_read_is_computed_and_counted(tmp_path: Path, out
     engine.close()
 
 
-# -- the end
-
-
 def test_a_disk_that_hangs_does_not_hold_up_the_end(
     make: Callable[..., Engine], tmp_path: Path, reported: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,9 +297,6 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     goes_on.set()
     engine.mover._to_disk._thread.join(PATIENCE_S)
     make(tmp_path).load(KEYS[:6])
-
-
-# -- what it says of itself
 
 
 def test_each_lane_says_what_it_has_moved(make: Callable[..., Engine], tmp_path: Path) -> None:
