@@ -6,17 +6,8 @@ from pathlib import Path
 
 from sojourn_server.policies.costs.engine_profile import EngineProfile
 
+from . import latency_profiles as profiles
 from .latency_models import DeviceShape, FittedLatency, LatencyModel, RooflineLatency
-from .latency_profiles import (
-    RUNTIME_BYTES,
-    HardwareProfile,
-    LatencyProfileError,
-    ModelShape,
-    is_profile_path,
-    load_hardware_profile,
-    load_model_shape,
-    read_profile_toml,
-)
 
 GPU_MEMORY_UTILIZATION = 0.92
 """Default of vLLM 0.32 for the share of device memory that an engine uses (config/cache.py)."""
@@ -53,12 +44,12 @@ def load_latency_model(
     if is_engine_profile(hardware):
         latency, device = _measured(Path(hardware), model, tp, cpu_ratio, kv_pool_tokens, max_model_len)
         return latency, _in_blocks(device, cpu_ratio)
-    profile = load_hardware_profile(hardware)
-    shape = load_model_shape(DEFAULT_MODEL if model is None else model)
+    profile = profiles.load_hardware_profile(hardware)
+    shape = profiles.load_model_shape(DEFAULT_MODEL if model is None else model)
     latency = RooflineLatency(profile, shape, tp)
     context = shape.max_context_tokens if max_model_len is None else max_model_len
     if context > shape.max_context_tokens:
-        raise LatencyProfileError(
+        raise profiles.LatencyProfileError(
             f"max_model_len is {context:,}; {shape.name} takes at most {shape.max_context_tokens:,}"
         )
     if kv_pool_tokens is None:
@@ -80,13 +71,15 @@ def _measured(
     try:
         profile = EngineProfile.from_toml(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise LatencyProfileError(f"{path}: {error}") from error
+        raise profiles.LatencyProfileError(f"{path}: {error}") from error
     if profile.steps is None:
-        raise LatencyProfileError(
+        raise profiles.LatencyProfileError(
             f"{path}: the engine profile holds no step costs; measure with sojourn profile, decoding included"
         )
     if tp != 1:
-        raise LatencyProfileError(f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1")
+        raise profiles.LatencyProfileError(
+            f"tp is {tp}; {path} was measured on the engine as it was: leave tp at 1"
+        )
     limits = profile.limits
     longest = limits.max_context_tokens
     if longest and pool_tokens:
@@ -98,19 +91,19 @@ def _measured(
         "max_num_batched_tokens": limits.max_num_batched_tokens or 0,
     }
     if missing := [name for name, value in found.items() if not value]:
-        raise LatencyProfileError(
+        raise profiles.LatencyProfileError(
             f"{path}: the engine's {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the "
             "profile; set it, or measure again with sojourn profile"
         )
     kv_bytes = limits.kv_bytes_per_token
     if kv_bytes is None and model is not None:
-        kv_bytes = load_model_shape(model).kv_bytes_per_token()
+        kv_bytes = profiles.load_model_shape(model).kv_bytes_per_token()
     latency = FittedLatency(
         profile.steps, profile.device_to_host_bytes_per_s, profile.host_to_device_bytes_per_s
     )
     if cpu_ratio > 0:
         if kv_bytes is None:
-            raise LatencyProfileError(
+            raise profiles.LatencyProfileError(
                 f"{path}: limits.kv_bytes_per_token is missing, and host memory needs it: name the model"
             )
         for to_host in (True, False):  # raises an error without the bandwidth
@@ -126,10 +119,16 @@ def is_engine_profile(hardware: str) -> bool:
     """Whether ``hardware`` is the path of an engine profile: measurements of one engine, made by ``sojourn
     profile``."""
     path = Path(hardware)
-    return is_profile_path(hardware) and path.is_file() and "prefill" in read_profile_toml(path)
+    return (
+        profiles.is_profile_path(hardware)
+        and path.is_file()
+        and "prefill" in profiles.read_profile_toml(path)
+    )
 
 
-def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context: int) -> int:
+def _pool_tokens(
+    hardware: profiles.HardwareProfile, model: profiles.ModelShape, tp: int, context: int
+) -> int:
     """KV tokens that fit beside the weights on ``tp`` devices, rounded down to whole blocks. Raises
     ``LatencyProfileError`` if a request of ``context`` tokens does not fit."""
 
@@ -145,7 +144,7 @@ def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context:
         per_token = model.weight_bytes * (4 * model.hidden_size + (3 * inner + qkv) / devices)
         batched = int(hardware.max_num_batched_tokens)
         logits = min(int(hardware.max_num_seqs), batched) * model.vocabulary * 4 * 2
-        taken = model.weights_bytes / devices + batched * per_token + logits + RUNTIME_BYTES
+        taken = model.weights_bytes / devices + batched * per_token + logits + profiles.RUNTIME_BYTES
         return hardware.memory_bytes * GPU_MEMORY_UTILIZATION - taken
 
     def pool_tokens(devices: int) -> int:
@@ -160,7 +159,7 @@ def _pool_tokens(hardware: HardwareProfile, model: ModelShape, tp: int, context:
     larger = (n for n in range(tp + 1, model.heads + 1) if model.splits(n))
     enough = next((f"use tp {n}" for n in larger if pool_tokens(n) >= context), "no tp is enough")
     advice = f"{enough}, or a max_model_len of at most {tokens}" if tokens > 0 else enough
-    raise LatencyProfileError(
+    raise profiles.LatencyProfileError(
         f"{model.name} with a context of {context:,} tokens does not fit on {tp} × {hardware.name}: "
         f"{missing / 2**30:.1f} GiB a device are missing; {advice}"
     )
@@ -170,15 +169,15 @@ def _in_blocks(device: DeviceShape, cpu_ratio: float) -> DeviceShape:
     """Return ``device`` with its KV pool rounded down to whole blocks, and with host memory of ``cpu_ratio``
     × the pool. Raises ``LatencyProfileError`` if the pool cannot hold one request of the longest context."""
     if not 0 <= cpu_ratio < float("inf"):
-        raise LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
+        raise profiles.LatencyProfileError(f"cpu_ratio is {cpu_ratio}; expected a number ≥ 0")
     block = device.block_size
     pool = device.kv_pool_tokens // block * block
     if pool < 2 * block:
-        raise LatencyProfileError(
+        raise profiles.LatencyProfileError(
             f"the KV pool holds {pool:,} tokens; expected at least {2 * block}, which one request needs"
         )
     if pool < device.max_context_tokens:
-        raise LatencyProfileError(
+        raise profiles.LatencyProfileError(
             f"kv_pool_tokens is {pool:,}, max_model_len {device.max_context_tokens:,}: one request would not "
             f"fit; use a max_model_len of at most {pool}"
         )

@@ -19,17 +19,7 @@ import msgspec
 
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
-from .distributions import (
-    Distribution,
-    PercentileDistribution,
-    gamma,
-    log_normal,
-    log_normal_with,
-    rounded_normal,
-    split,
-    truncated_exponential,
-    uniform,
-)
+from . import distributions as dist
 
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
@@ -38,7 +28,7 @@ ProgramGenerator = Callable[[random.Random], Iterator[TraceProgram]]
 """Function that draws the programs of a synthetic workload, without end."""
 
 
-def draw_tool_run(name: str, seconds: Distribution, rng: random.Random) -> TraceToolRun:
+def draw_tool_run(name: str, seconds: dist.Distribution, rng: random.Random) -> TraceToolRun:
     """Return a call of the tool ``name``. Its duration in seconds is drawn from ``seconds``."""
     return TraceToolRun(name=name, s=round(seconds(rng), 6))
 
@@ -101,24 +91,24 @@ are unscaled."""
 class _Continuum(NamedTuple):
     """One row of Continuum's Table 1."""
 
-    turns: Distribution
-    tool_s: Distribution
-    tokens: Distribution
+    turns: dist.Distribution
+    tool_s: dist.Distribution
+    tokens: dist.Distribution
     tool: str
 
 
 _CONTINUUM = {
     "continuum-swe-bench": _Continuum(
-        turns=rounded_normal(10.9, 2.1),
+        turns=dist.rounded_normal(10.9, 2.1),
         # After clipping, the mean is 0.925 and the standard deviation 3.550.
-        tool_s=log_normal(-1.9879452855002073, 1.9951980880292188, SWE_TOOL_LIMIT_S),
-        tokens=gamma(70_126, 19_732),
+        tool_s=dist.log_normal(-1.9879452855002073, 1.9951980880292188, SWE_TOOL_LIMIT_S),
+        tokens=dist.gamma(70_126, 19_732),
         tool="bash",
     ),
     "continuum-bfcl": _Continuum(
-        turns=rounded_normal(6.3, 2.3),
-        tool_s=log_normal_with(1.923, 2.133),
-        tokens=gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE),
+        turns=dist.rounded_normal(6.3, 2.3),
+        tool_s=dist.log_normal_with(1.923, 2.133),
+        tokens=dist.gamma(93_256 * BFCL_SCALE, 68_687 * BFCL_SCALE),
         tool="fetch_url",  # as in Continuum's Figure 5
     ),
 }
@@ -132,7 +122,7 @@ def _continuum_programs(table: _Continuum, output_share: float, rng: random.Rand
         # On average all turns add equally many tokens, and the first prompt adds as many as a later tool
         # result.
         appends, outputs = [], []
-        for growth in split(rng, total - turns, turns):
+        for growth in dist.split(rng, total - turns, turns):
             output = max(1, round(growth * output_share))
             outputs.append(output)
             appends.append(growth + 1 - output)
@@ -171,9 +161,9 @@ def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     written = max(turns, round(total * gen / growth))
     # Mean over turns of (0, c, c + g, …, total − g): total·(1 + c/total − 2/turns)/2.
     after_first = total * (2 * (context + growth) / mean_total - 1)
-    outputs = split(rng, written, turns)
+    outputs = dist.split(rng, written, turns)
     first = min(max(1, round(after_first) - outputs[0]), total - written - (turns - 1))
-    appends = [first, *split(rng, total - written - first, turns - 1)]
+    appends = [first, *dist.split(rng, total - written - first, turns - 1)]
     return append_only(appends, outputs, [TraceToolRun(name="sandbox", s=0.0)] * turns)
 
 
@@ -185,19 +175,19 @@ def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
 # -- SAGA -----------------------------------------------------------------------------------------
 
 TOOL_LATENCIES = {
-    "code_execution": PercentileDistribution(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
-    "file_operation": PercentileDistribution(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
-    "web_api": PercentileDistribution(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
-    "database_query": PercentileDistribution(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
+    "code_execution": dist.PercentileDistribution(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
+    "file_operation": dist.PercentileDistribution(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
+    "web_api": dist.PercentileDistribution(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
+    "database_query": dist.PercentileDistribution(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
 }
 """Tool type → latency in seconds (SAGA Table 1)."""
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
 """(class, number of tenants, steps of an agent, tasks per minute of each tenant), SAGA §9.1."""
 _FIRST_PROMPT = (2_000, 4_000)
-FIRST_PROMPT = uniform(*_FIRST_PROMPT)
+FIRST_PROMPT = dist.uniform(*_FIRST_PROMPT)
 """Tokens of a program's first prompt (SAGA §2.1: a context grows from 2–4K tokens to 16–128K)."""
 _LONGEST_CONTEXT = 128_000
-_STEP_OUTPUT = uniform(100, 500)
+_STEP_OUTPUT = dist.uniform(100, 500)
 """Output tokens of a step (SAGA §9.1, SWE-bench)."""
 SWE_STEPS = (37, 5, 150)
 """Mean, minimum and maximum number of steps of a SWE-bench task (SAGA §9.1 and §2.1)."""
@@ -236,10 +226,10 @@ def _ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
 def _latency_cv(cv: float) -> ProgramGenerator:
     """Return a generator function of the programs of SAGA's Table 10. ``cv`` is the coefficient of variation
     of the tool latencies. Their mean is always ``CV_MEAN_TOOL_S``."""
-    tool_s = log_normal_with(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
+    tool_s = dist.log_normal_with(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     _, least, most = SWE_STEPS
     # With this rate the mean is that of ``SWE_STEPS``.
-    draw_steps = truncated_exponential(least, most, rate=0.02933303908757992)
+    draw_steps = dist.truncated_exponential(least, most, rate=0.02933303908757992)
 
     def programs(rng: random.Random) -> Iterator[TraceProgram]:
         while True:
@@ -263,12 +253,12 @@ def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int],
     first = round(FIRST_PROMPT(rng))
     outputs = [round(_STEP_OUTPUT(rng)) for _ in range(steps)]
     left = max(steps, round(growth * steps) - sum(outputs))
-    return [first, *(split(rng, left, steps - 1) if steps > 1 else ())], outputs
+    return [first, *(dist.split(rng, left, steps - 1) if steps > 1 else ())], outputs
 
 
 # -- long outputs -----------------------------------------------------------------------------------
 
-R1_OUTPUT = PercentileDistribution(
+R1_OUTPUT = dist.PercentileDistribution(
     tuple(
         zip(
             (0.05, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.999),
@@ -281,15 +271,15 @@ R1_OUTPUT = PercentileDistribution(
 f891d11). It has 1,383,669 requests of 73 clients in one day. Each client's published six-hour histograms are
 weighted by its requests. The mean is 1,527."""
 
-_PROBLEM = uniform(40, 200)
+_PROBLEM = dist.uniform(40, 200)
 _SIGMA = 0.8596474476788896
 """With ``_SIGMA``, the mean of reasoning-math is 6,000 after clipping, and its third quartile 8K."""
-_REQUESTS: dict[str, tuple[Distribution, Distribution]] = {
+_REQUESTS: dict[str, tuple[dist.Distribution, dist.Distribution]] = {
     # A gamma distribution whose mean equals its standard deviation is exponential.
-    "lmsys-chat": (gamma(69.83, 69.83), gamma(182, 182)),
-    "sharegpt-chat": (gamma(94.46, 94.46), gamma(456, 456)),
-    "math": (_PROBLEM, log_normal(8.431089955037654, _SIGMA, 16 * 1024)),
-    "aime": (_PROBLEM, log_normal(9.1242371355976, _SIGMA, 32 * 1024)),
+    "lmsys-chat": (dist.gamma(69.83, 69.83), dist.gamma(182, 182)),
+    "sharegpt-chat": (dist.gamma(94.46, 94.46), dist.gamma(456, 456)),
+    "math": (_PROBLEM, dist.log_normal(8.431089955037654, _SIGMA, 16 * 1024)),
+    "aime": (_PROBLEM, dist.log_normal(9.1242371355976, _SIGMA, 32 * 1024)),
 }
 """Agent type of ``reasoning-mix`` → tokens of prompt and output."""
 
@@ -297,7 +287,7 @@ AGENT_TURNS = (23, 2, 50)
 """Mean, minimum and maximum number of turns of ``reasoning-agent``."""
 AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_execution"}
 """Tool of the agent → SAGA's tool type."""
-_TOOL_RESULT = uniform(100, 1_000)
+_TOOL_RESULT = dist.uniform(100, 1_000)
 
 
 def _requests(types: Sequence[str], rng: random.Random) -> Iterator[TraceProgram]:
@@ -310,7 +300,7 @@ def _requests(types: Sequence[str], rng: random.Random) -> Iterator[TraceProgram
 
 def _agent(rng: random.Random) -> Iterator[TraceProgram]:
     # With this rate the mean is that of ``AGENT_TURNS``.
-    draw_turns = truncated_exponential(*AGENT_TURNS[1:], rate=0.015773677940045062)
+    draw_turns = dist.truncated_exponential(*AGENT_TURNS[1:], rate=0.015773677940045062)
     while True:
         turns = round(draw_turns(rng))
         tools = [
