@@ -8,8 +8,10 @@ from sojourn_server.policies.fairness_policies import SharePolicy
 from sojourn_server.policies.routing_policies import SessionAffinityRouting, StealingPolicy
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import AffinityStrategy
+from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS, ProgramEstimator
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_limits import RoutingLimits
+from sojourn_server.routing.routing_records import RoutedProgram
 
 CAPACITY = 1000
 
@@ -70,3 +72,13 @@ def kv_lost(core: Any, program_id: str, tenant: str, at: str) -> routing_events.
         programs=tuple(routing_events.ResidentKv(*program.key, 1, 1) for program in kept),
         waiting=((tenant, program_id),),
     )
+
+
+def expectations() -> ProgramEstimator:
+    """Enough have ended of enough tenants: coders after ten turns at 900 tokens, clerks after two at 20."""
+    expected = ProgramEstimator()
+    for tenant in ("t", "t2", "t3"):
+        for kind, turns, tokens in (("coder", 10, 900), ("clerk", 2, 20)) * MIN_FINISHED_PROGRAMS:
+            ended = RoutedProgram((tenant, "p"), kind, None, 0.0, 1.0, context_tokens=tokens, turns=turns)
+            expected.ended(ended, 10.0)
+    return expected

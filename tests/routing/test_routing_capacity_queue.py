@@ -58,16 +58,10 @@ def ends(it: RoutingCore, name: str, now: float, tenant: str = "t") -> list[str]
     )
 
 
-# -- rows ---------------------------------------------------------------------------------
-
-
 def waiting(number: int, needs_tokens: int) -> RoutedRequest:
     return RoutedRequest(
         f"r{number}", number, "t", None, 1, 1, 0.0, 0.0, needs_tokens=needs_tokens, queue_key=(number,)
     )
-
-
-# -- thousands -------------------------------------------------------------------------
 
 
 def crowd(it: RoutingCore, replicas: int, waiting: int, sizes: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from routing_builders import build_core, seen, sends, with_replicas
+from routing_builders import build_core, expectations, seen, sends, with_replicas
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.policies.routing_policies import (
     LeastDelayRouting,
@@ -17,7 +17,6 @@ from sojourn_server.policies.routing_policies import (
 )
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import MAX_REPLICAS_COMPARED
-from sojourn_server.routing.program_estimates import MIN_FINISHED_PROGRAMS, ProgramEstimator
 from sojourn_server.routing.routing_core import RoutingCore
 from sojourn_server.routing.routing_events import (
     KvReported,
@@ -27,7 +26,6 @@ from sojourn_server.routing.routing_events import (
     ResidentKv,
     SendRequest,
 )
-from sojourn_server.routing.routing_records import RoutedProgram
 
 
 def asks(core: Any, name: str, program: str, now: float, tokens: int = 100) -> str | None:
@@ -119,30 +117,6 @@ class Noted:
     def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
         self.views.append(view)
         return self.policy.route(view, replicas, now)
-
-
-def expectations() -> ProgramEstimator:
-    """Enough have ended of enough tenants: coders after ten turns at 900 tokens, clerks after two at 20."""
-    expected = ProgramEstimator()
-    for tenant in ("t", "t2", "t3"):
-        for kind, turns, tokens in (("coder", 10, 900), ("clerk", 2, 20)):
-            end_programs(expected, tenant, kind, tokens, turns)
-    return expected
-
-
-def end_programs(
-    expected: ProgramEstimator,
-    tenant: str,
-    kind: str | None,
-    tokens: int,
-    turns: int = 1,
-    count: int = MIN_FINISHED_PROGRAMS,
-) -> None:
-    """As many programs of a tenant end as an estimate needs."""
-    for _ in range(count):
-        expected.ended(
-            RoutedProgram((tenant, "p"), kind, None, 0.0, 1.0, context_tokens=tokens, turns=turns), 10.0
-        )
 
 
 def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> RoutingCore:

@@ -214,15 +214,3 @@ def test_no_kv_is_thrown_away_to_make_room() -> None:
     actions = it.take(routing_events.Tick(), 2.2)
     assert [type(action) for action in actions] == [RecallRequest, ReleaseProgramKv, SendRequest, SendRequest]
     assert sends(actions) == [("c2/2", "b"), ("u", "a")]
-
-
-def test_of_two_that_could_move_and_cannot_both_one_stays_with_its_kv() -> None:
-    it = three_at_a_and_room_at_b()
-    it.take(asked("x", "calm", 60, deadline_s=1e6), 1.3)
-    it.take(routing_events.FirstByteSent("x", "b"), 1.3)
-    assert it.take(asked("u", "urgent", 650, deadline_s=3.0), 1.3) == []
-    actions = it.take(routing_events.Tick(), 2.2)
-    assert sends(actions) == [("c2/2", "b")]
-    assert [type(action) for action in actions].count(RecallRequest) == 1
-    assert [it.programs.get(("calm", name)).home for name in ("c0", "c1", "c2")] == ["a", "a", "b"]
-    assert it.requests["u"].sent is None
