@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from sojourn_server.metrics.turn_explanation import explain
-from turns import end, last_turn, prompt, tool
+from turns import add_request, end, last_turn, prompt, tool
 
 
 def test_a_lease_survives_traffic_that_would_evict_it(make_engine, clock):
@@ -147,19 +146,7 @@ def test_the_first_hint_with_a_mistake_is_told(make_engine, warnings):
 
 def stream(engine, program, tokens, *, resumable=True, key="program_id"):
     """Add a part of a prompt that a program's client streams."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
-    extra = {"agentic_context": json.dumps({key: program})}
-    request = Request(
-        request_id=program,
-        prompt_token_ids=list(tokens),
-        sampling_params=SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra),
-        pooling_params=None,
-        block_hasher=engine.hash_blocks,
-        resumable=resumable,
-    )
-    engine.scheduler.add_request(request)
+    add_request(engine, program, tokens, hints={key: program}, resumable=resumable)
 
 
 def test_a_warning_says_which_sessions_wait_for_blocks_that_they_hold(make_engine, clock, warnings):

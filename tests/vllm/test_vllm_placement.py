@@ -10,7 +10,7 @@ import pytest
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.policies.placement.placement_views import Tier
 from test_vllm_preemption_faults import Timed
-from turns import last_turn, prompt, running, waiting
+from turns import add_request, last_turn, prompt, running, waiting
 
 BLOCK = 16
 SHAPE = {"blocks": 41, "host_blocks": 60, "own_tiers": True, "max_model_len": 640}
@@ -100,21 +100,9 @@ def test_only_a_request_of_a_pair_is_not_parked(
     crowded: Worker, in_pair: bool, params: Any, runs: bool
 ) -> None:
     """Its pair's gateway has admitted it. A client's own ``kv_transfer_params`` pass nothing."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.request import Request
-
     engine = crowded.engine
-    crowded.engine.scheduler.sojourn.waiting.in_pair = in_pair
-    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": params})
-    request = Request(
-        request_id="b2",
-        prompt_token_ids=prompt(2, 32),
-        sampling_params=params,
-        pooling_params=None,
-        block_hasher=engine.hash_blocks,
-        session_id="B",
-    )
-    engine.scheduler.add_request(request)
+    engine.scheduler.sojourn.waiting.in_pair = in_pair
+    add_request(engine, "b2", prompt(2, 32), params=params, max_tokens=2, session_id="B")
     crowded.step()
     assert ("b2" in running(engine)) is runs
     crowded.until_idle()

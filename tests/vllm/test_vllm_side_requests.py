@@ -8,26 +8,15 @@ from typing import Any
 import pytest
 from sojourn_server.simulator.parity_replay import replay_recording
 from sojourn_server.vllm.compat import RequestStatus
-from turns import tool
+from turns import add_request, tool
 
 TASK = range(10_000, 10_300)
 TITLE = range(20_000, 20_060)
 
 
-def add(engine: Any, name: str, prompt: Any, *, session: str = "S") -> None:
+def add(engine: Any, name: str, tokens: Any) -> None:
     """Add a request as vLLM's API server does for one with ``X-Session-ID``."""
-    scheduler = engine.scheduler
-    take_in = scheduler.add_request
-
-    def with_session(request: Any) -> None:
-        request.session_id = session
-        take_in(request)
-
-    scheduler.add_request = with_session
-    try:
-        engine.add(name, prompt, max_tokens=4)
-    finally:
-        scheduler.add_request = take_in
+    add_request(engine, name, tokens, max_tokens=4, session_id="S")
 
 
 @pytest.mark.parametrize("policy", ["fixed-ttl", "sojourn"])
@@ -63,19 +52,9 @@ def test_a_title_request_leaves_the_context_of_the_conversation(
     assert report.decisions_by_kind["side_request"] >= 9
 
 
-def test_a_request_with_which_vllm_only_frees_transferred_kv_is_not_counted(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_with_which_vllm_only_frees_transferred_kv_is_not_counted(make_engine: Any) -> None:
     engine = make_engine("observe")
-    take_in = engine.scheduler.add_request
-
-    def aborted(request: Any) -> None:
-        request.abort_immediately = True
-        take_in(request)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler, "add_request", aborted)
-        engine.add("freed", [0], max_tokens=1)
+    add_request(engine, "freed", [0], aborts=True)
     engine.scheduler.finish_requests(["freed"], RequestStatus.FINISHED_ABORTED)
     engine.run()
     assert engine.ask("snapshot")["engine"]["untracked_requests"] == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -40,3 +42,31 @@ def running(engine: Any) -> set[str]:
 def waiting(engine: Any) -> list[str]:
     """In the queue's order."""
     return [request.request_id for request in engine.scheduler.waiting]
+
+
+def add_request(
+    engine: Any,
+    request_id: str,
+    tokens: Sequence[int],
+    *,
+    hints: dict[str, Any] | None = None,
+    params: Any = None,
+    max_tokens: int = 1,
+    aborts: bool = False,
+    **fields: Any,
+) -> Any:
+    """Add a request with fields that ``engine.add`` does not know. ``hints``: its ``agentic_context``;
+    ``params``: its ``kv_transfer_params``."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    extra = {"agentic_context": json.dumps(hints)} if hints is not None else {}
+    extra |= {"kv_transfer_params": params} if params is not None else {}
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
+    request = Request(
+        request_id, list(tokens), sampling, pooling_params=None, block_hasher=engine.hash_blocks, **fields
+    )
+    if aborts:
+        request.abort_immediately = True  # not every release has it
+    engine.scheduler.add_request(request)
+    return request
