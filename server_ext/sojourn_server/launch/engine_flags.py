@@ -150,7 +150,6 @@ def _without(flag: str, args: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _SHORT_FLAGS = {
-    "-asc": "--api-server-count",
     "-cc": "--compilation-config",
     "-dp": "--data-parallel-size",
     "-dpe": "--data-parallel-external-lb",

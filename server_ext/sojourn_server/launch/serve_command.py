@@ -218,12 +218,6 @@ def build_command(
         default("--enable-auto-tool-choice")
         default("--tool-call-parser", GENERATED_MODEL_TOOL_PARSER)
     if facts.cpu_build:
-        for flag in ("--enforce-eager", "--enable-lora") if stages > 1 else ():
-            if flags.is_set(flag):
-                raise InvalidOption(
-                    f"{flag} with --pipeline-parallel-size {stages}: vLLM's CPU engine then makes no first "
-                    "pass over the model and fails at the first request; leave out one of the two"
-                )
         default("--block-size", str(CPU_BLOCK_SIZE))
         default("--max-num-batched-tokens", str(CPU_BATCHED_TOKENS))
         if flags.names.isdisjoint(("--compilation-config", "--optimization-level")):
@@ -364,16 +358,12 @@ def _warnings(
     options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     in_rust = environ.get(RUST_FRONTEND, "0") != "0"
-    count, ranks = flags.value("--api-server-count"), flags.value("--data-parallel-size")
+    ranks = flags.value("--data-parallel-size")
     ours = options.policy != STOCK_POLICY
     found = {
-        f"{RUST_FRONTEND} has no effect: the CPU build of vLLM runs its server in Python":
-            in_rust and not facts.has_vllm_cli,
         f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows no "
         "coding agents, and has neither the live page nor sojourn's metrics; unset it to have them":
             in_rust and facts.has_vllm_cli and (ours or options.pair.any),
-        f"--api-server-count {count} has no effect: the CPU build of vLLM runs one API server":
-            count not in (None, "1") and not facts.has_vllm_cli,
         f"--data-parallel-size {ranks}: each rank has KV of its own, and vLLM sends a program's next "
         "request to any of them; put `sojourn gateway --engines URL` before this server, which keeps a "
         "program on its rank":
