@@ -268,22 +268,6 @@ def test_no_port(port):
         listen_address(EngineFlags.read(("--port", port)))
 
 
-@pytest.mark.parametrize("what", ["text", "folder", "another"])
-def test_a_file_that_is_no_network_is_refused_before_the_engine_starts(tmp_path, what):
-    from safetensors.numpy import save_file
-
-    file = tmp_path / "network"
-    if what == "text":
-        file.write_text("lengths, mostly")
-    elif what == "folder":
-        file.mkdir()
-    else:
-        save_file({}, file, {"format": "somebody-elses"})
-    with pytest.raises(InvalidOption, match=f"--sojourn-network: {file}.*xpected"):
-        build(policy="tetris-learned", reads_hidden_states=True, network_file=str(file))
-    build(policy="tetris-learned", reads_hidden_states=True, network_file=str(tmp_path / "not there yet"))
-
-
 # -- a --config file counts like flags on the command line ------------------------------------
 
 

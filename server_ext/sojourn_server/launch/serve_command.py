@@ -173,7 +173,6 @@ def build_command(
         added += ["--scheduler-cls", SCHEDULER_CLS]
         if options.reads_hidden_states:
             added += ["--worker-cls", WORKER_CLS]
-            _check_network(options.network_file)
         flags, merged = flags.pop_json("--additional-config")
         merged[PLUGIN_NAME] = {
             **_tool_parser_config(options, flags),
@@ -374,19 +373,6 @@ def _warnings(
 
 _ONE_RANK = [f"--data-parallel-{name}" for name in ("rank", "external-lb", "multi-port-external-lb")]
 """Flags of vLLM with which each data-parallel rank has an address of its own."""
-
-
-def _check_network(network_file: str | None) -> None:
-    """Raise ``InvalidOption`` if the file of the length predictor's network is unusable. The engine would
-    reject it only after it has loaded the model."""
-    if network_file is None:
-        return
-    from ..predictors.weights_format import WeightsError, read_weights_metadata
-
-    try:
-        read_weights_metadata(Path(network_file))
-    except WeightsError as error:
-        raise InvalidOption(f"--sojourn-network: {error}") from None
 
 
 def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
