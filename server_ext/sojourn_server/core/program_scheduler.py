@@ -792,8 +792,8 @@ class ProgramScheduler:
             queue_state = QueueState.GATED
         key = (0.0, not view.preempted, state.arrival) if overdue else (1.0, *order.key(view))
         # A request of a program looks again each time it has waited so long, since another may be overdue.
-        changes_s = (now + patience_s, order.promoted_s(view), state.since_s + patience_s)
-        return QueuePlace(key, queue_state, min((due_s for due_s in changes_s if due_s > now), default=now))
+        due_s = [each for each in (order.promoted_s(view), state.since_s + patience_s) if each > now]
+        return QueuePlace(key, queue_state, min((now + patience_s, *due_s)))
 
     def may_end_any_lease(self, request_id: str, now: float) -> bool:
         """Whether a waiting request that lacks blocks may end any lease: it is overdue, or passes admission.

@@ -134,11 +134,12 @@ class RequestState:
         program.importance = context.priority or 0
         if context.deadline_seconds is not None:
             program.due_s = self.arrived_s + context.deadline_seconds
-        program.heartbeats |= ours.heartbeat
-        # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
-        program.agent_type = clipped(ours.agent_type) or program.agent_type
-        program.node = clipped(ours.node) or program.node
-        program.tenant = clipped(ours.tenant) or program.tenant
+        if context.sojourn is not None:
+            program.heartbeats |= ours.heartbeat
+            # Names are clipped, because the program keeps them and a context may hold a name of 16 KiB.
+            program.agent_type = clipped(ours.agent_type) or program.agent_type
+            program.node = clipped(ours.node) or program.node
+            program.tenant = clipped(ours.tenant) or program.tenant
         left = ours.expected_steps_left
         program.expected_steps_left = left if left is not None and left >= 0 else None
         ttl_s = clipped_s = context.kv_retention_ttl_seconds
