@@ -60,18 +60,16 @@ def test_a_snapshot_says_when_the_last_of_the_reported_tools_has_ended(engine: V
     assert tool() == (TOOL, False)
 
 
-def test_a_snapshot_says_whether_the_policy_grants_leases(engine: VirtualEngine) -> None:
-    for each, grants in ((engine, True), (VirtualEngine("sojourn"), False)):
-        assert each.ask("snapshot")["engine"]["grants_leases"] is grants
-
-
-def test_a_snapshot_counts_the_requests_that_came_without_a_program(engine: VirtualEngine) -> None:
+def test_a_snapshot_says_whether_leases_are_granted_and_counts_requests_without_a_program(
+    engine: VirtualEngine,
+) -> None:
     for seed in (7, 8):
         engine.finish(engine.arrive(None, prompt(8, seed=seed)))
-    engine.program_scheduler.arrived(
-        RequestArrived(f"cmpl-{PROBE_ID}-1-0", read_identity(None, None), 8), 0.0
-    )
-    assert engine.ask("snapshot")["engine"]["untracked_requests"] == 2
+    probe = RequestArrived(f"cmpl-{PROBE_ID}-1-0", read_identity(None, None), 8)
+    engine.program_scheduler.arrived(probe, 0.0)
+    shown = engine.ask("snapshot")["engine"]
+    assert (shown["grants_leases"], shown["untracked_requests"]) == (True, 2)
+    assert not VirtualEngine("sojourn").ask("snapshot")["engine"]["grants_leases"]
 
 
 def test_programs_latest_first(engine: VirtualEngine) -> None:
@@ -194,25 +192,23 @@ def test_metrics_are_handed_out_once_and_the_catalogue_knows_them_all(engine: Vi
     assert again["gauges"].keys() == told["gauges"].keys()
 
 
-@pytest.mark.parametrize("operation", ["", "shutdown", "Events", "__class__"])
-def test_an_unknown_operation_is_refused(engine: VirtualEngine, operation: str) -> None:
-    with pytest.raises(WireError, match="expected capabilities, policy"):
-        engine.ask(operation)
+NO_OBJECTS = ["[5]", "5", "{", '"x"', '{"limit": NaN}', "\ud800", "[" * 100_000]
+OF_ANOTHER_TYPE = [{"limit": "ten"}, {"limit": 1.5}, {"limit": True}, {"since": []}]
 
 
-@pytest.mark.parametrize("payload", ["[5]", "5", "{", '"x"', '{"limit": NaN}', "\ud800", "[" * 100_000])
-@pytest.mark.parametrize("operation", ["event_batches", "programs", "stats"])
-def test_arguments_that_are_no_object_are_refused(
-    engine: VirtualEngine, operation: str, payload: str
+@pytest.mark.parametrize(
+    ("operation", "payload", "told"),
+    [
+        *((name, "{}", "expected capabilities, policy") for name in ("", "shutdown", "Events", "__class__")),
+        *((name, payload, "") for name in ("event_batches", "stats") for payload in NO_OBJECTS),
+        *(("decisions", json.dumps(arguments), next(iter(arguments))) for arguments in OF_ANOTHER_TYPE),
+    ],
+)
+def test_an_unknown_operation_and_bad_arguments_are_refused(
+    engine: VirtualEngine, operation: str, payload: str, told: str
 ) -> None:
-    with pytest.raises(WireError):
+    with pytest.raises(WireError, match=told or None):
         engine.service.call(operation, payload, engine.now)
-
-
-@pytest.mark.parametrize("arguments", [{"limit": "ten"}, {"limit": 1.5}, {"limit": True}, {"since": []}])
-def test_arguments_of_another_type_are_refused(engine: VirtualEngine, arguments: dict[str, Any]) -> None:
-    with pytest.raises(WireError, match=next(iter(arguments))):
-        engine.service.call("decisions", json.dumps(arguments), engine.now)
 
 
 def test_a_call_changes_nothing_of_what_is_decided(engine: VirtualEngine) -> None:

@@ -225,21 +225,13 @@ def test_c4_with_a_tier_below_the_price_of_losing_a_context_is_copying_it() -> N
     assert lease.reload_s == 42.0, "computing is faster"
 
 
-@pytest.mark.parametrize(
-    ("calls", "tool", "ttl_s", "reason"),
-    [
-        (101, TOOL, 2.0, DecisionReason.THIS_TOOL),
-        (101, "other", 2.0, DecisionReason.ALL_TOOLS),
-        (100, TOOL, math.log(42.0), DecisionReason.COLD_START),
-    ],
-)
-def test_c4_c5_the_ttl_comes_from_this_tools_history_or_all_tools_or_the_benefit(
-    calls: int, tool: str, ttl_s: float, reason: DecisionReason
-) -> None:
-    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(calls, 2.0, tool))
+def test_c4_c5_the_ttl_comes_from_the_tools_history_and_from_the_price() -> None:
+    engine = VirtualEngine("continuum", curve=CURVE, histories=trained(101, 2.0))
     lease = engine.leased_turn("p", prompt(40))
-    assert (lease.ttl_s, lease.reason, lease.reload_s) == (pytest.approx(ttl_s), reason, 42.0)
-    assert lease.expires_s == engine.now + lease.ttl_s
+    assert (lease.ttl_s, lease.reason, lease.reload_s) == (2.0, DecisionReason.THIS_TOOL, 42.0)
+    assert lease.expires_s == engine.now + 2.0
+    cold = VirtualEngine("continuum", curve=CURVE).leased_turn("p", prompt(40))
+    assert (cold.ttl_s, cold.reason) == (pytest.approx(math.log(42.0)), DecisionReason.COLD_START)
 
 
 def test_c4_the_mean_wait_of_evicted_programs_is_part_of_the_worth() -> None:
@@ -286,18 +278,12 @@ def test_c7_an_expired_pin_is_kept_while_its_program_waits_in_the_queue() -> Non
     assert engine.counter("sojourn_lease_ends_total", reason="return") == 1
 
 
-def test_c7_the_last_step_is_not_kept() -> None:
+def test_c7_the_last_step_is_not_kept_until_the_program_goes_on() -> None:
     engine = VirtualEngine()
-    assert engine.turn("p", prompt(40), expected_resume=False) is None
     assert engine.turn("q", prompt(40), sojourn={"v": 1, "final": True}) is None
-    assert engine.reasons("keep") == ["final_turn", "final_turn"]
-
-
-def test_a_final_turn_is_believed_until_the_program_goes_on() -> None:
-    engine = VirtualEngine()
-    for _ in range(3):
-        engine.turn("p", prompt(40), expected_resume=False)
-    assert [reason == "final_turn" for reason in engine.reasons("keep")] == [True, False, False]
+    for number in range(3):
+        assert (engine.turn("p", prompt(40), expected_resume=False) is None) is (number == 0)
+    assert [reason == "final_turn" for reason in engine.reasons("keep")] == [True, True, False, False]
 
 
 SPARING = replace(load_preset("fixed-ttl"), lease_reclaim=load_preset("continuum").lease_reclaim)

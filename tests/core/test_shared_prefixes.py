@@ -65,38 +65,24 @@ SHARED = [10**9 + at for at in range(30 * BLOCK_TOKENS)]
 """A system prompt of 30 blocks."""
 
 
-def own_prompt(number: int) -> list[int]:
-    """The system prompt, and three blocks that only one program has."""
-    return [*SHARED, *prompt(3 * BLOCK_TOKENS, number)]
-
-
-def after_two_that_share() -> VirtualEngine:
-    """An engine with 60 blocks that knows that new programs share the system prompt."""
-    engine = VirtualEngine("sojourn", blocks=60)
-    for number in (1, 2):
-        run(engine, f"first {number}", own_prompt(number))
-    return engine
-
-
-def run(engine: VirtualEngine, program: str, tokens: list[int]) -> None:
-    request = engine.arrive(program, tokens)
-    engine.step()
-    engine.admit(request)
-    engine.now += 1.0
-    engine.finish(request)
-
-
-def newcomers_let_in(engine: VirtualEngine) -> int:
-    """How many of six new programs with the system prompt the policy lets in beside two that run."""
-    for number in (1, 2):
-        engine.admit(engine.arrive(f"runs {number}", own_prompt(number)))
-    requests = [engine.arrive(f"new {number}", own_prompt(200 + number)) for number in range(6)]
-    engine.wait(1.1)
-    return sum(not engine.program_scheduler.is_parked(request) for request in requests)
-
-
 def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
-    assert newcomers_let_in(after_two_that_share()) == 6
+    """Six beside two that run, each with three blocks of its own, on a device of 60 blocks."""
+    engine = VirtualEngine("sojourn", blocks=60)
+
+    def come(program: str, number: int) -> str:
+        return engine.arrive(program, [*SHARED, *prompt(3 * BLOCK_TOKENS, number)])
+
+    for number in (1, 2):  # so that it is known that new programs share the prompt
+        request = come(f"first {number}", number)
+        engine.step()
+        engine.admit(request)
+        engine.now += 1.0
+        engine.finish(request)
+    for number in (1, 2):
+        engine.admit(come(f"runs {number}", number))
+    requests = [come(f"new {number}", 200 + number) for number in range(6)]
+    engine.wait(1.1)
+    assert not any(map(engine.program_scheduler.is_parked, requests))
 
 
 def counted(engine: VirtualEngine) -> int:

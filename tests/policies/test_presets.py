@@ -70,16 +70,6 @@ def test_continuum_differs_from_the_paper_in_admission_and_in_whose_leases_a_wai
         assert getattr(ours, question) == getattr(paper, question)
 
 
-def test_extending_an_extension() -> None:
-    preset = parse_preset(
-        'extends = "fixed-ttl"\nname = "mine"\neviction = "typed-labels"', source="mine.toml"
-    )
-    assert preset.name == "mine"
-    assert preset.retention == FixedRetention(ttl_s=10.0)
-    assert preset.eviction.by_program
-    assert type(preset.order) is type(load_preset("continuum").order)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
