@@ -71,7 +71,7 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
     prefill, decode = (engine_command(config, group, "10.0.0.7") for group in config.groups)
     assert prefill[3:] == [
         *["serve", "m", "--host", "{host}", "--port", "{port}", "--role", "prefill", "--kv-store", "/kv"],
-        *["--kv-node", "{node}", "--kv-store-name", "sojourn-prefill-{rank}"],
+        *["--kv-store-name", "sojourn-prefill-{rank}"],
         *["--kv-listen", "tcp:10.0.0.7:0", "--max-model-len", "64", "--disable-uvicorn-access-log"],
     ]
     assert decode[decode.index("--role") + 1] == "decode"

@@ -147,7 +147,7 @@ class EngineReplica:
             api_key=read_key(config.keys.engine, "keys.engine"),
             start_timeout_s=group.engines.start_timeout_s,
             # A restarted engine uses its predecessor's store.
-            words={"{node}": _node_name(), "{rank}": str(context.rank.rank)},
+            words={"{rank}": str(context.rank.rank)},
         )
         self._is_draining = False
         await self._process.start()
@@ -210,7 +210,7 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
         if not any(one == "--kv-listen" or one.startswith("--kv-listen=") for one in args):
             args = ["--kv-listen", f"tcp:[{host}]:0" if ":" in host else f"tcp:{host}:0", *args]
         name = f"{config.name[:40]}-{group.role}-{{rank}}"
-        store = ["--kv-store", config.pairs.store, "--kv-node", "{node}", "--kv-store-name", name]
+        store = ["--kv-store", config.pairs.store, "--kv-store-name", name]
         args = ["--role", group.role, *store, *args]
     elif not any(one == "--policy" or one.startswith(("--policy=", "--policy-file")) for one in args):
         args = ["--policy", load_policy_preset(config).engine, *args]
@@ -219,15 +219,6 @@ def engine_command(config: RayConfig, group: EngineGroup, host: str) -> list[str
         args.append(quiet)  # health checks come twice a second
     serve_it = [sys.executable, "-m", "sojourn_server.cli", "serve", config.model]
     return [*serve_it, "--host", "{host}", "--port", "{port}", *args]
-
-
-def _node_name() -> str:
-    """Return a unique name of this Ray node. It is Ray's name for the node, or else the node's id."""
-    node_id = ray.get_runtime_context().get_node_id()
-    for node in ray.nodes():  # type: ignore[no-untyped-call]
-        if node["NodeID"] == node_id and node.get("NodeName"):
-            return str(node["NodeName"])
-    return str(node_id)
 
 
 def node_address(config: RayConfig) -> str:

@@ -31,7 +31,7 @@ _ONLY_WITHOUT_PAIRS = {
 """Keys that must be absent if ``prefill`` and ``decode`` are present, with the reasons."""
 _OWN_FLAGS = ("--port", "--host")
 """Flags that ``args`` must not have, since each engine gets its own."""
-_OWN_PAIR_FLAGS = ("--role", "--kv-store", "--kv-store-name", "--kv-node")
+_OWN_PAIR_FLAGS = ("--role", "--kv-store", "--kv-store-name")
 """Further such flags of prefill and decode engines."""
 
 
