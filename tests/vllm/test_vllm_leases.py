@@ -61,7 +61,7 @@ def test_a_stop_string_ends_a_turn_as_an_end_token_does(make_engine, clock, asyn
     """vLLM's API server finds stop strings. It then aborts the request, some tokens later."""
     written = "I look.\n```bash\npytest -q\n```\nObservation: passed, I would say"
     engine = make_engine(blocks=65, asynchronous=asynchronous)
-    engine.scheduler.sojourn.reader._tokenizer = CharacterTokenizer()
+    engine.scheduler.sojourn.reader.tokenizer = CharacterTokenizer()
     engine.tokens = lambda request: ord(written[request.num_output_tokens])
     request = engine.add("a1", prompt(1, 300), program_id="A", max_tokens=100)
     request.sampling_params.stop = ["\nNever:", "\nObservation:"]
@@ -88,7 +88,7 @@ def test_an_output_that_writes_a_to_do_list_states_the_turns_left(make_engine, c
     written = f'<tool_call>{{"name": "TodoWrite", "arguments": {{"todos": {todos}}}}}</tool_call>'
     engine = make_engine("sojourn", blocks=65)
     adapter = engine.scheduler.sojourn
-    adapter.reader._tokenizer = CharacterTokenizer()
+    adapter.reader.tokenizer = CharacterTokenizer()
     engine.tokens = lambda request: ord(written[request.num_output_tokens])
     engine.add("a1", prompt(1, 300), program_id="A", max_tokens=len(written))
     engine.run()
@@ -182,7 +182,7 @@ def test_the_length_predictor_does_not_learn_from_an_end_that_is_a_guess(make_en
     engine = make_engine(blocks=65)
     ended = []
     adapter = engine.scheduler.sojourn
-    adapter.reader._tokenizer = None
+    adapter.reader.tokenizer = None
     adapter._length_predictor = SimpleNamespace(
         report=lambda now: None, request_ended=lambda request, *, complete: ended.append(complete)
     )

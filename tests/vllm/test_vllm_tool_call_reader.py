@@ -86,7 +86,7 @@ def test_a_parser_that_takes_too_long_is_not_asked_again(reader_of, monkeypatch)
 def test_an_output_with_a_stop_string_is_read_up_to_its_end(reader_of):
     texts = ["</function", ">", "<function=bash><parameter=command>pytest", " invented later"]
     reader = reader_of(None)
-    reader._tokenizer.texts = [*texts, "<function=search>"]
+    reader.tokenizer.texts = [*texts, "<function=search>"]
     ids = [2, 0, 3, 4, 0]
     assert [call.key for call in reader.read_stopped(ids, ["</function", "absent"])] == ["bash:pytest"]
     assert reader.read_stopped(ids, ["absent"]) is None

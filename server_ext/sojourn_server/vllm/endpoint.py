@@ -177,7 +177,15 @@ class VllmEngine:
         if self._stock is not None:
             # Another call would write another traceback into the engine's log.
             raise StockEngineError(self._stock)
-        answers = await self._call(op, payload)
+        core = self._core()
+        try:
+            answers: list[str] = list(await core.call_utility_all_async(METHOD, op, payload))
+        except EngineDeadError as error:
+            raise EngineUnavailableError("the engine is dead") from error
+        except Exception as error:  # vLLM raises a failed utility call as a bare Exception
+            if _SHUTTING_DOWN in str(error):
+                raise EngineUnavailableError("the engine is shutting down") from error
+            raise EngineError(f"{op}: {error}") from error
         for answer in answers:
             if is_stock_answer(answer):
                 why = "the engine's scheduler is vLLM's own"
@@ -185,17 +193,6 @@ class VllmEngine:
                     self._stock = why
                 raise StockEngineError(why)
         return answers
-
-    async def _call(self, op: str, payload: str) -> list[str]:
-        core = self._core()
-        try:
-            return list(await core.call_utility_all_async(METHOD, op, payload))
-        except EngineDeadError as error:
-            raise EngineUnavailableError("the engine is dead") from error
-        except Exception as error:  # vLLM raises a failed utility call as a bare Exception
-            if _SHUTTING_DOWN in str(error):
-                raise EngineUnavailableError("the engine is shutting down") from error
-            raise EngineError(f"{op}: {error}") from error
 
     def _core(self) -> Any:
         client = self._client() if self._client is not None else None

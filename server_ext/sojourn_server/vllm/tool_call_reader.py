@@ -65,7 +65,7 @@ class ToolCallReader:
 
     def __init__(self, model_config: Any, parser: str | None = None, plugin: str | None = None) -> None:
         """``parser``: name of a vLLM tool parser; ``plugin``: Python file that registers it."""
-        self._tokenizer: Any = None
+        self.tokenizer: Any = None
         self._parser: Any = None
         self._finds_no_stop: bool = model_config.skip_tokenizer_init
         """Whether the API server has no tokenizer either, and so finds no stop string."""
@@ -74,7 +74,7 @@ class ToolCallReader:
         try:
             from .compat import cached_tokenizer_from_config
 
-            self._tokenizer = cached_tokenizer_from_config(model_config)
+            self.tokenizer = cached_tokenizer_from_config(model_config)
         except Exception as error:
             what = "sojourn: no tokenizer in the engine core (%s); tool calls come from client events only"
             logger.warning(what, error)
@@ -86,19 +86,15 @@ class ToolCallReader:
 
             if plugin is not None:
                 ToolParserManager.import_tool_parser(plugin)
-            self._parser = ToolParserManager.get_tool_parser(parser)(self._tokenizer)
+            self._parser = ToolParserManager.get_tool_parser(parser)(self.tokenizer)
         except Exception as error:
             what = "sojourn: tool parser %s does not load in the engine core (%s); sojourn's own is used"
             logger.warning(what, parser, error)
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
-        if self._tokenizer is None or not token_ids:
+        if self.tokenizer is None or not token_ids:
             return ()
         return self._read_text(self._decode_tail(token_ids))
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
 
     def read_stopped(
         self, token_ids: Sequence[int], stop: Sequence[str]
@@ -108,7 +104,7 @@ class ToolCallReader:
         without tool calls; but none if the API server has no tokenizer either (``skip_tokenizer_init``)."""
         if not token_ids:
             return None
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             # If a disconnection counts as a stop, the lease that it leaves ends by itself. If a stop counted
             # as a disconnection, an agent with a stop string would lose its context at each turn.
             return None if self._finds_no_stop else ()
@@ -118,7 +114,7 @@ class ToolCallReader:
         return self._read_text(text[: min(ends)]) if ends else None
 
     def _decode_tail(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids[-MAX_TOKENS:])))
+        return str(self.tokenizer.decode(list(token_ids[-MAX_TOKENS:])))
 
     def _read_text(self, text: str) -> tuple[ParsedToolCall, ...]:
         return self._read_as_server(text) or parse_tool_calls(text)
@@ -174,5 +170,5 @@ def turn_end(
         # vLLM's API server finds stop strings, and then aborts the request in the engine core.
         calls = guarded(reader.read_stopped, request.output_token_ids, params.stop)
         if calls is not None:
-            return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=not reader.has_tokenizer)
+            return TurnEnd(TurnFinishReason.STOPPED, calls, is_guess=reader.tokenizer is None)
     return TurnEnd(reason)
