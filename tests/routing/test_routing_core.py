@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from routing_builders import CAPACITY, kv_lost, only, seen, with_replicas
 from routing_builders import build_core as core
+from routing_builders import kv_lost, only, seen, with_replicas
 from sojourn_server.policies.cluster_preset import load_cluster_preset
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
@@ -44,11 +44,6 @@ def test_a_sub_agent_begins_near_its_parent() -> None:
 
 
 # -- waiting ------------------------------------------------------------------------------
-
-
-def test_a_prompt_too_long_for_any_replica_goes_to_an_empty_one() -> None:
-    it = with_replicas(core(CapacityRouting()), "a")
-    assert only(it.take(asked("r0", "p", 900, output_tokens=5 * CAPACITY), 0.0)).replica_id == "a"
 
 
 def test_a_prompt_longer_than_any_replica_computes_is_rejected_with_the_reason() -> None:
@@ -193,6 +188,21 @@ def test_a_request_that_two_replicas_took_in_and_failed_is_not_given_to_a_third(
     refused = it.take(routing_events.RequestFailed("r0", second, computing=True), 2.0)[-1]
     assert (refused.status, refused.code) == (502, "replicas_failed")
     assert "accepted by a replica 2 times" in refused.message
+
+
+def test_a_replica_that_failed_a_request_and_lives_is_not_sent_it_again() -> None:
+    it = with_replicas(core(most_failures=9), "a", "b")
+    first = only(it.take(asked("r0", "p"), 0.0)).replica_id
+    it.take(seen(first), 0.0)
+    second = it.take(routing_events.RequestFailed("r0", first), 1.0)[-1].replica_id
+    it.take(seen(first), 1.1)
+    assert {first, second} == {"a", "b"}
+    assert [type(one) for one in it.take(routing_events.RequestFailed("r0", second), 2.0)] == [
+        ProbeReplica
+    ], "second may be dead"
+    refused = only(it.take(seen(second), 3.0))
+    assert (refused.status, refused.code) == (502, "replicas_failed")
+    assert len(it.waiting) == 0
 
 
 def test_a_slow_replica_is_probed_and_loses_no_request() -> None:

@@ -45,7 +45,7 @@ ROUTINGS = (
     PrefixAffinityRouting(),
     CapacityRouting(),
     CapacityRouting(size_by="context"),
-    LeastDelayRouting(resident_for_s=20.0),
+    *[LeastDelayRouting(resident_for_s=20.0)] * 3,
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,9 +9,6 @@ from routing_builders import build_core, expectations, seen, sends, with_replica
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 from sojourn_server.policies.routing_policies import (
     LeastDelayRouting,
-    ReplicaView,
-    RoutingDecision,
-    RoutingView,
 )
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.affinity_strategy import MAX_REPLICAS_COMPARED
@@ -105,20 +100,6 @@ def test_load_from_elsewhere_counts_once_two_reports_show_it() -> None:
 # -- What a routing that reads residents is told, and who waits where it says that no memory lasts
 
 
-@dataclass
-class Noted:
-    """Another policy, and what it was shown."""
-
-    policy: Any = field(default_factory=LeastDelayRouting)
-    views: list[RoutingView] = field(default_factory=list)
-    reads_prefixes: bool = False
-    reads_residents: bool = True
-
-    def route(self, view: RoutingView, replicas: Sequence[ReplicaView], now: float) -> RoutingDecision:
-        self.views.append(view)
-        return self.policy.route(view, replicas, now)
-
-
 def core(routing: Any, replicas: int = 1, sharing: Any = None, **more: Any) -> RoutingCore:
     it = build_core(routing, sharing=sharing, lease_s=1e6, **more)
     return with_replicas(it, *(f"e{number}" for number in range(replicas)))
@@ -149,15 +130,16 @@ def test_silent_residents_keep_no_program_out(resident_for_s: float) -> None:
     assert sends(it.take(routing_events.Tick(), 1.0 + resident_for_s)) == ["b"]
 
 
-def test_of_many_replicas_those_with_the_most_room_are_shown() -> None:
-    routing = Noted()
-    it = core(routing, replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
+def test_of_many_replicas_those_with_the_most_room_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    route, shown = LeastDelayRouting.route, list[Any]()
+    monkeypatch.setattr(LeastDelayRouting, "route", lambda *told: shown.append(told[1]) or route(*told))
+    it = core(LeastDelayRouting(), replicas=MAX_REPLICAS_COMPARED + 4, estimator=expectations())
     for number in range(2 * MAX_REPLICAS_COMPARED):
         it.take(asked(f"a{number}", 100 + number), 0.0)
     homed = [len(replica.programs) for replica in it.fleet.values()]
     assert max(homed) == 1, "an empty one goes before all others"
     assert len(it.waiting) == 2 * MAX_REPLICAS_COMPARED - len(homed)
-    assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in routing.views)
+    assert all(len(view.residents) <= MAX_REPLICAS_COMPARED for view in shown)
 
 
 def test_new_programs_wait_behind_one_for_which_no_memory_lasts() -> None:
@@ -183,3 +165,20 @@ def test_requests_without_a_program_do_not_wait() -> None:
     assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
     assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
     assert len(it.waiting) == 1
+
+
+def test_a_program_whose_waiting_request_is_given_up_is_resident_no_more() -> None:
+    it = core(LeastDelayRouting(), send_below_load=1.0)
+
+    def residents() -> int:
+        view = it.fleet.get("e0").view()
+        return sum(group.programs for group in it.strategy._groups(view, None, 3.0))
+
+    assert asks(it, "a", "a", 0.0) == "e0"
+    it.take(RequestFinished("a", 1, "e0"), 1.0)
+    it.take(RequestReceived("plain", "t", 1000), 1.5)
+    assert residents() == 0, "whether it comes back is unknown"
+    assert asks(it, "a/2", "a", 2.0) is None
+    assert residents() == 1
+    it.take(RequestFinished("a/2"), 3.0)
+    assert residents() == 0
