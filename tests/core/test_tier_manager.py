@@ -366,9 +366,6 @@ def test_nobody_is_placed_where_the_policy_says_stay() -> None:
     assert sum(engine.program_scheduler.tiers.counts().values()) == 0
 
 
-# -- what the policy is shown -----------------------------------------------------------------
-
-
 # -- how often it is asked, and how much ----------------------------------------------------------
 
 
@@ -412,9 +409,6 @@ def test_after_as_many_exchanges_as_an_answer_may_have_it_is_asked_in_the_next_s
     assert len(policy.views) - asked == asked_again
     engine.wait(0.01)
     assert len(policy.views) - asked == asked_again, "not for ever"
-
-
-# -- the line ------------------------------------------------------------------------------------
 
 
 # -- time --------------------------------------------------------------------------------------------
