@@ -218,6 +218,15 @@ def test_a_program_that_waits_in_its_engine_moves_once_where_another_has_room() 
     assert it.programs[("t", "p")].moves == 1
 
 
+def test_a_request_that_is_answered_stays_although_its_engine_reports_no_kv() -> None:
+    it = core()
+    for name in "ab":
+        it.take(seen(name), 0.0)
+    [send] = it.take(asked("p", 400), 0.0)
+    it.take(routing_events.FirstByteSent("p", send.replica_id), 1.0)
+    assert it.take(kv_lost(it, "p", "t", send.replica_id), 20.0) == []
+
+
 def full_with_one_that_waits() -> RoutingCore:
     """At ``a``, which is full, a program's next request waits for its home; ``b`` has come meanwhile."""
     it = build_core(send_below_load=1.0, lease_s=1e6)
