@@ -131,11 +131,11 @@ def test_a_turns_prompt_begins_with_the_last_turns_prompt_and_answer(tokenizer: 
 
 def test_the_pool_holds_about_three_programs() -> None:
     contexts = [task.context_tokens for task in TASKS]
-    blocks = pool_blocks(contexts, 32)
+    blocks = pool_blocks(contexts, 32, 3.0)
     mean_blocks = sum(contexts) / len(contexts) / 32
     assert 3.0 <= blocks / mean_blocks <= 3.2
-    assert blocks == pool_blocks(list(reversed(contexts)), 32)
-    assert pool_blocks([32, 32, 3200], 32) >= 100  # the largest fits alone
+    assert blocks == pool_blocks(list(reversed(contexts)), 32, 3.0)
+    assert pool_blocks([32, 32, 3200], 32, 3.0) >= 100  # the largest fits alone
     assert blocks * 32 >= model_length(contexts) >= max(contexts)
     for few in (0.5, 1.0, 1.5):  # else vLLM does not start
         assert (pool_blocks(contexts, 32, few) - 1) * 32 >= model_length(contexts)

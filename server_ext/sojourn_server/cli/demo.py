@@ -62,6 +62,7 @@ def demo(
     kv_host_gib: float | None = typer.Option(
         None, min=0.0, help="Host memory for KV in the sojourn arm, GiB."
     ),
+    # By default the pool is small enough for evictions, and large enough for progress.
     resident: float = typer.Option(
         3.0, min=0.5, max=100.0, help="Number of final-length contexts that fit into the KV pool."
     ),

@@ -29,7 +29,6 @@ from .demo_tasks import DemoTask
 from .scripted_tokens import Tokenizer
 
 ARRIVAL_WINDOW_S = 2.0
-MAX_SEQS = 8
 BATCHED_TOKENS = 512
 BLOCK_TOKENS = 32
 KV_BYTES = 1 << 30
@@ -59,7 +58,7 @@ class ArmRecord:
     """The server's statistics of the tiers below the device; empty without tiers."""
 
 
-def serve_args(blocks: int, max_model_len: int, max_seqs: int = MAX_SEQS) -> tuple[str, ...]:
+def serve_args(blocks: int, max_model_len: int, max_seqs: int) -> tuple[str, ...]:
     """Return the engine's flags, which are the same in every arm. ``blocks``: size of the KV pool."""
     from ..launch.launch_environment import emulates_bfloat16
     from ..vllm.compat import is_cpu_build

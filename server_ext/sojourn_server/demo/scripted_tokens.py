@@ -14,9 +14,6 @@ from typing import Any
 from ..models.chat_format import END_OF_MESSAGE, assistant_text
 from .demo_tasks import ScriptedTurn
 
-RESIDENT_PROGRAMS = 3.0
-"""Default size of the KV pool, as a multiple of a program's final context. It is small enough for evictions,
-and large enough for progress."""
 MARGIN_BLOCKS = 8
 """Additional blocks of the KV pool: the engine's null block, and each program's partly filled last block."""
 
@@ -44,7 +41,7 @@ def tool_call(turn: ScriptedTurn) -> dict[str, Any]:
     return {"name": "bash", "arguments": {"command": turn.command}}
 
 
-def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float = RESIDENT_PROGRAMS) -> int:
+def pool_blocks(context_tokens: Sequence[int], block_tokens: int, resident: float) -> int:
     """Return the number of blocks of a KV pool that holds about ``resident`` contexts.
 
     ``context_tokens``: the length of each program's final context. The pool holds ``resident`` times the mean
