@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
@@ -50,30 +50,23 @@ def make(make_engine: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     return build
 
 
-class Chunk(SimpleNamespace):
+class Chunk(NamedTuple):
     """What a step computes of a request."""
 
     request_id: str
     cached: int
     new: int
-    left: int
+    left: int = 0
     """Of its prompt, after the step; at least 0."""
 
 
 def chunks(engine: Any, planned: Any) -> list[Chunk]:
     """Of a step that has just been planned, in the scheduler's order."""
     told = []
-    for request_id, new in planned.num_scheduled_tokens.items():
-        request = engine.scheduler.requests[request_id]
+    for name, new in planned.num_scheduled_tokens.items():
+        request = engine.scheduler.requests[name]
         after = request.num_computed_tokens
-        told.append(
-            Chunk(
-                request_id=request_id,
-                cached=after - new,
-                new=new,
-                left=max(0, request.num_tokens - after),
-            )
-        )
+        told.append(Chunk(name, after - new, new, max(0, request.num_tokens - after)))
     return told
 
 
@@ -225,7 +218,7 @@ def test_loads_from_host_memory_count_and_begin_behind_a_cut(
     planned = engine.plan()
     (first,) = chunks(engine, planned)
     assert (first.request_id, first.cached) == ("external", 8_000)
-    assert attention_s([first]) <= 0.5 < attention_s([Chunk(cached=8_000, new=first.new + BLOCK)])
+    assert attention_s([first]) <= 0.5 < attention_s([Chunk("", 8_000, first.new + BLOCK)])
     # The connector is asked about the request whose KV is still to be read, so that its read begins; the next
     # request that could be computed waits.
     assert [request_id for request_id, _ in asked] == ["external", "read", "ready"]

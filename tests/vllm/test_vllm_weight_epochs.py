@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from sojourn_server.vllm.plugin import register
+from turns import add_request, last_turn
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -35,18 +35,14 @@ def ask(make_engine: Any, tmp_path: Path) -> Any:
     def add(lora: LoRARequest | None, salt: str | None = None, program: str = "A") -> Request:
         nonlocal turns
         turns += 1
-        extra = {"agentic_context": json.dumps({"program_id": program})}
-        request = Request(
-            f"a{turns}", list(range(PROMPT_TOKENS)),
-            SamplingParams(max_tokens=1, ignore_eos=True, extra_args=extra), None,
+        return add_request(
+            engine, f"a{turns}", range(PROMPT_TOKENS), hints={"program_id": program},
             lora_request=lora, block_hasher=hasher, cache_salt=salt,
         )  # fmt: skip
-        engine.scheduler.add_request(request)
-        return request
 
     def cached() -> int:
         engine.run()
-        return int(engine.ask("program", program_id="A")["ledger"][-1]["tokens"]["device"])
+        return int(last_turn(engine, "A")["tokens"]["device"])
 
     add.engine, add.cached, add.folder = engine, cached, tmp_path  # type: ignore[attr-defined]
     return add

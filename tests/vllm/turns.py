@@ -63,9 +63,8 @@ def add_request(
     extra = {"agentic_context": json.dumps(hints)} if hints is not None else {}
     extra |= {"kv_transfer_params": params} if params is not None else {}
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
-    request = Request(
-        request_id, list(tokens), sampling, pooling_params=None, block_hasher=engine.hash_blocks, **fields
-    )
+    fields = {"pooling_params": None, "block_hasher": engine.hash_blocks, **fields}
+    request = Request(request_id, list(tokens), sampling, **fields)
     if aborts:
         request.abort_immediately = True  # not every release has it
     engine.scheduler.add_request(request)
