@@ -3,7 +3,6 @@ everybody's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,9 @@ def stores() -> list[MemoryStore]:
     return [MemoryStore(tp_rank=rank, tp_size=RANKS) for rank in range(RANKS)]
 
 
-@pytest.fixture
-def pair(tmp_path: Path, stores: list[MemoryStore]) -> Iterator[tuple[ToyEngine, ToyEngine]]:
-    limits = {"patience_s": 1.0}
-    made = [ToyEngine(name, None, f"unix:{tmp_path / name}", stores=stores, limits=limits) for name in "pd"]
-    yield made[0], made[1]
-    for engine in made:
-        engine.close()
-
-
 @pytest.mark.parametrize("decode_reads", [False, True])
-def test_each_worker_moves_its_part(
-    pair: tuple[ToyEngine, ToyEngine], stores: list[MemoryStore], decode_reads: bool
-) -> None:
-    p, d = pair
+def test_each_worker_moves_its_part(tmp_path: Path, stores: list[MemoryStore], decode_reads: bool) -> None:
+    p, d = (ToyEngine(name, None, f"unix:{tmp_path / name}", stores=stores) for name in "pd")
     start = prompt(1, STORED * FULL_TOKENS)
     first, second = through(p, d, start, "before")
     assert (first.prefilled, second.prefilled) == (len(start), 1)
@@ -51,6 +39,8 @@ def test_each_worker_moves_its_part(
     for ours, theirs in zip(p.ranks, d.ranks, strict=True):
         read = [each.manager.node.counts["blocks_read"] for each in (ours, theirs)]
         assert read == [STORED * (not decode_reads), STORED * decode_reads]
+    p.close()
+    d.close()
 
 
 def test_a_peer_with_another_number_of_workers_is_named(tmp_path: Path, stores: list[MemoryStore]) -> None:

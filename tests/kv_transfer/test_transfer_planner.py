@@ -70,3 +70,18 @@ def test_a_decode_request_expects_its_prompt_from_its_arrival_on() -> None:
     assert planner.ask("r", 0) == MATCH_PENDING
     planner.take_results(TransferResults(ready={1: 1}))
     assert planner.ask("r", 16) == ExternalMatch(18, is_async=True)
+
+
+def test_blocks_whose_saves_are_not_known_to_have_worked_are_saved_at_the_end_with_what_is_left() -> None:
+    planner, request = TransferPlanner(block_tokens=16, blocks_per_full=4), Request("r", [1] * 260)
+    planner.arrived(request)
+    ids = list(range(100, 117))
+    planner.scheduled({"r": 200}, lambda name: ids)
+    assert [save.place for save in planner.take_jobs().saves] == [0, 1, 2]
+    planner.take_results(TransferResults(stored={"r": 2}))  # one was refused
+    planner.scheduled({"r": 260}, lambda name: ids)
+    assert [save.place for save in planner.take_jobs().saves] == [2, 3]
+    assert planner.finished("r", True, ids) == (True, None)
+    jobs = planner.take_jobs()
+    assert ([save.place for save in jobs.saves], jobs.holds) == ([2, 3], ["r"])
+    assert jobs.saves[0].block_ids == ids[8:12]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from kv_blocks import identity, key, keys
+from kv_blocks import identity, keys
 from sojourn_server.kv_transfer import transfer_wire
 from sojourn_server.kv_transfer.peer_connection import incompatibility_reason
 from sojourn_server.kv_transfer.transfer_wire import (
@@ -129,6 +129,4 @@ def test_peers_of_one_kind_are_not_refused_and_a_field_of_a_later_release_is() -
     )
     del theirs["pages"], theirs["layers"]
     why = incompatibility_reason(ours, theirs)
-    assert why is not None
     assert "layers: 'not said' there, 3 here" in why
-    assert key(1) != key(2)

@@ -25,7 +25,7 @@ class Client:
         self.decode_reads = dice.random() < 0.5
         self.alone = dice.random() < 0.2
         self.leaves = dice.random() < 0.3
-        self.is_changed = dice.random() < 0.1
+        self.is_changed = dice.random() < 0.2
         self.stage = "new"
         self.job: Any = None
 
@@ -39,7 +39,7 @@ class Client:
             assert self.job.request.output == expected(self.tokens, 1)
             self.stage, answer = "decode", self.job.answer
             if answer and self.is_changed:  # by a router, so its context has other tokens
-                self.tokens = [*self.tokens[:-1], 7]
+                self.tokens = [7, *self.tokens[1:]]
             self.job = d.add(Request(self.name, self.tokens, answer), self.max_tokens)
         elif self.stage == "decode" and self.name in d.done:
             assert self.job.request.output == expected(self.tokens, self.max_tokens)

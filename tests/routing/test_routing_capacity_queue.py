@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from routing_builders import build_core, kv_lost, sends
+from routing_builders import build_core, kv_lost, seen, sends
 from sojourn_server.policies.fairness_policies import AgentFairShare, SharePolicy
 from sojourn_server.policies.routing_policies import (
     CapacityRouting,
@@ -24,10 +24,6 @@ from sojourn_server.routing.waiting_queues import TenantQueue
 
 def core(routing: Any = None, sharing: Any = None, **limits: Any) -> RoutingCore:
     return build_core(routing or CapacityRouting(), sharing=sharing, **{"lease_s": 1e6, **limits})
-
-
-def seen(name: str, tokens: int = 1000) -> routing_events.ReplicaRegistered:
-    return routing_events.ReplicaRegistered(name, "1", tokens)
 
 
 def asked(name: str, tokens: int, tenant: str = "t") -> routing_events.RequestReceived:
@@ -230,7 +226,7 @@ def test_a_request_that_is_answered_stays_although_its_engine_reports_no_kv() ->
 def full_with_one_that_waits() -> RoutingCore:
     """At ``a``, which is full, a program's next request waits for its home; ``b`` has come meanwhile."""
     it = build_core(send_below_load=1.0, lease_s=1e6)
-    it.take(seen("a", 300), 0.0)
+    it.take(seen("a", capacity_tokens=300), 0.0)
     it.take(asked("p", 100), 0.0)
     it.take(routing_events.RequestFinished("p", 1), 1.0)
     it.take(asked("other", 300), 1.0)
@@ -240,6 +236,6 @@ def full_with_one_that_waits() -> RoutingCore:
 
 def test_a_request_that_waits_for_a_home_without_its_kv_goes_where_there_is_room() -> None:
     it = full_with_one_that_waits()
-    it.take(seen("b", 300), 2.0)
+    it.take(seen("b", capacity_tokens=300), 2.0)
     assert sends(it.take(kv_lost(it, "p", "t", "a"), 3.0)) == ["p/2"]
     assert it.programs.get(("t", "p")).home == "b"

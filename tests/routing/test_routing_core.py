@@ -33,17 +33,11 @@ def asked(
     )
 
 
-# -- sending ------------------------------------------------------------------------------
-
-
 def test_a_sub_agent_begins_near_its_parent() -> None:
     it = with_replicas(core(), "a", "b")
     home = only(it.take(asked("r0", "parent", 200), 0.0)).replica_id
     child = only(it.take(asked("r1", "child", 200, parent_id="parent"), 1.0))
     assert (child.replica_id, child.reason) == (home, "near_parent")
-
-
-# -- waiting ------------------------------------------------------------------------------
 
 
 def test_a_prompt_longer_than_any_replica_computes_is_rejected_with_the_reason() -> None:

@@ -214,3 +214,12 @@ def test_no_kv_is_thrown_away_to_make_room() -> None:
     actions = it.take(routing_events.Tick(), 2.2)
     assert [type(action) for action in actions] == [RecallRequest, ReleaseProgramKv, SendRequest, SendRequest]
     assert sends(actions) == [("c2/2", "b"), ("u", "a")]
+
+
+def test_no_request_is_preempted_twice() -> None:
+    it = blocked()
+    it.take(routing_events.Tick(), 2.6)
+    assert sends(it.take(routing_events.RequestFinished("u", 1, "a"), 4.0)) == [("c1", "a")]
+    assert it.take(asked("u2", "urgent", program_id="urgent", deadline_s=5.0), 4.0) == []
+    for tenth in range(20):
+        assert it.take(routing_events.Tick(), 4.0 + tenth / 10) == []
