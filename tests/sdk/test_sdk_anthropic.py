@@ -64,6 +64,6 @@ def test_other_servers_get_headers_only(server):
     sojourn.init(server.url, dialect="thunderagent")
     with anthropic.Anthropic(api_key="k", base_url=server.url) as client, sojourn.program() as p:
         client.messages.create(**ASK)
-    (request,) = server.requests
+        (request,) = server.requests  # before that of the program's end
     assert request.headers["x-session-id"] == p.id
     assert request.body == ASK
