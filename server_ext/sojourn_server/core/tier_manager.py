@@ -158,6 +158,7 @@ class TierManager:
         self._released: RequestState | None = None
         """The request that was released last, at ``_released_s``."""
         self._released_s = -math.inf
+        self._first_wait_s = math.inf  # no request began to wait before; so most steps need not look at all
 
     # -- events ----------------------------------------------------------------
 
@@ -178,6 +179,7 @@ class TierManager:
                 parent.tools_ended_s, parent.view = None, None
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
+        self._first_wait_s = min(self._first_wait_s, request_state.waits_since_s)
         place.tools_ended_s = None
         place.pass_time(now)
         self._changed(place)
@@ -323,7 +325,7 @@ class TierManager:
     def begin_again(self, requests: Iterable[RequestState], now: float) -> None:
         """Turn placement on again, if the preset has one. ``requests``: those in the engine. Each program
         with an admitted request moves to the device."""
-        self.places = self.policy.is_used
+        self.places, self._first_wait_s = self.policy.is_used, -math.inf
         for request_state in requests:
             program = request_state.program
             if program is None or program.status in OVER_STATUSES:
@@ -444,13 +446,12 @@ class TierManager:
             place = self._place_of(released)
             if place is not None and place.waiting.get(released.request_id) is released:
                 return None  # the engine has not admitted the released request yet
-        hold_s = self.limits.hold_timeout_s
-        overdue = [
-            each
-            for place in self._places.values()
-            for each in place.waiting.values()
-            if now >= each.waits_since_s + hold_s and place.parks(each)
-        ]
+        limit_s = now - self.limits.hold_timeout_s
+        if self._first_wait_s > limit_s:
+            return None
+        waiting = [(place, each) for place in self._places.values() for each in place.waiting.values()]
+        self._first_wait_s = min((each.waits_since_s for _, each in waiting), default=math.inf)
+        overdue = [each for place, each in waiting if each.waits_since_s <= limit_s and place.parks(each)]
         if not overdue:
             return None
         first = min(overdue, key=lambda each: (each.waits_since_s, each.arrival))
