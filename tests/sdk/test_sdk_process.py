@@ -210,23 +210,6 @@ def test_a_killed_process_falls_silent_and_reports_no_end(server, beating, numbe
     assert not any(isinstance(e, ProgramEnd) for e in server.events())
 
 
-def test_the_users_signal_handler_ends_the_program(server, beating):
-    process = beating(
-        """
-        def stop(number, frame):
-            raise SystemExit(5)
-        signal.signal(signal.SIGTERM, stop)
-        with sojourn.program("p"), sojourn.tool_call("t"):
-            print("up", flush=True)
-            time.sleep(60)
-        """
-    )
-    process.terminate()
-    assert process.wait(30) == 5
-    assert [e.status for e in server.program_events() if isinstance(e, ProgramEnd)] == ["error"]
-    silence_follows(server)
-
-
 def test_a_forked_child_sends_no_heartbeats_for_its_dead_parent(server, beating):
     process = beating(
         """
