@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sojourn.wire_events import ProgramEnd
 from sojourn_server.core.events_and_actions import PolicySwitched
 from sojourn_server.core.request_table import QueueState
 from sojourn_server.policies.preset import load_preset
@@ -52,3 +53,11 @@ def test_the_engine_looks_at_every_waiting_request_again() -> None:
     changed = {action.request_id for action in actions if type(action).__name__ == "QueuePlaceChanged"}
     assert changed >= set(waiting)
     assert engine.program_scheduler.preset.order == load_preset("observe").order
+
+
+def test_a_program_that_ends_while_the_policy_is_off_has_no_place_afterwards() -> None:
+    engine, _ = placing_engine()
+    engine.ask("policy", on=False)
+    engine.send(ProgramEnd(program_id="a", seq=-1))
+    engine.ask("policy", on=True)
+    assert engine.ask("program", program_id="a")["placed"] is None

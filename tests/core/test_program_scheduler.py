@@ -14,9 +14,11 @@ from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart, 
 from sojourn_server.core.events_and_actions import (
     CacheResetStarted,
     EngineActionKind,
+    RequestArrived,
     StepCompleted,
     TurnFinishReason,
 )
+from sojourn_server.core.request_hints import read_identity
 from sojourn_server.core.scheduler_state import Histories, SchedulerLimits
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from sojourn_server.policies.costs.reload_estimate import LinkCosts
@@ -452,6 +454,7 @@ def test_in_any_case_within_35_s_of_the_last_sign(last_beat_s: int) -> None:
         engine.wait(1.0)
         engine.send(BEAT)
     assert 10.0 <= seconds_until_gone(engine) <= 20.0
+    assert engine.reasons("release") == ["silent"]
 
 
 def test_a_client_without_heartbeats_keeps_its_lease_for_all_its_time() -> None:
@@ -577,3 +580,11 @@ def test_requests_are_overdue_by_arrival_while_one_without_a_program_is() -> Non
     engine.admit(of_none)
     assert overdue() == []
     assert not engine.program_scheduler.may_end_any_lease("unknown", engine.now)
+
+
+def test_an_id_that_arrives_again_ends_the_first_request() -> None:
+    engine = VirtualEngine()
+    for program in ("p", "q"):
+        engine.program_scheduler.handle(RequestArrived("r", read_identity(program, None), 8), engine.now)
+    assert engine.program_scheduler.live_requests(P) == set()
+    assert engine.program_scheduler.live_requests(ProgramId("q")) == {"r"}

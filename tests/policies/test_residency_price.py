@@ -271,6 +271,16 @@ def test_growth_is_reserved_on_the_device_only_after_kv_was_lost() -> None:
         assert ("b" in answer(resident, waiting, shortage_s=lost_s)) is enters
 
 
+def test_over_capacity_acting_programs_leave_before_reasoning_ones() -> None:
+    moves = answer(
+        acting("a", 8, (1.0,)), program("r", DEVICE, REASONING, 8, arrived_s=1.0),
+        program("s", DEVICE, REASONING, 8, arrived_s=2.0), device=12,
+    )  # fmt: skip
+    assert moves["a"].when is MoveTiming.NOW
+    assert moves["s"].when is MoveTiming.AFTER_TURN, "the latest of the reasoning ones"
+    assert set(moves) == {"a", "s"}
+
+
 # -- order and bounds ----------------------------------------------------------------------------
 
 
