@@ -82,12 +82,3 @@ def let_reads_go(worker: Any) -> None:
     store = get_kv_transfer_group()._traffic.storage._store
     del store.get_into
     store.gate.set()
-
-
-def end_leases(worker: Any) -> None:
-    """End the prompts of silent peers, as if an hour had passed, so that their buffers are freed."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    traffic = get_kv_transfer_group()._traffic
-    for prompt in list(traffic.node.prompts.values()):
-        traffic.node.post(prompt.stop, "expired")

@@ -26,7 +26,7 @@ from engine_tools import (
     said,
     save_tokenizer,
 )
-from instrumented_kv_connector import FAIL, SPOIL, end_leases, hold_reads, let_reads_go, look
+from instrumented_kv_connector import FAIL, SPOIL, hold_reads, let_reads_go, look
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -316,17 +316,6 @@ def test_clients_that_leave_while_their_context_is_read(
     assert_same(pair.say(prompt, decode_reads), alone[f"later {seed}"])
 
 
-def test_clients_that_leave_between_their_legs(pair: Pair, alone: dict[str, Spoken]) -> None:
-    """Nobody asks for what lies in the decode engine's buffers: their lease ends."""
-    pair.settled()
-    pair.prefilled(turns()["700"])
-    pair.until(pair.prefill, lambda seen: seen["clean"] and not seen["open"])
-    assert pair.looks()[1]["held"]
-    pair.decode.collective_rpc(end_leases)
-    pair.settled()
-    assert_same(pair.say(turns()["700"]), alone["700"])
-
-
 def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]) -> None:
     pair.settled()
     for file in pair.folder.glob("store/*/*/*.kv"):
@@ -338,13 +327,6 @@ def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]
         assert_same(pair.say(prompt, decode_reads), alone["later 4"])
         pair.forget()
     pair.settled()
-
-
-def test_a_decode_engine_that_is_not_there(pair: Pair, alone: dict[str, Spoken]) -> None:
-    pair.settled()
-    assert_same(pair.say(turns()["200"], True, peer=f"unix:{pair.folder / 'nobody'}"), alone["200"])
-    pair.settled()
-    assert BLOCK_TOKENS * 2 == FULL_TOKENS
 
 
 def test_host_memory_and_the_default_policy_on_the_prefill_engine(

@@ -117,46 +117,36 @@ def test_all_else_goes_to_both_as_it_came(more: dict[str, Any]) -> None:
         assert {key: document[key] for key in kept} == kept
 
 
-@pytest.mark.parametrize(
-    ("api", "more"),
-    [
-        (ClientApi.CHAT, {"n": 2}),
-        (ClientApi.CHAT, {"n": "2"}),
-        (ClientApi.CHAT, {"use_beam_search": True}),
-        (ClientApi.CHAT, {"prompt_logprobs": 0}),
-        (ClientApi.CHAT, {"echo": True}),
-        (ClientApi.COMPLETIONS, {"best_of": 3}),
-        (ClientApi.COMPLETIONS, {"echo": True, "logprobs": 0}),
-        (ClientApi.COMPLETIONS, {"prompt": ["a", "b"]}),
-        (ClientApi.COMPLETIONS, {"prompt": [[1, 2], [3]]}),
-        (ClientApi.COMPLETIONS, {"prompt_embeds": "AAAA"}),
-    ],
+ONE_CONTEXT = (
+    (ClientApi.CHAT, {}),
+    (ClientApi.CHAT, {"n": 1, "best_of": None, "use_beam_search": False, "prompt_logprobs": None}),
+    (ClientApi.CHAT, {"echo": False}),
+    (ClientApi.CHAT, {"logprobs": True, "top_logprobs": 3}),
+    *((ClientApi.COMPLETIONS, {"prompt": prompt}) for prompt in ("a", ["a"], [1, 2, 3], [])),
+    (ClientApi.COMPLETIONS, {"prompt": [[1, 2, 3]], "prompt_embeds": None}),
+    (ClientApi.RESPONSES, {"n": 2}),
+    (ClientApi.MESSAGES, {"n": 2}),
 )
-def test_what_has_no_one_context_goes_whole(api: ClientApi, more: dict[str, Any]) -> None:
-    body = asked(**more, kv_transfer_params={"peer": "x"}, ec_transfer_params={"x": 1})
-    sent = decode_only_body(api, body)
-    assert sent is not None
-    assert json.loads(sent) == json.loads(asked(**more))
+NO_ONE_CONTEXT = (
+    *((ClientApi.CHAT, more) for more in ({"n": 2}, {"n": "2"}, {"use_beam_search": True}, {"echo": True})),
+    (ClientApi.CHAT, {"prompt_logprobs": 0}),
+    *((ClientApi.COMPLETIONS, {"prompt": prompt}) for prompt in (["a", "b"], [[1, 2], [3]])),
+    (ClientApi.COMPLETIONS, {"best_of": 3}),
+    (ClientApi.COMPLETIONS, {"echo": True, "logprobs": 0}),
+    (ClientApi.COMPLETIONS, {"prompt_embeds": "AAAA"}),
+)
 
 
-@pytest.mark.parametrize(
-    ("api", "more"),
-    [
-        (ClientApi.CHAT, {}),
-        (ClientApi.CHAT, {"n": 1, "best_of": None, "use_beam_search": False, "prompt_logprobs": None}),
-        (ClientApi.CHAT, {"echo": False}),
-        (ClientApi.CHAT, {"logprobs": True, "top_logprobs": 3}),
-        (ClientApi.COMPLETIONS, {"prompt": "a"}),
-        (ClientApi.COMPLETIONS, {"prompt": ["a"]}),
-        (ClientApi.COMPLETIONS, {"prompt": [1, 2, 3]}),
-        (ClientApi.COMPLETIONS, {"prompt": [[1, 2, 3]], "prompt_embeds": None}),
-        (ClientApi.COMPLETIONS, {"prompt": []}),
-        (ClientApi.RESPONSES, {"n": 2}),
-        (ClientApi.MESSAGES, {"n": 2}),
-    ],
-)
+@pytest.mark.parametrize(("api", "more"), ONE_CONTEXT)
 def test_what_has_one_context_goes_on_two_legs(api: ClientApi, more: dict[str, Any]) -> None:
     assert decode_only_body(api, asked(**more)) is None
+
+
+@pytest.mark.parametrize(("api", "more"), NO_ONE_CONTEXT)
+def test_what_has_no_one_context_goes_whole(api: ClientApi, more: dict[str, Any]) -> None:
+    sent = decode_only_body(api, asked(**more, kv_transfer_params={"peer": "x"}, ec_transfer_params={"x": 1}))
+    assert sent is not None
+    assert json.loads(sent) == json.loads(asked(**more))
 
 
 def has_failed(status: int, first: bytes = b"{}", is_stream: bool = False) -> bool:
