@@ -109,7 +109,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, upstream_name = UPSTREAM[name]
     try:
-        return getattr(import_module(module), upstream_name)
+        value = globals()[name] = getattr(import_module(module), upstream_name)
+        return value
     except (ImportError, AttributeError) as error:
         found = installed_vllm()
         if found is None:
