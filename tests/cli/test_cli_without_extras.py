@@ -112,6 +112,23 @@ def test_a_command_names_the_extra_it_lacks() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("name", ["sojourn", *COMMAND_LINE_PACKAGES])
+@pytest.mark.parametrize("file", ["{}.py", "{}/__init__.py"])
+def test_a_foreign_file_in_place_of_a_package_is_named(tmp_path: Path, name: str, file: str) -> None:
+    foreign = tmp_path / file.format(name)
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.touch()
+    result = subprocess.run(
+        [sys.executable, "-c", MAIN, "top", "--once"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stderr == (f"sojourn: {foreign} hides the package {name}; rename it, or see PYTHONPATH\n")
+    assert result.returncode == 1
+
+
 def test_run_works_in_the_light_install() -> None:
     with FakeServer() as server:
         shown = "import os; print(os.environ['SOJOURN_URL'])"

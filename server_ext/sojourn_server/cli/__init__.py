@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import cleandoc
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -117,6 +118,21 @@ def _exit_without_traceback() -> Iterator[None]:
         sys.exit(1 if error.errno == errno.EPIPE else full)
 
 
+@contextmanager
+def _name_foreign_modules() -> Iterator[None]:
+    """Exit with the name of a foreign file that is imported in place of a package, after an error because of
+    it."""
+    try:
+        yield
+    except (ImportError, AttributeError):
+        for name in ("sojourn", *COMMAND_LINE_PACKAGES):
+            found = find_spec(name)
+            # All of them are typed packages.
+            if found and found.origin and not Path(found.origin).with_name("py.typed").exists():
+                sys.exit(f"sojourn: {found.origin} hides the package {name}; rename it, or see PYTHONPATH")
+        raise
+
+
 @_exit_without_traceback()
 def main() -> None:
     """Run the ``sojourn`` command. If a package is missing, print which extra installs it, and exit with code
@@ -125,6 +141,11 @@ def main() -> None:
         sys.exit(f"sojourn: this is Python {sys.version.split()[0]}; expected 3.10 or newer")
     _print_version(sys.argv[1:] == ["--version"])
     _replace_unencodable_characters()
+    with _name_foreign_modules():
+        _run()
+
+
+def _run() -> None:
     from sojourn.errors import install_command
 
     missing = [name for name in COMMAND_LINE_PACKAGES if find_spec(name) is None]
