@@ -195,8 +195,8 @@ async def test_a_stock_member_is_asked_again_though_it_knows_no_programs(make_co
     class Client:
         engine_core: Any
 
-        async def call_utility_async(self, method: str, *arguments: str) -> str:
-            return _sojourn_call(core, *arguments)
+        async def call_utility_all_async(self, method: str, *arguments: str) -> list[str]:
+            return [_sojourn_call(core, *arguments)]
 
     client = Client()
     client.engine_core = client
@@ -227,7 +227,7 @@ def test_nobody_is_told_to_dial_a_wildcard(
 
 
 def test_without_a_network_the_hosts_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.utils.network_utils.get_ip", lambda: "0.0.0.0")
+    monkeypatch.setattr("sojourn_server.vllm.compat.get_ip", lambda: "0.0.0.0", raising=False)
     assert reachable_address("tcp:0.0.0.0:8500") == f"tcp:{socket.gethostname()}:8500"
 
 
