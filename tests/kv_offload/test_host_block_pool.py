@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 from sojourn_server.kv_offload.host_block_pool import HostBlockPool, HostEntry
@@ -68,3 +69,15 @@ def test_what_a_reuse_would_lose_comes_in_the_order_of_reuse() -> None:
     assert host.unspilled == 3
     assert not_on_disk(host, 0) == []
     assert len(host) == 6
+
+
+def test_what_is_not_on_disk_is_found_without_a_look_at_what_is() -> None:
+    host = HostBlockPool(2_000)
+    host.on_disk = {*map(str.encode, map(str, range(1_999)))}
+    filled(host, *map(str.encode, map(str, range(2_000))))
+    calls = Counter[str]()
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    found = not_on_disk(host)
+    sys.setprofile(None)
+    assert found == [b"1999"]
+    assert calls["call"] < 100

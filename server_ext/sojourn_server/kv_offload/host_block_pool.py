@@ -61,8 +61,7 @@ class HostEntry:
 
 
 class HostBlockPool:
-    """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per
-    block, but ``next_unspilled`` passes over the blocks that are on disk."""
+    """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per block."""
 
     def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
         """``counts``: receives the numbers of blocks that ``take`` evicts. Blocks with a copy on disk count
@@ -75,8 +74,8 @@ class HostBlockPool:
         self._entries: dict[BlockKey, HostEntry] = {}
         self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
-        self.unspilled = 0
-        """Number of idle ``dirty`` entries above ``WORTHLESS``: reusing them would lose something."""
+        self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
+        """Idle ``dirty`` entries by rank. One that became ``dirty`` while it was idle comes last."""
         self.requested_writes: OrderedDict[BlockKey, RetentionRank] = OrderedDict()
         """Blocks whose write to disk was requested → the rank that the block gets after the write."""
 
@@ -94,6 +93,11 @@ class HostBlockPool:
     def free(self) -> int:
         """Number of empty slots."""
         return len(self._free)
+
+    @property
+    def unspilled(self) -> int:
+        """Number of idle ``dirty`` entries above ``WORTHLESS``: reusing them would lose something."""
+        return sum(map(len, self._dirty.values())) - len(self._dirty[_WORTHLESS])
 
     def room(self, at_most: RetentionRank) -> int:
         """Return the number of slots that are empty or have an idle block of rank ``at_most`` or below."""
@@ -148,7 +152,8 @@ class HostBlockPool:
         entry.pins -= 1
         self._mark_idle_or_free(entry)
         if not used and self._is_idle(entry):
-            self._idle[entry.rank].move_to_end(entry.key, last=False)
+            for order in self._orders(entry):
+                order.move_to_end(entry.key, last=False)
 
     def release(self, entries: Sequence[HostEntry]) -> None:
         """Unpin the entries of a context, given in context order. The last block will be evicted first."""
@@ -158,7 +163,8 @@ class HostBlockPool:
     def touch(self, entry: HostEntry) -> None:
         """Make the entry the most recently used of its rank."""
         if self._is_idle(entry):
-            self._idle[entry.rank].move_to_end(entry.key)
+            for order in self._orders(entry):
+                order.move_to_end(entry.key)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
         """Change the entry's rank. If the rank differs, the entry becomes the most recently used of its new
@@ -179,14 +185,16 @@ class HostBlockPool:
 
     def set_dirty(self, entry: HostEntry, dirty: bool) -> None:
         """Record whether the entry is ``dirty``."""
-        self.unspilled -= self._would_be_lost(entry)
+        if self._is_idle(entry):
+            self._dirty[entry.rank].pop(entry.key, None)
+            if dirty:
+                self._dirty[entry.rank][entry.key] = entry
         entry.dirty = dirty
-        self.unspilled += self._would_be_lost(entry)
 
     def next_unspilled(self, most: int) -> list[HostEntry]:
         """Return up to ``most`` idle ``dirty`` entries above ``WORTHLESS``, in their order of eviction."""
-        members = chain.from_iterable(self._idle[rank].values() for rank in _RANKS[1:])
-        return list(islice(filter(self._would_be_lost, members), most))
+        members = chain.from_iterable(self._dirty[rank].values() for rank in _RANKS[1:])
+        return list(islice(members, most))
 
     def remove(self, entry: HostEntry) -> None:
         """Remove an entry. Its slot becomes free once no job reads or fills it."""
@@ -202,17 +210,18 @@ class HostBlockPool:
     def _is_idle(self, entry: HostEntry) -> bool:
         return not entry.pins and entry.job is None and not entry.removal_pending
 
-    def _would_be_lost(self, entry: HostEntry) -> bool:
-        return entry.dirty and entry.rank > _WORTHLESS and self._is_idle(entry)
+    def _orders(self, entry: HostEntry) -> Sequence[OrderedDict[BlockKey, HostEntry]]:
+        """The orders in which the entry stands while it is idle."""
+        return (self._idle[entry.rank], self._dirty[entry.rank])[: 1 + entry.dirty]
 
     def _mark_idle_or_free(self, entry: HostEntry) -> None:
         """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""
         if self._is_idle(entry):
-            self._idle[entry.rank][entry.key] = entry
-            self.unspilled += self._would_be_lost(entry)
+            for order in self._orders(entry):
+                order[entry.key] = entry
         elif entry.removal_pending and not entry.pins and entry.job is None:
             self._free.append(entry.slot)
 
     def _unmark_idle(self, entry: HostEntry) -> None:
-        del self._idle[entry.rank][entry.key]
-        self.unspilled -= self._would_be_lost(entry)
+        for order in self._orders(entry):
+            del order[entry.key]
