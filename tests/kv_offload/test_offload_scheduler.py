@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+
 import pytest
 from block_contexts import as_context
 from hypothesis import given, settings
@@ -123,6 +126,21 @@ def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> N
     planner.take_results(OffloadResults(staged=dict.fromkeys(contexts[0], CopyResult.MOVED)))
     assert planner.lookup("again", as_context(contexts[0]), 30.0) == 20
     assert planner.lookup("other", as_context(contexts[2]), 30.0) is None, "the disk answers, so it is read"
+
+
+def test_who_waits_for_a_read_costs_a_step_no_look_at_its_blocks() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=2000, disk_blocks=2000))
+    context = keys(0, 2000)
+    find(planner, context)
+    assert planner.lookup("r", as_context(context), 0.0) is None
+    planner.take_jobs()
+    planner.take_results(OffloadResults(staged=dict.fromkeys(context[:1000], CopyResult.MOVED)))
+    calls, waiting = Counter[str](), as_context(context)
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    found = planner.lookup("r", waiting, 1.0)
+    sys.setprofile(None)
+    assert found is None
+    assert calls["call"] < 100
 
 
 def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more() -> None:

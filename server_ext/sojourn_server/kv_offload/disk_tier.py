@@ -274,12 +274,12 @@ class DiskTier:
         wait = self._waits.get(request_id)
         if wait is None or wait.since_s is None:
             return False
-        missing = sum(entry.job == _STAGING for entry in wait.entries)
-        if not missing and wait.probe not in self._probing:
+        reads = any(entry.job == _STAGING for entry in reversed(wait.entries))  # they end in order
+        if not reads and wait.probe not in self._probing:
             return False
         if self._now - wait.since_s < self._limits.max_stage_wait_s and not self.hangs("reads"):
             return True
-        self._counts["gave_up"] += missing
+        self._counts["gave_up"] += sum(entry.job == _STAGING for entry in wait.entries)
         wait.since_s = None
         return False
 
