@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sojourn.wire_events import ProgramEnd
 from sojourn_server.core.demand_forecaster import MIN_JUDGED_OUTPUTS, PREDICTION_ERROR_WINDOW
 from sojourn_server.core.events_and_actions import StepCompleted, TurnFinishReason
 from sojourn_server.core.request_table import QueueState
@@ -15,6 +16,7 @@ from sojourn_server.policies.costs.reload_estimate import LinkCosts
 from sojourn_server.policies.policy_views import RunningRequestView
 from sojourn_server.policies.preemption_policies import RecoveryMethod
 from sojourn_server.policies.preset import Preset, load_preset
+from sojourn_server.programs.program_status import ProgramStatus
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 
 TYPED = {"sojourn": {"agent_type": "solver"}}
@@ -103,9 +105,12 @@ def test_who_would_not_fit_is_kept_out_until_somebody_leaves() -> None:
         return e.program_scheduler.may_admit(late, 10, 50, e.now, anything_running=True, most_tokens=10_000)
 
     assert not asked(), "two of 40 + 80 tokens are 60 blocks, and some are kept free"
+    assert e.status("late") is ProgramStatus.GATED
     assert (forecaster.demand, forecaster.changes) == (alone, changes), "one kept out needs nothing"
     e.program_scheduler.preempted(a, e.now, tokens=40)
     assert forecaster.changes > changes
+    e.send(ProgramEnd(program_id="late", seq=-1))
+    assert e.status("late") is ProgramStatus.ENDED, "although its request still waits"
     assert asked()
 
 

@@ -754,7 +754,10 @@ class ProgramScheduler:
     # -- queries: they change nothing -------------------------------------------
 
     def status(self, program: ProgramState) -> ProgramStatus:
-        """The program's status; GATED if the policy rejects a request of it, or if its place parks one."""
+        """The program's status; GATED in place of REASONING if the policy rejects a request of the program,
+        or if its place parks one."""
+        if program.status is not ProgramStatus.REASONING:
+            return program.status
         for request in filter(None, map(self.request, program.live_requests)):
             blocked = request.admission_blocked_since_s is not None
             accepted = request.request_id in self.forecaster.holding

@@ -2,9 +2,9 @@
 
 A program is one agent run. It is REASONING while one of its LLM requests is in the engine, and ACTING between
 its turns. A REASONING program is reported as GATED while a request of it waits for admission or placement
-(``ProgramScheduler.status``). It is ENDED after the client
-reported its end, and EXPIRED after a long silence. A new request makes an ENDED or EXPIRED program REASONING
-again, since clients may be late or resumed.
+(``ProgramScheduler.status``). It is ENDED after the client reported its end, and EXPIRED after a long
+silence. A new request makes an ENDED or EXPIRED program REASONING again, since clients may be late or
+resumed.
 
 A signal for which the current status has no transition is ignored, since signals may be repeated, late or
 lost.
