@@ -81,7 +81,6 @@ _WHY_OUT = {
     "absent": "its tool had run for too long, and a ready program needed its place",
     "exchange": "its tool ran, and a ready program needed its place",
     "host_full": "a busier program needed its blocks in host memory",
-    "over": "it had ended",
 }
 """Reason → why a program left its tier."""
 _TERMS = {
