@@ -136,7 +136,10 @@ class ServerProcess:
 
     def get(self, path: str) -> httpx.Response:
         """Return the server's answer. Raises ``httpx.HTTPError``."""
-        return httpx.get(self.url + path, headers=self.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False)
+        # Without TLS. The certificates of ``verify`` would take 20 ms of CPU at each request.
+        return httpx.get(
+            self.url + path, headers=self.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False
+        )
 
     def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal ``first``, and wait at most ``grace_s`` for the server's end. Then kill its process
