@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -13,7 +14,7 @@ from api_test_engines import BATCH, HungEngine, ScriptedEngine, app_of, check_er
 from fastapi.testclient import TestClient
 from sojourn_server.api.api_errors import ApiError
 from sojourn_server.api.engine_rpc import EngineUnavailableError
-from sojourn_server.api.live_stream import MAX_VIEWERS, Audience, LiveHub, SourceFrame
+from sojourn_server.api.live_stream import MAX_DELTA_S, MAX_VIEWERS, Audience, LiveHub, SourceFrame
 from sojourn_server.metrics.live_frame import EngineRow, LiveFrame, ProgramRow
 from virtual_engine import VirtualEngine, prompt
 from waiting import wait_until_async
@@ -179,6 +180,12 @@ async def test_who_asks_once_in_a_loop_shares_frames_and_costs_at_most_a_hundred
     now[0] += 4.1
     await hub.once(Audience(), 1.0)
     assert source.asked[3:] == [1.0], "a delta of four seconds ago answers nobody"
+
+
+async def test_a_delta_of_the_longest_time_asks_engines_for_no_longer_one() -> None:
+    source = Source()
+    await LiveHub(source, clock=itertools.count().__next__).once(Audience(), MAX_DELTA_S)
+    assert source.asked == [MAX_DELTA_S], "engines refuse more"
 
 
 async def test_viewers_are_limited_and_tenants_see_their_own() -> None:

@@ -250,8 +250,9 @@ class LiveHub:
                 await asyncio.sleep(max(0.0, shared.begun_s + shared.pause_s - self._clock()))
                 before, shared.frame, shared.error = self._full.frame, None, None
                 now = shared.begun_s = self._clock()
+                within_s = None if since_s is None else min(MAX_DELTA_S, round(now - since_s, 3))
                 try:
-                    found = await self._source.take(None if since_s is None else round(now - since_s, 3))
+                    found = await self._source.take(within_s)
                 except Exception as error:
                     shared.error, shared.ended_s = error, self._clock()
                     raise
