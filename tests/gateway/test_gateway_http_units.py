@@ -189,7 +189,8 @@ def test_a_file_of_tenants(tmp_path: Path) -> None:
     [
         ("tenants = ", "not TOML"),
         ("x = 1", "expected \\[tenants\\] with lines"),
-        ("[tenants]\na = [1]", "Expected `str`, got `int`"),
+        ("[tenants]\na = [1]", "the keys of a: Expected `str`, got `int`"),
+        ("[tenants]\na = 'k'\nb = 7", "the keys of b: .* got `int`.*expected \\[tenants\\] with lines"),
         ("[tenants]\na = []", "no tenants"),
         ('[tenants]\na = [""]', "empty"),
         ('[tenants]\na = ["env:NOT_THERE"]', "has no NOT_THERE"),

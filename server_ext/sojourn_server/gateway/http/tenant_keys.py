@@ -37,13 +37,13 @@ def load_tenant_keys(
     except TomlError as error:
         raise InputError(f"{path}: {error}") from None
     expected = 'expected [tenants] with lines NAME = ["KEY", ...]'
-    try:
-        table = msgspec.convert(document.get("tenants"), dict[str, str | list[str]])
-    except msgspec.ValidationError as error:
-        raise InputError(f"{path}: tenants: {error}; {expected}") from None
-    keys: dict[str, str] = {}
-    for tenant, listed in table.items():
-        for key in [listed] if isinstance(listed, str) else listed:
+    table, keys = document.get("tenants"), dict[str, str]()
+    for tenant, listed in table.items() if isinstance(table, dict) else ():
+        try:
+            listed = msgspec.convert([listed] if isinstance(listed, str) else listed, list[str])
+        except msgspec.ValidationError as error:
+            raise InputError(f"{path}: the keys of {tenant}: {error}; {expected}") from None
+        for key in listed:
             name = key.removeprefix("env:") if key.startswith("env:") else None
             value = environment.get(name, "") if name is not None else key
             if not value or value != value.strip():
