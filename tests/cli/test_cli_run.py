@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,16 @@ def test_a_providers_server_is_not_taken_for_a_sojourn_server(
     [note] = notes
     assert f"OPENAI_BASE_URL is not used: no sojourn server answers there without a key ({said})" in note
     assert "--url" in note
+
+
+def test_a_certificate_that_is_refused_makes_no_bad_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(root: str) -> tuple[int, bytes]:
+        raise ssl.SSLCertVerificationError("self-signed certificate")  # an OSError and a ValueError
+
+    monkeypatch.setattr(agent_process, "get_page", get)
+    notes: list[str] = []
+    assert base_url_root({"OPENAI_BASE_URL": "https://own.example/v1"}, notes.append) is None
+    assert "(SSLCertVerificationError)" in notes[0]
 
 
 def test_a_signal_ends_it_as_it_would_end_the_command() -> None:

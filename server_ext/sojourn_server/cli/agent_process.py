@@ -279,13 +279,15 @@ def _problem_at(root: str, *, may_need_key: bool = False) -> str | None:
         if may_need_key and status in (200, 401, 403):
             return None
         document = json.loads(body) if status == 200 else None
+    except OSError as error:  # also a refused certificate, which is a ValueError too
+        return type(error).__name__
     except (ValueError, RecursionError, http.client.InvalidURL) as error:
         if may_need_key:
             raise CliError(
                 f"{root!r} is no URL: {error}", f"give the server's root, e.g. --url {DEFAULT_URL}"
             ) from error
         return "no JSON, or no URL"
-    except (OSError, http.client.HTTPException) as error:
+    except http.client.HTTPException as error:
         return type(error).__name__
     ours = isinstance(document, dict) and document.get("name") == "sojourn"
     return None if ours else f"HTTP {status}"
