@@ -52,6 +52,20 @@ def test_of_what_was_stored_ahead_the_end_is_reused_first() -> None:
     assert in_host(planner, context) == [True] * 50 + [False] * 30
 
 
+def test_a_look_up_of_an_earlier_step_is_made_anew_unless_it_was_the_latest() -> None:
+    """Between two looks at a request, host memory may have got more of its context."""
+    planner = OffloadScheduler(TierLimits(host_slots=100))
+    context, other = keys(0, 80), keys(1000, 10)
+    stored(planner, context[:40])
+    stored(planner, other)
+    assert planner.lookup("waits", as_context(context), 0.0) == 40
+    assert planner.lookup("loads", as_context(other), 0.0) == 10
+    planner.load("loads", other, range(10))
+    planner.take_jobs()
+    stored(planner, context[40:])
+    assert planner.lookup("waits", as_context(context), 1.0) == 80
+
+
 def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes_first() -> None:
     planner = OffloadScheduler(TierLimits(host_slots=100, disk_blocks=1000))
     cold = keys(0, 30)

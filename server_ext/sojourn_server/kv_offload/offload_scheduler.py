@@ -87,7 +87,9 @@ class OffloadScheduler:
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
         """Number of an unfinished store job → the entries that it fills, and its copies."""
         self._looked_up: dict[str, _Lookup] = {}
-        """Request → the pinned blocks that its look-up found; the latest look-up last."""
+        """Request → the pinned blocks that its look-up found."""
+        self._last_asked: str | None = None
+        """Request of the latest look-up."""
         self.loads: dict[str, Load] = {}
         """Unfinished loads by request, or by name."""
         self._loading: Counter[BlockKey] = Counter()
@@ -303,7 +305,7 @@ class OffloadScheduler:
             return None
         before = self._looked_up.get(request_id)
         if before is not None and before.identity == context.identity:
-            self._looked_up[request_id] = self._looked_up.pop(request_id)
+            self._last_asked = request_id
             return before.tokens
         end = context.covered(self._in_host)
         found = [self._readable(block.key) for block in context.needed(end)]
@@ -317,6 +319,7 @@ class OffloadScheduler:
             self.host.pin(entry)
         self._drop_lookup(request_id)
         self._looked_up[request_id] = _Lookup(context.identity, found, end - context.start_tokens)
+        self._last_asked = request_id
         # A request computes the window blocks that its look-up missed. Others probably share the longer
         # prefix, for example a system prompt.
         missed = context.missed_windows(end, lambda key: self._in_host(key) or self.is_on_device(key))
@@ -423,7 +426,7 @@ class OffloadScheduler:
     def take_jobs(self, *, spill: bool = True) -> OffloadJobs:
         """Return the jobs of the step just planned, and unpin the blocks of earlier look-ups (``lookup``).
         ``spill``: whether new writes from host memory to disk may begin."""
-        for request_id in list(self._looked_up)[:-1]:
+        for request_id in [name for name in self._looked_up if name != self._last_asked]:
             self._drop_lookup(request_id)
         if spill:
             self.disk.plan_spills()
