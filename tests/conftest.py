@@ -65,7 +65,6 @@ LONG = (
     "engine",
     "ray",
     "test_simulator_validation.py",
-    "test_simulator_parity_engine.py",
     "demo",
 )
 """Files and folders whose tests take minutes, the longest first. If they began last, other cores would be
