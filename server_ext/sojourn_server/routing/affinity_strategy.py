@@ -53,6 +53,8 @@ MAX_PREFIX_PIECES = 200_000
 MAX_FAILED_ROUTES = 512
 """A pass ends after it has routed this many requests that still have to wait. This happens only if it is
 unknown how much capacity the waiting requests need."""
+TENANTS_PER_SORT = 32
+"""A sort of n waiting tenants serves the first n/32 of them, and at least one."""
 MAX_STEAL_CANDIDATES = 8
 """Maximum number of requests of a replica's queue that are examined for stealing, the oldest first."""
 MAX_STEALS_PER_ROUND = 64
@@ -444,7 +446,7 @@ class AffinityStrategy(RoutingStrategy):
             replica = self._fleet.get(replica_id)
             while replica is not None and replica_id in self.queues and replica.idle_since_s is not None:
                 tenants = self.queues[replica_id].tenants
-                request = tenants[self._first_tenant(tenants.items(), room=False)].requests[0]
+                request = tenants[self._order_tenants(tenants.items(), room=False)[0]].requests[0]
                 self.dequeue(request)
                 self._core.send(request, Placement(replica_id, request.reason), now)
 
@@ -489,25 +491,30 @@ class AffinityStrategy(RoutingStrategy):
         reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
         self.reserved, self._is_closed_to_new = None, False
         queue, fleet = self.anywhere, self._fleet
+        turns: list[str] = []
         asked, most_known = 0, math.inf
         while queue and (best := fleet.most_room(self.reserved)) is not None:
             most = min(most_known, _max_fitting_tokens(best))
-            candidates = [
-                (tenant, waiting)
-                for tenant, waiting in queue.tenants.items()
-                if waiting.least <= most or (self.reserved is None and self._is_late(waiting, now))
-            ]
-            if not candidates:
-                break
-            waiting = queue.tenants[self._first_tenant(candidates, room=True)]
+            if not turns:
+                candidates = [
+                    (tenant, waiting)
+                    for tenant, waiting in queue.tenants.items()
+                    if waiting.least <= most or (self.reserved is None and self._is_late(waiting, now))
+                ]
+                if not candidates:
+                    break
+                turns = self._order_tenants(candidates, room=True)
+                turns = turns[: max(1, len(turns) // TENANTS_PER_SORT)][::-1]
+            waiting = queue.tenants[turns.pop()]
             oldest = waiting.oldest
             if self.reserved is None and oldest.needs_tokens > most and self._is_late(waiting, now):
-                self.reserved = best.replica_id
+                self.reserved, turns = best.replica_id, []
                 continue
             request = waiting.first_fitting(most)
             if not self._order.by_arrival and oldest.needs_tokens <= most and self._is_late(waiting, now):
                 request = oldest
-            assert request is not None
+            if request is None:
+                continue  # the room that it needs went to others after the sort
             route = self._place_or_reject(request, now)
             if route.replica_id is not None:
                 self._admitted += 1
@@ -522,11 +529,11 @@ class AffinityStrategy(RoutingStrategy):
                 return all(one.least for one in queue.tenants.values())
         return True
 
-    def _first_tenant(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> str:
-        """Return the tenant of ``queues`` that is served first: see ``TenantShares.order``."""
+    def _order_tenants(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
+        """Return the tenants of ``queues`` in the order in which they are served: ``TenantShares.order``."""
         if self.tenants is None:
-            return next(tenant for tenant, _ in queues)
-        return self.tenants.order(queues, room=room)[0]
+            return [tenant for tenant, _ in queues]
+        return self.tenants.order(queues, room=room)
 
     def _is_late(self, waiting: TenantQueue, now: float) -> bool:
         """Whether the oldest request of a tenant's queue is late. False while its ``needs_tokens`` is 0:
