@@ -281,10 +281,12 @@ def write(folder, text):
 def test_keys_become_flags(tmp_path):
     file = write(
         tmp_path,
-        "port: 1\nseed: null\na_b: x\nc: [d, 2]\ne: []\nf: {g: true}\nh: true\ni: false\nno-j: false\n",
+        "port: 1\nseed: null\na_b: x\nc: [d, 2]\ne: []\nf: {g: true}\nh: true\ni: false\nno-j: false\n"
+        "revision: 2024-08-26\n",
     )
     assert read_config_file(file) == (
         "--port=1", "--seed=None", "--a_b=x", "--c", "d", "2", '--f={"g": true}', "--h", "--no-i",
+        "--revision=2024-08-26",
     )  # fmt: skip
 
 
@@ -312,12 +314,12 @@ def test_the_command_line_shows_no_value_of_the_file(tmp_path):
         ("", "is empty; expected flag: value"),
         ("port", "is a str; expected flag: value"),
         ("- port", "is a list; expected"),
-        ("port: [", "is not YAML, .* line 1"),
+        ("port: [", "is not YAML: .* line 1"),
         ("a: \x00", "is not YAML"),
         ("1: 2", "1 is no flag's name"),
         ("config: g.yaml", "names another config file"),
-        ("a: {b: 2020-01-01}", "is not YAML, or not as JSON: Object of type date"),
-        ("a: &a {b: *a}", "is not YAML, or not as JSON: Circular"),
+        ("a: {b: 2020-01-01}", "a cannot be JSON: Object of type date"),
+        ("a: &a {b: *a}", "a cannot be JSON: Circular"),
     ],
 )
 def test_an_unusable_file_is_named(tmp_path, text, message):

@@ -202,7 +202,10 @@ def read_config_file(path: str) -> tuple[str, ...]:
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)] if value else []
         elif isinstance(value, dict):
-            flags.append(f"--{key}={json.dumps(value)}")
+            try:
+                flags.append(f"--{key}={json.dumps(value)}")
+            except (TypeError, ValueError, RecursionError) as error:
+                raise _config_error(path, f": {key} cannot be JSON: {error}") from None
         else:
             flags.append(f"--{key}={value}")
     return tuple(flags)
@@ -216,11 +219,10 @@ def _read_document(path: str) -> dict[Any, Any]:
         # An open file, because YAML's errors would quote lines of a text, secrets included.
         with Path(path).open(encoding="utf-8") as file:
             document = yaml.safe_load(file)
-        json.dumps(document)
     except OSError as error:
         raise _config_error(path, f": cannot read the file: {error.strerror}") from None
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise _config_error(path, f" is not YAML, or not as JSON: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise _config_error(path, f" is not YAML: {error}") from None
     if not isinstance(document, dict):
         what = "is empty" if document is None else f"is a {type(document).__name__}"
         raise _config_error(path, f" {what}; expected flag: value, one flag a line")
