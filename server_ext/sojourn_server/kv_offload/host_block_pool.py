@@ -212,7 +212,8 @@ class HostBlockPool:
 
     def _orders(self, entry: HostEntry) -> Sequence[OrderedDict[BlockKey, HostEntry]]:
         """The orders in which the entry stands while it is idle."""
-        return (self._idle[entry.rank], self._dirty[entry.rank])[: 1 + entry.dirty]
+        idle = self._idle[entry.rank]
+        return (idle, self._dirty[entry.rank]) if entry.dirty else (idle,)
 
     def _mark_idle_or_free(self, entry: HostEntry) -> None:
         """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""
