@@ -157,6 +157,20 @@ def test_who_waits_for_a_read_costs_a_step_no_look_at_its_blocks() -> None:
     assert calls["call"] < 100
 
 
+def test_who_waits_for_anothers_load_looks_at_no_more_than_its_beginning() -> None:
+    planner = OffloadScheduler(TierLimits(host_slots=2000))
+    context, asked = keys(0, 1000), Counter[str]()
+    stored(planner, context)
+    assert planner.lookup("loads", as_context(context), 0.0) == 1000
+    planner.load("loads", context, range(1000))
+    waiting = as_context(context)
+    sys.setprofile(lambda frame, event, _: asked.update([event]))
+    found = planner.lookup("waits", waiting, 0.0)
+    sys.setprofile(None)
+    assert found is None
+    assert asked["call"] < 100
+
+
 def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more() -> None:
     """Blocks that wait for their write used to keep a rank that nothing may displace."""
     planner = OffloadScheduler(TierLimits(host_slots=1000, disk_blocks=10_000))

@@ -93,6 +93,13 @@ class ContextKeys:
             end = shorter
         return self.start_tokens
 
+    def begins(self, has: HasBlock) -> bool:
+        """Return whether ``covered`` is more than ``start_tokens``; with one group in O(1)."""
+        if len(self._groups) == 1:
+            first = min(self.end_tokens, self.start_tokens + self._step_tokens)
+            return self._leading(self._groups[0], first, has) > self.start_tokens
+        return self.covered(has) > self.start_tokens
+
     def missed_windows(self, tokens: int, has: HasBlock) -> list[BlockKey]:
         """Return the keys of the window blocks that a longer prefix than ``tokens`` tokens needs, if all its
         other blocks are available."""

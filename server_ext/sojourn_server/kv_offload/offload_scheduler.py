@@ -295,7 +295,7 @@ class OffloadScheduler:
         self.disk.note_time(now)
         if request_id in self.loads:
             return None  # the end of the old load would be taken for the end of the new one
-        if context.covered(self._loading.__contains__) > context.start_tokens:
+        if context.begins(self._loading.__contains__):
             self._drop_lookup(request_id)
             return None
         if context.end_tokens == context.start_tokens:
