@@ -57,6 +57,12 @@ def test_a_gateway_names_its_engines_and_those_that_were_not_switched(
     assert "sojourn doctor" in result.exception.next_step
 
 
+def test_a_gateway_without_engines_switches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = run(monkeypatch, {"engines": {}, "stock": [], "silent": []}, "off")
+    assert str(result.exception) == "nothing switched: the gateway has no engine that answers"
+    assert result.exit_code == 1
+
+
 def test_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     result, seen = run(monkeypatch, {}, "mori")
     assert "'mori' is not a state; expected on or off" in str(result.exception)

@@ -31,7 +31,8 @@ def policy(
         )
     with closing(LiveClient(url, api_key)) as client:
         answer = client.post(f"{API}/policy", on=switch == "on")
-        for engine, state in answer.get("engines", {client.shown_url: answer}).items():
+        engines = answer.get("engines", {client.shown_url: answer})
+        for engine, state in engines.items():
             started = "" if switch == "on" else f" (started with {state.get('started_with')})"
             typer.echo(f"{engine}: policy {state.get('policy')}{started}")
     if left := [*answer.get("stock", ()), *answer.get("silent", ())]:
@@ -39,3 +40,5 @@ def policy(
             f"not switched: {', '.join(left)}",
             "engines under --policy stock have no policy; for the others see sojourn doctor --url",
         )
+    if not engines:
+        raise CliError("nothing switched: the gateway has no engine that answers", "see sojourn doctor --url")
