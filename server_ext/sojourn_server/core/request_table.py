@@ -122,11 +122,8 @@ class RequestState:
     def apply_hint(self, context: AgenticContext, max_hinted_ttl_s: float, unused: Sequence[str]) -> Outcome:
         """Store a hint here and in the state of the program, which must be known. Return whether the hint was
         applied as it is, has a field of ``unused``, or its TTL was out of bounds and was clipped."""
-        program, ours, tokens = (
-            self.program,
-            context.sojourn or SojournContext(),
-            context.expected_output_length,
-        )
+        program, tokens = self.program, context.expected_output_length
+        ours = context.sojourn or SojournContext()
         assert program is not None
         if context.parent_program_id:
             program.parent_id = ProgramId(context.parent_program_id)
