@@ -92,7 +92,6 @@ class Worker:
     def _carry_out(self, step: Step) -> None:
         from sojourn_server.kv_transfer.transfer_jobs import TransferResults
         from sojourn_server.vllm.kv_connector import StepReport
-        from sojourn_server.vllm.pair_connector import PairReport
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
         jobs, results = step.jobs, TransferResults()
@@ -133,8 +132,8 @@ class Worker:
                 finished_sending={each.name for each in self._ended(self.held)},
                 finished_recving=received,
                 invalid_block_ids=not_filled | not_loaded,
-                kv_connector_worker_meta=(
-                    StepReport(results) if stored is None else PairReport(results, host=StepReport(stored))
+                kv_connector_worker_meta=StepReport(
+                    results, host=None if stored is None else StepReport(stored)
                 ),
             ),
         )

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import dropwhile
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..kv_offload.context_keys import ContextKeys, GroupLayout
@@ -22,7 +22,7 @@ from ..kv_offload.offload_jobs import BlockKey
 from .compat import FullAttentionManager, KVCacheBlock, MambaManager, get_block_hash
 
 if TYPE_CHECKING:
-    from .compat import KVCacheConfig, KVCacheCoordinator, Request, Scheduler, SingleTypeKVCacheManager
+    from .compat import KVCacheConfig, KVCacheCoordinator, Request, Scheduler
 
 
 MAX_READ_BLOCKS = 1024
@@ -96,14 +96,18 @@ class KVCacheGroups:
                 suffix=b"" if self.is_single else number.to_bytes(GROUP_BYTES, "big"),
                 block_tokens=each.block_size,
                 hashes_per_block=max(1, each.block_size // self.hash_tokens),
-                first_needed=partial(_first_needed, each),
+                first_needed=lambda tokens, group=each: (  # type: ignore[misc]
+                    group.get_num_skipped_tokens(tokens) // group.block_size
+                ),
                 keeps_all=keeps_all,
             )
             for number, (each, keeps_all) in enumerate(zip(self._managers, self._keeps_all, strict=True))
         ]
-        self.key_of: Callable[[KVCacheBlock], BlockKey] = _content_hash if self.is_single else _group_key
+        self.key_of: Callable[[KVCacheBlock], BlockKey] = attrgetter("block_hash")
         """A cached block's key below the device: its content hash, and with several groups the group's
         number."""
+        if self.is_single:
+            self.key_of = lambda block: get_block_hash(block.block_hash)
         self._windows = frozenset(each.suffix for each in self._layouts if not each.keeps_all)
 
     def __len__(self) -> int:
@@ -270,18 +274,3 @@ def stored_block_bytes(kv_cache_config: KVCacheConfig) -> int:
     sizes = [tensor.size for tensor in kv_cache_config.kv_cache_tensors or ()]
     # All tensors lie in one allocation, because groups share its blocks, and each has its size.
     return int(max(sizes, default=0) // max(1, kv_cache_config.num_blocks))
-
-
-def _first_needed(group: SingleTypeKVCacheManager, tokens: int) -> int:
-    """Return the index of the first block of ``group`` that the next token after ``tokens`` tokens needs."""
-    return int(group.get_num_skipped_tokens(tokens) // group.block_size)
-
-
-def _content_hash(block: KVCacheBlock) -> BlockKey:
-    key: BlockKey = get_block_hash(block.block_hash)
-    return key
-
-
-def _group_key(block: KVCacheBlock) -> BlockKey:
-    key: BlockKey = block.block_hash
-    return key

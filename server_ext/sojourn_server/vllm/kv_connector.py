@@ -52,7 +52,7 @@ logger = logging.getLogger("vllm.sojourn")
 JobsT = TypeVar("JobsT")
 ResultsT = TypeVar("ResultsT")
 
-GroupBlockIds = Sequence[list[int]]
+BlockIds = Sequence[list[int]]
 """A request's block ids by KV cache group. ``PathsConnector`` supports one group."""
 
 
@@ -61,6 +61,8 @@ class StepOrders(KVConnectorMetadata, Generic[JobsT]):
     jobs: JobsT
     stop: bool = False
     """Whether to close the links to peers, because the engine's weights may have changed."""
+    host: StepOrders[Any] | None = None
+    """In an engine of a pair with host memory: the orders of its host memory."""
 
 
 @dataclass
@@ -73,6 +75,8 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
     """Why a worker has no host memory, so that the planner must turn the connector off; or empty."""
     not_filled: Set[int] = frozenset()
     """In an engine of a pair with host memory: device blocks that transfers did not fill."""
+    host: StepReport[Any] | None = None
+    """In such an engine: the report of its host memory."""
 
     @property
     def of_all(self) -> list[ResultsT]:
@@ -80,8 +84,11 @@ class StepReport(KVConnectorWorkerMetadata, Generic[ResultsT]):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, StepReport)
-        why = self.off_because or other.off_because
-        return StepReport(self.results, (*self.others, *other.of_all), why)
+        why, not_filled = self.off_because or other.off_because, self.not_filled | other.not_filled
+        host: Any = self.host or other.host
+        if self.host is not None and other.host is not None:
+            host = self.host.aggregate(other.host)
+        return StepReport(self.results, (*self.others, *other.of_all), why, not_filled, host)
 
 
 class MatchedTokens(NamedTuple):
@@ -106,6 +113,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.strict = False
+        self.off = False
+        """Planner side: whether it finds and saves no more KV."""
         self._failure_log = RateLimitedLog(logger)
         self.matches: dict[str, MatchedTokens] = {}
         """Request → its match, until the request's blocks are allocated or the step is planned."""
@@ -114,24 +123,17 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
 
     # -- what each connector supplies -----------------------------------------------
 
-    def _is_off(self) -> bool:
-        raise NotImplementedError
-
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         """Return (number of tokens that can be supplied after the first ``computed`` ones; ``None`` while it
         is not known, and vLLM asks again, the match to pass to ``_allocated``)."""
         raise NotImplementedError
 
-    def _allocated(
-        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> None:
-        """Load ``external_tokens`` tokens into new blocks, after the ``match.computed`` ones on the
+    def _allocated(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
+        """Load ``tokens`` tokens into new blocks, after the ``match.computed`` ones on the
         device."""
         raise NotImplementedError
 
-    def _reject_fill(
-        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> None:
+    def _reject_fill(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
         """After ``_allocated`` failed: make the worker report the request's load as failed."""
         raise NotImplementedError
 
@@ -164,13 +166,16 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
 
     # -- planner side: an exception here would end the engine -----------------------------
 
+    def _is_off(self) -> bool:
+        return self.off
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         self.matches.pop(request.request_id, None)
         if request.skip_reading_prefix_cache or self._is_off():
             return 0, False
-        tokens, match = self._attempt(self._match, request, num_computed_tokens) or (0, None)
+        tokens, match = self.attempt(self._match, request, num_computed_tokens) or (0, None)
         if match is None:
             return tokens, False
         self.matches[request.request_id] = match
@@ -195,12 +200,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, StepReport):
-            self._attempt(self._take_results, report.of_all)
+            self.attempt(self._take_results, report.of_all)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self.matches.pop(request.request_id, None)
         is_loading = self._is_loading(request.request_id)
-        return self._attempt(self._finished, request, block_ids) or (is_loading, None)
+        return self.attempt(self._finished, request, block_ids) or (is_loading, None)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -221,9 +226,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         )
         self._disable(error)
 
-    def _attempt(self, call: Callable[..., Any], *arguments: object) -> Any:
+    def attempt(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            return call(*arguments)
+            return call(*args, **kwargs)
         except Exception as error:
             self.handle_failure(error)
             return None

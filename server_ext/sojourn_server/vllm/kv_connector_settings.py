@@ -475,29 +475,21 @@ def dtype_identity(vllm_config: VllmConfig, spec: KVCacheSpec) -> str:
     """Return the KV cache's data type, and on a CPU the name of the packing, as in ``torch.bfloat16/amx``.
     vLLM's CPU attention packs a block for the processor's instructions, so the same bytes are different KV on
     another kind of processor."""
-    cache = vllm_config.cache_config
-    dtype = str(cache.cache_dtype if cache.cache_dtype != "auto" else vllm_config.model_config.dtype)
-    packings = sorted({_cpu_packing(vllm_config, each) for each in layer_specs(spec)} - {None, ""})  # type: ignore[type-var]
-    return "/".join([dtype, *map(str, packings)])
+    from .compat import current_platform
+
+    cache, dtype = vllm_config.cache_config.cache_dtype, vllm_config.model_config.dtype
+    kv_dtype = str(cache if cache != "auto" else dtype)
+    if not current_platform.is_cpu():
+        return kv_dtype
+    from .compat import cpu_attention_isa
+
+    packings = {
+        str(cpu_attention_isa(dtype, each.block_size, getattr(each, "head_size", None), cache))
+        for each in layer_specs(spec)
+    }
+    return "/".join([kv_dtype, *sorted(packings - {""})])
 
 
 def layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
     """Return the specs of a group's layers if they differ in size, otherwise the group's own spec."""
     return list(getattr(spec, "kv_cache_specs", {}).values()) or [spec]
-
-
-def _cpu_packing(vllm_config: VllmConfig, spec: KVCacheSpec) -> str | None:
-    from .compat import current_platform
-
-    if not current_platform.is_cpu():
-        return None
-    from .compat import cpu_attention_isa
-
-    return str(
-        cpu_attention_isa(
-            vllm_config.model_config.dtype,
-            spec.block_size,
-            getattr(spec, "head_size", None),
-            vllm_config.cache_config.cache_dtype,
-        )
-    )

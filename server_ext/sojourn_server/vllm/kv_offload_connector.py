@@ -15,7 +15,7 @@ from ..kv_offload.context_keys import NeededBlock
 from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults, OffloadStats, RankResults
 from ..kv_offload.offload_scheduler import AHEAD, OffloadScheduler
 from .compat import KVConnectorRole
-from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
+from .kv_connector import BlockIds, KVConnector, MatchedTokens, StepOrders, StepReport
 from .kv_connector_settings import NO_CONTEXTS, KVOffloadOptions, KVOffloadSettings, keeps_contexts
 from .plugin_settings import read_settings
 
@@ -57,7 +57,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             self.planner = OffloadScheduler(self.settings.limits())
             self._rank_results = RankResults(self.settings.ranks)
             self.traffic = OffloadStats()
-            self.off = False
             self.off_because: str | None = None
             if not self.settings.host_slots:
                 self.turn_off(self.settings.host_because, logging.WARNING)
@@ -77,20 +76,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     # -- planner side -------------------------------------------------------------
 
-    def bind_scheduler(
-        self,
-        groups: KVCacheGroups,
-        clock: Callable[[], float],
-        is_paused: Callable[[], bool],
-        *,
-        strict: bool,
-    ) -> None:
-        self.groups, self.clock, self.is_paused, self.strict = groups, clock, is_paused, strict
-        self.planner.is_on_device = groups.is_cached
-
-    def _is_off(self) -> bool:
-        return self.off
-
     def _match(self, request: Request, computed: int) -> tuple[int | None, MatchedTokens | None]:
         if self.groups is None:
             return 0, None
@@ -102,21 +87,17 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         # vLLM does not accept an asynchronous load of zero tokens.
         return found, MatchedTokens(computed, is_async=found > 0, context=context)
 
-    def _allocated(
-        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> None:
+    def _allocated(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
         # For a request that loads, vLLM calls this again at its admission, with no external tokens.
         needed: list[NeededBlock] = []
-        if external_tokens:
+        if tokens:
             assert match.context is not None
             # In place of other blocks of a window's group, vLLM has placeholders, which must not be filled.
-            needed = list(match.context.needed(match.computed + external_tokens))
+            needed = list(match.context.needed(match.computed + tokens))
         filled = [block_ids[each.group][each.place] for each in needed]
         self.planner.load(request.request_id, [each.key for each in needed], filled)
 
-    def _reject_fill(
-        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> None:
+    def _reject_fill(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
         self.planner.reject(request.request_id, [each for group in block_ids for each in group])
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[OffloadJobs]:
@@ -140,7 +121,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if not reported and not output.invalid_block_ids:
             return set()
         own = {each for load in self.planner.loads.values() for each in load.block_ids}
-        ended = self._attempt(self.planner.end_loads, reported, output.invalid_block_ids)
+        ended = self.attempt(self.planner.end_loads, reported, output.invalid_block_ids)
         if ended is None:
             for name in reported:  # no request's blocks may wait for it any more
                 self.planner.loads.pop(name, None)
@@ -150,7 +131,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             output.invalid_block_ids |= report.not_filled
         for name, arrived in ended.ahead.items():
-            self._attempt(self.load_ahead_ended, name, arrived)
+            self.attempt(self.load_ahead_ended, name, arrived)
         return set(ended.failed)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -204,7 +185,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 "this engine reads and writes no KV in %s",
                 self.settings.options.disk,
             )
-        self._attempt(self.planner.forget)
+        self.attempt(self.planner.forget)
         return True
 
     def turn_off(self, why: str, level: int = logging.ERROR) -> None:

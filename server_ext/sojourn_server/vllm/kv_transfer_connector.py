@@ -21,7 +21,7 @@ from ..kv_transfer.transfer_manager import TransferManager, fetch_stats
 from ..kv_transfer.transfer_planner import TransferPlanner
 from ..metrics.metrics_recorder import MetricsRecorder
 from .compat import KVConnectorRole
-from .kv_connector import GroupBlockIds, KVConnector, MatchedTokens, StepOrders
+from .kv_connector import BlockIds, KVConnector, MatchedTokens, StepOrders
 from .kv_connector_settings import KVTransferSettings
 from .plugin_settings import SettingsError
 
@@ -62,8 +62,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self._traffic: TransferManager | None = None
         self._closing: threading.Thread | None = None
         self._stats_address = ""
-        self._off = False
-        """Planner side: whether the connector is off, because the cache was reset."""
         self._stop_sent = False
         self._pool: BlockPool | None = None
         """vLLM's block pool; ``None`` if a reset of the pool alone must not turn the connector off."""
@@ -95,7 +93,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         if self._is_off():
             return
         self._requests[request.request_id] = request
-        wrong = self._attempt(self.planner.arrived, request)
+        wrong = self.attempt(self.planner.arrived, request)
         if wrong is not None:
             logger.warning("sojourn: kv_transfer_params of %s: %s", request.request_id, wrong)
 
@@ -103,22 +101,18 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         found = self.planner.ask(request.request_id, computed)
         return found.tokens, MatchedTokens(computed, found.is_async)
 
-    def _allocated(
-        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> None:
-        self.planner.allocated(request.request_id, block_ids[0], external_tokens)
+    def _allocated(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
+        self.planner.allocated(request.request_id, block_ids[0], tokens)
 
-    def _reject_fill(
-        self, request: Request, block_ids: GroupBlockIds, match: MatchedTokens, external_tokens: int
-    ) -> None:
+    def _reject_fill(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
         size = self.settings.block_tokens
-        unfilled = block_ids[0][match.computed // size : -(-(match.computed + external_tokens) // size)]
+        unfilled = block_ids[0][match.computed // size : -(-(match.computed + tokens) // size)]
         self.planner.reject_fill(request.request_id, unfilled, match.is_async)
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[TransferJobs]:
         if self._is_off():
             return self._final_orders()
-        self._attempt(self._plan_saves, scheduler_output)
+        self.attempt(self._plan_saves, scheduler_output)
         return StepOrders(self.planner.take_jobs())
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
@@ -134,7 +128,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         for request_id in connector_output.finished_recving or ():
-            self._attempt(self.planner.filled, request_id)
+            self.attempt(self.planner.filled, request_id)
         super().update_connector_output(connector_output)
 
     def _take_results(self, results: list[TransferResults]) -> None:
@@ -162,24 +156,24 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
 
     def _is_off(self) -> bool:
         pool = self._pool
-        if not self._off and pool is not None and pool.cached_block_hash_to_block is not self._cached:
+        if not self.off and pool is not None and pool.cached_block_hash_to_block is not self._cached:
             self._turn_off()
-        return self._off
+        return self.off
 
     def _turn_off(self) -> None:
         """Turn the connector off until the engine restarts. Steps that are planned keep their jobs: the
         worker carries them out before it loads new weights, so they transfer KV of the old weights under the
         old keys."""
-        if self._off:
+        if self.off:
             return
-        self._off = self.pair_status.has_left_pair = True
+        self.off = self.pair_status.has_left_pair = True
         self._pool = self._cached = None
         logger.error(
             "sojourn: the prefix cache was reset, usually because of new weights. Until it restarts, this "
             "engine computes all its KV: it reads and writes none in %s, and exchanges none with peers",
             self.settings.options.store,
         )
-        self._attempt(self.planner.abandon)
+        self.attempt(self.planner.abandon)
 
     def _final_orders(self) -> StepOrders[TransferJobs]:
         """Return a step's orders while the connector is off: jobs that release resources and fill blocks that

@@ -62,13 +62,7 @@ def _turns_off(method: Callable[..., T]) -> Callable[..., T | None]:
 
     @wraps(method)
     def guarded(self: OffloadManager, /, *args: Any, **kwargs: Any) -> T | None:
-        if self._connector.off:
-            return None
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self._connector.handle_failure(error)
-            return None
+        return None if self._connector.off else self._connector.attempt(method, self, *args, **kwargs)
 
     return guarded
 

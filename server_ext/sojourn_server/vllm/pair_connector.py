@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..kv_offload.offload_jobs import OffloadJobs, OffloadResults
+from ..kv_offload.offload_jobs import OffloadResults
 from ..kv_transfer.transfer_jobs import TransferJobs, TransferResults
-from .compat import KVConnectorRole, KVConnectorWorkerMetadata
+from .compat import KVConnectorRole
 from .kv_connector import StepOrders, StepReport
 from .kv_offload_connector import SojournConnector
 from .kv_transfer_connector import PathsConnector
@@ -23,24 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from .compat import KVCacheBlocks, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
-
-
-@dataclass
-class PairOrders(StepOrders[TransferJobs]):
-    host: StepOrders[OffloadJobs] | None = None
-
-
-@dataclass
-class PairReport(StepReport[TransferResults]):
-    host: StepReport[OffloadResults] | None = None
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, PairReport)
-        host: Any = self.host or other.host
-        if self.host is not None and other.host is not None:
-            host = self.host.aggregate(other.host)
-        not_filled = self.not_filled | other.not_filled
-        return PairReport(self.results, (*self.others, *other.of_all), not_filled=not_filled, host=host)
 
 
 class PairConnector(PathsConnector):
@@ -80,14 +61,15 @@ class PairConnector(PathsConnector):
         self.host_memory.update_state_after_alloc(request, blocks, by_host)
         super().update_state_after_alloc(request, blocks, num_external_tokens - by_host)
 
-    def _plan_step(self, scheduler_output: SchedulerOutput) -> PairOrders:
+    def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[TransferJobs]:
         orders = super()._plan_step(scheduler_output)
-        return PairOrders(orders.jobs, orders.stop, self.host_memory.build_connector_meta(scheduler_output))
+        orders.host = self.host_memory.build_connector_meta(scheduler_output)
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, PairReport) and report.host is not None:
+        if isinstance(report, StepReport) and report.host is not None:
             connector_output.kv_connector_worker_meta = report.host
             self.host_memory.update_connector_output(connector_output)
             connector_output.kv_connector_worker_meta = report
@@ -114,17 +96,17 @@ class PairConnector(PathsConnector):
 
     def _begin_step(self, orders: StepOrders[TransferJobs]) -> None:
         """Evicted blocks are copied to host memory before transfers write to them."""
-        if isinstance(orders, PairOrders) and orders.host is not None:
+        if orders.host is not None:
             self.host_memory.handle_preemptions(orders.host)
         super()._begin_step(orders)
 
-    def build_connector_worker_meta(self) -> PairReport | None:
+    def build_connector_worker_meta(self) -> StepReport[TransferResults] | None:
         own, host = super().build_connector_worker_meta(), self.host_memory.build_connector_worker_meta()
         not_filled, self._not_filled = self._not_filled, set()
         if own is None and host is None and not not_filled:
             return None
         results = own.results if own is not None else TransferResults()
-        return PairReport(results, not_filled=not_filled, host=host)
+        return StepReport(results, not_filled=not_filled, host=host)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         sent, received = super().get_finished(finished_req_ids)
@@ -152,8 +134,7 @@ def offload_connector(connector: object) -> SojournConnector | None:
 def copy_wait_s(output: KVConnectorOutput) -> float:
     """Return the seconds that a step waited for copies from and to host memory: the most of all workers."""
     report = output.kv_connector_worker_meta
-    report = report.host if isinstance(report, PairReport) else report
-    results = report.of_all if isinstance(report, StepReport) else []
+    results = (report.host or report).of_all if isinstance(report, StepReport) else []
     return max((each.waited_s for each in results if isinstance(each, OffloadResults)), default=0.0)
 
 

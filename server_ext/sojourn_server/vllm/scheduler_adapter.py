@@ -102,12 +102,9 @@ class SchedulerAdapter(EngineView):
         self._offload: OffloadManager | None = None
         """Manager of host memory and disk; ``None`` without sojourn's connector."""
         if own is not None:
-            own.bind_scheduler(
-                groups,
-                clock,
-                lambda: scheduler.pause_state is not PauseState.UNPAUSED,
-                strict=settings.strict,
-            )
+            own.groups, own.clock, own.strict = groups, clock, settings.strict
+            own.is_paused = lambda: scheduler.pause_state is not PauseState.UNPAUSED
+            own.planner.is_on_device = groups.is_cached
             self._offload = OffloadManager(own, self.program_scheduler, groups)
         self._cache_policy = find_cache_policy(connector)
         """Sojourn's eviction order in the host memory of vLLM's own connector, if in use."""
