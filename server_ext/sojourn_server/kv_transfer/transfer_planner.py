@@ -174,7 +174,7 @@ class TransferPlanner:
         if request_id in self._entries:
             self._entries[request_id].is_filling = True
 
-    def is_filling(self, request_id: str) -> bool:
+    def is_loading(self, request_id: str) -> bool:
         """Return whether a fill job for the request has not ended, as far as vLLM knows."""
         entry = self._entries.get(request_id)
         return entry is not None and entry.is_filling

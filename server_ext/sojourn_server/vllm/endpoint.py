@@ -45,8 +45,6 @@ READY_POLL_S = 0.1
 
 logger = logging.getLogger("vllm.sojourn")
 
-_SHUTTING_DOWN = "shutting down"
-
 
 class SojournEndpoint:
     """Implements vLLM's endpoint plugin protocol (``vllm/plugins/endpoint_plugins/interface.py``)."""
@@ -183,7 +181,7 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineUnavailableError("the engine is dead") from error
         except Exception as error:  # vLLM raises a failed utility call as a bare Exception
-            if _SHUTTING_DOWN in str(error):
+            if "shutting down" in str(error):
                 raise EngineUnavailableError("the engine is shutting down") from error
             raise EngineError(f"{op}: {error}") from error
         for answer in answers:

@@ -80,26 +80,22 @@ def offload_description(scheduler: Scheduler) -> TierCapabilities | None:
     own = offload_connector(connector)
     if connector is None or transfer is None or (isinstance(connector, PathsConnector) and own is None):
         return None
-    name = str(transfer.kv_connector)
+    host: TierCapacity | None = None
+    disk: TierCapacity | None = None
+    on, why = (not own.off, own.off_because) if own is not None else (True, None)
     if own is not None:
         size, limits = own.settings.block_bytes, own.planner.limits
-        host_blocks, disk_blocks = limits.host_slots, limits.disk_blocks
-        is_shared = not (own.off or own.planner.disk.is_closed)
-        return TierCapabilities(
-            connector=name,
-            on=not own.off,
-            off_because=own.off_because,
-            host=TierCapacity(blocks=host_blocks, bytes=host_blocks * size),
-            disk=TierCapacity(blocks=disk_blocks, bytes=disk_blocks * size, shared=is_shared)
-            if disk_blocks
-            else None,
-        )
+        host = TierCapacity(blocks=limits.host_slots, bytes=limits.host_slots * size)
+        if blocks := limits.disk_blocks:
+            is_shared = on and not own.planner.disk.is_closed
+            disk = TierCapacity(blocks=blocks, bytes=blocks * size, shared=is_shared)
     # Of other connectors only vLLM's own setting is known.
-    host_bytes = transfer.kv_connector_extra_config.get("cpu_bytes_to_use")
-    chunks = find_cache_policy(connector)
-    blocks = chunks.cache_capacity if chunks is not None else None
-    host = TierCapacity(blocks=blocks, bytes=host_bytes) if isinstance(host_bytes, int) else None
-    return TierCapabilities(connector=name, on=True, off_because=None, host=host, disk=None)
+    elif isinstance(host_bytes := transfer.kv_connector_extra_config.get("cpu_bytes_to_use"), int):
+        chunks = find_cache_policy(connector)
+        host = TierCapacity(blocks=chunks.cache_capacity if chunks is not None else None, bytes=host_bytes)
+    return TierCapabilities(
+        connector=str(transfer.kv_connector), on=on, off_because=why, host=host, disk=disk
+    )
 
 
 def is_one_of_a_pair(scheduler: Scheduler) -> bool:

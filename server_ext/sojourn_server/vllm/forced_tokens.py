@@ -62,11 +62,9 @@ class ForcedTokens(LogitsProcessor):
         for row in batch_update.removed:
             rows.pop(row, None)
         for row, params, _prompt, output in batch_update.added:
-            ids = self._forcible(params)
-            if ids:
+            rows.pop(row, None)  # a new request may reuse the row
+            if ids := self._forcible(params):
                 rows[row] = (ids, output)
-            else:
-                rows.pop(row, None)  # a new request may reuse the row
         for source, target, direction in batch_update.moved:
             moving, displaced = rows.pop(source, None), rows.pop(target, None)
             if moving is not None:

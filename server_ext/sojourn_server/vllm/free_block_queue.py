@@ -187,8 +187,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
     ``owners`` has the owners of cached blocks. After their owners have changed, call ``place``. Without a
     ``scorer``, blocks keep vLLM's order, except that cached blocks of ended programs come before others.
     ``before_reuse`` gets all blocks that are about to be reused, with their hashes and owners; then
-    ``evicted`` gets its part. If this queue fails, it turns ``owners`` off, calls ``failed`` with the error,
-    whose own errors go to the caller, and keeps vLLM's order from then on.
+    ``evicted`` gets its part. If this queue fails, it turns ``owners`` off and calls ``failed``, which may
+    raise.
     """
 
     def __init__(
@@ -232,11 +232,8 @@ class ProgramFreeBlockQueue(FreeKVCacheBlockQueue):
 
     @_or_stock()
     def place(self, block_ids: Iterable[int]) -> None:
-        """Move the free ones of these blocks, whose owners have changed, to where they belong now.
-
-        Cached blocks that only an ended program has used are then evicted early. Other blocks without an
-        owner move from their bucket to vLLM's list: uncached blocks to its front, cached blocks to its end.
-        If the policy orders by program, blocks with owners move to the bucket of their owners."""
+        """Move the free ones of these blocks, whose owners have changed, to where they belong now; in vLLM's
+        list uncached blocks to its front, cached blocks to its end."""
         for block_id in block_ids:
             block = self._by_id[block_id]
             if block.block_hash is None:

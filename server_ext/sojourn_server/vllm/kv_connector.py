@@ -107,6 +107,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
     raise ``SettingsError`` for wrong settings."""
 
     settings: KVConnectorSettings
+    planner: Any
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -148,10 +149,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         """Return (whether vLLM must keep its blocks for now, the response's ``kv_transfer_params``)."""
         raise NotImplementedError
 
-    def _is_loading(self, request_id: str) -> bool:
-        """Return whether KV is still written to the request's blocks."""
-        raise NotImplementedError
-
     def _disable(self, error: Exception) -> None:
         """After an error of our own, turn the connector off, or cancel transfers that requests wait for."""
         raise NotImplementedError
@@ -168,6 +165,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
 
     def _is_off(self) -> bool:
         return self.off
+
+    def _is_loading(self, request_id: str) -> bool:
+        """Return whether KV is still written to the request's blocks."""
+        return bool(self.planner.is_loading(request_id))
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -40,7 +40,7 @@ PROBE_TOKENS = 128
 """The disk is asked if a request misses at least this many tokens. Computing fewer is faster."""
 GROUP_KINDS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
 """Names of the KV cache spec classes of vLLM that the host memory tier supports together in one model."""
-_GIB = 1 << 30
+GIB = 1 << 30
 _NO_KV = KvIdentity(
     model="", kv_dtype="", block_tokens=1, block_bytes=1, layers=1, hash_scheme="", vllm_version=""
 )
@@ -117,31 +117,22 @@ class KVOffloadSettings(KVConnectorSettings):
         """Raises ``SettingsError`` for a wrong setting or an unsupported engine."""
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         options = read_settings(given, KVOffloadOptions, "connector setting")
+        on_disk, host_bytes, because = options.disk is not None, options.host_bytes, ""
         try:
-            return cls._checked(options, vllm_config, kv_cache_config)
+            for refusal in _refusals(vllm_config, kv_cache_config, transfers=False, on_disk=on_disk):
+                raise SettingsError(refusal)
+            kv = _describe_kv(vllm_config, kv_cache_config, sure=on_disk)
+            if host_bytes == "auto":
+                host_bytes, because = _auto_host_bytes(options, kv_cache_config, kv["block_bytes"])
+            _check_bytes("host_bytes (--kv-host-gib)", host_bytes, kv["block_bytes"])
+            if on_disk:
+                _check_bytes("disk_bytes (--kv-disk-gib)", options.disk_bytes, kv["block_bytes"])
         except SettingsError as error:
-            if options.disk is not None or options.host_bytes != "auto":
+            if on_disk or options.host_bytes != "auto":
                 raise
-            return cls(
-                blocks=kv_cache_config.num_blocks, block_tokens=1, identity=_NO_KV, ranks=1, block_bytes=1,
-                options=options, host_slots=0, host_because=str(error),
-            )  # fmt: skip
-
-    @classmethod
-    def _checked(
-        cls, options: KVOffloadOptions, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
-    ) -> KVOffloadSettings:
-        on_disk = options.disk is not None
-        for refusal in _refusals(vllm_config, kv_cache_config, transfers=False, on_disk=on_disk):
-            raise SettingsError(refusal)
-        kv = _describe_kv(vllm_config, kv_cache_config, sure=on_disk)
-        host_bytes, because, block_bytes = options.host_bytes, "", kv["block_bytes"]
-        if host_bytes == "auto":
-            host_bytes, because = _auto_host_bytes(options, kv_cache_config, block_bytes)
-        _check_bytes("host_bytes (--kv-host-gib)", host_bytes, block_bytes)
-        if on_disk:
-            _check_bytes("disk_bytes (--kv-disk-gib)", options.disk_bytes, block_bytes)
-        return cls(**kv, options=options, host_slots=host_bytes // block_bytes, host_because=because)
+            kv = {"block_tokens": 1, "identity": _NO_KV, "ranks": 1, "block_bytes": 1}
+            kv["blocks"], host_bytes, because = kv_cache_config.num_blocks, 0, str(error)
+        return cls(**kv, options=options, host_slots=host_bytes // kv["block_bytes"], host_because=because)
 
     @property
     def disk_blocks(self) -> int:
@@ -165,8 +156,7 @@ class KVOffloadSettings(KVConnectorSettings):
         if self.options.disk is None:
             return None
         identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
-        budget_bytes = self.disk_blocks * (block_bytes + HEADER_BYTES)
-        return SharedStore(rank_folder(self.options.disk, identity), identity, budget_bytes=budget_bytes)
+        return _open_store(self.options.disk, identity, self.disk_blocks * (block_bytes + HEADER_BYTES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +182,8 @@ class KVTransferSettings(KVConnectorSettings):
         parallel = vllm_config.parallel_config
         tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         try:
-            per_full = blocks_per_full(
-                kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, options.block_tokens
-            )
+            spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+            per_full = blocks_per_full(spec.block_size, options.block_tokens)
             kv = _describe_kv(vllm_config, kv_cache_config, per_full)
             block_bytes, ranks, identity = kv["block_bytes"], kv["ranks"], kv["identity"]
             _check_bytes("store_bytes (--kv-store-gib)", options.store_bytes, block_bytes)
@@ -231,8 +220,7 @@ class KVTransferSettings(KVConnectorSettings):
 
     def open_store(self) -> SharedStore:
         """Raises ``OffloadError`` if the directory has only KV of other identities."""
-        folder, budget_bytes = self.options.store, self.options.store_bytes // self.ranks
-        return SharedStore(rank_folder(folder, self.identity), self.identity, budget_bytes=budget_bytes)
+        return _open_store(self.options.store, self.identity, self.options.store_bytes // self.ranks)
 
 
 def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
@@ -247,10 +235,11 @@ def keeps_contexts(kv_cache_config: KVCacheConfig) -> bool:
     )
 
 
-def rank_folder(folder: str, identity: KvIdentity) -> str:
-    """Return ``folder``, or its subdirectory for one worker's stores if the engine has several workers."""
-    own = f"rank{identity.tp_rank}of{identity.tp_size}"
-    return folder if identity.tp_size == 1 else os.path.join(folder, own)
+def _open_store(folder: str, identity: KvIdentity, budget_bytes: int) -> SharedStore:
+    """Open one worker's store: in ``folder``, or below it if the engine has several workers."""
+    if identity.tp_size > 1:
+        folder = os.path.join(folder, f"rank{identity.tp_rank}of{identity.tp_size}")
+    return SharedStore(folder, identity, budget_bytes=budget_bytes)
 
 
 def _describe_kv(
@@ -306,8 +295,8 @@ def _auto_host_bytes(
     host_bytes, why = options.host_bytes_max, "this engine's part of half of the memory that was free"
     if AUTO_DEVICES * device_bytes <= host_bytes:
         host_bytes = AUTO_DEVICES * device_bytes
-        why = f"{AUTO_DEVICES} times the device's {device_bytes / _GIB:.2f} GiB"
-    return host_bytes, f"{host_bytes / _GIB:.2f} GiB, {why}"
+        why = f"{AUTO_DEVICES} times the device's {device_bytes / GIB:.2f} GiB"
+    return host_bytes, f"{host_bytes / GIB:.2f} GiB, {why}"
 
 
 def _check_bytes(name: str, given_bytes: int, block_bytes: int) -> None:

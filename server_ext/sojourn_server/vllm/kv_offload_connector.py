@@ -42,6 +42,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
     """Saves one engine's KV blocks and loads them back. Most attributes exist only on the planner side."""
 
     settings: KVOffloadSettings
+    planner: OffloadScheduler
     _worker: OffloadWorker | None
 
     def __init__(
@@ -150,9 +151,6 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         # saves useful content when the blocks are reused, or earlier.
         self.planner.abandon(request.request_id)
         return self._is_loading(request.request_id), None
-
-    def _is_loading(self, request_id: str) -> bool:
-        return self.planner.is_loading(request_id)
 
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even without requests: while jobs are planned, a load ahead of

@@ -71,11 +71,10 @@ class KVPrefetcher:
         """Return how many blocks one ``load`` for the program may load now, if the device has as many spare
         ones. It is 0 while another load for the program runs."""
         connector = self._connector
-        if connector is None or connector.off:
+        loads = self._loads.values()
+        if connector is None or connector.off or any(load.program_id == program_id for load in loads):
             return 0
-        if any(load.program_id == program_id for load in self._loads.values()):
-            return 0
-        held = sum(len(load.blocks) for load in self._loads.values())
+        held = sum(len(load.blocks) for load in loads)
         return max(0, self._budget - held - len(self._queue.owners.ahead))
 
     def load(self, program_id: ProgramId, keys: Sequence[BlockKey], count: int, expires_s: float) -> None:

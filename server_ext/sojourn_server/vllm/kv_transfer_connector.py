@@ -22,7 +22,7 @@ from ..kv_transfer.transfer_planner import TransferPlanner
 from ..metrics.metrics_recorder import MetricsRecorder
 from .compat import KVConnectorRole
 from .kv_connector import BlockIds, KVConnector, MatchedTokens, StepOrders
-from .kv_connector_settings import KVTransferSettings
+from .kv_connector_settings import GIB, KVTransferSettings
 from .plugin_settings import SettingsError
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from .compat import BlockPool, KVCacheConfig, KVConnectorOutput, Request, SchedulerOutput, VllmConfig
 
 logger = logging.getLogger("vllm.sojourn")
-
-GIB = 1 << 30
 
 CLOSE_S = 10.0
 """Maximum seconds that ``shutdown`` waits if the transfer manager is being closed already."""
@@ -51,6 +49,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
     """Transfers KV from and to a shared store, and between the engines of a prefill/decode pair."""
 
     settings: KVTransferSettings
+    planner: TransferPlanner
     _worker: TransferWorker | None
 
     def __init__(
@@ -110,10 +109,14 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
         self.planner.reject_fill(request.request_id, unfilled, match.is_async)
 
     def _plan_step(self, scheduler_output: SchedulerOutput) -> StepOrders[TransferJobs]:
-        if self._is_off():
-            return self._final_orders()
-        self.attempt(self._plan_saves, scheduler_output)
-        return StepOrders(self.planner.take_jobs())
+        if not self._is_off():
+            self.attempt(self._plan_saves, scheduler_output)
+            return StepOrders(self.planner.take_jobs())
+        # Remaining jobs release resources and fill blocks that vLLM expects. The links are closed once.
+        jobs = self.planner.take_jobs()
+        jobs.fetches, jobs.pushes, jobs.saves = [], [], []
+        stop, self._stop_sent = not self._stop_sent, True
+        return StepOrders(jobs, stop)
 
     def _plan_saves(self, scheduler_output: SchedulerOutput) -> None:
         state = scheduler_output.kv_connector_block_state
@@ -142,30 +145,22 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             request.request_id, completed, block_ids, is_loading=self._is_loading(request.request_id)
         )
 
-    def _is_loading(self, request_id: str) -> bool:
-        return self.planner.is_filling(request_id)
-
     def has_pending_push_work(self) -> bool:
         """Return whether jobs wait for a step, which vLLM then runs even without requests."""
         return self.planner.has_jobs or (self._is_off() and not self._stop_sent)
 
-    def reset_cache(self) -> bool:
-        """Turn the connector off: the weights may be new. The store is kept, because other engines use it."""
-        self._turn_off()
-        return True
-
     def _is_off(self) -> bool:
         pool = self._pool
         if not self.off and pool is not None and pool.cached_block_hash_to_block is not self._cached:
-            self._turn_off()
+            PathsConnector.reset_cache(self)  # a pair's host memory has been reset by the scheduler
         return self.off
 
-    def _turn_off(self) -> None:
-        """Turn the connector off until the engine restarts. Steps that are planned keep their jobs: the
-        worker carries them out before it loads new weights, so they transfer KV of the old weights under the
-        old keys."""
+    def reset_cache(self) -> bool:
+        """Turn the connector off until the engine restarts: the weights may be new. The store is kept,
+        because other engines use it. Steps that are planned keep their jobs: the worker carries them out
+        before it loads new weights, so they transfer KV of the old weights under the old keys."""
         if self.off:
-            return
+            return True
         self.off = self.pair_status.has_left_pair = True
         self._pool = self._cached = None
         logger.error(
@@ -174,14 +169,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self.settings.options.store,
         )
         self.attempt(self.planner.abandon)
-
-    def _final_orders(self) -> StepOrders[TransferJobs]:
-        """Return a step's orders while the connector is off: jobs that release resources and fill blocks that
-        vLLM expects, and once the order to close the links to peers."""
-        jobs = self.planner.take_jobs()
-        jobs.fetches, jobs.pushes, jobs.saves = [], [], []
-        stop, self._stop_sent = not self._stop_sent, True
-        return StepOrders(jobs, stop=stop)
+        return True
 
     def _disable(self, error: Exception) -> None:
         self.planner.abandon()
@@ -199,13 +187,8 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
                 f"the engine's KV has {len(kv)} layers and Full Blocks of {kv.block_bytes} bytes; its "
                 f"settings say {settings.identity.layers} and {settings.identity.block_bytes}"
             )
-        store = settings.open_store()
-        self._traffic = TransferManager(
-            store,
-            settings.limits,
-            name=settings.options.store_name or settings.listen,
-            listen=[settings.listen],
-        )
+        store, name = settings.open_store(), settings.options.store_name
+        self._traffic = TransferManager(store, settings.limits, name=name, listen=[settings.listen])
         worker = TransferWorker(
             self._traffic,
             kv,
@@ -219,8 +202,7 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             ", ".join(self._traffic.addresses), settings.limits.slots, settings.identity.block_tokens,
             kv.block_bytes, settings.options.store,
         )  # fmt: skip
-        needed = settings.needed_buffer_bytes
-        if needed:
+        if needed := settings.needed_buffer_bytes:
             logger.warning(
                 "sojourn: the longest prompt needs %d Full Blocks, but the buffers hold %d. Prompts that do "
                 "not fit are computed again on the decode engine. To fit all prompts, set "
@@ -338,12 +320,9 @@ class PairStatusReporter(KVTransferStatus):
         if status is None or settings.options.role is None or self.has_left_pair:
             return None
         return {
+            **{name: status[name] for name in ("peer", "epoch", "block_s", "kv")},
             "role": settings.options.role,
-            "peer": status["peer"],
             "node": settings.options.node,
-            "epoch": status["epoch"],
-            "block_s": status["block_s"],
-            "kv": status["kv"],
             "block_bytes": settings.block_bytes,
             "block_tokens": settings.identity.block_tokens,
             "shape": settings.shape,

@@ -73,15 +73,13 @@ class LengthPredictor:
 
 def captures_hidden_states(config: VllmConfig) -> bool:
     """Return whether the engine's worker class captures hidden states. If not, log a warning."""
-    if config.parallel_config.worker_cls != WORKER_CLS:
+    worker_cls: str = config.parallel_config.worker_cls
+    if worker_cls != WORKER_CLS:
         logger.warning(
             "sojourn: worker class %s does not capture hidden states; output lengths are predicted without "
-            "them. `sojourn serve` starts the engine with %s",
-            config.parallel_config.worker_cls,
-            WORKER_CLS,
-        )
-        return False
-    return True
+            "them. `sojourn serve` starts the engine with %s", worker_cls, WORKER_CLS,
+        )  # fmt: skip
+    return worker_cls == WORKER_CLS
 
 
 def model_name(model: str) -> str:

@@ -44,14 +44,9 @@ client may ask about thousands of programs."""
 
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
-_RANKS = dict(
-    zip(
-        HOST_EVICTION_ORDER,
-        (RetentionRank.WORTHLESS, RetentionRank.COLD, RetentionRank.PLAIN, RetentionRank.IDLE),
-        strict=True,
-    )
-)
-"""Label of a block → its rank in host memory. The order of ranks is the eviction order of MORI §4.3.2."""
+_RANKS = dict(zip(HOST_EVICTION_ORDER, RetentionRank, strict=False))
+"""Label of a block → its rank in host memory. The ranks below ``WANTED`` are the eviction order of MORI
+§4.3.2."""
 
 T = TypeVar("T")
 
@@ -81,9 +76,6 @@ class OffloadManager:
         self._placement_lowers_ranks = program_scheduler.preset.placement.is_used
         """Whether ``place`` lowers the ranks of host copies. If so, ``save`` lowers none: it knows only the
         programs that own the block on the device, but other programs may need the copy."""
-        self._tokens_per_block = (
-            connector.settings.block_tokens if groups.is_single else groups.tokens_per_block
-        )
         most_taken = STORE_AHEAD_STEPS * -(-pool.step_tokens // pool.block_size)
         self._store_ahead_blocks = min(
             most_taken,
@@ -369,7 +361,7 @@ class OffloadManager:
         """Return the costs of a copy to host memory and back. If host memory has no space for ``blocks`` more
         blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``."""
         out_s, back_s = self._block_s("to_host"), self._block_s("to_device")
-        tokens = self._tokens_per_block
+        tokens = self._groups.tokens_per_block
         to_host = out_s / tokens if out_s is not None else None
         return LinkCosts(
             to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
@@ -379,10 +371,8 @@ class OffloadManager:
 
     def load_costs(self) -> LinkCosts:
         block_s = self._block_s("to_device")
-        if block_s is None:
-            return LinkCosts(None, None, loads_queued_s=0.0)
-        queued_s = self._planner.loading_blocks * block_s
-        return LinkCosts(None, block_s / self._tokens_per_block, loads_queued_s=queued_s)
+        token_s = block_s / self._groups.tokens_per_block if block_s is not None else None
+        return LinkCosts(None, token_s, loads_queued_s=self._planner.loading_blocks * (block_s or 0.0))
 
     def _block_s(self, lane: str) -> float | None:
         """Return the seconds of copying a block in a direction; ``None`` if not known."""

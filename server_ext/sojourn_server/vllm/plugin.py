@@ -42,7 +42,7 @@ def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
 def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     reporter = getattr(getattr(self.scheduler, "connector", None), "pair_status", None)
     if reporter is not None:
-        from ..core.engine_service import STOCK_OPERATIONS
+        from ..core.engine_service import STOCK_OPERATIONS, stock_answer
 
         if operation in STOCK_OPERATIONS:  # their answers contain the worker's status
             reporter.refresh_status(self.model_executor)
@@ -50,7 +50,6 @@ def _sojourn_call(self: Any, operation: str, payload: str) -> str:
     if call is not None:
         return str(call(operation, payload))
     if reporter is not None:
-        from ..core.engine_service import stock_answer
         from .engine_description import profile_description
 
         engine = profile_description(self.scheduler, self.scheduler.block_size)

@@ -112,10 +112,9 @@ class PluginSettings:
 
     def preset(self) -> Preset:
         """Raises ``PresetError`` or ``SettingsError``."""
-        text, source = self.preset_toml()
-        if self.policy_file is None:
-            return parse_preset(text, source=source)
-        own = custom_class_loader(Path(self.policy_file).parent, self.allow_policy_modules or "")
+        (text, source), own = self.preset_toml(), None
+        if self.policy_file is not None:
+            own = custom_class_loader(Path(self.policy_file).parent, self.allow_policy_modules or "")
         return parse_preset(text, source=source, own=own)
 
     def preset_toml(self) -> tuple[str, str]:

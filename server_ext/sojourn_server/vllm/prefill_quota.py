@@ -94,7 +94,12 @@ class PrefillQuota:
 
     def _offer(self, request: Request, computed: int, new: int) -> int:
         if self.step is None:
-            self.step = StepQuotaUsage(self.quota, self._decodes_s())
+            decodes_s = sum(
+                self.quota.costs.chunk_s(each.num_computed_tokens, 1 + len(each.spec_token_ids))
+                for each in self._scheduler.running
+                if not each.is_prefill_chunk
+            )
+            self.step = StepQuotaUsage(self.quota, decodes_s)
         chunk = self.step.offer(
             request.request_id,
             computed,
@@ -107,11 +112,3 @@ class PrefillQuota:
             # Without a connector there are no loads to begin, so later requests need no look-up.
             self._scheduler.waiting.step_closed = True
         return chunk
-
-    def _decodes_s(self) -> float:
-        seconds = self.quota.costs.chunk_s
-        return sum(
-            seconds(request.num_computed_tokens, 1 + len(request.spec_token_ids))
-            for request in self._scheduler.running
-            if not request.is_prefill_chunk
-        )

@@ -18,14 +18,7 @@ from ..core.request_hints import NO_IDENTITY, read_identity
 from ..policies.preemption_policies import RecoveryMethod
 from ..programs.tool_call_parsers import plan_items
 from .allocation_fallback import AllocationFallback
-from .compat import (
-    KVCacheBlock,
-    PauseState,
-    Request,
-    RequestStatus,
-    SchedulerOutput,
-    get_block_hash,
-)
+from .compat import KVCacheBlock, PauseState, Request, RequestStatus, SchedulerOutput, get_block_hash
 from .engine_description import connector_name, offload_description, pool_config, profile_description
 from .free_block_queue import EvictionScorer, ProgramFreeBlockQueue, Score
 from .hidden_state_capture import OUTPUT_ATTRIBUTE
@@ -119,9 +112,8 @@ class SchedulerAdapter(EngineView):
         reset before the next step while copies of the first go on."""
         self._pending: list[ev.EngineAction | ev.LeaseGranted] = []
         context = EngineContext(
-            scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded,
-            self.report_failure,
-        )  # fmt: skip
+            scheduler, self.program_scheduler, groups, clock, self.handle, self.carry_out, self.guarded
+        )
         self._scorer: EvictionScorer | None = None
         """Scores of blocks; set if the preset evicts by program."""
         if preset.eviction.by_program:

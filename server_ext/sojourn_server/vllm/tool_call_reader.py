@@ -117,29 +117,21 @@ class ToolCallReader:
         return str(self.tokenizer.decode(list(token_ids[-MAX_TOKENS:])))
 
     def _read_text(self, text: str) -> tuple[ParsedToolCall, ...]:
-        return self._read_as_server(text) or parse_tool_calls(text)
-
-    def _read_as_server(self, text: str) -> tuple[ParsedToolCall, ...]:
-        """Return the tool calls that vLLM's parser finds; empty without a parser, or if it raises."""
+        """Return the tool calls that vLLM's parser finds; sojourn's own without it, or if it finds none."""
         if self._parser is None:
-            return ()
-        start = time.thread_time()
+            return parse_tool_calls(text)
+        start, calls = time.thread_time(), []
         try:
             found = self._parser.extract_tool_calls(answer_text(text), _REQUEST).tool_calls
             calls = [named_tool_call(call.function.name, call.function.arguments) for call in found]
         except Exception as error:  # such as the parser of gpt-oss, which is a stub
             logger.debug("sojourn: vLLM's tool parser failed: %s", error)
-            return ()
-        finally:
-            spent_s = time.thread_time() - start
-            if spent_s > MAX_PARSE_CPU_S:
-                self._parser = None
-                logger.warning(
-                    "sojourn: vLLM's tool parser took %.2f s for one output; sojourn's own parser is used "
-                    "from now on",
-                    spent_s,
-                )
-        return tuple(call for call in calls if call is not None)[:MAX_CALLS]
+        spent_s = time.thread_time() - start
+        if spent_s > MAX_PARSE_CPU_S:
+            self._parser = None
+            what = "sojourn: vLLM's tool parser took %.2f s for one output; sojourn's own is used from now on"
+            logger.warning(what, spent_s)
+        return tuple(call for call in calls if call is not None)[:MAX_CALLS] or parse_tool_calls(text)
 
 
 _REQUEST = SimpleNamespace(

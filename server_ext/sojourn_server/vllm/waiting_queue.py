@@ -37,7 +37,6 @@ class EngineContext:
     handle: EventHandler
     carry_out: Callable[[float], None]
     guarded: Callable[..., Any]
-    report_failure: Callable[[Exception, str], None]
 
 
 class _Entry(NamedTuple):
@@ -175,7 +174,6 @@ class WaitingQueueAdapter:
         self._program_scheduler = context.program_scheduler
         self._groups = context.groups
         self._handle, self._clock, self._guarded = context.handle, context.clock, context.guarded
-        self._report_failure = context.report_failure
         self._pool = scheduler.kv_cache_manager.block_pool
         self.in_pair = is_one_of_a_pair(scheduler)
         self._by_user_priority = scheduler.policy == SchedulingPolicy.PRIORITY
@@ -197,16 +195,7 @@ class WaitingQueueAdapter:
         by_priority = self._by_user_priority
         # With user priorities, vLLM orders preempted requests by arrival too.
         preempted = request.status == RequestStatus.PREEMPTED and not by_priority
-        place: QueuePlace | None = None
-        try:
-            known = self._program_scheduler.queue_place(request.request_id, preempted)
-            if known is not None:
-                key = tuple(map(float, known.key))
-                if any(map(math.isnan, key)):  # it does not compare with others
-                    raise ValueError(f"the queue order policy returned the key {known.key}; expected numbers")
-                place = known._replace(key=key)
-        except Exception as error:
-            self._report_failure(error, "a hook failed")
+        place: QueuePlace | None = self._guarded(self._known_place, request.request_id, preempted)
         if place is None:
             place = QueuePlace((-1.0 if preempted else 2.0, request.arrival_time), QueueState.OPEN)
         if by_priority:
@@ -217,6 +206,15 @@ class WaitingQueueAdapter:
         if self.in_pair and isinstance(request.kv_transfer_params, Mapping):
             return place._replace(state=QueueState.OPEN)
         return place
+
+    def _known_place(self, request_id: str, preempted: bool) -> QueuePlace | None:
+        known = self._program_scheduler.queue_place(request_id, preempted)
+        if known is None:
+            return None
+        key = tuple(map(float, known.key))
+        if any(map(math.isnan, key)):  # it does not compare with others
+            raise ValueError(f"the queue order policy returned the key {known.key}; expected numbers")
+        return known._replace(key=key)
 
     def may_be_admitted(self, request: Request) -> bool:
         """Whether the admission policy accepts the request, or its rejection no longer counts."""
@@ -247,7 +245,7 @@ class WaitingQueueAdapter:
         order, without those that vLLM has taken from the queue for the moment, and those that a transfer of
         a pair is filling."""
         connector = self._scheduler.connector
-        is_filling = connector.planner.is_filling if isinstance(connector, PairConnector) else lambda _: False
+        is_filling = connector.planner.is_loading if isinstance(connector, PairConnector) else lambda _: False
         return [
             request
             for request in self._scheduler.kv_holding_waiting
@@ -310,15 +308,13 @@ class WaitingQueueAdapter:
             most_tokens=max_new_tokens(request, self._scheduler.max_model_len) if policy.forecasts else 0,
             preempted=request.status == RequestStatus.PREEMPTED,
         )
-        if answer_of(self._handle(event, now), RequestChosen):
-            return True
-        shared = self._shared_blocks(request)
-        if shared > 0:
+        chosen = answer_of(self._handle(event, now), RequestChosen)
+        if chosen is None and (shared := self._shared_blocks(request)) > 0:
             event = structs.replace(event, need_blocks=need_blocks - shared)
-            if answer_of(self._handle(event, now), RequestChosen):
-                return True
-        self._last_rejected = rejected
-        return False
+            chosen = answer_of(self._handle(event, now), RequestChosen)
+        if chosen is None:
+            self._last_rejected = rejected
+        return chosen is not None
 
     def _promised_blocks(self) -> int:
         """Return how many blocks admitted requests still need for their prompts."""
