@@ -65,7 +65,7 @@ BUDGETS = {
     "routing": 2_999,
     "api": 1_740,
     "launch": 1_818,
-    "vllm": 6_758,
+    "vllm": 6_599,
     "gateway": 5_658,
     "simulator": 6_099,
     "replay": 758,
@@ -74,7 +74,7 @@ BUDGETS = {
     "demo": 979,
     "cli": 5_068,
     "sojourn_server": 4,
-    "tests": 69_801,
+    "tests": 69_800,
     "benchmarks": 11_277,
 }
 """Maximum lines of each package. A change that exceeds one merges or drops something, or lowers another by as
