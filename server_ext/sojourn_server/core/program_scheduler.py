@@ -27,7 +27,6 @@ from sojourn.wire_events import AegReport, AnyEvent, ProgramEnd, ProgramStart, T
 
 from ..metrics.live_frame import PROBE_ID
 from ..metrics.turn_ledger import EvictedBlock, LossCause, TurnRecord, common_prefix_length, split_tokens
-from ..policies.placement.placement_policy import MoveTiming, TierMove
 from ..policies.placement.placement_views import Tier
 from ..policies.policy_protocols import DecisionReason, RetentionDecision
 from ..policies.policy_views import AbandonedBranch, EvictionCandidateView, LeaseView, WaitingRequestView
@@ -81,7 +80,7 @@ class ProgramScheduler:
         self.leases = LeaseTable(state)
         self.predictor = WorkflowPredictor(state)
         self.forecaster = DemandForecaster(state)
-        self.tiers = TierManager(state, self._moved)
+        self.tiers = TierManager(state, self.leases, self.predictor)
         self.request, self.program = state.requests.states.get, state.programs.get
         """Return a request in the engine and a program, which only ``core`` changes; ``None``: unknown id."""
         self.context = state.contexts.get
@@ -857,22 +856,6 @@ class ProgramScheduler:
         if standing is None:
             return (-math.inf,)
         return self.preset.eviction.score(standing, self.predictor.scale(branch_reuse))
-
-    def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
-        """Handle a program's move to another tier, as decided by the tier manager: log the move, end the
-        program's lease if the program leaves the device, and add the action for the engine."""
-        what = "to_" + move.to.value if move.when is MoveTiming.NOW else "leaves_after_turn"
-        self.decisions.add(now, what, program.id, move.reason.value, **dict(move.terms))
-        self.recorder.count(
-            "sojourn_placements_total", to=move.to.value, when=move.when.value, reason=move.reason.value
-        )
-        if move.when is MoveTiming.AFTER_TURN:
-            return
-        self.predictor.eviction_key_changed(program)
-        if move.to is not Tier.DEVICE:
-            self.leases.end(program.id, DecisionReason.PLACED, now)
-        place = ev.EngineActionKind.PLACE
-        self._outbox.append(ev.EngineAction(place, program.id, DecisionReason.PLACED, move.to))
 
     def close_recording(self, reason: str) -> None:
         """Do nothing. ``RecordingScheduler`` overrides this method to write the end record of a recording."""

@@ -18,7 +18,7 @@ engine's own order applies."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
@@ -44,8 +44,10 @@ from ..programs.windowed_history import estimated_durations
 from ..programs.workflow_history import agent_type_name
 from .context_hashes import PrefixTree
 from .events_and_actions import EngineAction, EngineActionKind
+from .leases import LeaseTable
 from .request_table import RequestState
 from .scheduler_state import SchedulerState
+from .workflow_predictor import WorkflowPredictor
 
 EXCHANGED_SHARE_WEIGHT = 1 / 8
 """Weight of the newest return in ``PlacementView.exchanged_share``, a moving average."""
@@ -137,9 +139,8 @@ class PlacedProgram:
 class TierManager:
     """The places of the programs of one engine. Times are seconds on the engine's monotonic clock."""
 
-    def __init__(self, state: SchedulerState, moved: Callable[[ProgramState, TierMove, float], None]) -> None:
-        """``moved``: handles each move after it was made."""
-        self._moved = moved
+    def __init__(self, state: SchedulerState, leases: LeaseTable, predictor: WorkflowPredictor) -> None:
+        self._leases, self._predictor = leases, predictor
         self.policy = state.preset.placement
         """A simulation may set a policy that knows the programs' futures."""
         self.places = self.policy.is_used
@@ -425,6 +426,22 @@ class TierManager:
                 self._last_shortage_s = now
             place.tier = move.to
         self._moved(place.program, move, now)
+
+    def _moved(self, program: ProgramState, move: TierMove, now: float) -> None:
+        """Log a move, end the program's lease if it leaves the device, and add the action for the engine."""
+        state, when = self._state, move.when
+        what = "to_" + move.to.value if when is MoveTiming.NOW else "leaves_after_turn"
+        state.decisions.add(now, what, program.id, move.reason.value, **dict(move.terms))
+        state.recorder.count(
+            "sojourn_placements_total", to=move.to.value, when=when.value, reason=move.reason.value
+        )
+        if when is MoveTiming.AFTER_TURN:
+            return
+        self._predictor.eviction_key_changed(program)
+        if move.to is not Tier.DEVICE:
+            self._leases.end(program.id, DecisionReason.PLACED, now)
+        place = EngineActionKind.PLACE
+        state.actions.append(EngineAction(place, program.id, DecisionReason.PLACED, move.to))
 
     # -- how long requests wait -----------------------------------------------------
 
