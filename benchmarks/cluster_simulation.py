@@ -42,7 +42,7 @@ from sojourn_server.simulator.simulated_clients import DEFAULT_TENANT, agent_typ
 from sojourn_server.simulator.simulated_gateway import SimulatedGateway
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-from sojourn_server.simulator.workloads.arrival_processes import OpenLoop, load_programs
+from sojourn_server.simulator.workloads.arrival_processes import load_programs, open_loop
 from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlan, ProgramPlanner
 from sojourn_server.simulator.workloads.synthetic_workloads import TENANTS
 
@@ -141,7 +141,7 @@ def tenant_row(spec: RunSpec) -> RunRow:
     def prepare(simulation: Simulation) -> None:
         limits = PlaybackOptions(max_context_tokens=simulation.replicas[0].engine.options.max_model_len)
         planner = ProgramPlanner(load_programs(spec.workload, seed), limits)
-        learn(simulation, (plan for _, plan in OpenLoop(planner, 1.0, SEEN, seed).initial()))
+        learn(simulation, (plan for _, plan in open_loop(planner, 1.0, SEEN, seed).initial))
 
     return summarize_run(run_simulation(spec, prepare=prepare))
 

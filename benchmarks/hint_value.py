@@ -33,7 +33,7 @@ from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import service_s
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-from sojourn_server.simulator.workloads.arrival_processes import OpenLoop
+from sojourn_server.simulator.workloads.arrival_processes import open_loop
 from sojourn_server.simulator.workloads.program_plans import ProgramPlanner
 from sojourn_server.simulator.workloads.synthetic_workloads import append_only
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
@@ -274,7 +274,7 @@ def play(run: Run) -> list[Ended]:
         model="llama-3.1-8b", async_scheduling=True, pool_tokens=load.pool_tokens, replicas=load.replicas,
         programs=load.programs, rate_per_s=load.rate_per_s, until_s=None, seed=run.seed,
     )  # fmt: skip
-    arrivals = OpenLoop(ProgramPlanner(load.draw(run.seed)), load.rate_per_s, load.programs, run.seed)
+    arrivals = open_loop(ProgramPlanner(load.draw(run.seed)), load.rate_per_s, load.programs, run.seed)
 
     def prepare(simulation: Simulation) -> None:
         state(setting(run))(simulation)

@@ -291,7 +291,7 @@ def play_in_simulator(
     """
     from sojourn_server.simulator.simulated_clients import SimulatedOutputs
     from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-    from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
+    from sojourn_server.simulator.workloads.arrival_processes import finite_closed_loop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
 
     def prepare(simulation: Any) -> None:
@@ -309,7 +309,7 @@ def play_in_simulator(
             policy=policy, workload=scenario.workload, hardware=str(profile_file), programs=at_once,
             until_s=None, seed=scenario.seed,
         ),
-        arrivals=FiniteClosedLoop(planner, at_once, stagger_s=scenario.stagger_s),
+        arrivals=finite_closed_loop(planner, at_once, stagger_s=scenario.stagger_s),
         prepare=prepare,
     )  # fmt: skip
     if log.notes or log.hook_failures or log.refused_hints:

@@ -277,7 +277,7 @@ def simulate_agents(
     """Run the agents in virtual time. Return figures like those of ``run_agents``."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-    from sojourn_server.simulator.workloads.arrival_processes import FiniteClosedLoop
+    from sojourn_server.simulator.workloads.arrival_processes import finite_closed_loop
     from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
 
     spec = RunSpec(
@@ -295,7 +295,7 @@ def simulate_agents(
         seed=seed,
     )
     planner = ProgramPlanner(programs, PlaybackOptions())
-    log = run_simulation(spec, arrivals=FiniteClosedLoop(planner, len(programs), stagger_s=setup.stagger_s))
+    log = run_simulation(spec, arrivals=finite_closed_loop(planner, len(programs), stagger_s=setup.stagger_s))
     ended = [program for program in log.programs if program.finished_s is not None]
     turns = [turn for program in ended for turn in program.turns]
     return {

@@ -87,12 +87,10 @@ class SmallLoop:
 
     programs: list[SmallProgram]
 
-    def initial(self):
-        for program in sorted(self.programs, key=lambda p: (p.arrival_s, p.number)):
-            yield program.arrival_s, program
-
-    def finished(self, program, now):
-        return None
+    def __post_init__(self):
+        ordered = sorted(self.programs, key=lambda p: (p.arrival_s, p.number))
+        self.initial = [(program.arrival_s, program) for program in ordered]
+        self.following = iter(())
 
 
 class FlatLatency:

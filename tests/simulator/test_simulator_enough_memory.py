@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import pytest
 
@@ -38,20 +38,11 @@ STEP_S = 0.005
 """Duration of the shortest step, by which a time to first token may differ."""
 
 
-class ClosedLoop(SmallLoop):
+def closed_loop(programs: Sequence[SmallProgram]) -> SmallLoop:
     """Keeps ``AT_ONCE`` programs in the engine until all have been started."""
-
-    def __init__(self, programs: list[SmallProgram]) -> None:
-        super().__init__(programs)
-        self._next = iter(programs[AT_ONCE:])
-
-    def initial(self) -> Iterator[tuple[float, SmallProgram]]:
-        for program in self.programs[:AT_ONCE]:
-            yield program.arrival_s, program
-
-    def finished(self, program: SmallProgram, now: float) -> tuple[float, SmallProgram] | None:
-        following = next(self._next, None)
-        return None if following is None else (now, following)
+    loop = SmallLoop(list(programs[:AT_ONCE]))
+    loop.following = iter(programs[AT_ONCE:])
+    return loop
 
 
 @functools.cache
@@ -80,7 +71,7 @@ def scaled_programs(workload: str, most_turns: int) -> tuple[SmallProgram, ...]:
 
 
 def played(policy: str, workload: str, most_turns: int, blocks: int) -> RunLog:
-    return SmallRun(policy, ClosedLoop(list(scaled_programs(workload, most_turns))), blocks=blocks).log
+    return SmallRun(policy, closed_loop(scaled_programs(workload, most_turns)), blocks=blocks).log
 
 
 @functools.cache

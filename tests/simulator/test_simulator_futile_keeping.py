@@ -65,7 +65,7 @@ def test_first_tokens_of_chats_come_as_soon_as_under_stock(
     # The clients send program ids and nothing else.
     monkeypatch.setattr(ClientHints, "queue_events", lambda *_: False)
     monkeypatch.setattr(ClientHints, "context", lambda _: {})
-    monkeypatch.setattr(SimulatedOutputs, "set_calls", lambda *_: None)
+    monkeypatch.setattr(SimulatedOutputs, "read", lambda *_: ())
     profile = tmp_path / "cheap.toml"
     profile.write_text(PROFILE, encoding="utf-8")
 

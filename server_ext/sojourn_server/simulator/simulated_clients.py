@@ -6,8 +6,6 @@ real client would send it.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +13,6 @@ from typing import Any
 
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 from sojourn_server.routing import routing_events as ev
-from sojourn_server.traces.trace_schema import TraceToolRun
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
 from .event_queue import EventQueue
@@ -41,26 +38,16 @@ PREFIX_CHUNK_TOKENS = 256
 """Prompt tokens per hash that the routing core compares to find common prefixes."""
 
 
-class SimulatedOutputs:
-    """Tool calls of simulated outputs, without durations. Replaces the ``ToolCallReader`` of sojourn's
-    adapter. That class reads tool calls from an output's text, but simulated tokens have no text."""
+class SimulatedOutputs(dict[int, tuple[ParsedToolCall, ...]]):
+    """``id()`` of a request's list of output tokens → tool calls of the output, without durations. The list
+    lives as long as the request.
 
-    def __init__(self) -> None:
-        self._calls: dict[int, tuple[ParsedToolCall, ...]] = {}
-        """``id()`` of a request's list of output tokens → tool calls of the output. The list lives as long as
-        the request."""
-
-    def set_calls(self, token_ids: Sequence[int], runs: Sequence[TraceToolRun]) -> None:
-        """Set the tool calls of an output."""
-        self._calls[id(token_ids)] = tuple(ParsedToolCall(run.name, run.cmd) for run in runs)
-
-    def forget(self, token_ids: Sequence[int]) -> None:
-        """Remove the tool calls of an output whose request has left the engine."""
-        self._calls.pop(id(token_ids), None)
+    Replaces the ``ToolCallReader`` of sojourn's adapter. That class reads tool calls from an output's text,
+    but simulated tokens have no text."""
 
     def read(self, token_ids: Sequence[int]) -> tuple[ParsedToolCall, ...]:
         """The tool calls of an output; empty if it has none."""
-        return self._calls.get(id(token_ids), ())
+        return self.get(id(token_ids), ())
 
 
 @dataclass(slots=True)
@@ -71,7 +58,7 @@ class ActiveProgram:
     log: ProgramLog
     root: ActiveProgram | None
     """Top-level program of a sub-agent; ``None`` for a top-level program (a root)."""
-    hints: ClientHints | None
+    hints: ClientHints | None = None
     turn: int = 0
     """Index of the current turn; during a gap, of the next one."""
     family: int = 1
@@ -80,10 +67,21 @@ class ActiveProgram:
     """Sub-agents that start after one of the program's turns and have not been scheduled yet."""
     awaited: set[str] = field(default_factory=set)
     """Unfinished sub-agents for which the next turn waits."""
+    home: str | None = None
+    """Name of the engine that received the program's last request."""
+    moved: bool = False
+    """Whether the program changed engines. It may then have sent a ``tool_start`` to its former engine, so
+    that the new engine answers ``missing`` to the ``tool_stop``, which does not count as a defect."""
+    unsent_events: list[dict[str, Any]] = field(default_factory=list)
+    """Events from before the program had an engine. Its first request carries them."""
 
     @property
     def tenant(self) -> str:
         return self.plan.tenant or DEFAULT_TENANT
+
+    @property
+    def agent_type(self) -> str:
+        return agent_type_of(self.plan, is_child=self.root is not None)
 
 
 @dataclass(slots=True)
@@ -93,14 +91,20 @@ class UnansweredRequest:
     active: ActiveProgram
     log: TurnLog
     prompt: list[int]
-    events: list[dict[str, Any]]
+    events: list[dict[str, Any]] = field(default_factory=list)
     """Client events that the request carries."""
-    context: dict[str, Any] | None
+    context: dict[str, Any] | None = None
     """Additional fields of the request's ``agentic_context``; ``None`` without hints."""
     replica: str = ""
     """Name of the engine that the router chose."""
     attempt: int = 0
     """How often the request has been withdrawn from an engine."""
+
+    @property
+    def engine_id(self) -> str:
+        """The request's id in an engine. Each attempt has its own id, because a withdrawn attempt may still
+        be in the engine."""
+        return f"{self.log.request_id}~{self.attempt}" if self.attempt else self.log.request_id
 
 
 @dataclass(slots=True, eq=False)
@@ -124,27 +128,21 @@ class SimulatedClients:
     """Virtual seconds that requests and events take to reach an engine."""
     with_hints: bool
     """Whether clients send hints and events."""
-    make_hints: Callable[[ProgramPlan, str | None, str], ClientHints] | None = None
-    """Makes the hints of a program (its parent's id, its agent type); ``None``: none about its future."""
+    make_hints: Callable[[ProgramPlan, str | None, str], ClientHints] = field(init=False)
+    """Makes the hints of a program (its parent's id, its agent type). By default without its future."""
     history: ClientHistory = field(default_factory=ClientHistory)
-    replicas_with_messages: set[str] = field(default_factory=set)
-    """Names of engines whose inbox has an undelivered message."""
     outputs: SimulatedOutputs = field(default_factory=SimulatedOutputs)
     active: dict[str, ActiveProgram] = field(default_factory=dict)
     """Programs that have arrived and are not over."""
     _submitted: dict[str, UnansweredRequest] = field(default_factory=dict)
-    _homes: dict[str, str] = field(default_factory=dict)
-    """Name of the engine that received each program's last request."""
-    _moved: set[str] = field(default_factory=set)
-    """Programs that changed engines. Such a program may have sent a ``tool_start`` to its former engine.
-    Then the new engine answers ``missing`` to the ``tool_stop``, which does not count as a defect."""
-    _unsent_events: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
-    """Events of programs that have no engine yet. A program's first request carries its events."""
     _gateway_event_seq: int = 0
     _replicas: dict[str, SimulatedReplica] = field(init=False)
 
     def __post_init__(self) -> None:
         self._replicas = {sim_replica.replica: sim_replica for sim_replica in self.sim_replicas}
+        self.make_hints = lambda plan, parent_id, kind: ClientHints(
+            plan.instance_id, parent_id, agent_type=kind, history=self.history
+        )
 
     def begin(self) -> None:
         """Register the engines, and schedule the first arrival, the router's ticks and its reports."""
@@ -162,7 +160,7 @@ class SimulatedClients:
                     max_context_tokens=options.max_model_len,
                 )
             )
-        self._schedule_next_arrival(self.loop.initial())
+        self._schedule_next_arrival(iter(self.loop.initial))
         if self.request_router.tick_s != float("inf"):
             self._tick()
         if self.request_router.reads_residency and self.sim_replicas[0].engine.adapter is not None:
@@ -173,8 +171,8 @@ class SimulatedClients:
     def _schedule_next_arrival(self, arrivals: Iterator[tuple[float, ProgramPlan]]) -> None:
         """Schedule the next arrival. Each arrival schedules the one after it, because arrivals may be
         endless."""
-        for at_s, plan in itertools.islice(arrivals, 1):
-            self.event_queue.schedule_at(at_s, self._arrive, plan, arrivals)
+        if (following := next(arrivals, None)) is not None:
+            self.event_queue.schedule_at(following[0], self._arrive, following[1], arrivals)
 
     def _arrive(self, plan: ProgramPlan, arrivals: Iterator[tuple[float, ProgramPlan]]) -> None:
         self._begin(plan, None)
@@ -192,21 +190,14 @@ class SimulatedClients:
             tenant=plan.tenant,
         )
         self.log.programs.append(log)
-        hints: ClientHints | None = None
-        if self.with_hints:
-            kind = agent_type_of(plan, is_child=parent is not None)
-            if self.make_hints is not None:
-                hints = self.make_hints(plan, log.parent, kind)
-            else:
-                hints = ClientHints(plan.instance_id, log.parent, agent_type=kind, history=self.history)
         root = None if parent is None else parent.root or parent
-        active = ActiveProgram(plan, log, root, hints)
+        active = self.active[plan.instance_id] = ActiveProgram(plan, log, root)
         if root is not None:
             root.family += 1
-        self.active[plan.instance_id] = active
         log.expected_s = self.expected_s(plan)
-        if hints is not None:
-            self._queue_events(hints, *hints.start_events())
+        if self.with_hints:
+            active.hints = self.make_hints(plan, log.parent, active.agent_type)
+            self._queue_events(active, *active.hints.start_events())
         for child in plan.children:
             (root or active).family += 1
             if child.parent_turn is None:
@@ -230,10 +221,10 @@ class SimulatedClients:
         )
         active.log.turns.append(log)
         request_id = log.request_id
-        riding = active.hints.pop_unsent(now) if active.hints is not None else []
-        context = active.hints.context() if active.hints is not None else None
-        self._submitted[request_id] = UnansweredRequest(active, log, prompt, riding, context)
-        deadline_s = (context or {}).get("deadline_seconds")
+        sent = self._submitted[request_id] = UnansweredRequest(active, log, prompt)
+        if active.hints is not None:
+            sent.events, sent.context = active.hints.pop_unsent(now), active.hints.context()
+        deadline_s = (sent.context or {}).get("deadline_seconds")
         self._take(
             ev.RequestReceived(
                 request_id,
@@ -241,7 +232,7 @@ class SimulatedClients:
                 len(prompt),
                 program_id=plan.instance_id,
                 parent_id=active.log.parent,
-                agent_type=agent_type_of(plan, is_child=active.log.parent is not None),
+                agent_type=active.agent_type,
                 deadline_s=None if deadline_s is None else now + deadline_s,
                 prefix=prefix_hashes(prompt) if self.request_router.reads_prefixes else (),
                 exact=True,
@@ -251,18 +242,17 @@ class SimulatedClients:
     def _send_to_engine(self, request_id: str, replica: str) -> None:
         """Send a request to an engine, where it arrives after ``call_s`` seconds."""
         sent = self._submitted[request_id]
-        program_id, attempt = sent.log.program_id, sent.attempt
+        active, attempt = sent.active, sent.attempt
         sent.replica = replica
-        if self._homes.setdefault(program_id, replica) != replica:
-            self._moved.add(program_id)
-            self._homes[program_id] = replica
+        active.moved |= active.home not in (None, replica)
+        active.home = replica
         if not self.standalone:
             sent.log.replica = replica
 
         def arrive() -> None:
             if sent.attempt == attempt:
                 sent.log.entered_s = self.event_queue.now_s
-                self._post(replica, add)
+                self._replicas[replica].submit(add)
 
         def add() -> None:
             if sent.attempt == attempt:
@@ -279,13 +269,13 @@ class SimulatedClients:
 
     def _add_to_engine(self, sim_replica: SimulatedReplica, sent: UnansweredRequest) -> None:
         active, log = sent.active, sent.log
-        self._apply_events(sim_replica, self._unsent_events.pop(log.program_id, []))
-        self._apply_events(sim_replica, sent.events)
-        sent.events = []  # later attempts carry no events, because this one has delivered them
-        request_id = engine_request_id(log.request_id, sent.attempt)
-        turn = sim_replica.account.live[request_id] = InFlightTurn(log, active.plan.planned_output(log.turn))
+        self._apply_events(sim_replica, active, active.unsent_events + sent.events)
+        active.unsent_events, sent.events = [], []  # later attempts carry no events
+        turn = sim_replica.account.live[sent.engine_id] = InFlightTurn(
+            log, active.plan.planned_output(log.turn)
+        )
         turn.request = sim_replica.engine.add(
-            request_id,
+            sent.engine_id,
             sent.prompt,
             # A client does not know the length of the answer, so the request allows the longest answer.
             max_tokens=sim_replica.engine.options.max_model_len - len(sent.prompt),
@@ -293,16 +283,16 @@ class SimulatedClients:
             context=sent.context,
             arrival_s=log.entered_s or 0.0,
         )
-        self.outputs.set_calls(turn.request.output_token_ids, active.plan.tool_runs(log.turn))
+        calls = (ParsedToolCall(run.name, run.cmd) for run in active.plan.tool_runs(log.turn))
+        self.outputs[id(turn.request.output_token_ids)] = tuple(calls)
 
     def _recall(self, request_id: str) -> None:
         """Withdraw a request that has no token yet from its engine. The request waits for an engine again."""
         sent = self._submitted[request_id]
-        turn = self._replicas[sent.replica].cancel(engine_request_id(request_id, sent.attempt))
+        turn = self._replicas[sent.replica].cancel(sent.engine_id)
         sent.attempt += 1
         if turn is not None:
-            self.outputs.forget(turn.request.output_token_ids)
-            self.replicas_with_messages.add(sent.replica)
+            self.outputs.pop(id(turn.request.output_token_ids), None)
         sent.log.entered_s = sent.log.admitted_s = None
         sent.log.recalls += 1
 
@@ -332,7 +322,12 @@ class SimulatedClients:
         gap_s = active.plan.gap_s(number)
         turn.log.gap_s = gap_s
         if active.hints is not None:
-            self._send_tool_events(active.hints, active.plan.tool_runs(number), number, gap_s)
+            # A tool without a known duration lasts for the whole gap.
+            runs = [(f"{number}.{i}", run) for i, run in enumerate(active.plan.tool_runs(number))]
+            self._queue_events(active, *(active.hints.tool_start(call_id, run) for call_id, run in runs))
+            for call_id, run in runs:
+                took_s = gap_s if run.s is None else min(run.s, gap_s)
+                self.event_queue.schedule_at(now + took_s, self._stop_tool, active, call_id, took_s)
         if not active.awaited:  # else the end of the last sub-agent sends the next request
             self.event_queue.schedule_at(now + gap_s, self._submit, active)
 
@@ -340,27 +335,16 @@ class SimulatedClients:
         (parent.root or parent).family -= 1  # the child has counted since its parent began
         self._begin(child, parent)
 
-    def _send_tool_events(
-        self, hints: ClientHints, runs: Sequence[TraceToolRun], turn: int, gap_s: float
-    ) -> None:
-        """Send a ``tool_start`` event for each of ``runs``, the tools after ``turn``, and schedule their
-        ``tool_stop`` events. A tool without a known duration lasts for the whole gap."""
-        self._queue_events(hints, *(hints.tool_start(f"{turn}.{i}", run) for i, run in enumerate(runs)))
-        for i, run in enumerate(runs):
-            took_s = gap_s if run.s is None else min(run.s, gap_s)
-            ends_s = self.event_queue.now_s + took_s
-            self.event_queue.schedule_at(ends_s, self._stop_tool, hints, f"{turn}.{i}", took_s)
-
-    def _stop_tool(self, hints: ClientHints, call_id: str, took_s: float) -> None:
-        self._queue_events(hints, hints.tool_stop(call_id, took_s))
+    def _stop_tool(self, active: ActiveProgram, call_id: str, took_s: float) -> None:
+        assert active.hints is not None
+        self._queue_events(active, active.hints.tool_stop(call_id, took_s))
 
     def _end_program(self, active: ActiveProgram) -> None:
         """End a program that has finished, or whose request was rejected."""
         now = self.event_queue.now_s
         del self.active[active.plan.instance_id]
-        ending: list[dict[str, Any]] = []
         if active.hints is not None:
-            self._queue_events(active.hints, *(ending := active.hints.end_events()))
+            self._queue_events(active, *active.hints.end_events())
         parent = self.active.get(active.log.parent or "")
         if parent is not None and active.plan.instance_id in parent.awaited:
             parent.awaited.remove(active.plan.instance_id)
@@ -368,48 +352,38 @@ class SimulatedClients:
                 self._submit(parent)
         root = active.root or active
         root.family -= 1
-        if root.family == 0:
-            following = self.loop.finished(root.plan, now)
-            if following is not None:
-                at_s, plan = following
-                self.event_queue.schedule_at(max(now, at_s), self._begin, plan, None)
+        if root.family == 0 and (plan := next(self.loop.following, None)) is not None:
+            self.event_queue.schedule_at(now, self._begin, plan, None)
         # All simulated clients report the end of a program, with hints or without.
         self._take(ev.ProgramEnded(active.plan.instance_id, active.tenant))
-        if not ending:  # an event about the end still needs the engine's name
-            self._forget(active.plan.instance_id)
 
-    def _forget(self, program_id: str) -> None:
-        self._homes.pop(program_id, None)
-        self._unsent_events.pop(program_id, None)
-
-    def _queue_events(self, hints: ClientHints, *events: dict[str, Any]) -> None:
+    def _queue_events(self, active: ActiveProgram, *events: dict[str, Any]) -> None:
         """Queue client events. They are sent after ``EVENT_SEND_DELAY_S``, or with an earlier request."""
         now = self.event_queue.now_s
-        if events and hints.queue_events(events, now):
-            self.event_queue.schedule_at(now + EVENT_SEND_DELAY_S, self._send, hints)
+        assert active.hints is not None
+        if events and active.hints.queue_events(events, now):
+            self.event_queue.schedule_at(now + EVENT_SEND_DELAY_S, self._send, active)
 
-    def _send(self, hints: ClientHints) -> None:
-        events = hints.pop_unsent(self.event_queue.now_s)
+    def _send(self, active: ActiveProgram) -> None:
+        assert active.hints is not None
+        events = active.hints.pop_unsent(self.event_queue.now_s)
         if events:  # else a request has carried them
-            self._after_call_delay(lambda: self._deliver_events(events))
+            self._after_call_delay(lambda: self._deliver_events(active, events))
 
-    def _deliver_events(self, events: list[dict[str, Any]]) -> None:
+    def _deliver_events(self, active: ActiveProgram, events: list[dict[str, Any]]) -> None:
         """Deliver events of one program to its engine, or keep them for its first request."""
-        program_id = events[0]["program_id"]
-        replica = self._homes.get(program_id)
-        if replica is None:
-            self._unsent_events[program_id] += events
+        if active.home is None:
+            active.unsent_events += events
             return
-        self._post(replica, lambda: self._apply_events(self._replicas[replica], events))
-        if any(event["type"] == "program_end" for event in events):
-            self._forget(program_id)
+        sim_replica = self._replicas[active.home]
+        sim_replica.submit(lambda: self._apply_events(sim_replica, active, events))
 
-    def _apply_events(self, sim_replica: SimulatedReplica, events: list[dict[str, Any]]) -> None:
+    def _apply_events(
+        self, sim_replica: SimulatedReplica, active: ActiveProgram, events: list[dict[str, Any]]
+    ) -> None:
         for outcome in sim_replica.engine.tell(*events, emitter="lab") if events else ():
-            # The tool_start of a program that moved went to its former engine.
-            moved = outcome["outcome"] == "missing" and outcome.get("program_id") in self._moved
-            if outcome["outcome"] not in ACCEPTED_OUTCOMES and not moved:
-                self.log.refused_hints += 1
+            moved = outcome["outcome"] == "missing" and active.moved
+            self.log.refused_hints += outcome["outcome"] not in ACCEPTED_OUTCOMES and not moved
 
     def _release(self, program_id: str, replica: str) -> None:
         """Notify a program's former engine, ``replica``, that the program will not reuse its KV there."""
@@ -419,12 +393,9 @@ class SimulatedClients:
         # Status cancelled: histories must not learn from such a program.
         event: dict[str, Any] = {"type": "program_end", "program_id": program_id, "status": "cancelled"}
         event["seq"] = self._gateway_event_seq
-        tell = partial(self._replicas[replica].engine.tell, event, emitter=GATEWAY_EMITTER)
-        self._after_call_delay(lambda: self._post(replica, tell))
-
-    def _post(self, replica: str, what: Callable[[], object]) -> None:
-        self._replicas[replica].submit(what)
-        self.replicas_with_messages.add(replica)
+        sim_replica = self._replicas[replica]
+        tell = partial(sim_replica.engine.tell, event, emitter=GATEWAY_EMITTER)
+        self._after_call_delay(lambda: sim_replica.submit(tell))
 
     # -- the router in front ----------------------------------------------------------
 
@@ -488,9 +459,3 @@ def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
     """The agent type that clients send. If the trace has no agent type, clients send "sub-agent" if
     ``is_child`` is true, else "agent"."""
     return plan.agent_type or ("sub-agent" if is_child else "agent")
-
-
-def engine_request_id(request_id: str, attempt: int) -> str:
-    """A request's id in an engine. ``attempt``: how often the gateway has withdrawn the request so far. Each
-    attempt has its own id, because a withdrawn attempt may still be in the engine."""
-    return request_id if not attempt else f"{request_id}~{attempt}"

@@ -86,6 +86,11 @@ class SimulatedReplica:
         calls it between two steps of the engine."""
         self._inbox.append(message)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether a message is undelivered or a request is to be aborted."""
+        return bool(self._inbox or self._recalled_ids)
+
     def cancel(self, request_id: str) -> InFlightTurn | None:
         """Withdraw a request. The engine aborts the request before its next action. Returns the request's
         turn; ``None`` if the request is not in the engine."""
@@ -133,20 +138,20 @@ class SimulatedReplica:
     def _take_in(self, step: _Step, now: float) -> None:
         """Give the results of ``step`` and of finished copies to the scheduler. Sets ``due_s``."""
         copies = self.host.get_finished(now) if self.host is not None else None
-        if not step.is_computing and copies is None:
-            if step.is_ahead:
-                self.due_s = now  # the results of the previous step may let a request run
-            else:
-                self._mark_blocked()
+        if not step.is_computing and copies is None and not step.is_ahead:
+            self.is_blocked = True
+            copied_s = self.host.next_done_s() if self.host is not None else NEVER_S
+            self.due_s = max(now, min(copied_s, now + IDLE_POLL_S))
             return
-        self.is_blocked = False
         self.due_s = now
+        if not step.is_computing and copies is None:
+            return  # the results of the previous step may let a request run
+        self.is_blocked = False
         entered = time.perf_counter()
         finished = self.engine.update_from_output(step.planned, copies, step.sampled)
         self.scheduler_s += time.perf_counter() - entered
         for request_id in finished:
-            turn = self.account.finished(request_id, now)
-            self.on_finished(turn, self.engine)
+            self.on_finished(self.account.finished(request_id, now), self.engine)
 
     def _plan(self, begins_s: float) -> None:
         """Plan a step that begins at ``begins_s``, or later if it has to wait for copies."""
@@ -169,13 +174,6 @@ class SimulatedReplica:
             self.busy_s += took_s
             over_s += took_s
         self._steps.append(_Step(planned, sampled, bool(work.tokens), over_s, is_ahead=bool(self._steps)))
-
-    def _mark_blocked(self) -> None:
-        """Record that the engine has requests but can run none, and set the time of the next attempt."""
-        now = self.clock.now_s
-        self.is_blocked = True
-        copied_s = self.host.next_done_s() if self.host is not None else NEVER_S
-        self.due_s = max(now, min(copied_s, now + IDLE_POLL_S))
 
     def _abort_recalled(self) -> None:
         withdrawn, self._recalled_ids = self._recalled_ids, []

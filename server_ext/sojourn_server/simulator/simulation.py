@@ -159,17 +159,16 @@ class Simulation:
         ``over`` are the engines whose step has just ended. If such an engine has planned a step ahead, that
         step now runs, and the engine plans one more.
         """
-        now, messages = self._clock.now_s, self.clients.replicas_with_messages
+        now = self._clock.now_s
         # A single engine that can run no request retries after every event.
         retries = len(self.replicas) == 1 and not over
         for sim_replica in self.replicas:
             acts = sim_replica in over and (sim_replica.due_s <= now or sim_replica.is_stepping)
-            waits = not sim_replica.is_stepping and (retries or sim_replica.replica in messages)
+            waits = not sim_replica.is_stepping and (retries or sim_replica.has_messages)
             if acts or waits:
                 sim_replica.begin_next_step()
                 if sim_replica.is_stepping and sim_replica.due_s <= now and not sim_replica.is_computing:
                     sim_replica.end_step()
-        messages.clear()
 
     def _is_stuck(self) -> bool:
         """Whether nothing has been computed for long although requests wait in an engine or at the router."""
@@ -187,7 +186,7 @@ class Simulation:
     # -- callbacks of engines -------------------------------------------------------
 
     def _finished(self, turn: InFlightTurn, engine: SimulatedEngine) -> None:
-        self.clients.outputs.forget(turn.request.output_token_ids)
+        self.clients.outputs.pop(id(turn.request.output_token_ids), None)
         if engine.adapter is not None:
             annotate_from_scheduler(turn.log, engine.adapter.program_scheduler)
         self.clients.answered(turn)

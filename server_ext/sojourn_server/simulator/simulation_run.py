@@ -232,12 +232,12 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
 
 
 def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
-    from .workloads.arrival_processes import STAGGER_S, ClosedLoop, OpenLoop
+    from .workloads.arrival_processes import STAGGER_S, closed_loop, open_loop
 
     planner = _program_planner(spec, shape)
     if spec.rate_per_s is None:
-        return ClosedLoop(planner, spec.programs, spec.seed, stagger_s=STAGGER_S / (spec.replicas or 1))
-    return OpenLoop(planner, spec.rate_per_s, spec.programs, spec.seed, burst=spec.burst)
+        return closed_loop(planner, spec.programs, spec.seed, stagger_s=STAGGER_S / (spec.replicas or 1))
+    return open_loop(planner, spec.rate_per_s, spec.programs, spec.seed, burst=spec.burst)
 
 
 def _build_engine(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from sojourn_server.traces.trace_file import read_trace
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, check_parents
@@ -18,88 +18,54 @@ from sojourn_server.traces.trace_schema import TraceError, TraceProgram, check_p
 from .program_plans import ProgramPlan, ProgramPlanner
 from .synthetic_workloads import SYNTHETIC_PREFIX, synthetic_programs
 
-Arrival = tuple[float, ProgramPlan]
-"""(time of arrival in virtual seconds, program)"""
 
-
-class ArrivalProcess(Protocol):
+@dataclass(slots=True)
+class ArrivalProcess:
     """Source of programs and their arrival times."""
 
-    def initial(self) -> Iterator[Arrival]:
-        """Yield the arrivals that do not depend on the end of other programs, in order of time. Call this
-        once."""
-        ...
-
-    def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Return the arrival that replaces ``program``; ``None`` if nothing replaces it. Called at ``now``
-        virtual seconds, when a top-level program and all its sub-agents have finished."""
-        ...
+    initial: Iterable[tuple[float, ProgramPlan]]
+    """(Time of arrival in virtual seconds, program) of the arrivals that do not depend on the end of other
+    programs, in order of time."""
+    following: Iterator[ProgramPlan] = field(default_factory=lambda: iter(()))
+    """Programs that arrive later, each at the moment at which an earlier top-level program and all its
+    sub-agents have finished."""
 
 
 STAGGER_S = 0.5
 """Seconds between the arrivals of the first programs of a closed loop, on one engine."""
 
 
-class ClosedLoop:
+def closed_loop(
+    programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S
+) -> ArrivalProcess:
     """Endless closed loop: ``n`` programs run at a time. When one finishes, the next replaces it at once
     (MORI §5.1). The programs of the workload arrive in rounds; each round has all of them, in a new random
-    order."""
-
-    def __init__(self, programs: ProgramPlanner, n: int, seed: int, *, stagger_s: float = STAGGER_S) -> None:
-        """The first ``n`` programs arrive ``stagger_s`` seconds apart."""
-        self._n = n
-        self._stagger_s = stagger_s
-        self._plans = _endless_shuffle(programs, seed)
-
-    def initial(self) -> Iterator[Arrival]:
-        """Yield the arrivals of the first ``n`` programs."""
-        for number, plan in enumerate(itertools.islice(self._plans, self._n)):
-            yield number * self._stagger_s, plan
-
-    def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Return the next program, which arrives at ``now``. ``FiniteClosedLoop`` returns ``None`` after the
-        last program."""
-        plan = next(self._plans, None)
-        return None if plan is None else (now, plan)
+    order. The first ``n`` arrive ``stagger_s`` seconds apart."""
+    return _replacing(_endless_shuffle(programs, seed), n, stagger_s)
 
 
-class FiniteClosedLoop(ClosedLoop):
+def finite_closed_loop(programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> ArrivalProcess:
     """Closed loop that runs every program once, in the trace's order, as ``sojourn replay`` does. At most
     ``n`` programs run at a time."""
-
-    def __init__(self, programs: ProgramPlanner, n: int, *, stagger_s: float = 0.0) -> None:
-        super().__init__(programs, n, seed=0, stagger_s=stagger_s)
-        self._plans = (programs.plan(index) for index in range(len(programs)))
+    return _replacing(map(programs.plan, range(len(programs))), n, stagger_s)
 
 
-class OpenLoop:
+def open_loop(
+    programs: ProgramPlanner, rate_per_s: float, count: int, seed: int, *, burst: int = 1
+) -> ArrivalProcess:
     """Open loop: ``count`` programs arrive in random order, at the times of a Poisson process (Continuum
-    §6.1). If ``count`` is ``None``, every program arrives once. At each of these times, ``burst`` programs
-    arrive together."""
+    §6.1). At each of these times, ``burst`` programs arrive together. ``rate_per_s``: mean number of
+    top-level programs per virtual second. It does not depend on ``burst``."""
+    draw = random.Random(f"arrivals/{seed}")
+    gaps_s = (draw.expovariate(rate_per_s / burst) for _ in itertools.count())
+    times_s = (at_s for at_s in itertools.accumulate(gaps_s) for _ in range(burst))
+    plans = itertools.islice(_endless_shuffle(programs, seed), count)
+    return ArrivalProcess(zip(times_s, plans, strict=False))
 
-    def __init__(
-        self, programs: ProgramPlanner, rate_per_s: float, count: int | None, seed: int, *, burst: int = 1
-    ) -> None:
-        """``rate_per_s``: mean number of top-level programs per virtual second. It does not depend on
-        ``burst``."""
-        self.count = len(programs) if count is None else count
-        """Total number of arrivals."""
-        self._rate_per_s = rate_per_s
-        self._burst = burst
-        self._times = random.Random(f"arrivals/{seed}")
-        self._plans = _endless_shuffle(programs, seed)
 
-    def initial(self) -> Iterator[Arrival]:
-        """Yield all arrivals."""
-        at_s = 0.0
-        for number, plan in enumerate(itertools.islice(self._plans, self.count)):
-            if number % self._burst == 0:
-                at_s += self._times.expovariate(self._rate_per_s / self._burst)
-            yield at_s, plan
-
-    def finished(self, program: ProgramPlan, now: float) -> Arrival | None:
-        """Return ``None``, because arrivals do not depend on finished programs."""
-        return None
+def _replacing(plans: Iterator[ProgramPlan], n: int, stagger_s: float) -> ArrivalProcess:
+    first = enumerate(itertools.islice(plans, n))
+    return ArrivalProcess(((number * stagger_s, plan) for number, plan in first), plans)
 
 
 def _endless_shuffle(programs: ProgramPlanner, seed: int) -> Iterator[ProgramPlan]:

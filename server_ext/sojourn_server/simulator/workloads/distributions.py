@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from statistics import NormalDist
 
 _NORMAL = NormalDist()
@@ -51,31 +50,26 @@ def truncated_exponential(low: float, high: float, rate: float) -> Distribution:
     return lambda rng: low - math.log1p(-rng.random() * inside) / rate
 
 
-@dataclass(frozen=True, slots=True)
-class PercentileDistribution:
-    """Distribution through published percentiles. Between two percentiles, the logarithm of the value is
-    linear in the normal score (the standard normal quantile of the probability).
+def through_percentiles(*points: tuple[float, float]) -> Distribution:
+    """Distribution through published percentiles. ``points``: at least two (probability, value), ascending.
+    Between two percentiles, the logarithm of the value is linear in the normal score (the standard normal
+    quantile of the probability).
 
     Below the first percentile, the line through the first two continues. No value exceeds the last
     percentile, because nothing is published beyond it.
     """
 
-    points: Sequence[tuple[float, float]]
-    """(probability, value), ascending, at least two."""
-
-    def __call__(self, rng: random.Random) -> float:
-        return self.quantile(rng.random())
-
-    def quantile(self, probability: float) -> float:
-        """Return the value below which a draw lies with this probability."""
-        points = self.points
-        if probability >= points[-1][0]:
+    def draw(rng: random.Random) -> float:
+        probability = rng.random()
+        above = next((i for i, (p, _) in enumerate(points) if probability < p), None)
+        if above is None:
             return points[-1][1]
-        above = next(i for i, (p, _) in enumerate(points) if probability < p or i == len(points) - 1)
         (p0, x0), (p1, x1) = points[max(0, above - 1)], points[max(1, above)]
         z0, z1 = _NORMAL.inv_cdf(p0), _NORMAL.inv_cdf(p1)
         z = _NORMAL.inv_cdf(max(probability, 1e-12))
         return x0 * math.pow(x1 / x0, (z - z0) / (z1 - z0))
+
+    return draw
 
 
 def split(rng: random.Random, total: int, parts: int) -> list[int]:

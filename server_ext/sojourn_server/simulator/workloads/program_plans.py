@@ -5,6 +5,7 @@ Only clients know the plans. At any time, a policy knows only what real clients 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +26,6 @@ from sojourn_server.traces.trace_schema import (
 
 VOCABULARY_SIZE = 32_000
 """Exclusive upper bound of the token ids in replayed prompts and outputs. No model reads these ids."""
-
-
-class NoProgramFitsError(TraceError):
-    """No program can be replayed: the first turn of every top-level program exceeds the context limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +136,15 @@ class ProgramPlanner:
             else:
                 self._children.setdefault(program.parent, []).append(program)
         if not self.roots:
-            raise self._nothing_fits(programs)
+            # A sub-agent runs only inside its parent, so a limit that fits only a sub-agent is no remedy.
+            top = [program for program in programs if program.parent is None] or programs
+            if not top:
+                raise TraceError("there are no programs to play")
+            tokens, shortest = min((self._turn_tokens(one.turns[0]), one.program_id) for one in top)
+            raise TraceError(
+                f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest "
+                f"first turn needs {tokens:,} (program {shortest!r})"
+            )
 
     def __len__(self) -> int:
         """Number of top-level programs."""
@@ -172,22 +177,23 @@ class ProgramPlanner:
         return self._plan(self.roots[index], copy)
 
     def _plan(self, program: TraceProgram, copy: int) -> ProgramPlan:
-        outline = self._outlines.get(program.program_id)
-        if outline is None:
-            outline = self._outlines[program.program_id] = PromptPlan(program, self._options.token_scale)
+        if program.program_id not in self._outlines:
+            self._outlines[program.program_id] = PromptPlan(program, self._options.token_scale)
+        outline = self._outlines[program.program_id]
         fitting = self._fitting_turns(program)
         children = []
         for child in self._children.get(program.program_id, ()):
-            if child.parent_turn is not None and child.parent_turn >= fitting:
-                continue  # the context limit ends the program before
-            plan = self._plan(child, copy)
-            if child.parent_turn is not None:
-                plan.parent_turn = child.parent_turn
-                plan.delay_s = self._delay_s(program.turns[child.parent_turn], child)
-                plan.blocks_parent = program.turns[child.parent_turn].gap_kind == "agents"
-            else:
-                plan.start_offset_s = child.start_offset_s or 0.0
-            children.append(plan)
+            at = child.parent_turn
+            if at is None:
+                children.append(self._plan(child, copy))
+                children[-1].start_offset_s = child.start_offset_s or 0.0
+            elif at < fitting:  # else the context limit ends the program before
+                plan, turn = self._plan(child, copy), program.turns[at]
+                plan.parent_turn, plan.blocks_parent = at, turn.gap_kind == "agents"
+                if child.start_offset_s is not None and turn.t is not None:
+                    offset_in_gap_s = child.start_offset_s - turn.t - (turn.llm_s or 0.0)
+                    plan.delay_s = min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
+                children.append(plan)
         return ProgramPlan(
             instance_id=f"{replayed_id(program.program_id)}@{copy}",
             trace_id=program.program_id,
@@ -203,18 +209,9 @@ class ProgramPlanner:
             _options=self._options,
         )
 
-    def _delay_s(self, turn: TraceTurn, child: TraceProgram) -> float:
-        """Seconds between the end of ``turn`` and the start of the sub-agent."""
-        if child.start_offset_s is None or turn.t is None:
-            return 0.0
-        offset_in_gap_s = child.start_offset_s - turn.t - (turn.llm_s or 0.0)
-        return min(max(0.0, offset_in_gap_s), self._options.gap_s(turn))
-
     def _fitting_turns(self, program: TraceProgram) -> int:
         """Number of turns before the first turn that exceeds the context limit."""
-        limit = self._options.max_context_tokens
-        if limit is None:
-            return len(program.turns)
+        limit = self._options.max_context_tokens or math.inf
         exceeding = (i for i, turn in enumerate(program.turns) if self._turn_tokens(turn) > limit)
         return next(exceeding, len(program.turns))
 
@@ -222,17 +219,6 @@ class ProgramPlanner:
         """Tokens of the turn's prompt and output, as ``PromptPlan`` plans them."""
         scale = self._options.token_scale
         return max(1, round(turn.prompt_tokens * scale)) + max(1, round(turn.output_tokens * scale))
-
-    def _nothing_fits(self, programs: Sequence[TraceProgram]) -> TraceError:
-        if not programs:
-            return TraceError("there are no programs to play")
-        # A sub-agent runs only inside its parent, so a limit that fits only a sub-agent is no remedy.
-        roots = [program for program in programs if program.parent is None] or programs
-        shortest = min(roots, key=lambda program: self._turn_tokens(program.turns[0]))
-        return NoProgramFitsError(
-            f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest first "
-            f"turn needs {self._turn_tokens(shortest.turns[0]):,} (program {shortest.program_id!r})"
-        )
 
 
 def _is_shell(run: TraceToolRun) -> bool:

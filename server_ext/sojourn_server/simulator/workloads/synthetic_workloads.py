@@ -11,9 +11,9 @@ from __future__ import annotations
 import difflib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,8 +24,9 @@ from . import distributions as dist
 SYNTHETIC_PREFIX = "synthetic:"
 DEFAULT_PROGRAMS = 500
 """Default number of programs, as many as DualPath has trajectories and SAGA has SWE-bench tasks."""
-ProgramGenerator = Callable[[random.Random], Iterator[TraceProgram]]
-"""Function that draws the programs of a synthetic workload, without end."""
+ProgramGenerator = Callable[[random.Random], TraceProgram]
+"""Function that draws the next program of a synthetic workload. ``arrival_s`` is the time since the program
+before."""
 
 
 def draw_tool_run(name: str, seconds: dist.Distribution, rng: random.Random) -> TraceToolRun:
@@ -50,19 +51,10 @@ def append_only(
     turns, context = [], 0
     for index, (append, output, tool) in enumerate(zip(appends, outputs, tools, strict=True)):
         context += append
-        last = index + 1 == len(appends)
-        turns.append(
-            TraceTurn(
-                prompt_tokens=context,
-                output_tokens=output,
-                append_tokens=append,
-                tool=None if last else tool.name,
-                tools=None if last else (tool,),
-                tool_seconds=None if last else tool.s,
-                gap_s=None if last else tool.s,
-                gap_kind=None if last else "tool",
-            )
-        )
+        after: dict[str, Any] = {}
+        if index + 1 < len(appends):
+            after = dict(tool=tool.name, tools=(tool,), tool_seconds=tool.s, gap_s=tool.s, gap_kind="tool")
+        turns.append(TraceTurn(prompt_tokens=context, output_tokens=output, append_tokens=append, **after))
         context += output
     return TraceProgram(
         program_id="synthetic",
@@ -115,19 +107,14 @@ _CONTINUUM = {
 """Workloads whose name may end in ``:X``. The number X replaces ``OUTPUT_SHARE``."""
 
 
-def _continuum_programs(table: _Continuum, output_share: float, rng: random.Random) -> Iterator[TraceProgram]:
-    while True:
-        turns = int(table.turns(rng))
-        total = max(4 * turns, round(table.tokens(rng)))
-        # On average all turns add equally many tokens, and the first prompt adds as many as a later tool
-        # result.
-        appends, outputs = [], []
-        for growth in dist.split(rng, total - turns, turns):
-            output = max(1, round(growth * output_share))
-            outputs.append(output)
-            appends.append(growth + 1 - output)
-        tools = [draw_tool_run(table.tool, table.tool_s, rng) for _ in range(turns)]
-        yield append_only(appends, outputs, tools)
+def _continuum_program(table: _Continuum, output_share: float, rng: random.Random) -> TraceProgram:
+    turns = int(table.turns(rng))
+    total = max(4 * turns, round(table.tokens(rng)))
+    # On average all turns add equally many tokens, and the first prompt adds as many as a later tool result.
+    growths = dist.split(rng, total - turns, turns)
+    outputs = [max(1, round(growth * output_share)) for growth in growths]
+    appends = [growth + 1 - output for growth, output in zip(growths, outputs, strict=True)]
+    return append_only(appends, outputs, [draw_tool_run(table.tool, table.tool_s, rng) for _ in range(turns)])
 
 
 # -- DualPath, Table 2: turns, append and gen tokens a turn, total and context tokens -----------
@@ -167,18 +154,13 @@ def _dualpath_program(name: str, rng: random.Random) -> TraceProgram:
     return append_only(appends, outputs, [TraceToolRun(name="sandbox", s=0.0)] * turns)
 
 
-def _dualpath_programs(name: str, rng: random.Random) -> Iterator[TraceProgram]:
-    while True:
-        yield _dualpath_program(name, rng)
-
-
 # -- SAGA -----------------------------------------------------------------------------------------
 
 TOOL_LATENCIES = {
-    "code_execution": dist.PercentileDistribution(((0.50, 0.180), (0.95, 2.400), (0.99, 28.000))),
-    "file_operation": dist.PercentileDistribution(((0.50, 0.045), (0.95, 0.320), (0.99, 1.200))),
-    "web_api": dist.PercentileDistribution(((0.50, 0.850), (0.95, 4.500), (0.99, 45.000))),
-    "database_query": dist.PercentileDistribution(((0.50, 0.120), (0.95, 0.890), (0.99, 3.500))),
+    "code_execution": dist.through_percentiles((0.50, 0.180), (0.95, 2.400), (0.99, 28.000)),
+    "file_operation": dist.through_percentiles((0.50, 0.045), (0.95, 0.320), (0.99, 1.200)),
+    "web_api": dist.through_percentiles((0.50, 0.850), (0.95, 4.500), (0.99, 45.000)),
+    "database_query": dist.through_percentiles((0.50, 0.120), (0.95, 0.890), (0.99, 3.500)),
 }
 """Tool type → latency in seconds (SAGA Table 1)."""
 TENANTS = (("heavy", 3, 100, 16.0), ("medium", 4, 30, 8.0), ("light", 3, 10, 4.0))
@@ -197,8 +179,8 @@ CV_RANGE = (0.5, 3.0)
 """Lowest and highest coefficient of variation in SAGA's Table 10."""
 
 
-def _ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
-    """Generate the tasks of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
+def _ten_tenants(rng: random.Random) -> TraceProgram:
+    """Draw a task of SAGA's ten tenants (§9.1): 100, 30 or 10 steps, Poisson arrivals for each tenant.
 
     A task is a program, and a step is a turn with its tool call. The paper does not state the lengths of its
     requests (from BurstGPT). Here all contexts grow by the same amount per step on average: 100 steps end at
@@ -211,37 +193,27 @@ def _ten_tenants(rng: random.Random) -> Iterator[TraceProgram]:
         for number in range(1, count + 1)
     ]
     rates = [rate for _, _, rate in tenants]
-    at_s = 0.0
-    while True:
-        # All arrivals are one Poisson process. Each belongs to a tenant with probability in proportion to the
-        # tenant's rate.
-        at_s += rng.expovariate(sum(rates) / 60.0)
-        tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
-        kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
-        lengths = _lengths(steps, 100, rng)
-        tools = [draw_tool_run(kind, TOOL_LATENCIES[kind], rng) for kind in kinds]
-        yield append_only(*lengths, tools, arrival_s=at_s, tenant=tenant, agent_type=f"{steps}-step-agent")
+    # All arrivals are one Poisson process. Each belongs to a tenant with probability in proportion to the
+    # tenant's rate.
+    after_s = rng.expovariate(sum(rates) / 60.0)
+    tenant, steps, _ = rng.choices(tenants, weights=rates)[0]
+    kinds = rng.choices(list(TOOL_LATENCIES), k=steps)
+    lengths = _lengths(steps, 100, rng)
+    tools = [draw_tool_run(kind, TOOL_LATENCIES[kind], rng) for kind in kinds]
+    return append_only(*lengths, tools, arrival_s=after_s, tenant=tenant, agent_type=f"{steps}-step-agent")
 
 
-def _latency_cv(cv: float) -> ProgramGenerator:
-    """Return a generator function of the programs of SAGA's Table 10. ``cv`` is the coefficient of variation
-    of the tool latencies. Their mean is always ``CV_MEAN_TOOL_S``."""
+def _latency_cv(cv: float, rng: random.Random) -> TraceProgram:
+    """Draw a program of SAGA's Table 10. ``cv`` is the coefficient of variation of the tool latencies. Their
+    mean is always ``CV_MEAN_TOOL_S``."""
     tool_s = dist.log_normal_with(CV_MEAN_TOOL_S, cv * CV_MEAN_TOOL_S)
     _, least, most = SWE_STEPS
     # With this rate the mean is that of ``SWE_STEPS``.
-    draw_steps = dist.truncated_exponential(least, most, rate=0.02933303908757992)
-
-    def programs(rng: random.Random) -> Iterator[TraceProgram]:
-        while True:
-            steps = round(draw_steps(rng))
-            # Latencies have a generator of their own, so that lengths are the same for every cv.
-            times = random.Random(rng.random())
-            lengths = _lengths(steps, most, rng)
-            yield append_only(
-                *lengths, [draw_tool_run("code_execution", tool_s, times) for _ in range(steps)]
-            )
-
-    return programs
+    steps = round(dist.truncated_exponential(least, most, rate=0.02933303908757992)(rng))
+    # Latencies have a generator of their own, so that lengths are the same for every cv.
+    times = random.Random(rng.random())
+    lengths = _lengths(steps, most, rng)
+    return append_only(*lengths, [draw_tool_run("code_execution", tool_s, times) for _ in range(steps)])
 
 
 def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int], list[int]]:
@@ -258,15 +230,10 @@ def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int],
 
 # -- long outputs -----------------------------------------------------------------------------------
 
-R1_OUTPUT = dist.PercentileDistribution(
-    tuple(
-        zip(
-            (0.05, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.999),
-            (225, 427, 792, 1_499, 3_432, 5_701, 12_607, 20_833),
-            strict=True,
-        )
-    )
-)
+R1_OUTPUT = dist.through_percentiles(
+    (0.05, 225), (0.25, 427), (0.50, 792), (0.75, 1_499),
+    (0.90, 3_432), (0.95, 5_701), (0.99, 12_607), (0.999, 20_833),
+)  # fmt: skip
 """Output tokens in ServeGen's reasoning workload (data/reason/deepseek-r1 of github.com/alibaba/ServeGen at
 f891d11). It has 1,383,669 requests of 73 clients in one day. Each client's published six-hour histograms are
 weighted by its requests. The mean is 1,527."""
@@ -290,36 +257,31 @@ AGENT_TOOLS = {"search": "web_api", "browser": "web_api", "code": "code_executio
 _TOOL_RESULT = dist.uniform(100, 1_000)
 
 
-def _requests(types: Sequence[str], rng: random.Random) -> Iterator[TraceProgram]:
-    """Generate programs with one request each, of one of ``types``, which are equally likely."""
-    while True:
-        kind = rng.choice(types)
-        prompt, output = (max(1, round(draw(rng))) for draw in _REQUESTS[kind])
-        yield append_only([prompt], [output], [TraceToolRun()], agent_type=kind)
+def _request(types: Sequence[str], rng: random.Random) -> TraceProgram:
+    """Draw a program with one request, of one of ``types``, which are equally likely."""
+    kind = rng.choice(types)
+    prompt, output = (max(1, round(draw(rng))) for draw in _REQUESTS[kind])
+    return append_only([prompt], [output], [TraceToolRun()], agent_type=kind)
 
 
-def _agent(rng: random.Random) -> Iterator[TraceProgram]:
+def _agent(rng: random.Random) -> TraceProgram:
     # With this rate the mean is that of ``AGENT_TURNS``.
-    draw_turns = dist.truncated_exponential(*AGENT_TURNS[1:], rate=0.015773677940045062)
-    while True:
-        turns = round(draw_turns(rng))
-        tools = [
-            draw_tool_run(tool, TOOL_LATENCIES[AGENT_TOOLS[tool]], rng)
-            for tool in rng.choices(list(AGENT_TOOLS), k=turns)
-        ]
-        outputs = [round(R1_OUTPUT(rng)) for _ in range(turns)]
-        appends = [round(FIRST_PROMPT(rng)), *(round(_TOOL_RESULT(rng)) for _ in range(turns - 1))]
-        yield append_only(appends, outputs, tools, agent_type="researcher")
+    turns = round(dist.truncated_exponential(*AGENT_TURNS[1:], rate=0.015773677940045062)(rng))
+    kinds = rng.choices(list(AGENT_TOOLS), k=turns)
+    tools = [draw_tool_run(tool, TOOL_LATENCIES[AGENT_TOOLS[tool]], rng) for tool in kinds]
+    outputs = [round(R1_OUTPUT(rng)) for _ in range(turns)]
+    appends = [round(FIRST_PROMPT(rng)), *(round(_TOOL_RESULT(rng)) for _ in range(turns - 1))]
+    return append_only(appends, outputs, tools, agent_type="researcher")
 
 
 # -- names ---------------------------------------------------------------------------------------
 
 _GENERATORS: dict[str, ProgramGenerator] = {
-    **{name: partial(_continuum_programs, table, OUTPUT_SHARE) for name, table in _CONTINUUM.items()},
+    **{name: partial(_continuum_program, table, OUTPUT_SHARE) for name, table in _CONTINUUM.items()},
     "saga-ten-tenants": _ten_tenants,
-    **{name: partial(_dualpath_programs, name) for name in DUALPATH},
-    "reasoning-math": partial(_requests, ("math",)),
-    "reasoning-mix": partial(_requests, tuple(_REQUESTS)),
+    **{name: partial(_dualpath_program, name) for name in DUALPATH},
+    "reasoning-math": partial(_request, ("math",)),
+    "reasoning-mix": partial(_request, tuple(_REQUESTS)),
     "reasoning-agent": _agent,
 }
 _CV = "latency-cv"
@@ -338,11 +300,13 @@ def synthetic_programs(name: str, *, count: int = DEFAULT_PROGRAMS, seed: int = 
     generator = _generator(name)
     drawn = _CV if name.startswith(_CV) else name  # so that all variances have the same lengths
     rng = random.Random(f"{drawn}/{seed}")
-    source = SYNTHETIC_PREFIX + name
-    made = []
-    for number, program in zip(range(count), generator(rng), strict=False):
-        arrival_s = None if program.arrival_s is None else round(program.arrival_s, 6)
-        fields = {"program_id": f"{source}/{seed}/{number}", "source": source, "arrival_s": arrival_s}
+    source, made, arrival_s = SYNTHETIC_PREFIX + name, [], 0.0
+    for number in range(count):
+        program = generator(rng)
+        fields: dict[str, Any] = {"program_id": f"{source}/{seed}/{number}", "source": source}
+        if program.arrival_s is not None:
+            arrival_s += program.arrival_s
+            fields["arrival_s"] = round(arrival_s, 6)
         made.append(msgspec.structs.replace(program, **fields))
     return made
 
@@ -357,11 +321,11 @@ def _generator(name: str) -> ProgramGenerator:
         number = math.nan
     if colon and word in _CONTINUUM:
         if 0 < number < 1:
-            return partial(_continuum_programs, _CONTINUUM[word], number)
+            return partial(_continuum_program, _CONTINUUM[word], number)
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: expected a number above 0 and below 1 behind {word}:")
     if colon and word == _CV:
         if CV_RANGE[0] <= number <= CV_RANGE[1]:
-            return _latency_cv(number)
+            return partial(_latency_cv, number)
         expected = f"expected a number from {CV_RANGE[0]} to {CV_RANGE[1]} behind {_CV}:"
         raise TraceError(f"{SYNTHETIC_PREFIX}{name}: {expected}")
     near = difflib.get_close_matches(name, synthetic_names(), n=1)
