@@ -1,5 +1,6 @@
-"""Requests of real coding agents, recorded on 30 November 2026 (texts are ours): engine and gateway take the
-same program from each. ``test_clients_real.py`` sends new ones every night."""
+"""Requests of real coding agents, recorded on 30 November 2026: engine and gateway take the same program from
+each. Texts are ours, and what names no program is shortened: prompts, tools, options of the model, headers of
+the HTTP library. ``test_clients_real.py`` sends whole ones every night."""
 
 from __future__ import annotations
 
