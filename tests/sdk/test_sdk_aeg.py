@@ -98,13 +98,6 @@ def test_equal_content_is_equal_whatever_the_order(parts, random: Random, comple
     assert encode(graph.wire()) == encode(again.wire())
     assert len(graph.hash) == 32
     assert Aeg([*nodes, "one more"], edges).hash != graph.hash or "one more" in nodes
-
-
-@settings(max_examples=30)
-@given(any_graph)
-def test_a_graph_arrives_as_it_was_sent(parts):
-    nodes, edges, tools = parts
-    graph = Aeg({node: tools.get(node, ()) for node in nodes}, edges)
     sent = AegReport(program_id="p", seq=0, graph_hash=graph.hash, graph=graph.wire())
     assert decode_event(encode(sent)) == sent
 
@@ -156,24 +149,20 @@ def reports(server: FakeServer, count: int) -> list[tuple[str, bool]]:
     return [(e.program_id, e.graph is not None) for e in found()]
 
 
-def test_a_restarted_server_learns_it_from_the_running_program(online: FakeServer, graphs: Graphs) -> None:
-    with sojourn.program(id="a", aeg=GRAPH):
-        reports(online, 1)
-        graphs.known.clear()
-        with sojourn.program(id="b", aeg=GRAPH):
-            assert reports(online, 3) == [("a", True), ("b", False), ("b", True)]
-        with sojourn.program(id="c", aeg=GRAPH):
-            assert reports(online, 4)[3:] == [("c", False)]
-
-
-def test_where_the_program_is_over_the_next_one_says_it(online: FakeServer, graphs: Graphs) -> None:
+@pytest.mark.parametrize("heartbeat", [True, False])
+def test_a_restarted_server_learns_it_from_the_running_program_or_the_next_one(
+    online: FakeServer, graphs: Graphs, heartbeat: bool
+) -> None:
+    """A program without heartbeats is not looked for."""
     with sojourn.program(id="a", aeg=GRAPH):
         reports(online, 1)
     graphs.known.clear()
-    with sojourn.program(id="b", aeg=GRAPH, heartbeat=False):
-        reports(online, 2)
+    with sojourn.program(id="b", aeg=GRAPH, heartbeat=heartbeat):
+        reports(online, 2 + heartbeat)
     with sojourn.program(id="c", aeg=GRAPH):
-        assert reports(online, 3) == [("a", True), ("b", False), ("c", True)]
+        again = ("b", True) if heartbeat else ("c", True)
+        last = [("c", False)] if heartbeat else []
+        assert reports(online, 3 + heartbeat) == [("a", True), ("b", False), again, *last]
 
 
 def test_after_a_batch_was_lost_it_is_spelt_out_again(online: FakeServer, graphs: Graphs) -> None:

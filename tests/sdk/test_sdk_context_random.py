@@ -1,4 +1,5 @@
-"""Random walks of several tasks through nested blocks: each request says what a naive model says."""
+"""Random walks of several tasks through nested blocks: each request and each start of a program says what a
+naive model says."""
 
 from __future__ import annotations
 
@@ -9,18 +10,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import sojourn
+from sdk_records import context_of, told
+from sojourn.program_scope import INHERIT
 from sojourn.testing import FakeServer
-from sojourn.wire_codec import decode_context
+from sojourn.wire_events import ProgramStart
 
 
+@dataclass(eq=False)
 class Known:
     """A program as the model knows it. ``outer`` is the place around its block."""
 
-    def __init__(
-        self, real: sojourn.Program, parent: Known | None, call_id: str | None, outer: Place
-    ) -> None:
-        self.real, self.parent, self.call_id, self.outer = real, parent, call_id, outer
-        self.ended = False
+    real: sojourn.Program
+    outer: Place
+    parent_id: str | None
+    root_id: str | None
+    call_id: str | None
+    tenant: str | None
+    ended: bool = False
 
     def end(self) -> None:
         self.real.end()
@@ -69,12 +75,19 @@ class Walker:
         self.frames.append(Frame(block, self.place, program, here))
         self.place = inside
 
-    def enter_program(self, scope: Any) -> Known:
+    def enter_program(self, scope: Any, parent: Any, tenant: str | None) -> Known:
         outer = self.live()
         real = self.context.run(scope.__enter__)
-        of_parent = outer.tool is not None and outer.tool.program is (outer.program and outer.program.real)
-        call_id = outer.tool.call_id if of_parent else None
-        known = Known(real, outer.program, call_id, outer)
+        call_id = None
+        if parent is INHERIT:
+            parent, tool = outer.program, outer.tool
+            call_id = tool.call_id if tool and tool.program is (parent and parent.real) else None
+        if isinstance(parent, Known):
+            root_id, tenant = parent.root_id or parent.real.id, tenant or parent.tenant
+            parent = parent.real.id
+        else:
+            root_id = parent
+        known = Known(real, outer, parent, root_id, call_id, tenant)
         self.enter(scope, Place(known, {}, None), known)
         return known
 
@@ -101,7 +114,7 @@ class Walker:
 
     def check(self) -> None:
         live = self.live()
-        said = decode_context(self.context.run(sojourn.request_fields)["vllm_xargs"]["agentic_context"])
+        said = self.context.run(context_of)
         ours = said.sojourn
         assert ours is not None
         assert (ours.node, said.priority) == (live.hints.get("node"), live.hints.get("priority"))
@@ -111,13 +124,9 @@ class Walker:
         if known is None:
             assert ours.implicit
             return
-        top = known
-        while top.parent is not None:
-            top = top.parent
         assert (said.program_id, ours.heartbeat) == (known.real.id, not known.ended)
-        assert said.parent_program_id == (known.parent and known.parent.real.id)
-        assert said.root_program_id == (top.real.id if top is not known else None)
-        assert known.real.call_id == known.call_id
+        assert (said.parent_program_id, said.root_program_id) == (known.parent_id, known.root_id)
+        assert ours.tenant == known.tenant
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -130,8 +139,14 @@ def test_a_request_is_where_its_code_is(online: FakeServer, seed: int) -> None:
         match random.randrange(9):
             case 0 if len(walkers) < 5:
                 walkers.append(Walker(walker))
-            case 1 | 2:
-                programs.append(walker.enter_program(random.choice([sojourn.program("own"), *scopes])))
+            case 1:
+                programs.append(walker.enter_program(random.choice(scopes), INHERIT, None))
+            case 2:
+                parent: Any = random.choice([INHERIT, INHERIT, None, "elsewhere", *programs[-2:]])
+                tenant = random.choice((None, "red", "blue"))
+                given = parent.real if isinstance(parent, Known) else parent
+                scope = sojourn.program("own", parent=given, tenant=tenant)
+                programs.append(walker.enter_program(scope, parent, tenant))
             case 3 if programs:
                 known = random.choice(programs)
                 walker.enter_here(known, blocks.setdefault(known, known.real.here()))
@@ -150,4 +165,9 @@ def test_a_request_is_where_its_code_is(online: FakeServer, seed: int) -> None:
         while walker.frames:
             walker.leave()
         walker.check()
+    starts = {e.program_id: e for e in told(online, ProgramStart)}
+    for one in programs:
+        start = starts[one.real.id]
+        assert (start.parent_program_id, start.root_program_id) == (one.parent_id, one.root_id)
+        assert (start.call_id, start.tenant) == (one.call_id, one.tenant)
     assert sojourn.stats()["context_reset_failed"] == sojourn.stats()["internal_error"] == 0

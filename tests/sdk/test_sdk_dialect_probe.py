@@ -29,22 +29,20 @@ class Says:
         return answer
 
 
+OURS = (b'{"name": "sojourn", "wire": [1], "version": "9"}', b'{"name": "sojourn", "wire": [1, 2]}')
+NOT_OURS = (
+    b'{"name": "sojourn", "wire": [2]}', b'{"name": "other", "wire": [1]}', b'{"ok": true}',
+    b"<html>welcome</html>", b"\xff\xfe", b"[" * 100_000,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("answer", "dialect"),
     [
-        (HttpResponse(200, b'{"name": "sojourn", "wire": [1], "version": "9"}'), "sojourn"),
-        (HttpResponse(200, b'{"name": "sojourn", "wire": [1, 2]}'), "sojourn"),
-        (HttpResponse(200, b'{"name": "sojourn", "wire": [2]}'), "vllm"),
-        (HttpResponse(200, b'{"name": "other", "wire": [1]}'), "vllm"),
-        (HttpResponse(200, b'{"ok": true}'), "vllm"),
-        (HttpResponse(200, b"<html>welcome</html>"), "vllm"),
-        (HttpResponse(200, b"\xff\xfe"), "vllm"),
-        (HttpResponse(200, b"[" * 100_000), "vllm"),
-        (HttpResponse(404, b""), "vllm"),
-        (HttpResponse(405, b""), "vllm"),
-        (HttpResponse(401, b""), None),
-        (HttpResponse(500, b""), None),
-        (HttpResponse(307, b""), None),
+        *((HttpResponse(200, body), "sojourn") for body in OURS),
+        *((HttpResponse(200, body), "vllm") for body in NOT_OURS),
+        *((HttpResponse(status, b""), "vllm") for status in (404, 405)),
+        *((HttpResponse(status, b""), None) for status in (401, 500, 307)),
         (OSError("refused"), None),
     ],
 )
@@ -66,68 +64,57 @@ NO_SUCH_PATH = HttpResponse(404, b"")
 # Heads of what the real servers said: vLLM 0.32, SGLang 0.5.23 (its source), Dynamo 1.6.1, ThunderAgent
 # a7eef77, vLLM Router 0.1.17.
 MODELS = '{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"%s"}]}'
-VLLM = {"/v1/models": HttpResponse(200, (MODELS % "vllm").encode()), "/health": HttpResponse(200, b"")}
-SGLANG = {"/v1/models": HttpResponse(200, (MODELS % "sglang").encode())}
-DYNAMO = {
-    "/v1/models": HttpResponse(200, (MODELS % "nvidia").encode()),
-    "/health": HttpResponse(
-        200, b'{"status":"healthy","endpoints":["dyn://dynamo.backend.generate"],"instances":[]}'
-    ),
-}
-THUNDERAGENT = {
-    "/v1/models": HttpResponse(200, (MODELS % "vllm").encode()),  # its backend's
-    "/health": HttpResponse(
-        200, b'{"status":"ok","router_mode":"tr","scheduling_enabled":true,"backends":[],"programs_count":0}'
-    ),
-}
-VLLM_ROUTER = {
-    **VLLM,
-    "/health": HttpResponse(200, b"All servers healthy"),
-    "/scheduling/diagnostics": HttpResponse(
-        200, b'{"enabled":true,"binding_only":false,"resume_order":"mru","retained_requests":0,"ranks":[]}'
-    ),
-}
 
 
-@pytest.mark.parametrize(
-    ("server", "dialect"),
-    [
-        (VLLM, "vllm"),
-        (SGLANG, "sglang"),
-        (DYNAMO, "dynamo"),
-        (THUNDERAGENT, "thunderagent"),
-        (VLLM_ROUTER, "vllm_router"),
-    ],
-    ids=["vllm", "sglang", "dynamo", "thunderagent", "vllm_router"],
-)
-def test_peers_are_recognised_by_what_they_say_of_themselves(server, dialect):
-    says = Says(NO_SUCH_PATH, **server)
-    assert probe_dialect(says, timeout_s=1) == dialect
-    assert len(says.asked) == len(set(says.asked)) <= 4
+def says(health: object = None, owner: str | None = None, **more: object) -> dict[str, HttpResponse]:
+    """Answers by their paths. Texts are those of health pages."""
+    pages = {"/v1/models": owner and MODELS % owner, "/health": health, **more}
+    texts = {path: page for path, page in pages.items() if page is not None}
+    return {
+        path: HttpResponse(200, page.encode()) if isinstance(page, str) else page
+        for path, page in texts.items()
+    }
+
+
+DYNAMO_HEALTH = '{"status":"healthy","endpoints":["dyn://dynamo.backend.generate"],"instances":[]}'
+ROUTER_MODE = '{"status":"ok","router_mode":"tr","scheduling_enabled":true,"backends":[],"programs_count":0}'
+DIAGNOSTICS = "/scheduling/diagnostics"
+ORDER = '"resume_order":"mru","retained_requests":0'
+PEERS = {
+    "vllm": says("", "vllm"),
+    "sglang": says(owner="sglang"),
+    "dynamo": says(DYNAMO_HEALTH, "nvidia"),
+    "thunderagent": says(ROUTER_MODE, "vllm"),  # models of its backend
+    "vllm_router": says(
+        "All servers healthy", "vllm",
+        **{DIAGNOSTICS: f'{{"enabled":true,"binding_only":false,{ORDER},"ranks":[]}}'},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", PEERS)
+def test_peers_are_recognised_by_what_they_say_of_themselves(dialect):
+    server = Says(NO_SUCH_PATH, **PEERS[dialect])
+    assert probe_dialect(server, timeout_s=1) == dialect
+    assert len(server.asked) == len(set(server.asked)) <= 4
 
 
 @pytest.mark.parametrize(
     "server",
     [
         {},
-        {"/v1/models": DYNAMO["/v1/models"]},  # others at NVIDIA own models too
-        {"/health": DYNAMO["/health"]},
-        {
-            "/v1/models": HttpResponse(200, b'{"data":[{"owned_by":"sglang"},{"owned_by":"vllm"}]}')
-        },  # a mixed fleet
-        {"/v1/models": HttpResponse(200, b'{"data":"sglang"}')},
-        {"/v1/models": HttpResponse(200, b'{"data":[["sglang"]]}')},
-        {"/v1/models": HttpResponse(401, SGLANG["/v1/models"].body)},
-        {"/v1/models": OSError("gone"), "/health": OSError("gone")},
-        {"/health": HttpResponse(200, b'{"status":"ok","programs_count":1}')},
-        {"/health": HttpResponse(200, b"[" * 100_000)},
-        {"/health": HttpResponse(200, b"\xff")},
-        {
-            "/scheduling/diagnostics": HttpResponse(
-                200, b'{"enabled":false,"resume_order":"mru","retained_requests":0}'
-            )
-        },
-        {"/scheduling/diagnostics": HttpResponse(200, b"[1]")},
+        says(owner="nvidia"),  # others at NVIDIA own models too
+        says(DYNAMO_HEALTH),
+        says(**{"/v1/models": '{"data":[{"owned_by":"sglang"},{"owned_by":"vllm"}]}'}),  # a mixed fleet
+        says(**{"/v1/models": '{"data":"sglang"}'}),
+        says(**{"/v1/models": '{"data":[["sglang"]]}'}),
+        says(**{"/v1/models": HttpResponse(401, (MODELS % "sglang").encode())}),
+        says(OSError("gone"), **{"/v1/models": OSError("gone")}),
+        says('{"status":"ok","programs_count":1}'),
+        says("[" * 100_000),
+        says(HttpResponse(200, b"\xff")),
+        says(**{DIAGNOSTICS: f'{{"enabled":false,{ORDER}}}'}),
+        says(**{DIAGNOSTICS: "[1]"}),
     ],
 )
 def test_what_is_not_certain_gets_headers_only(server):

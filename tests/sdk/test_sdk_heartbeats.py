@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
 import sojourn
+from sdk_records import told
 from sdk_settings import resolve_with
 from sojourn import event_sender
 from sojourn.config import Config
@@ -18,38 +20,24 @@ from sojourn_server.core.leases import SILENCE_S
 from waiting import wait_until
 
 
-@pytest.fixture
-def beats():
-    return Heartbeats(3.0)
-
-
-def test_the_first_beat_comes_after_one_interval_then_each(beats):
-    program = Program(ProgramId("p"))
+@pytest.mark.parametrize(
+    "looks",
+    [
+        "100-3 102.5-0.5 103!3 103.1-2.9 110!3",  # one interval after the start, then one after each beat
+        # With nothing but open requests (r), every second one. The server may not see the request: it waits
+        # for a connection or Retry-After, or a replica has it. A tool (t) that runs meanwhile brings all.
+        "103r-3 106r!3 109r-3 112rt!3 115rt!3 118!3 121r-3 124r!3",
+    ],
+)
+def test_when_a_program_beats(looks):
+    """A look is time, what is open, whether a beat is due (!), and the wait until the next one."""
+    beats, program = Heartbeats(3.0), Program(ProgramId("p"))
     beats.opened(program, 100.0)
-    assert beats.take_due(100.0) == ([], 3.0)
-    assert beats.take_due(102.5) == ([], 0.5)
-    assert beats.take_due(103.0) == ([program], 3.0)
-    assert beats.take_due(103.1) == ([], pytest.approx(2.9))
-    assert beats.take_due(110.0) == ([program], 3.0)
-
-
-def test_a_program_with_nothing_but_open_requests_beats_half_as_often(beats):
-    """The server may not see the request: it waits for a connection or Retry-After, or a replica has it."""
-    program = Program(ProgramId("p"))
-    beats.opened(program, 0.0)
-    program.open_requests.add(object())
-    assert beats.take_due(3.0) == ([], 3.0)
-    assert beats.take_due(6.0) == ([program], 3.0)
-    assert beats.take_due(9.0) == ([], 3.0)
-    program.running_tools.add("c")
-    assert beats.take_due(12.0) == ([program], 3.0)
-    assert beats.take_due(15.0) == ([program], 3.0)
-    program.running_tools.clear()
-    program.open_requests.clear()
-    assert beats.take_due(18.0) == ([program], 3.0)
-    program.open_requests.add(object())
-    assert beats.take_due(21.0) == ([], 3.0)
-    assert beats.take_due(24.0) == ([program], 3.0)
+    for time_s, state, due, wait_s in re.findall(r"([\d.]+)([rt]*)([-!])([\d.]+)", looks):
+        program.open_requests = {object()} if "r" in state else set()
+        program.running_tools = {"c"} if "t" in state else set()
+        found = beats.take_due(float(time_s))
+        assert found == ([program] if due == "!" else [], pytest.approx(float(wait_s))), time_s
 
 
 def test_no_silence_of_an_open_program_is_as_long_as_the_server_allows():
@@ -72,11 +60,16 @@ def test_no_silence_of_an_open_program_is_as_long_as_the_server_allows():
     assert max(gaps_s) + config.send_timeout_s < SILENCE_S
 
 
-def test_a_program_that_was_let_go_falls_silent(beats):
-    beats.opened(Program(ProgramId("gone")), 0.0)
-    kept = Program(ProgramId("kept"))
-    beats.opened(kept, 1.0)
-    assert beats.take_due(4.0) == ([kept], 3.0)
+def test_a_program_that_ended_or_was_let_go_falls_silent_and_no_other_of_its_id():
+    beats = Heartbeats(3.0)
+    first, second = Program(ProgramId("conv")), Program(ProgramId("conv"))
+    for program in (first, second, Program(ProgramId("gone"))):
+        beats.opened(program, 1.0)
+    beats.closed(first)
+    del program
+    assert beats.take_due(4.0) == ([second], 3.0)
+    beats.closed(second)
+    assert beats.take_due(7.0) == ([], None)
 
 
 def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypatch):
@@ -89,8 +82,7 @@ def test_a_running_agent_sends_heartbeats_and_a_quiet_one_none(server, monkeypat
         assert [e.seq for e in events] == list(range(len(events)))
         with sojourn.program("quiet", heartbeat=False) as quiet:
             server.wait_for_events(len(server.events()) + 4, 30)
-    assert sojourn.flush(60)
-    assert [type(e) for e in server.events() if e.program_id == quiet.id] == [ProgramStart, ProgramEnd]
+    assert [type(e) for e in told(server) if e.program_id == quiet.id] == [ProgramStart, ProgramEnd]
 
 
 def beating():

@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from json_handler import HandlerServer, JsonHandler
 from sojourn import http_transport
 from sojourn.http_transport import HttpTransport
 
 
-class Recorder(ThreadingHTTPServer):
-    """Answers every request with the path it was asked for, and counts connections."""
-
-    daemon_threads = True
+class Recorder(HandlerServer):
+    """Answers every request, and records method, path and headers. Closes the first ``hang_up`` connections
+    after one answer, without saying so."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, str, dict[str, str]]] = []
-        self.connections = 0
-        self.answer = b"ok"
+        self.connections: set[Any] = set()
         self.hang_up = 0
-        """Close that many connections after one answer, without saying so."""
-        super().__init__(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        outer = self
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections += 1
-        super().process_request(request, client_address)
+        class Handler(JsonHandler):
+            def answer_request(self) -> None:
+                outer.connections.add(self.client_address)
+                outer.seen.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                self.answer(b"ok", 502 if self.command == "CONNECT" else 200)
+                self.close_connection = outer.hang_up > 0
+                outer.hang_up -= 1
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
+            do_GET = do_POST = do_CONNECT = answer_request
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Recorder
-
-    def log_message(self, *_: object) -> None: ...
-
-    def do_CONNECT(self) -> None:
-        self.server.seen.append(("CONNECT", self.path, {k.lower(): v for k, v in self.headers.items()}))
-        self.send_error(502)
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        self.server.seen.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}))
-        self.send_response(200)
-        self.send_header("content-length", str(len(self.server.answer)))
-        self.end_headers()
-        self.wfile.write(self.server.answer)
-        if self.server.hang_up:
-            self.server.hang_up -= 1
-            self.close_connection = True
-
-    do_GET = do_POST
+        super().__init__(Handler)
 
 
 @pytest.fixture(autouse=True)
@@ -68,10 +44,8 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Recorder]:
-    recorder = Recorder()
-    yield recorder
-    recorder.shutdown()
-    recorder.server_close()
+    with Recorder() as recorder:
+        yield recorder
 
 
 def to(url: str, **settings: Any) -> HttpTransport:
@@ -83,25 +57,21 @@ def test_a_connection_is_used_again(server: Recorder) -> None:
     assert [http.post("/a", b"{}").body, http.get("/b", 1.0).body] == [b"ok", b"ok"]
     assert [seen[:2] for seen in server.seen] == [("POST", "/below/a"), ("GET", "/below/b")]
     assert all(seen[2]["authorization"] == "Bearer k" for seen in server.seen)
-    assert server.connections == 1
+    assert len(server.connections) == 1
     http.close()
 
 
-def test_an_idle_connection_is_given_up(server: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_server", [False, True])
+def test_an_idle_connection_is_given_up_and_one_that_the_server_closed_costs_no_batch(
+    server: Recorder, monkeypatch: pytest.MonkeyPatch, by_server: bool
+) -> None:
     http = to(server.url)
+    server.hang_up = int(by_server)
     http.post("/a", b"")
-    monkeypatch.setattr(http_transport, "KEEP_ALIVE_S", -1.0)
-    http.post("/b", b"")
-    assert server.connections == 2
-    http.close()
-
-
-def test_a_connection_the_server_closed_meanwhile_costs_no_batch(server: Recorder) -> None:
-    http = to(server.url)
-    server.hang_up = 1
-    http.post("/a", b"")
+    monkeypatch.setattr(http_transport, "KEEP_ALIVE_S", 60.0 if by_server else -1.0)
     assert http.post("/b", b"").body == b"ok"
     assert [seen[1] for seen in server.seen] == ["/a", "/b"]
+    assert len(server.connections) == 2
     http.close()
 
 

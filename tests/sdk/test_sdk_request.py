@@ -6,16 +6,13 @@ import time
 
 import pytest
 import sojourn
+from sdk_records import context_of
 from sojourn import dialects
 from sojourn.hints import AgenticContext, SojournContext
 from sojourn.program import ResolvedContext, add_resolver, remove_resolver
 from sojourn.request import Turn
 from sojourn.wire_codec import MAX_CONTEXT_BYTES, decode_context, decode_event
 from sojourn.wire_events import ProgramStart, ToolStart, ToolStop
-
-
-def context_of(body):
-    return decode_context(body["vllm_xargs"]["agentic_context"])
 
 
 @pytest.fixture
@@ -50,13 +47,9 @@ def test_every_hint_has_its_field(online):
         sojourn=SojournContext(agent_type="coder", node="plan", heartbeat=True),
     )
     assert headers == {"X-Session-ID": "child"}
-
-
-def test_the_last_turn_sets_final_and_expected_resume(online):
     with sojourn.program(), sojourn.step(final=True):
-        context = context_of(sojourn.request_fields())
-    assert context.sojourn.final is True
-    assert context.expected_resume is False
+        last = context_of()
+    assert (last.sojourn.final, last.expected_resume) == (True, False)
 
 
 def test_a_deadline_runs_down_and_stops_at_nothing(online, monkeypatch):
@@ -64,32 +57,29 @@ def test_a_deadline_runs_down_and_stops_at_nothing(online, monkeypatch):
     monkeypatch.setattr(sojourn.runtime, "clock", lambda: now[0])
     with sojourn.program(deadline_s=10):
         now[0] += 4
-        assert context_of(sojourn.request_fields()).deadline_seconds == 6.0
+        assert context_of().deadline_seconds == 6.0
         now[0] += 60
-        assert context_of(sojourn.request_fields()).deadline_seconds == 0.0
+        assert context_of().deadline_seconds == 0.0
 
 
 @pytest.mark.parametrize(
-    "hints",
+    ("name", "value"),
     [
-        {"expected_output_length": float("nan")},
-        {"expected_output_length": -1},
-        {"priority": "urgent"},
-        {"deadline_s": float("inf")},
-        {"kv_retention_ttl_s": -0.1},
-        {"final": "maybe"},
-        {"expected_steps_left": -1},
-        {"expected_steps_left": float("inf")},
-        {"expected_steps_left": "few"},
-        {"expected_steps_left": True},
+        ("expected_output_length", float("nan")),
+        ("expected_output_length", -1),
+        ("priority", "urgent"),
+        ("deadline_s", float("inf")),
+        ("kv_retention_ttl_s", -0.1),
+        ("final", "maybe"),
+        *(("expected_steps_left", value) for value in (-1, float("inf"), "few", True)),
     ],
 )
-def test_a_senseless_hint_at_run_time_is_dropped_alone(online, hints):
-    with sojourn.program(), sojourn.step("n", **{"priority": 4, **hints}):
-        context = context_of(sojourn.request_fields())
+def test_a_senseless_hint_at_run_time_is_dropped_alone(online, name, value):
+    with sojourn.program(), sojourn.step("n", **{"priority": 4, name: value}):
+        context = context_of()
     assert sojourn.stats()["hint_invalid"] == 1
     assert context.sojourn.node == "n"
-    assert context.priority == (None if "priority" in hints else 4)
+    assert context.priority == (None if name == "priority" else 4)
     assert context.sojourn.expected_steps_left is None
 
 
@@ -102,7 +92,7 @@ def test_a_limit_of_steps_counts_down_with_the_turns_and_stops_at_nothing(online
     with sojourn.program(max_steps=4, **hints):
         sojourn.headers()
         assert steps_left() == 3
-        assert context_of(sojourn.request_fields()).sojourn.expected_steps_left == 2
+        assert context_of().sojourn.expected_steps_left == 2
         with sojourn.step(expected_steps_left=9.5), sojourn.step("inner"):
             assert steps_left() == 9.5
         with sojourn.step("without a number"):
@@ -190,14 +180,7 @@ def test_a_retry_whose_events_have_grown_returns_the_newest(slow, monkeypatch):
 
 @pytest.mark.parametrize(
     ("program_id", "header"),
-    [
-        ("p-1", "p-1"),
-        ("100%-sure", "100%-sure"),
-        ("a/b:c?d", "a/b:c?d"),
-        ("naïve", "na%C3%AFve"),
-        ("two words", "two%20words"),
-        ("é%", "%C3%A9%25"),
-    ],
+    [("100%-sure", "100%-sure"), ("a/b:c?d", "a/b:c?d"), ("two words", "two%20words"), ("é%", "%C3%A9%25")],
 )
 def test_an_id_never_breaks_the_header_it_travels_in(online, program_id, header):
     with sojourn.program(id=program_id):
@@ -218,7 +201,7 @@ def test_adapters_answer_where_our_own_context_cannot(online):
         with sojourn.program(id="outer"), sojourn.step("outer-node"):
             add_resolver(resolver)
             add_resolver(broken)
-            context = context_of(sojourn.request_fields())
+            context = context_of()
             assert sojourn.current_program() is inner
             with sojourn.program() as deeper:  # deeper than what the framework knows
                 assert sojourn.current_program() is deeper

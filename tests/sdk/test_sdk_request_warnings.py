@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import sojourn
 import sojourn.dialects
-from openai import OpenAI
+from sdk_records import ask
 from sojourn import request_warnings, runtime
 from sojourn.request_warnings import logger
 from sojourn.testing import FakeServer
@@ -26,28 +26,22 @@ def said(monkeypatch, caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def begin(server, **settings):
-    sojourn.init(server.url, instrument=False, **settings)
+def begin(server=None, **settings):
+    sojourn.init(server and server.url, instrument=False, **settings)
     sojourn.instrument("openai")
-    if "dialect" not in settings:
+    if server and "dialect" not in settings:
         assert runtime.session().server.answered.wait(10)
-
-
-def ask(server, **more):
-    with OpenAI(base_url=server.base_url, api_key="k", max_retries=0) as client:
-        answer = client.chat.completions.create(model="m", messages=[], **more)
-        return list(answer) if more.get("stream") else answer  # the client must be open meanwhile
 
 
 def test_a_loop_without_a_program_is_warned_of_once(server, said):
     begin(server)
     for asked in range(4):
-        ask(server, stream=asked == 2)
+        ask(server.base_url, stream=asked == 2)
         assert said() == ([OUTSIDE] if asked >= 2 else [])
     sojourn.shutdown()
     begin(server)
     for _ in range(3):
-        ask(server)
+        ask(server.base_url)
     assert said() == [OUTSIDE]
     assert all(request.context.sojourn.implicit for request in server.requests)
 
@@ -55,9 +49,9 @@ def test_a_loop_without_a_program_is_warned_of_once(server, said):
 def test_a_process_with_programs_is_not_warned(server, said):
     begin(server)
     with sojourn.program("p"):
-        ask(server)
+        ask(server.base_url)
     for _ in range(3):
-        ask(server)
+        ask(server.base_url)
     assert said() == []
 
 
@@ -76,12 +70,12 @@ def ask_in_pool(server, times=2):
     """Send requests from a pool, whose threads know no program."""
     with ThreadPoolExecutor(1) as pool:
         for _ in range(times):
-            pool.submit(ask, server).result()
+            pool.submit(ask, server.base_url).result()
 
 
 def test_a_program_whose_threads_lose_it_is_warned_of_once(server, said):
     begin(server)
-    ask(server)  # before the program
+    ask(server.base_url)  # before the program
     for _ in range(2):
         with sojourn.program("pool"):
             ask_in_pool(server)
@@ -93,7 +87,7 @@ def test_a_program_whose_threads_lose_it_is_warned_of_once(server, said):
 def test_servers_of_other_kinds_take_requests_outside_programs(server, said, dialect):
     begin(server, dialect=dialect)
     for _ in range(3):
-        ask(server)
+        ask(server.base_url)
     assert sojourn.stats()["requests_ended"] == 3
     assert said() == []
 
@@ -105,7 +99,7 @@ def test_a_warning_that_fails_costs_the_agent_nothing(server):
     begin(server)
     logger.addFilter(broken)
     try:
-        assert all(ask(server).choices for _ in range(3))
+        assert all(ask(server.base_url).choices for _ in range(3))
     finally:
         logger.removeFilter(broken)
     assert sojourn.stats()["internal_error"] == 1
@@ -125,7 +119,7 @@ def test_programs_whose_requests_all_go_to_a_host_that_is_not_listed_are_warned_
         begin(server)
         for asked in range(5):
             with sojourn.program("p"):
-                ask(other)
+                ask(other.base_url)
             assert said() == ([unlisted(server, other)] if asked >= 2 else [])
     assert not server.requests
     assert all(request.context is None for request in other.requests)
@@ -146,10 +140,9 @@ def test_a_server_that_init_does_not_name_is_corrected_where_it_was_named(
     here = server.url.removeprefix("http://")
     with FakeServer() as other:
         there = other.url.removeprefix("http://")
-        sojourn.init(instrument=False)
-        sojourn.instrument("openai")
+        begin()
         for _ in range(3):
-            ask(other)
+            ask(other.base_url)
     assert said() == [
         f"3 requests went to {there} and none to {here}, which {named_by} names: they carry no program; "
         f"if {there} is the same server or a replica, give {advice.format(there=there)}"
@@ -163,10 +156,9 @@ def test_a_run_without_a_request_to_its_server_says_so_as_it_ends(server, said, 
     # As a provider's address, which is not that of a replica.
     monkeypatch.setattr(request_warnings, "_may_be_listed", lambda host, config: False)
     with FakeServer() as other:
-        sojourn.init(instrument=False)
-        sojourn.instrument("openai")
+        begin()
         if elsewhere:
-            ask(other)
+            ask(other.base_url)
             where = f"; the last one went to {other.url.removeprefix('http://')}"
         else:
             with sojourn.program("p"):
@@ -181,11 +173,10 @@ def test_a_run_without_a_request_to_its_server_says_so_as_it_ends(server, said, 
 def test_a_run_with_a_request_or_with_nothing_to_report_ends_without_a_word(server, said, monkeypatch, own):
     monkeypatch.setenv("SOJOURN_URL", server.url)
     monkeypatch.setenv("SOJOURN_OWN_PROGRAM", own)
-    sojourn.init(instrument=False)
-    sojourn.instrument("openai")
+    begin()
     if own == "1":
         runtime.session().exit()
-        ask(server)
+        ask(server.base_url)
     with sojourn.program("p"):
         pass
     runtime.session().exit()

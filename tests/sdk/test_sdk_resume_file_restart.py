@@ -15,9 +15,7 @@ from contextlib import contextmanager
 import pytest
 import sojourn
 from sojourn.errors import ArgumentError
-from sojourn.heartbeats import Heartbeats
-from sojourn.ids import MAX_ID_BYTES, ProgramId
-from sojourn.program import Program
+from sojourn.ids import MAX_ID_BYTES
 from sojourn.resume_file import ResumeBusy, ResumeFile
 from sojourn.wire_events import ProgramEnd, ProgramStart
 
@@ -25,11 +23,6 @@ from sojourn.wire_events import ProgramEnd, ProgramStart
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run.id"
-
-
-def run(path):
-    with sojourn.program("fix", resume=path) as p:
-        return p.id
 
 
 AGENT = """
@@ -73,34 +66,20 @@ def test_a_killed_client_comes_back_as_the_same_program(server, path, number):
     "error", [ValueError(), KeyboardInterrupt(), asyncio.CancelledError(), SystemExit(1)]
 )
 def test_only_a_clean_end_removes_the_file(path, error):
-    def fail():
-        with sojourn.program(resume=path) as p:
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-            ids.append(p.id)
-            raise error
-
-    ids: list[str] = []
-    with pytest.raises(type(error)):
-        fail()
-    assert path.read_text() == f"{ids[0]}\n"
-    assert run(path) == ids[0]
+    with pytest.raises(type(error)), sojourn.program(resume=path) as first:
+        raise error
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text() == f"{first.id}\n"
+    with sojourn.program(resume=path) as again:
+        assert again.id == first.id
     assert not path.exists()
-    assert run(path) != ids[0]
+    with sojourn.program(resume=path) as fresh:
+        assert fresh.id != first.id
 
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"\n",
-        b"a\nb\n",
-        b"a\n\n",
-        b"\xff\xfe",
-        b"a\x00b",
-        b"\x1b[2J",
-        b"x" * (MAX_ID_BYTES + 1),
-        b"x" * 10**7,
-        bytes(999),
-    ],
+    [b"\n", b"a\nb\n", b"a\n\n", b"\xff\xfe", b"a\x00b", b"\x1b[2J", b"x" * (MAX_ID_BYTES + 1), b"x" * 10**7],
     ids=lambda content: repr(content[:8]),
 )
 def test_a_file_that_holds_no_id_is_named_and_left_alone(path, content):
@@ -194,17 +173,6 @@ def test_no_two_processes_ever_hold_the_file_at_once(path):
 
 
 # -- A program that comes back under its id, in the same process or in another.
-
-
-def test_closing_one_block_does_not_silence_another_of_the_same_id():
-    beats = Heartbeats(3.0)
-    first, second = Program(ProgramId("conv")), Program(ProgramId("conv"))
-    beats.opened(first, 0.0)
-    beats.opened(second, 0.0)
-    beats.closed(first)
-    assert beats.take_due(3.0) == ([second], 3.0)
-    beats.closed(second)
-    assert beats.take_due(6.0) == ([], None)
 
 
 NAMED = """

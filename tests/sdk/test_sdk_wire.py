@@ -43,28 +43,33 @@ def test_times_are_finite_and_not_negative(field, value):
         decode_event(f'{{"type":"tool_stop","program_id":"p","seq":1,"call_id":"c",{inner}}}'.encode())
 
 
+def event(**fields):
+    start = {"type": "program_start", "program_id": "p", "seq": 0, **fields}
+    return decode_event(json.dumps(start, ensure_ascii=False).encode())
+
+
+def context(**fields):
+    return decode_context(json.dumps({"program_id": "p", **fields}))
+
+
+def batch(**fields):
+    return decode_batch(json.dumps({"v": 1, "emitter": "e", "events": [], **fields}).encode())
+
+
 @pytest.mark.parametrize("field", ["program_id", "call_id", "parent_program_id", "root_program_id"])
 def test_ids_are_bounded_in_bytes_not_characters(field):
-    def event(value):
-        fields = {"type": "program_start", "program_id": "p", "seq": 0, field: value}
-        return json.dumps(fields, ensure_ascii=False).encode()
-
-    assert getattr(decode_event(event("é" * 128)), field) == "é" * 128
+    assert getattr(event(**{field: "é" * 128}), field) == "é" * 128
     for value in ("é" * 129, "x" * 257, ""):
         with pytest.raises(WireError, match="expected 1 to 256"):
-            decode_event(event(value))
+            event(**{field: value})
 
 
 @pytest.mark.parametrize("text", ["a\u0000b", "\n", "p\u007f", "\u0085", "\u009f"])
 def test_an_id_has_no_control_character(text):
     """Such an id was accepted and then not found: no URL has it."""
-    with pytest.raises(WireError, match=r"program_id has the control character .*; expected none"):
-        decode_context(json.dumps({"program_id": text}))
-    event = {"type": "tool_start", "program_id": "p", "seq": 0, "call_id": text, "tool": "t"}
-    with pytest.raises(WireError, match="call_id has the control character"):
-        decode_event(json.dumps(event).encode())
-    with pytest.raises(WireError, match="emitter has the control character"):
-        decode_batch(json.dumps({"v": 1, "emitter": text, "events": []}).encode())
+    for decode, field in ((context, "program_id"), (event, "call_id"), (batch, "emitter")):
+        with pytest.raises(WireError, match=rf"{field} has the control character .*; expected none"):
+            decode(**{field: text})
 
 
 def test_lone_surrogates_do_not_get_through():
@@ -78,12 +83,11 @@ def test_lone_surrogates_do_not_get_through():
 @pytest.mark.parametrize("version", [0, 2, -1, 10**30])
 def test_other_versions_are_refused_by_name(version):
     with pytest.raises(WireError):
-        decode_batch(json.dumps({"v": version, "emitter": "e", "events": []}).encode())
+        batch(v=version)
     with pytest.raises(WireError):
-        decode_context(json.dumps({"program_id": "p", "sojourn": {"v": version}}))
+        context(sojourn={"v": version})
 
 
 def test_fields_of_later_minor_additions_are_ignored():
-    event = {"type": "heartbeat", "program_id": "p", "seq": 1, "mood": "fine"}
-    assert decode_event(json.dumps(event).encode()).seq == 1
-    assert decode_context('{"program_id":"p","task_id":"t","sojourn":{"colour":"red"}}').program_id == "p"
+    assert event(mood="fine").seq == 0
+    assert context(task_id="t", sojourn={"colour": "red"}).program_id == "p"
