@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import openai
 import pytest
 import sojourn
-from openai import (
-    AsyncOpenAI,
-    AzureOpenAI,
-    DefaultAsyncHttpxClient,
-    InternalServerError,
-    OpenAI,
-)
+from openai import AsyncOpenAI, AzureOpenAI, DefaultAsyncHttpxClient, InternalServerError, OpenAI
+from sdk_records import MESSAGES
 from sojourn.event_sender import EventSender
 from sojourn.http_transport import HttpTransport
 from sojourn.stats import Counters
@@ -24,7 +18,6 @@ from sojourn.testing import FakeServer, refusing_url
 from sojourn.wire_events import Heartbeat
 from waiting import wait_until_async
 
-MESSAGES = [{"role": "user", "content": "hi"}]
 SAID = "hello from the fake"
 
 
@@ -53,36 +46,32 @@ def all_tagged(server, program):
     assert not program.open_requests
 
 
-def test_every_endpoint_says_whose_turn_it_is(online, client):
+def test_every_way_to_ask_says_whose_turn_it_is(online, client):
+    chat = {"model": "m", "messages": MESSAGES}
+    create = client.chat.completions.create
+    with_raw, streaming = (
+        getattr(client.chat.completions, f"with_{kind}_response").create for kind in ("raw", "streaming")
+    )
     with sojourn.program("p") as p, sojourn.step("plan", expected_output_length=9):
-        assert client.chat.completions.create(model="m", messages=MESSAGES).choices[0].message.content == SAID
+        assert create(**chat).choices[0].message.content == SAID
         assert client.completions.create(model="m", prompt="hi").choices[0].text == SAID
-    all_tagged(online, p)
-    assert [r.path for r in online.requests] == ["/v1/chat/completions", "/v1/completions"]
-    assert all(r.context.sojourn.node == "plan" for r in online.requests)
-    assert requests() == {"started": 2, "ended": 2}
-    assert sojourn.stats()["request_attempts"] == 2
-
-
-def test_raw_and_streaming_responses(online, client):
-    with sojourn.program() as p:
-        raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES)
-        assert raw.parse().choices[0].message.content == SAID
-        assert requests() == {"started": 1, "ended": 1}
-        raw = client.chat.completions.with_raw_response.create(model="m", messages=MESSAGES, stream=True)
-        assert len(list(raw.parse())) == 5
-        assert requests() == {"started": 2, "ended": 2}
-        streaming = client.chat.completions.with_streaming_response
-        with streaming.create(model="m", messages=MESSAGES) as response:
-            assert requests() == {"started": 3, "ended": 2}
-            assert SAID in response.read().decode()
+        assert with_raw(**chat).parse().choices[0].message.content == SAID
         assert requests() == {"started": 3, "ended": 3}
-        with streaming.create(model="m", messages=MESSAGES, stream=True) as response:
+        assert len(list(with_raw(**chat, stream=True).parse())) == 5
+        assert requests() == {"started": 4, "ended": 4}
+        with streaming(**chat) as response:
+            assert requests() == {"started": 5, "ended": 4}
+            assert SAID in response.read().decode()
+        assert requests() == {"started": 5, "ended": 5}
+        with streaming(**chat, stream=True) as response:
             assert list(response.iter_lines())[-2:] == ["data: [DONE]", ""]
-        with streaming.create(model="m", messages=MESSAGES):
+        with streaming(**chat):
             pass  # never read
     all_tagged(online, p)
-    assert requests() == {"started": 5, "ended": 4, "closed_early": 1}
+    assert {request.path for request in online.requests} == {"/v1/chat/completions", "/v1/completions"}
+    assert all(r.context.sojourn.node == "plan" for r in online.requests)
+    assert requests() == {"started": 7, "ended": 6, "closed_early": 1}
+    assert sojourn.stats()["request_attempts"] == 7
 
 
 def test_a_retried_request_is_one_request_and_says_the_same_twice(online, client):
@@ -119,29 +108,22 @@ def test_failures_are_the_users_to_see(online):
     assert not p.open_requests
 
 
-def test_cancelled_in_the_request_and_in_the_stream(online):
+@pytest.mark.parametrize("stream", [False, True])
+def test_cancelled_in_the_request_or_in_the_stream(online, stream):
+    online.reply_delay_s, online.chunk_delay_s = (0, 1) if stream else (5, 0)
+
     async def main():
         async with async_client(online) as client, sojourn.program() as p:
-            online.reply_delay_s = 5
-            task = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
-            await wait_until_async(lambda: online.requests)
-            assert len(p.open_requests) == 1
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            assert requests() == {"started": 1, "cancelled": 1}
-            online.reply_delay_s = 0
-            online.chunk_delay_s = 1
+            consuming = asyncio.Event()
 
             async def consume():
-                async for _ in await client.chat.completions.create(
-                    model="m", messages=MESSAGES, stream=True
-                ):
+                answer = await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
+                async for _ in answer:
                     consuming.set()
 
-            consuming = asyncio.Event()
             task = asyncio.create_task(consume())
-            await consuming.wait()
+            await (consuming.wait() if stream else wait_until_async(lambda: online.requests))
+            assert len(p.open_requests) == 1
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -149,11 +131,10 @@ def test_cancelled_in_the_request_and_in_the_stream(online):
             await asyncio.sleep(0)
             return p
 
-    p = asyncio.run(main())
+    assert not asyncio.run(main()).open_requests
     counts = requests()
-    assert counts["started"] == 2
-    assert counts.get("cancelled", 0) + counts.get("closed_early", 0) == 2
-    assert not p.open_requests
+    assert counts.pop("started") == sum(counts.values()) == 1
+    assert counts.keys() <= ({"cancelled", "closed_early"} if stream else {"cancelled"})
 
 
 def test_what_the_user_set_wins_and_is_merged(online, client):
@@ -257,31 +238,11 @@ def test_imported_after_init(python, server):
 # -- bodies of their own, Azure, and failed requests
 
 
-@pytest.fixture
-def one_try(online):
-    with OpenAI(api_key="k", base_url=online.base_url, max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture
-def lingering(online):
-    """A sender that leaves time for a request to take events along."""
-    sojourn.runtime.session().event_sender._linger_s = 30
-    return online
-
-
-def delivered(server):
-    """Numbers of all events that arrived by either door."""
-    return [(e.program_id, e.seq) for e in server.events() + server.events(piggybacked=True)]
-
-
-# ---- bodies that have no place for us
-
-
 @pytest.mark.parametrize("body", [[1, 2], b'{"model":"m"}', "text"])
-def test_a_body_that_is_no_object_goes_out_as_it_is(lingering, one_try, body, monkeypatch):
+def test_a_body_that_is_no_object_goes_out_as_it_is(online, client, body, monkeypatch):
     from sojourn.testing.fake_server import _Handler
 
+    sojourn.runtime.session().event_sender._linger_s = 30  # time for a request to take events along
     seen = []
 
     def llm(self, data):
@@ -290,40 +251,27 @@ def test_a_body_that_is_no_object_goes_out_as_it_is(lingering, one_try, body, mo
 
     monkeypatch.setattr(_Handler, "_llm", llm)
     with sojourn.program() as p:
-        one_try.post("/chat/completions", body=body, cast_to=object)
+        client.post("/chat/completions", body=body, cast_to=object)
         sojourn.uninstrument()
-        one_try.post("/chat/completions", body=body, cast_to=object)
+        client.post("/chat/completions", body=body, cast_to=object)
     assert [data for data, _ in seen] == [seen[1][0]] * 2
     assert [told for _, told in seen] == [p.id, None]
     assert sojourn.flush(60)
-    assert len(lingering.events()) == 2
-
-
-# ---- Azure
-
-
-def azure(kind, server, **settings):
-    return kind(
-        azure_endpoint=server.url, api_version="2024-06-01", api_key="k", **{"max_retries": 2, **settings}
-    )
+    assert len(online.events()) == 2
 
 
 @pytest.mark.parametrize("settings", [{}, {"azure_deployment": "d"}, {"max_retries": 0}])
 def test_azure_clients_are_tagged(online, settings):
-    with sojourn.program() as p, azure(AzureOpenAI, online, **settings) as client:
+    endpoint = {"azure_endpoint": online.url, "api_version": "2024-06-01", "api_key": "k"}
+    with sojourn.program() as p, AzureOpenAI(**endpoint, **settings) as client:
         online.fail_next = min(1, client.max_retries)
         client.chat.completions.create(model="m", messages=MESSAGES)
-    assert online.requests
+    all_tagged(online, p)
     for request in online.requests:
         assert "/deployments/" in request.path
-        assert request.context.program_id == p.id
-        assert request.headers["x-session-id"] == p.id
         assert request.headers["api-key"] == "k"
     assert sojourn.stats()["request_attempts"] == len(online.requests)
     assert sojourn.stats()["requests_ended"] == 1
-
-
-# ---- events on a request that failed
 
 
 def test_events_of_a_failed_request_are_sent_again(server):
@@ -347,7 +295,7 @@ def test_events_of_a_failed_request_are_sent_again(server):
             client.chat.completions.create(model="m", messages=MESSAGES)
         assert sojourn.stats()["events_piggybacked"] == 3
     assert sojourn.flush(60)
-    assert delivered(server) == [(p.id, seq) for seq in range(4)]
+    assert [(e.program_id, e.seq) for e in server.program_events()] == [(p.id, seq) for seq in range(4)]
     assert sojourn.stats()["events_returned"] == 3
     assert server.requests == []
 
@@ -379,73 +327,36 @@ def test_returned_events_respect_the_queue_and_never_cross_a_fork():
 # -- requests of tasks that began in another request
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[FakeServer]:
-    """A server that ``init()`` does not name."""
-    with FakeServer() as fake:
-        yield fake
-
-
-def ask(client: OpenAI) -> None:
-    client.chat.completions.create(model="m", messages=MESSAGES)
-
-
-async def ask_async(client: AsyncOpenAI) -> None:
-    await client.chat.completions.create(model="m", messages=MESSAGES)
-
-
-def hooked_async(server: FakeServer, hook: Any) -> AsyncOpenAI:
-    left = [hook]
-
-    async def before(_: Any) -> None:
-        if left:
-            await left.pop()()
-
-    http = DefaultAsyncHttpxClient(event_hooks={"request": [before]})
-    return AsyncOpenAI(base_url=server.base_url, api_key="k", max_retries=0, http_client=http)
-
-
-def assert_bare(server: FakeServer) -> None:
-    (request,) = server.requests
-    assert request.body.keys() == {"model", "messages"}
-    assert "x-session-id" not in request.headers
-
-
-def request_ids(server: FakeServer) -> list[str]:
-    return [request.context.request_id for request in server.requests if request.context is not None]
-
-
 @pytest.mark.parametrize("fails", [False, True], ids=["answered", "failed"])
-def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(
-    online: FakeServer, elsewhere: FakeServer, fails: bool
-) -> None:
+def test_a_task_that_outlives_the_request_it_began_in_sends_requests_of_its_own(online, fails):
     online.fail_next = int(fails)
 
-    async def main() -> None:
-        begun: list[asyncio.Task[None]] = []
-        over = asyncio.Event()
+    async def main(elsewhere):
+        begun, over = [], asyncio.Event()
 
-        async def worker() -> None:
+        async def worker():
             await over.wait()
-            async with AsyncOpenAI(base_url=elsewhere.base_url, api_key="k") as other:
-                await ask_async(other)
-            await ask_async(client)  # the client of the request that is over
+            async with async_client(elsewhere) as other:
+                await other.chat.completions.create(model="m", messages=MESSAGES)
+            await client.chat.completions.create(model="m", messages=MESSAGES)  # that of the request before
 
-        async def start() -> None:
-            begun.append(asyncio.create_task(worker()))
+        async def start(_):
+            if not begun:
+                begun.append(asyncio.create_task(worker()))
 
-        async with hooked_async(online, start) as client:
-            async with sojourn.program():
-                try:
-                    await ask_async(client)
-                except InternalServerError:
-                    assert fails
+        http = DefaultAsyncHttpxClient(event_hooks={"request": [start]})
+        async with async_client(online, http_client=http) as client:
+            with contextlib.suppress(InternalServerError):
+                async with sojourn.program():
+                    await client.chat.completions.create(model="m", messages=MESSAGES)
             over.set()
             await begun[0]
 
-    asyncio.run(main())
-    assert_bare(elsewhere)
-    assert len(set(request_ids(online))) == len(online.requests) == 2
+    with FakeServer() as elsewhere:  # which ``init()`` does not name
+        asyncio.run(main(elsewhere))
+    (bare,) = elsewhere.requests
+    assert bare.body.keys() == {"model", "messages"}
+    assert "x-session-id" not in bare.headers
+    assert len({request.context.request_id for request in online.requests}) == len(online.requests) == 2
     stats = sojourn.stats()
-    assert stats["requests_started"] == stats["request_attempts"] == 2
-    assert stats["requests_failed"] == int(fails)
+    assert (stats["requests_started"], stats["request_attempts"], stats["requests_failed"]) == (2, 2, fails)

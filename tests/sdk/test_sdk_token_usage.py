@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import sojourn
+from sdk_records import ask
 from sojourn import listeners, outgoing_request
 from sojourn.listeners import ProgramListener
-from sojourn.testing import FakeServer
 from sojourn.token_usage import TokenUsage, of_answer, of_tail
-
-openai = pytest.importorskip("openai")
 
 CHAT = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
 
@@ -52,7 +50,7 @@ class UsageRecorder(ProgramListener):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_usage_is_read_only_for_a_listener(monkeypatch, stream):
+def test_usage_is_read_only_for_a_listener(server, monkeypatch, stream):
     looked = []
     monkeypatch.setattr(outgoing_request, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
     monkeypatch.setattr(
@@ -60,23 +58,16 @@ def test_usage_is_read_only_for_a_listener(monkeypatch, stream):
     )
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
 
-    def ask(ear: UsageRecorder) -> None:
+    def heard_by(ear: UsageRecorder) -> None:
         listeners.add_listener(ear)
-        with sojourn.program("p"), openai.OpenAI(base_url=server.base_url, api_key="x") as client:
-            answer = client.chat.completions.create(model="m", messages=[], **more)
-            if stream:
-                for _ in answer:
-                    pass
+        with sojourn.program("p"):
+            ask(server.base_url, **more)
         listeners.remove_listener(ear)
 
-    with FakeServer() as server:
-        sojourn.init(server.url)
-        try:
-            ask(deaf := UsageRecorder(wants_usage=False))
-            assert looked == []
-            ask(keen := UsageRecorder(wants_usage=True))
-        finally:
-            sojourn.shutdown()
+    sojourn.init(server.url)
+    heard_by(deaf := UsageRecorder(wants_usage=False))
+    assert looked == []
+    heard_by(keen := UsageRecorder(wants_usage=True))
     assert deaf.heard == [("ended", None, "m")]
     assert keen.heard == [("ended", TokenUsage(12, 3, 8), "m")]
     assert len(looked) == 1
