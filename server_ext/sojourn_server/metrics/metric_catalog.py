@@ -150,7 +150,7 @@ _ALL = (
     _counter("sojourn_programs_finished_total", "Programs that ended, by outcome.", outcome=PROGRAM_OUTCOMES),
     _histogram(
         "sojourn_program_duration_seconds",
-        "Time from a program's first request or start event to its end.",
+        "Time from a program's start to its end.",
         PROGRAM_BUCKETS_S,
     ),
     _gauge("sojourn_kv_blocks", "KV blocks by what holds them.", tier=TIERS, state=KV_STATES),
@@ -163,18 +163,18 @@ _ALL = (
     _counter("sojourn_tier_seconds_total", "Seconds during which copies ran, by direction.", lane=LANES),
     _counter(
         "sojourn_tier_wait_seconds_total",
-        "Seconds that forward passes waited for copies between device and host memory.",
+        "Seconds that forward passes waited for copies.",
     ),
     _gauge("sojourn_tier_jobs", "Copy jobs between tiers, running or queued."),
     _counter(
         "sojourn_link_bytes_total",
-        "KV bytes moved over a link of this engine: to and from storage, to and from other engines.",
+        "KV bytes moved over a link: to and from storage or other engines.",
         link=LINKS,
         direction=LINK_DIRECTIONS,
     ),
     _gauge(
         "sojourn_link_queued_seconds",
-        "Seconds until a new transfer on a link would start; also 0 while the link's speed is unknown.",
+        "Seconds until a new transfer on a link would start; 0 if unknown.",
         link=LINKS,
         direction=LINK_DIRECTIONS,
     ),
@@ -187,20 +187,17 @@ _ALL = (
     _gauge("sojourn_path_slots", "Full Blocks in this engine's buffers, by state.", state=SLOT_STATES),
     _counter(
         "sojourn_path_outcomes_total",
-        "Loads, pushes, contexts and blocks between engines and storage, by result; leases_expired: leases "
-        "on transfer buffers.",
+        "Loads, pushes, contexts and blocks between engines and storage, by result.",
         what=PATH_OUTCOMES,
     ),
     _counter(
         "sojourn_prompt_tokens_total",
-        "Prompt tokens of programs' turns: reused on the device, loaded by a KV connector (host), new, in "
-        "the last partial block, recomputed because they were lost, or because the request may not read "
-        "cached KV (unread).",
+        "Prompt tokens of programs' turns by origin, as in the turn ledger.",
         result=PROMPT_RESULTS,
     ),
     _counter(
         "sojourn_lost_tokens_total",
-        "Recomputed tokens, by why their KV was lost; those of preempted requests include their output.",
+        "Recomputed tokens, by why their KV was lost; outputs of preempted requests included.",
         cause=LOST_CAUSES,
     ),
     _counter(
@@ -249,7 +246,7 @@ _ALL = (
     _counter("sojourn_hints_total", "Hints received, by result.", outcome=OUTCOMES),
     _counter(
         "sojourn_preemptions_total",
-        "Requests that lost their blocks, by how they recover their KV; load: it was still being loaded.",
+        "Requests that lost their blocks, by how they recover; load: KV was being loaded.",
         mode=PREEMPTION_MODES,
     ),
     _histogram(
@@ -259,20 +256,20 @@ _ALL = (
     ),
     _histogram(
         "sojourn_step_quota_ratio",
-        "Attention time of a step in which not all prompts fitted, as a share of the compute quota.",
+        "Attention time of a step that could not take all prompts over the compute quota.",
         QUOTA_BUCKETS,
     ),
     _counter("sojourn_quota_cuts_total", "Prompts cut by the compute quota, counted in each step."),
     _histogram(
         "sojourn_output_length_ratio",
-        "Final output tokens over the number predicted within the first 32 tokens: 1 is exact.",
+        "Final output tokens over the number predicted within the first 32.",
         RATIO_BUCKETS,
     ),
     _histogram("sojourn_policy_seconds", "CPU time of one policy call.", POLICY_BUCKETS_S, hook=HOOKS),
     _counter("sojourn_client_silent_total", "Clients that announced heartbeats and stopped sending them."),
     _counter(
         "sojourn_internal_errors_total",
-        "Errors of sojourn in the engine. Each is logged, and the engine goes on as stock vLLM would.",
+        "Errors of sojourn in the engine, which goes on as stock vLLM would.",
     ),
     _gauge(
         "sojourn_build_info",
