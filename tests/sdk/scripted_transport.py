@@ -38,7 +38,7 @@ class Script:
         answer = self.answers.pop(0) if self.answers else 200
         if isinstance(answer, Exception):
             raise answer
-        return HttpResponse(answer, encode(OutcomeBatch()))
+        return answer if isinstance(answer, HttpResponse) else HttpResponse(answer, encode(OutcomeBatch()))
 
     def get(self, path, timeout_s):
         raise OSError
@@ -49,5 +49,8 @@ class Script:
     def close(self):
         pass
 
+    def batches(self):
+        return [decode_batch(body) for body in self.bodies]
+
     def events(self):
-        return [decode_event(raw) for body in self.bodies for raw in decode_batch(body).events]
+        return [decode_event(raw) for batch in self.batches() for raw in batch.events]

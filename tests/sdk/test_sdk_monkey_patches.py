@@ -87,15 +87,3 @@ def test_an_import_in_progress_asks_every_finder(tmp_path, monkeypatch, action):
     assert importlib.import_module(MODULE).answer == 42
     forget(PACKAGE)
     del sys.modules[MODULE]
-
-
-def test_waiting_again_and_again_adds_one_finder(monkeypatch):
-    monkeypatch.setattr(
-        sys, "meta_path", [each for each in sys.meta_path if "sojourn" not in type(each).__module__]
-    )
-    before = len(sys.meta_path)
-    for _ in range(3):
-        when_imported(PACKAGE, lambda: None)
-        assert len(sys.meta_path) == before + 1
-        forget(PACKAGE)
-        assert all(each.find_spec(PACKAGE) is None for each in sys.meta_path[:1])

@@ -11,11 +11,7 @@ import pytest
 import sojourn
 from openai import AsyncOpenAI, AzureOpenAI, DefaultAsyncHttpxClient, InternalServerError, OpenAI
 from sdk_records import MESSAGES
-from sojourn.event_sender import EventSender
-from sojourn.http_transport import HttpTransport
-from sojourn.stats import Counters
-from sojourn.testing import FakeServer, refusing_url
-from sojourn.wire_events import Heartbeat
+from sojourn.testing import FakeServer
 from waiting import wait_until_async
 
 SAID = "hello from the fake"
@@ -226,7 +222,8 @@ def test_imported_after_init(python, server):
     assert type(sys.modules["openai"].__spec__.loader).__name__ == "SourceFileLoader"
     with sojourn.program(id="late"):
         OpenAI(api_key="k", base_url={server.base_url!r}).chat.completions.create(model="m", messages=[])
-    sojourn.uninstrument()  # of the frameworks still waited for
+    for change in (sojourn.uninstrument, sojourn.instrument, sojourn.uninstrument):
+        change()  # of the frameworks still waited for
     ours = [f for f in sys.meta_path if "sojourn" in type(f).__module__]
     assert [f.find_spec("litellm") for f in ours] == [None]  # it stays, and finds nothing
     """
@@ -298,30 +295,6 @@ def test_events_of_a_failed_request_are_sent_again(server):
     assert [(e.program_id, e.seq) for e in server.program_events()] == [(p.id, seq) for seq in range(4)]
     assert sojourn.stats()["events_returned"] == 3
     assert server.requests == []
-
-
-def test_returned_events_respect_the_queue_and_never_cross_a_fork():
-    class Source:
-        id = "p"
-        implicit = False
-
-    sender = EventSender(
-        HttpTransport(refusing_url(), api_key=None, timeout_s=0.2), Counters(), queue_events=4, linger_s=30
-    )
-    try:
-        for _ in range(4):
-            sender.put(Source(), Heartbeat)
-        taken = sender.take("p", max_events=64)
-        for _ in range(3):
-            sender.put(Source(), Heartbeat)
-        sender.put_back(sender.id, taken)
-        again = sender.take("p", max_events=64)
-        assert [p.seq for p in again] == [3, 4, 5, 6]  # the newest of the returned ones still had room
-        assert sender.counters["dropped_full"] == 3
-        sender.put_back("another emitter", again)
-        assert sender.take("p", max_events=64) == []
-    finally:
-        sender.close(0)
 
 
 # -- requests of tasks that began in another request

@@ -24,15 +24,10 @@ from sojourn.wire_codec import decode_event
 from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart
 from waiting import wait_until
 
-OPENING = """
-import os, sys, time, signal
-import sojourn
-sojourn.init({url!r})
-"""
-
 
 def script(server, body):
-    return OPENING.format(url=server.url) + textwrap.dedent(body)
+    opening = f"import os, sys, time, signal, sojourn; sojourn.init({server.url!r})\n"
+    return opening + textwrap.dedent(body)
 
 
 def numbers(server):
@@ -72,13 +67,14 @@ def test_a_forked_child_speaks_for_itself_only(python, server):
                     with sojourn.tool_call("par"): pass
                 pid = os.fork()
                 if pid == 0:
+                    beats = sojourn.runtime.session().heartbeats.promised
                     with sojourn.tool_call("kid"): pass
                     with sojourn.program("kid", id="kid"): pass
-                if pid:
-                    os.waitpid(pid, 0)
+                elif os.waitpid(pid, 0)[1]:
+                    sys.exit("it beats for its parent")
             if pid == 0:
                 sojourn.flush()
-                os._exit(0)
+                os._exit(beats)
             """,
         )
     )
@@ -151,21 +147,6 @@ sojourn.init({url!r})
 """
 
 
-def heartbeats(server):
-    return sum(isinstance(e, Heartbeat) for e in server.events())
-
-
-def silence_follows(server):
-    """Wait for a span of eight heartbeat intervals without an event."""
-
-    def silent():
-        before = len(server.events())
-        time.sleep(0.4)
-        return len(server.events()) == before
-
-    wait_until(silent)
-
-
 @pytest.fixture
 def beating(server):
     """Start a process with a heartbeat every 50 ms and wait for three of them."""
@@ -183,48 +164,30 @@ def beating(server):
         )
         started.append(process)
         assert process.stdout.readline() == "up\n"
-        wait_until(lambda: heartbeats(server) >= 3)
+        wait_until(lambda: sum(isinstance(e, Heartbeat) for e in server.events()) >= 3)
         return process
 
     yield start
     for process in started:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # a forked child too
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-OPEN = """
-p = sojourn.program("p", id="p").make().start()
-print("up", flush=True)
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_process_falls_silent_and_reports_no_end(server, beating, number):
-    process = beating(OPEN + "time.sleep(60)")
+    process = beating("p = sojourn.program('p').make().start(); print('up', flush=True); time.sleep(60)")
     process.send_signal(number)
     assert process.wait(30) == -number, "the signal does what it always did"
-    silence_follows(server)
+
+    def silent():
+        """Whether eight heartbeat intervals pass without an event."""
+        before = len(server.events())
+        time.sleep(0.4)
+        return len(server.events()) == before
+
+    wait_until(silent)
     assert not any(isinstance(e, ProgramEnd) for e in server.events())
-
-
-def test_a_forked_child_sends_no_heartbeats_for_its_dead_parent(server, beating):
-    process = beating(
-        """
-        p = sojourn.program("p", id="p").make().start()
-        if os.fork() == 0:
-            os.close(1)
-            with sojourn.tool_call("kid"):  # its own sender runs
-                pass
-            time.sleep(60)
-            os._exit(0)
-        print("up", flush=True)
-        time.sleep(60)
-        """
-    )
-    process.kill()
-    process.wait(30)
-    silence_follows(server)
 
 
 # -- a program handed to worker processes: they work for it, open children of it, and do not end it

@@ -10,13 +10,13 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 
 import pytest
 import sojourn
 from sojourn.errors import ArgumentError
 from sojourn.ids import MAX_ID_BYTES
 from sojourn.resume_file import ResumeBusy, ResumeFile
+from sojourn.wire_codec import decode_event
 from sojourn.wire_events import ProgramEnd, ProgramStart
 
 
@@ -98,6 +98,7 @@ def test_a_path_that_cannot_be_one_is_refused_before_the_agent_runs(tmp_path, na
         sojourn.program("fix", resume=f"{tmp_path}/{name}" if name else name)
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: os.symlink("elsewhere", path)], ids=["pipe", "link"]
 )
@@ -106,26 +107,12 @@ def test_what_is_no_file_is_refused_and_never_waited_for(path, make):
     scope = sojourn.program("fix", resume=path)
     make(path)
     path.with_name("elsewhere").write_text("")
-    with pytest.raises(ArgumentError, match="not a regular file"), timed():
+    with pytest.raises(ArgumentError, match="not a regular file"):
         sojourn.program("fix", resume=path)
-    with timed(), scope as p:
+    with scope as p:
         assert p.is_open
     assert sojourn.stats()["resume_failed"] == 1
     assert path.with_name("elsewhere").read_text() == ""
-
-
-@contextmanager
-def timed(seconds=5):
-    def over(*_):
-        raise AssertionError("it waits")
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_id_and_a_file_for_it_contradict_each_other(path):
@@ -175,38 +162,25 @@ def test_no_two_processes_ever_hold_the_file_at_once(path):
 # -- A program that comes back under its id, in the same process or in another.
 
 
-NAMED = """
-import os, sys, subprocess, sojourn
-sojourn.init({url!r})
-with sojourn.tool_call("parent"):
-    sojourn.flush(5)
-{body}
-assert sojourn.flush(60)
-"""
 WORKER = "import sojourn; sojourn.tool_call('worker').start().stop(); assert sojourn.flush(60)"
+WORKERS = {
+    "child Python": f"subprocess.run([sys.executable, '-c', {WORKER!r}], check=True)",
+    "forked worker": f"p = fork.Process(target=exec, args=({WORKER!r},)); p.start(); p.join()",
+}
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "env = {**os.environ, 'SOJOURN_URL': URL}\n"
-        f"subprocess.run([sys.executable, '-c', {WORKER!r}], check=True, env=env)",
-        "import multiprocessing as m\n"
-        "def work():\n    sojourn.tool_call('worker').start().stop()\n"
-        "p = m.get_context('fork').Process(target=work); p.start(); p.join(); assert p.exitcode == 0",
-    ],
-    ids=["child Python", "forked worker"],
-)
-def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, body):
-    code = NAMED.format(url=server.url, body=body.replace(": URL}", f": {server.url!r}}}"))
-    code += "print(sojourn.runtime.session().event_sender.id)\n"
-    mine = python(code, env={"SOJOURN_PROGRAM_ID": "run-7"}).stdout.split()[-1]
-    tools = {getattr(e, "tool", None) for e in server.events()} - {None}
-    assert tools == {"parent", "worker"}
-    enders = [
-        batch.emitter
-        for batch in server.batches
-        for raw in batch.events
-        if isinstance(sojourn.wire_codec.decode_event(raw), ProgramEnd)
-    ]
-    assert enders == [mine]
+@pytest.mark.parametrize("worker", WORKERS.values(), ids=WORKERS)
+def test_only_the_process_that_claimed_a_named_program_ends_it(python, server, worker):
+    code = f"""
+    import multiprocessing, subprocess, sys, sojourn
+    fork = multiprocessing.get_context("fork")
+    with sojourn.tool_call("parent"):
+        sojourn.flush(5)
+    {worker}
+    assert sojourn.flush(60)
+    print(sojourn.runtime.session().event_sender.id)
+    """
+    mine = python(code, env={"SOJOURN_PROGRAM_ID": "run-7", "SOJOURN_URL": server.url}).stdout.split()[-1]
+    assert {getattr(e, "tool", None) for e in server.events()} - {None} == {"parent", "worker"}
+    ends = [(b.emitter, decode_event(raw)) for b in server.batches for raw in b.events]
+    assert [emitter for emitter, event in ends if isinstance(event, ProgramEnd)] == [mine]
