@@ -30,8 +30,9 @@ from sojourn_server.kv_offload.block_file import (
     BlockCorrupt,
     FileSystem,
     KvIdentity,
+    header,
     read_block,
-    write_block,
+    replace_file,
 )
 from sojourn_server.kv_transfer.peer_transport import parse_address
 from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
@@ -160,7 +161,8 @@ def written(write: Callable[[Path], Any]) -> bytes:
 
 
 def write_example_block(path: Path) -> None:
-    write_block(FileSystem(), path, KEY, IDENTITY.digest(), [memoryview(PAYLOAD)])
+    content = [memoryview(PAYLOAD)]
+    replace_file(FileSystem(), path, [memoryview(header(KEY, IDENTITY.digest(), content)), *content])
 
 
 def with_header_checksum(data: bytes) -> bytes:

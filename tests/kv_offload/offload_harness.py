@@ -20,7 +20,7 @@ from kv_blocks import identity
 from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
-from sojourn_server.kv_offload.disk_tier import PersistStatus, TierLimits
+from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
@@ -190,13 +190,13 @@ class Engine:
             self.write(block_id, key)
         return {key: block_id for block_id, key in enumerate(keys)}
 
-    def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> PersistStatus:
+    def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> tuple[int, int]:
         """Persist a chain as a gateway does, by asking again until no write is pending."""
-        answers: list[PersistStatus] = []
+        answers: list[tuple[int, int]] = []
 
         def done() -> bool:
             answers.append(self.planner.persist(chain, on_device, self.now))
-            return not answers[-1].pending
+            return not answers[-1][1]
 
         self.steps_until(done)
         return answers[-1]
@@ -239,13 +239,13 @@ class Engine:
 def nothing_is_pinned(planner: OffloadScheduler) -> bool:
     """Whether no reader is left, and no slot is lost. Only at rest: an entry may be gone before its slot."""
     host = planner.host
-    return len(host) + host.free == host.slots and not any(entry.pins for entry in host)
+    return len(host) + len(host.free) == host.slots and not any(entry.pins for entry in host)
 
 
 def check_accounts(planner: OffloadScheduler) -> None:
     """Check that no slot is used twice, and that pins, idle and dirty entries are what they should be."""
     host, disk = planner.host, planner.disk
-    slots = [*(entry.slot for entry in host), *host._free]
+    slots = [*(entry.slot for entry in host), *host.free]
     assert len(set(slots)) == len(slots) <= host.slots
     idle = {id(entry) for members in host._idle.values() for entry in members.values()}
     assert idle == {id(e) for e in host if not e.pins and e.job is None}
@@ -255,7 +255,7 @@ def check_accounts(planner: OffloadScheduler) -> None:
         *(lookup.found for lookup in planner._looked_up.values()),
         *(load.entries for load in planner.loads.values()),
         *(wait.entries for wait in disk._waits.values()),
-        disk._spilling.values(),
+        disk.spilling.values(),
     ]
     expected = Counter(entry.slot for entries in pinned for entry in entries)
     assert all(entry.pins == expected[entry.slot] for entry in host)

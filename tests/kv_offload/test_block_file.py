@@ -16,17 +16,22 @@ from sojourn_server.kv_offload.block_file import (
     BlockCorrupt,
     FileSystem,
     byte_views,
+    header,
     read_block,
-    write_block,
+    replace_file,
 )
 
 KEY = key(1)
 DIGEST = identity().digest()
 
 
+def write_block(path: Path, name: bytes, digest: bytes, content: list[memoryview]) -> None:
+    replace_file(FileSystem(), path, [memoryview(header(name, digest, content)), *content])
+
+
 def write(path: Path, *, name: bytes = KEY, digest: bytes = DIGEST, data: bytes = payload(KEY)) -> bytes:
     """The content of the file."""
-    write_block(FileSystem(), path, name, digest, byte_views([data]))
+    write_block(path, name, digest, byte_views([data]))
     return path.read_bytes()
 
 
@@ -104,7 +109,7 @@ def test_round_trip_whatever_the_cut(
 ) -> None:
     path = tmp_path_factory.mktemp("cut") / "block.kv"
     data = payload(KEY, 4096)
-    write_block(FileSystem(), path, KEY, DIGEST, byte_views(pieces(data, cuts_in)))
+    write_block(path, KEY, DIGEST, byte_views(pieces(data, cuts_in)))
     found = bytearray(4096)
     read_block(FileSystem(), path, KEY, DIGEST, byte_views(pieces(memoryview(found), cuts_out)))
     assert found == data

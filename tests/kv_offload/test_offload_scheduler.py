@@ -10,7 +10,7 @@ from block_contexts import as_context
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sojourn_server.kv_offload.context_keys import ContextKeys
-from sojourn_server.kv_offload.disk_tier import PersistStatus, TierLimits
+from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.host_block_pool import RetentionRank
 from sojourn_server.kv_offload.offload_jobs import CopyResult, OffloadJobs, OffloadResults
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
@@ -77,7 +77,7 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
     jobs = planner.take_jobs()
     assert [file.key for file in jobs.spills] == cold[::-1]
     assert {planner.host.get(each).rank for each in cold} == {RetentionRank.IDLE}  # type: ignore[union-attr]
-    planner.take_results(OffloadResults(spilled=dict.fromkeys(cold, CopyResult.MOVED)))
+    planner.take_results(OffloadResults(spilled=dict.fromkeys(cold[::-1], CopyResult.MOVED)))
     assert [*planner.disk.blocks] == cold[::-1], "the end is the first to go"
     assert {planner.host.get(each).rank for each in cold} == {RetentionRank.COLD}  # type: ignore[union-attr]
     assert not planner.take_jobs().spills
@@ -185,7 +185,7 @@ def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more()
     assert not planner.has_jobs
     assert all(planner.plan_save(key(2 * 10**6 + number), 1) for number in range(500))
     assert planner.persist(context, {}, 40.0) == (0, 0), "a program that leaves does not wait for it"
-    written = dict.fromkeys(planner.disk._spilling, CopyResult.MOVED)
+    written = dict.fromkeys(planner.disk.spilling, CopyResult.MOVED)
     planner.take_results(OffloadResults(spilled=written))
     late = keys(2 * 10**6, 100)
     planner.write_to_disk(late, RetentionRank.COLD)
@@ -206,7 +206,7 @@ def test_writes_of_an_engine_that_looked_nothing_up_for_long_are_no_hang() -> No
     planner.take_jobs()
     assert len(planner.host.requested_writes) == 600
     assert planner.lookup("s", as_context(keys(6001, 1)), 109.0) == 0
-    written = [*planner.disk._spilling][:1]
+    written = [*planner.disk.spilling][:1]
     planner.take_results(OffloadResults(spilled=dict.fromkeys(written, CopyResult.MOVED)))
     assert planner.lookup("s", as_context(keys(6002, 1)), 118.0) == 0
     planner.take_jobs()
@@ -385,7 +385,7 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
         assert kept.lookup("late", as_context([key(9)]), 0.1) == 0
         jobs = step(kept)
         assert [*jobs.spills, *jobs.stages, *jobs.probes] == []
-    assert kept.persist(keys(0, 5), dict.fromkeys(keys(0, 5), 1), 0.0) == PersistStatus(0, 0)
+    assert kept.persist(keys(0, 5), dict.fromkeys(keys(0, 5), 1), 0.0) == (0, 0)
     assert not kept.has_jobs
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
 
@@ -409,11 +409,10 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
     late = OffloadResults()
     for act, number in acts:
         if act == "persist":
-            told = kept.persist(
-                chain[: number + 1], {key_: at for at, key_ in enumerate(chain[: number + 1])}, 0.0
-            )
-            assert all(each in kept.disk.blocks for each in chain[: told.stored])
-            assert told.stored + told.pending <= min(number + 1, disk_blocks)
+            wanted = chain[: number + 1]
+            on_disk, pending = kept.persist(wanted, {each: at for at, each in enumerate(wanted)}, 0.0)
+            assert all(each in kept.disk.blocks for each in chain[:on_disk])
+            assert on_disk + pending <= min(number + 1, disk_blocks)
         elif act == "evict":
             kept.plan_save(key(500 + number), 20 + number)
         elif act == "fail":
@@ -429,6 +428,5 @@ def test_what_is_told_is_true_and_everything_comes_to_an_end(
     for _ in range(400):
         told = kept.persist(chain, {key_: at for at, key_ in enumerate(chain)}, 0.0)
         step(kept)
-    assert told.pending == 0
-    assert told.stored == min(10, disk_blocks)
+    assert told == (min(10, disk_blocks), 0)
     assert not any(entry.pins for entry in kept.host)

@@ -326,7 +326,7 @@ def test_each_lane_says_what_it_has_moved(make: Callable[..., Engine], tmp_path:
     for lane in ("_to_host", "_to_device", "_to_disk", "_from_disk"):
         engine.lane_is_through(lane)
     results.append(engine.mover.take_results())
-    assert [each for report in results for each in report.spilled] == [A, B, C], "the end was written first"
+    assert [each for report in results for each in report.spilled] == [C, B, A], "the end was written first"
     moved = {"to_host": 3 * size, "to_device": 2 * size, "to_disk": 3 * size, "from_disk": size}
     sums, seconds = Counter[str](), Counter[str]()
     for report in results:

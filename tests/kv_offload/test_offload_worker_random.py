@@ -224,11 +224,11 @@ class Life:
     def _arrived(self, request_id: str, not_filled: Collection[int]) -> None:
         """Handle the worker's report that the load has ended."""
         load = self.loading.pop(request_id)
-        ended = self.planner.end_loads([request_id], set(not_filled))
+        done, failed, _ = self.planner.end_loads([request_id], set(not_filled))
         filled = [block_id not in not_filled for block_id in load.block_ids]
         arrived = [*filled, False].index(False)
-        assert ended.failed == ({request_id} if not all(filled) and not load.aborted else set())
-        assert ended.done == {request_id} - ended.failed
+        assert failed == ({request_id} if not all(filled) and not load.aborted else set())
+        assert done == {request_id} - failed
         for key, block_id, is_filled in zip(load.keys, load.block_ids, filled, strict=True):
             if is_filled:
                 self._check(block_id, key)

@@ -26,17 +26,15 @@ from faulty_file_system import (
     put,
 )
 from kv_blocks import identity, key, keys, payload
-from sojourn_server.kv_offload.block_file import BlockCorrupt, OffloadError
+from sojourn_server.kv_offload.block_file import BlockCorrupt
 from sojourn_server.kv_offload.shared_store import (
     COUNT_NS,
     DISK_FULL_NS,
     MANIFEST,
     TEMPORARY_NS,
-    BlockNotFound,
     IncompatibleStore,
     PutOutcome,
     SharedStore,
-    StoreError,
     blocks_per_full,
 )
 
@@ -87,7 +85,7 @@ class Life:
             files.before = FailAt(names, code, self.draw.randrange(6))
         try:
             return call(*arguments)
-        except OffloadError as error:
+        except OSError as error:
             self.done.add(type(error).__name__)
         finally:
             files.before = lambda name, path: None
@@ -136,7 +134,7 @@ class Life:
         for block in KEYS:
             try:
                 put(engine, block)
-            except StoreError:
+            except OSError:
                 self.done.add("died")
         self.engines.remove(engine)
         self.engines.append(self._open())
@@ -156,7 +154,7 @@ class Life:
         for block in KEYS:
             try:
                 assert get(last, block) == payload(block)
-            except (BlockNotFound, BlockCorrupt):
+            except (FileNotFoundError, BlockCorrupt):
                 assert put(last, block) is STORED
                 assert get(last, block) == payload(block)
 
@@ -174,9 +172,9 @@ def test_random_engines_on_one_folder(seed: int, tmp_path: Path) -> None:
     expected = {str(each) for each in PutOutcome} | {
         "read",
         "died",
-        "BlockNotFound",
+        "FileNotFoundError",
         "BlockCorrupt",
-        "StoreError",
+        "OSError",
     }
     assert life.done >= expected, f"too quiet: {expected - life.done}"
 
@@ -308,9 +306,9 @@ def test_a_file_that_cannot_be_read_is_removed(tmp_path: Path, code: int, stays:
     store = open_store(tmp_path, files=files)
     put(store, KEYS[0])
     files.before = broken("read", code=code)
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(OSError, match=os.strerror(code)):
         get(store, KEYS[0])
-    assert (caught.value.errno, store.has(KEYS[0])) == (code, stays)
+    assert store.has(KEYS[0]) == stays
 
 
 # -- identities and folders
@@ -335,20 +333,19 @@ def test_a_root_of_another_identity_is_refused_and_explained(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["mkdir", "create", "write", "close", "replace", "scan"])
 def test_opening_on_a_broken_disk_says_so_and_leaves_nothing_in_the_way(tmp_path: Path, name: str) -> None:
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         open_store(tmp_path, files=FaultyFiles(broken(name)))
-    assert caught.value.errno == errno.EIO
     assert list(tmp_path.rglob("*.tmp")) == []
     assert put(open_store(tmp_path), KEYS[0]) is STORED
     (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreError, match="Not a directory"):
+    with pytest.raises(OSError, match="Not a directory"):
         open_store(tmp_path / "file")
 
 
 def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / identity().digest().hex()[:16]).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match=r"is a link of .*; expected a folder"):
+    with pytest.raises(OSError, match=r"is a link of .*; expected a folder"):
         open_store(tmp_path)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
@@ -358,7 +355,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) ->
     folder = open_store(tmp_path).path
     folder.chmod(mode)
     with pytest.raises(
-        StoreError, match=rf"{folder} is a folder .* mode {mode:04o}; expected .*chmod go-w {folder}"
+        OSError, match=rf"{folder} is a folder .* mode {mode:04o}; expected .*chmod go-w {folder}"
     ):
         open_store(tmp_path)
     folder.chmod(0o755)
@@ -368,9 +365,7 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) ->
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, owner = open_store(tmp_path).path, os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
-    with pytest.raises(
-        StoreError, match=rf"{path} is a folder of user {owner} .*; expected a folder of user"
-    ):
+    with pytest.raises(OSError, match=rf"{path} is a folder of user {owner} .*; expected a folder of user"):
         open_store(tmp_path)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from kv_blocks import BLOCK_BYTES, key, keys, payload
-from sojourn_server.kv_offload.block_file import OffloadError
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.store_threads import StoreThreads
 from transfer_manager_harness import PATIENCE_S, MemoryStore, eventually
@@ -31,7 +30,7 @@ def threads(store: MemoryStore) -> Iterator[StoreThreads]:
 
 
 @pytest.mark.parametrize(
-    ("error", "why"), [(OffloadError("damaged"), "damaged"), (KeyError("x"), "KeyError: 'x'")]
+    ("error", "why"), [(OSError("damaged"), "OSError: damaged"), (KeyError("x"), "KeyError: 'x'")]
 )
 async def test_a_failed_read_is_reported_with_its_error(
     threads: StoreThreads, store: MemoryStore, error: Exception, why: str

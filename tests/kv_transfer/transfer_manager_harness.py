@@ -9,7 +9,7 @@ from typing import Any
 
 from kv_blocks import identity, payload
 from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
-from sojourn_server.kv_offload.shared_store import BlockNotFound, PutOutcome
+from sojourn_server.kv_offload.shared_store import PutOutcome
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.transfer import Transfer, TransferOutcome
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
@@ -42,7 +42,7 @@ class MemoryStore:
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         self.before("get", key)
         if key not in self.blocks or key in self.broken:
-            raise BlockNotFound(key)
+            raise FileNotFoundError(key.hex())
         found = self.blocks[key]
         for view in byte_views(buffers):
             view[:], found = found[: view.nbytes], found[view.nbytes :]

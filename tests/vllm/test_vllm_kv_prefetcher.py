@@ -147,7 +147,8 @@ def test_a_copy_of_what_expires_ends_before_its_blocks_are_reused(ahead: Ahead, 
     """Host memory may have lost the blocks since, so that the device's are copied again."""
     planned, name = ahead.begin(keep_s=10.0)
     ahead.arrive(planned, name)
-    ahead.planner.discard(ahead.keys)
+    for entry in list(ahead.planner.host):
+        ahead.planner.host.remove(entry)
     ahead.adapter._offload.copy_ahead(ahead.adapter._groups.cached_prefix(ahead.keys).blocks[ahead.first :])
     planned = ahead.engine.plan()
     running = planned.kv_connector_metadata.jobs.stores

@@ -28,6 +28,7 @@ or absent. If the machine fails, a renamed file may lack bytes; its length or a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -37,7 +38,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 128
@@ -51,28 +52,18 @@ _CHECKSUM = struct.Struct("<I")
 # error within 32 bits for certain, and any other with probability 1 - 2^-32. Both functions release the GIL.
 
 
-class OffloadError(Exception):
-    """Base of all errors that block stores raise. The docstring of ``shared_store`` lists them."""
-
-
-class BlockCorrupt(OffloadError):
+class BlockCorrupt(OSError):
     """Raised if a file is not the expected block. The content of the buffers that the read should have filled
-    is undefined."""
+    is undefined. Its ``errno`` is ``EIO``, as for a block that the disk cannot read."""
 
     def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"KV block {path} cannot be used: {why}")
+        super().__init__(errno.EIO, f"KV block {path} cannot be used: {why}")
 
 
 class Buffer(Protocol):
     """Contiguous memory: bytes, bytearray, memoryview, a numpy array, a CPU tensor's ``numpy()``."""
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
-
-
-class StoredFile(NamedTuple):
-    mtime_ns: int
-    size: int
-    path: str
 
 
 class FileSystem:
@@ -111,8 +102,8 @@ class FileSystem:
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
 
-    def scan(self, path: Path) -> list[StoredFile]:
-        """Return the files of all folders in ``path``; no links."""
+    def scan(self, path: Path) -> list[tuple[int, int, str]]:
+        """Return (modification time, size, path) of the files of all folders in ``path``; no links."""
         found = []
         with os.scandir(path) as folders:
             for folder in folders:
@@ -120,7 +111,7 @@ class FileSystem:
                     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):
-                            found.append(StoredFile(status.st_mtime_ns, status.st_size, entry.path))
+                            found.append((status.st_mtime_ns, status.st_size, entry.path))
         return found
 
 
@@ -157,24 +148,10 @@ def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
     return [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
 
 
-def write_block(
-    files: FileSystem,
-    path: Path,
-    key: bytes,
-    identity: bytes,
-    payload: Sequence[memoryview],
-) -> None:
-    """Write a block's file: header and ``payload``, under a temporary name that is then renamed to ``path``.
-
-    ``identity``: digest of the ``KvIdentity``. The payload must not change during the call; otherwise reads
-    of the block raise ``BlockCorrupt``. Raises ``OSError``; nothing of the block is left then, if the
-    temporary file could be removed.
-    """
-    replace_file(files, path, [memoryview(_header(key, identity, payload)), *payload])
-
-
 def replace_file(files: FileSystem, path: Path, content: Sequence[memoryview]) -> None:
-    """Write a file under a temporary name beside ``path``, and rename it to ``path``. Raises ``OSError``."""
+    """Write a file under a temporary name beside ``path``, and rename it to ``path``. Raises ``OSError``;
+    nothing of the file is left then, if the temporary file could be removed. A block's file consists of
+    ``header`` and its payload, which must not change meanwhile."""
     temporary = path.with_suffix(f".{os.urandom(8).hex()}.tmp")
     try:
         files.write(temporary, content)
@@ -191,17 +168,18 @@ def read_block(
     """Read the payload of the file ``path`` into ``payload``. Check that the file is the intact block of
     ``key`` and of ``identity``, the digest of a ``KvIdentity``.
 
-    Raises ``BlockCorrupt`` and ``OSError``. After any exception the content of ``payload`` is undefined."""
-    header = bytearray(HEADER_BYTES)
-    if not files.read(path, [memoryview(header), *payload]):
+    Raises ``OSError``, also as ``BlockCorrupt``. The content of ``payload`` is undefined then."""
+    found = bytearray(HEADER_BYTES)
+    if not files.read(path, [memoryview(found), *payload]):
         raise BlockCorrupt(path, "it is cut off, or longer than a block")
-    if header != _header(key, identity, payload):
+    if found != header(key, identity, payload):
         raise BlockCorrupt(path, "it is damaged, or the block of another key, model or format")
 
 
-def _header(key: bytes, identity: bytes, payload: Sequence[memoryview]) -> bytes:
+def header(key: bytes, identity: bytes, payload: Sequence[memoryview]) -> bytearray:
+    """Return the header of the block ``key``. ``identity``: digest of the ``KvIdentity``."""
     checksum = length = 0
     for view in payload:
         checksum, length = zlib.crc32(view, checksum), length + view.nbytes
     fields = _FIELDS.pack(_MAGIC, FORMAT_VERSION, len(key), checksum, length, identity, key)
-    return fields + _CHECKSUM.pack(zlib.crc32(fields))
+    return bytearray(fields + _CHECKSUM.pack(zlib.crc32(fields)))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .offload_jobs import BlockKey
@@ -44,36 +43,28 @@ class NeededBlock(NamedTuple):
     key: BlockKey
 
 
+@dataclass(slots=True)
 class ContextKeys:
     """The keys of one context's blocks in all groups. Each key is computed when it is needed."""
 
-    __slots__ = ("_groups", "_hashes", "_step_tokens", "end_tokens", "start_tokens")
+    groups: Sequence[GroupLayout]
+    hashes: Sequence[bytes]
+    """The request's block hashes, from the beginning of the context."""
+    step_tokens: int
+    """All lengths are multiples of this."""
+    start_tokens: int
+    """Number of leading tokens whose KV the device has in every group."""
+    end_tokens: int
+    """Greatest length considered; rounded down to a multiple of ``step_tokens``."""
 
-    def __init__(
-        self,
-        groups: Sequence[GroupLayout],
-        hashes: Sequence[bytes],
-        *,
-        step_tokens: int,
-        start_tokens: int,
-        end_tokens: int,
-    ) -> None:
-        """``hashes``: the request's block hashes, from the beginning of the context. ``step_tokens``: all
-        lengths are multiples of this. ``start_tokens``: number of leading tokens whose KV the device has in
-        every group. ``end_tokens``: greatest length considered; rounded down to a multiple of
-        ``step_tokens``.
-        """
-        self._groups = groups
-        self._hashes = hashes
-        self._step_tokens = step_tokens
-        self.start_tokens = start_tokens
-        self.end_tokens = max(start_tokens, end_tokens // step_tokens * step_tokens)
+    def __post_init__(self) -> None:
+        self.end_tokens = max(self.start_tokens, self._rounded(self.end_tokens))
 
     @property
     def identity(self) -> tuple[int, int, bytes]:
         """Value to compare two ``ContextKeys`` of one request. If the values are equal, so are the keys,
         because a request only grows at its end."""
-        return self.start_tokens, self.end_tokens, self._hashes[0] if self._hashes else b""
+        return self.start_tokens, self.end_tokens, self.hashes[0] if self.hashes else b""
 
     def covered(self, has: HasBlock) -> int:
         """Return the length in tokens of the longest available prefix of the context, at least
@@ -85,7 +76,7 @@ class ContextKeys:
         end = self.covered_without_windows(has)
         while end > self.start_tokens:
             shorter = end
-            for group in self._groups:
+            for group in self.groups:
                 if not group.keeps_all:
                     shorter = self._trailing(group, shorter, has)
             if shorter == end:
@@ -95,28 +86,23 @@ class ContextKeys:
 
     def begins(self, has: HasBlock) -> bool:
         """Return whether ``covered`` is more than ``start_tokens``; with one group in O(1)."""
-        if len(self._groups) == 1:
-            first = min(self.end_tokens, self.start_tokens + self._step_tokens)
-            return self._leading(self._groups[0], first, has) > self.start_tokens
+        if len(self.groups) == 1:
+            first = min(self.end_tokens, self.start_tokens + self.step_tokens)
+            return self._leading(self.groups[0], first, has) > self.start_tokens
         return self.covered(has) > self.start_tokens
 
     def missed_windows(self, tokens: int, has: HasBlock) -> list[BlockKey]:
         """Return the keys of the window blocks that a longer prefix than ``tokens`` tokens needs, if all its
         other blocks are available."""
-        if all(group.keeps_all for group in self._groups):
+        if all(group.keeps_all for group in self.groups):
             return []
-        end = self._beginning_at(tokens).covered_without_windows(has)
-        return self._beginning_at(0).window_keys(end) if end > tokens else []
-
-    def _beginning_at(self, tokens: int) -> ContextKeys:
-        other = copy(self)
-        other.start_tokens = tokens
-        return other
+        end = replace(self, start_tokens=tokens).covered_without_windows(has)
+        return replace(self, start_tokens=0).window_keys(end) if end > tokens else []
 
     def covered_without_windows(self, has: HasBlock) -> int:
         """Return what ``covered`` would return if all window blocks were available."""
         end = self.end_tokens
-        for group in self._groups:
+        for group in self.groups:
             if group.keeps_all:
                 end = self._leading(group, end, has)
         return end
@@ -124,12 +110,12 @@ class ContextKeys:
     def window_keys(self, tokens: int) -> list[BlockKey]:
         """Return the keys of the window blocks that a context of ``tokens`` tokens needs."""
         end = min(self._rounded(tokens), self.end_tokens)
-        return [each.key for each in self.needed(end) if not self._groups[each.group].keeps_all]
+        return [each.key for each in self.needed(end) if not self.groups[each.group].keeps_all]
 
     def needed(self, tokens: int) -> Iterator[NeededBlock]:
         """Yield the blocks after ``start_tokens`` that a context of ``tokens`` tokens needs. Window blocks
         come first. Host memory evicts them last, because the other blocks are useless without them."""
-        for number, group in sorted(enumerate(self._groups), key=lambda each: each[1].keeps_all):
+        for number, group in sorted(enumerate(self.groups), key=lambda each: each[1].keeps_all):
             for place in range(self._first(group, tokens), tokens // group.block_tokens):
                 yield NeededBlock(number, place, self._key(group, place))
 
@@ -155,10 +141,10 @@ class ContextKeys:
         return max(self.start_tokens // group.block_tokens, group.first_needed(tokens))
 
     def _key(self, group: GroupLayout, index: int) -> BlockKey:
-        return self._hashes[(index + 1) * group.hashes_per_block - 1] + group.suffix
+        return self.hashes[(index + 1) * group.hashes_per_block - 1] + group.suffix
 
     def _rounded(self, tokens: int) -> int:
-        return tokens // self._step_tokens * self._step_tokens
+        return tokens // self.step_tokens * self.step_tokens
 
 
 class ContextEnds:

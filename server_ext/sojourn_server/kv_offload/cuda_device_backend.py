@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from .kv_pages import KvPages
 from .offload_jobs import BlockCopy
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+Addresses = tuple[Int64Array, Int64Array, Int64Array]
+"""For each copy, the address of its source, that of its destination, and its size."""
 
 PIN_CHUNK_BYTES = 16 * 2**30
 """Host memory is pinned in chunks of at most this many bytes, because drivers refuse very large ones."""
@@ -38,30 +41,30 @@ CudaStream = Any
 """A queue of work that the device does in order: ``torch.cuda.Stream``."""
 
 
+@dataclass(slots=True, eq=False)
 class CudaCopy:
     """Copies that have begun. Until they are done, this object keeps the arrays of addresses, because the
     device may still read them."""
 
-    def __init__(self, begun: CudaEvent, done: CudaEvent, arrays: tuple[Int64Array, ...]) -> None:
-        self._begun = begun
-        self.event = done
-        self._arrays = arrays
+    begun: CudaEvent
+    event: CudaEvent
+    """Completes when all bytes have arrived."""
+    arrays: tuple[Int64Array, ...]
 
     def done(self) -> bool:
-        """Whether all bytes have arrived."""
         return bool(self.event.query())
 
     def wait(self) -> float:
         """Block the calling thread until all bytes have arrived. Return the seconds that the copies took.
         Raises ``RuntimeError`` from CUDA."""
         self.event.synchronize()
-        self._arrays = ()
-        return float(self._begun.elapsed_time(self.event)) / 1e3
+        self.arrays = ()
+        return float(self.begun.elapsed_time(self.event)) / 1e3
 
 
 class CudaDeviceBackend:
-    """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory. A slot holds
-    one block, with its layers one after the other, as in a block's file."""
+    """Copies blocks between a CUDA device's KV memory and ``slots`` slots of pinned host memory, as
+    ``CpuDeviceBackend`` does."""
 
     def __init__(
         self, pages: Sequence[KvPages] | Sequence[Sequence[KvPages]], slots: int, cuda: TorchCuda
@@ -87,28 +90,28 @@ class CudaDeviceBackend:
         self._store_stream = cuda.new_stream()
         self._load_stream = cuda.new_stream()
         self._filling: dict[int, CudaCopy] = {}
-        """Slot → the last copy into it. A slot whose last copy is known to be done has no entry."""
+        """Slot → the last copy into it."""
 
     def fence(self) -> CudaEvent:
         return self._event(self._cuda.compute_stream())
 
     def to_host(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
+        # Of several copies into a slot only the last is made: copies of one call have no order.
+        last = {copy.slot: copy.block_id for copy in copies}
+        pages, places, sizes = self._addresses(list(last.values()), list(last))
         with self._lock:
             self._store_stream.wait_event(after)
-            # Of several copies into a slot only the last is made: copies of one call have no order.
-            last = {copy.slot: copy.block_id for copy in copies}
-            arrays = self._addresses(list(last.values()), list(last))
-            copy = self._queue(arrays, self._store_stream, stable_sources=False)
+            copy = self._queue((pages, places, sizes), self._store_stream, stable_sources=False)
             self._filling.update(dict.fromkeys(last, copy))
         return copy
 
     def to_device(self, copies: Sequence[BlockCopy], after: CudaEvent) -> CudaCopy:
+        slots = [copy.slot for copy in copies]
+        pages, places, sizes = self._addresses([copy.block_id for copy in copies], slots)
         with self._lock:
             self._load_stream.wait_event(after)
-            slots = [copy.slot for copy in copies]
             stable = self._follow_stores(slots)
-            pages, parts, sizes = self._addresses([copy.block_id for copy in copies], slots)
-            return self._queue((parts, pages, sizes), self._load_stream, stable_sources=stable)
+            return self._queue((places, pages, sizes), self._load_stream, stable_sources=stable)
 
     def hold_compute(self, copy: CudaCopy) -> None:
         self._cuda.compute_stream().wait_event(copy.event)
@@ -118,9 +121,6 @@ class CudaDeviceBackend:
             copy = self._filling.get(slot)
         if copy is not None:
             copy.wait()
-            with self._lock:  # the slot is now a stable source, unless another copy into it has begun
-                if self._filling.get(slot) is copy:
-                    del self._filling[slot]
         return memoryview(self._host[slot])
 
     def close(self) -> None:
@@ -137,16 +137,11 @@ class CudaDeviceBackend:
         pending = [copy for copy in filling if not copy.done()]
         for copy in pending:
             self._load_stream.wait_event(copy.event)
-        if not pending:
-            for slot in slots:
-                self._filling.pop(slot, None)
         return not pending
 
-    def _addresses(
-        self, block_ids: Sequence[int], slots: Sequence[int]
-    ) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return three arrays with an item per page of the blocks: the page's address on the device, the
-        address of its place in the block's slot, and its size."""
+    def _addresses(self, block_ids: Sequence[int], slots: Sequence[int]) -> Addresses:
+        """Return, for each page of the blocks, its address on the device, the address of its place in the
+        block's slot, and its size."""
         at = np.array(slots, np.int64)
         if at.size and not 0 <= at.min() <= at.max() < len(self._host):
             # A copy by address would reach other memory of the process.
@@ -156,10 +151,7 @@ class CudaDeviceBackend:
         places = self._host.ctypes.data + at[:, None] * self.block_bytes + np.cumsum(size, axis=1) - size
         return (address + ids[:, None] * stride).ravel(), places.ravel(), size.ravel()
 
-    def _queue(
-        self, arrays: tuple[Int64Array, Int64Array, Int64Array], stream: CudaStream, *, stable_sources: bool
-    ) -> CudaCopy:
-        """``arrays``: sources, destinations and sizes, as of ``TorchCuda.copy``."""
+    def _queue(self, arrays: Addresses, stream: CudaStream, *, stable_sources: bool) -> CudaCopy:
         begun = self._event(stream)
         self._cuda.copy(*arrays, stream, stable_sources=stable_sources)
         return CudaCopy(begun, self._event(stream), arrays)
@@ -193,7 +185,7 @@ class CudaDeviceBackend:
 class TorchCuda:
     """The part of CUDA that copies need, by torch. Any thread may use it. Tests have a stand-in."""
 
-    def __init__(self, device: Any, batch_copy: Callable[[Any, Any, Any, bool], None]) -> None:
+    def __init__(self, device: Any, batch_copy: Callable[..., None]) -> None:
         """``batch_copy``: a function like vLLM's ``swap_blocks_batch``. It takes source addresses,
         destination addresses and sizes as int64 tensors, and whether sources are stable. It uses the current
         stream."""
@@ -224,21 +216,10 @@ class TorchCuda:
         self._torch.cuda.cudart().cudaHostUnregister(address)
 
     def copy(
-        self,
-        sources: Int64Array,
-        destinations: Int64Array,
-        sizes: Int64Array,
-        stream: Any,
-        *,
-        stable_sources: bool,
+        self, sources: Any, destinations: Any, sizes: Any, stream: CudaStream, *, stable_sources: bool
     ) -> None:
-        """Queue one copy per index ``i``: ``sizes[i]`` bytes from address ``sources[i]`` to address
-        ``destinations[i]``.
-
-        ``stable_sources``: nothing writes to the sources any more, so the device may read them before the
-        stream reaches the copy. Raises ``RuntimeError``.
-        """
+        """Queue copies (``Addresses``). ``stable_sources``: nothing writes to the sources any more, so the
+        device may read them before the stream reaches the copy. Raises ``RuntimeError``."""
         torch = self._torch
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            addresses = torch.from_numpy(sources), torch.from_numpy(destinations)
-            self._batch_copy(*addresses, torch.from_numpy(sizes), stable_sources)
+            self._batch_copy(*map(torch.from_numpy, (sources, destinations, sizes)), stable_sources)

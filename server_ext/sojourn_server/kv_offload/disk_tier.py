@@ -9,12 +9,12 @@ counted, and not repeated for this copy. A block that cannot be read in time is 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from typing import NamedTuple
 
+from .context_keys import ContextKeys
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
 
@@ -26,7 +26,6 @@ MAX_PINNED_SHARE = 0.5
 device evicts need slots too. A single waiting request may pin more."""
 
 MAX_STAGE_WAIT_S = 10.0
-"""Default of ``TierLimits.max_stage_wait_s``."""
 
 _STAGING = 0
 """``HostEntry.job`` of an entry that is read from disk. Store jobs have numbers from 1."""
@@ -52,15 +51,6 @@ class TierLimits:
     """The store is asked if a request misses at least this many blocks."""
 
 
-class PersistStatus(NamedTuple):
-    """Progress of writing a context to disk, in blocks."""
-
-    stored: int
-    """Number of leading blocks of the context that are on disk."""
-    pending: int
-    """Number of blocks of the context that wait to be written or are being written."""
-
-
 @dataclass(slots=True)
 class _DiskWait:
     """What one request wants of the disk."""
@@ -78,13 +68,10 @@ class _DiskWait:
 class DiskTier:
     """Schedules one engine's use of its disk. Times are seconds on the engine's clock."""
 
-    def __init__(
-        self, limits: TierLimits, host: HostBlockPool, counts: Counter[str], numbers: Iterator[int]
-    ) -> None:
-        """``counts``: receives numbers of blocks by outcome. ``numbers``: source of job numbers."""
+    def __init__(self, limits: TierLimits, host: HostBlockPool, numbers: Iterator[int]) -> None:
+        """``numbers``: source of job numbers."""
         self._limits = limits
         self._host = host
-        self._counts = counts
         self._numbers = numbers
         self.blocks: OrderedDict[BlockKey, float] = OrderedDict()
         """Block that this engine has written to disk, or that the store has named → time when it was last
@@ -95,9 +82,7 @@ class DiskTier:
         weights may have changed, but the store's identity names those with which the engine started."""
         self.jobs = OffloadJobs()
         """Jobs of the step being planned, which the ``OffloadScheduler`` takes and replaces."""
-        self.wants_step = False
-        """Whether a ``persist`` waits for the disk. The engine must then run a step even when idle."""
-        self._spilling: dict[BlockKey, HostEntry] = {}
+        self.spilling: dict[BlockKey, HostEntry] = {}
         """Blocks being written to disk."""
         self._staging: dict[BlockKey, HostEntry] = {}
         """Blocks being read from disk."""
@@ -114,17 +99,11 @@ class DiskTier:
     @property
     def under_way(self) -> int:
         """Number of blocks being written or read, and of questions to the store."""
-        return len(self._spilling) + len(self._staging) + len(self._probing)
-
-    @property
-    def has_writes(self) -> bool:
-        """Whether blocks wait to be written and none is being written. An idle engine would spin in that
-        case."""
-        return bool(self._host.requested_writes) and not self._spilling
+        return len(self.spilling) + len(self._staging) + len(self._probing)
 
     def note_time(self, now: float) -> None:
         self._now = now
-        for lane, work in ("reads", self._staging or self._probing), ("writes", self._spilling):
+        for lane, work in ("reads", self._staging or self._probing), ("writes", self.spilling):
             if work:
                 self._silent_since_s.setdefault(lane, now)
 
@@ -136,14 +115,20 @@ class DiskTier:
 
     def take_results(self, results: OffloadResults) -> None:
         """Handle the results of earlier jobs."""
-        for key, copy_result in results.spilled.items():
+        moved = CopyResult.MOVED
+        for key, copy_result in reversed(results.spilled.items()):  # the end of a context was written first
             self._spilled(key, copy_result)
         for key, copy_result in results.staged.items():
             self._staged(key, copy_result)
-        for moved in (results.spilled, results.staged) if not self.is_closed else ():
-            self._know([key for key, copy_result in moved.items() if copy_result is CopyResult.MOVED])
+        self._know([key for key, copy_result in reversed(results.spilled.items()) if copy_result is moved])
+        self._know([key for key, copy_result in results.staged.items() if copy_result is moved])
         for job, (found, next_is_missing) in results.probed.items():
-            self._probed(job, found, next_is_missing)
+            # The end of a context is deleted first, so with a missing key the later ones are forgotten too.
+            # If the time ran out, nothing is forgotten.
+            keys = self._probing.pop(job)
+            self._know(keys[:found])
+            for key in keys[found:] if next_is_missing else ():
+                self._forget_file(key)
         if results.staged or results.probed:
             self._silent_since_s.pop("reads", None)
         if results.spilled:
@@ -151,9 +136,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Forget all blocks, and use the disk no more until a restart. Files stay."""
-        for request_id in self._waits:
-            self.end_read(request_id)
-        self._waits.clear()
+        for request_id in list(self._waits):
+            self.abandon(request_id)
         self.blocks.clear()
         self.is_closed = True
 
@@ -167,71 +151,51 @@ class DiskTier:
             return
         if self.hangs("writes"):
             for key, rank in reversed(host.requested_writes.items()):
-                if (entry := host.get(key)) is not None:
-                    host.rerank(entry, rank)
+                host.rerank(host.entries[key], rank)
             host.requested_writes.clear()
             return
         # No more than fits on the disk. A larger batch would delete files that it has just written.
-        room = min(limits.max_spilling, limits.disk_blocks) - len(self._spilling)
+        room = min(limits.max_spilling, limits.disk_blocks) - len(self.spilling)
         requested: list[HostEntry] = []
         for key in list(islice(host.requested_writes, max(0, room))):
-            entry = host.get(key)
-            if entry is None or key in self.blocks:
+            if key in self.blocks:
                 del host.requested_writes[key]
-            elif entry.job is not None:
+            elif host.entries[key].job is not None:
                 break  # its slot is still being filled
             else:
-                requested.append(entry)
+                requested.append(host.entries[key])
         room -= self._spill(requested[::-1])  # as in any batch, the end of a context first
-        spare = host.room(RetentionRank.WANTED) - host.unspilled + len(self._spilling)
+        spare = host.room(RetentionRank.WANTED) - host.unspilled + len(self.spilling)
         wanted = min(room, int(limits.spill_below * limits.host_slots) - spare)
         if wanted > 0:
             self._spill(host.next_unspilled(wanted))
 
     def _spill(self, entries: Iterable[HostEntry]) -> int:
         """Plan to write entries to disk. They stay in host memory too. Returns how many are written."""
-        new = [entry for entry in entries if entry.key not in self._spilling]
+        new = [entry for entry in entries if entry.key not in self.spilling]
         for entry in new:
             self._host.pin(entry)
-            self._spilling[entry.key] = entry
+            self.spilling[entry.key] = entry
             self.jobs.spills.append(FileCopy(entry.slot, entry.key))
         return len(new)
 
     def _spilled(self, key: BlockKey, copy_result: CopyResult) -> None:
-        entry = self._spilling.pop(key)
-        self._counts["spilled" if copy_result is CopyResult.MOVED else f"spill_{copy_result.value}"] += 1
-        if not self.is_closed:
-            self._host.set_dirty(entry, False)
-            self._host.rerank(entry, self._host.requested_writes.pop(key, entry.rank))
+        entry = self.spilling.pop(key)
+        self._host.counts["spilled" if copy_result is CopyResult.MOVED else f"spill_{copy_result.value}"] += 1
+        self._host.set_dirty(entry, False)
+        self._host.rerank(entry, self._host.requested_writes.pop(key, entry.rank))
         self._host.unpin(entry, used=False)
+
+    # -- what is known of the disk -----------------------------------------------------
 
     def confirm(self, chain: Sequence[BlockKey]) -> int:
         """Ask the store for those of ``chain`` that it was last known to have ``CONFIRMED_S`` ago. This marks
         them as just used: writes delete the least recently used files, and the end of a context must not
         displace its beginning. Return the number of blocks asked for."""
         old = [key for key in chain if self._now - self.blocks.get(key, self._now) > CONFIRMED_S]
-        if old:
-            self.wants_step = True
-            if self._confirming not in self._probing:
-                self._confirming = self._probe(old)
+        if old and self._confirming not in self._probing:
+            self._confirming = self._probe(old)
         return len(old)
-
-    def request_writes(self, chain: Sequence[BlockKey]) -> PersistStatus:
-        """Request that a context's blocks in host memory are written to disk, and return the progress."""
-        stored = pending = 0
-        for key in chain:
-            if key in self.blocks:
-                stored += not pending
-                continue
-            if self._host.get(key) is None:
-                break
-            if key not in self._spilling:
-                self._host.requested_writes.setdefault(key, RetentionRank.COLD)
-            pending += 1
-        self.wants_step = self.wants_step or pending > 0
-        return PersistStatus(stored, pending)
-
-    # -- what is known of the disk -----------------------------------------------------
 
     def leading(self, keys: Sequence[BlockKey]) -> int:
         """Return the number of leading ``keys`` in host memory or on disk."""
@@ -240,7 +204,7 @@ class DiskTier:
 
     def _know(self, keys: Sequence[BlockKey]) -> None:
         """Note that the disk has the blocks ``keys``, given in context order."""
-        for key in reversed(keys):
+        for key in reversed(keys) if not self.is_closed else ():
             self.blocks[key] = self._now
             self.blocks.move_to_end(key)
             if (entry := self._host.get(key)) is not None:
@@ -257,15 +221,6 @@ class DiskTier:
         self._probing[job] = self.jobs.probes[job] = keys
         return job
 
-    def _probed(self, job: int, found: int, next_is_missing: bool) -> None:
-        """Handle the store's answer. If a key is missing, the later ones are forgotten too, because the end
-        of a context is deleted first. If the time ran out, nothing is forgotten."""
-        keys = self._probing.pop(job)
-        if not self.is_closed:
-            self._know(keys[:found])
-            for key in keys[found:] if next_is_missing else ():
-                self._forget_file(key)
-
     # -- reads -------------------------------------------------------------------------
 
     def must_wait(self, request_id: str) -> bool:
@@ -279,27 +234,28 @@ class DiskTier:
             return False
         if self._now - wait.since_s < self._limits.max_stage_wait_s and not self.hangs("reads"):
             return True
-        self._counts["gave_up"] += sum(entry.job == _STAGING for entry in wait.entries)
+        self._host.counts["gave_up"] += sum(entry.job == _STAGING for entry in wait.entries)
         wait.since_s = None
         return False
 
-    def may_search(self, request_id: str) -> bool:
-        """Return whether ``search`` may find more blocks for a request."""
-        wait = self._waits.get(request_id)
-        return not (self.is_closed or self.hangs("reads") or (wait is not None and wait.was_read))
-
-    def search(self, request_id: str, keys: Sequence[BlockKey]) -> bool:
-        """Look for the blocks ``keys`` of a request on disk. Returns whether the request must wait.
+    def search(self, request_id: str, context: ContextKeys, found: int) -> bool:
+        """Look on disk for what a request's context needs besides ``found`` blocks in host memory. Returns
+        whether the request must wait.
 
         The store is asked first, beginning with the first block that has no known copy, so that everything
-        missing is read together. If blocks are read, the entries of all ``keys`` up to the last of them stay
-        pinned until ``end_read``."""
+        missing is read together. If blocks are read, the entries of all up to the last of them stay pinned
+        until ``end_read``."""
+        if self.is_closed or self.hangs("reads"):
+            return False
         wait = self._waits.setdefault(request_id, _DiskWait())
+        if wait.was_read:
+            return False
+        keys = [block.key for block in context.needed(context.end_tokens)]
         unknown = self.leading(keys)
         if wait.probe is None and len(keys) - unknown >= self._limits.min_probe_blocks:
             wait.probe = self._probe(keys[unknown:])
         # The request runs next, so it has priority over idle programs.
-        elif self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
+        elif len(keys) > found and self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
             wait.was_read = True
         else:
             return False
@@ -317,14 +273,12 @@ class DiskTier:
     def _read(
         self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
     ) -> int:
-        """Plan to read the leading ``keys`` from disk. Returns how many of ``keys`` are being read now, also
-        because of earlier calls.
+        """Plan to read the leading ``keys`` from disk, for a request's ``wait`` or ahead of need. Returns how
+        many of ``keys`` are being read now, also because of earlier calls.
 
         Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
-        memory nor known to be on disk. Waiting requests may pin ``MAX_PINNED_SHARE`` of host memory.
-
-        ``wait``: the request's wait, if a request waits. ``rank``: rank of the new entries. ``at_most``:
-        highest rank of entries that host memory may evict for the new entries."""
+        memory nor known to be on disk. The new entries have the rank ``rank``. Host memory may evict entries
+        of rank ``at_most`` or below for them."""
         host, here = self._host, list[HostEntry]()
         pinned = sum(len(other.entries) for other in self._waits.values() if other is not wait)
         room = int(MAX_PINNED_SHARE * host.slots) - pinned if pinned else host.slots
@@ -350,9 +304,9 @@ class DiskTier:
     def _staged(self, key: BlockKey, copy_result: CopyResult) -> None:
         entry = self._staging.pop(key)
         if copy_result is CopyResult.MOVED:
-            self._counts["staged"] += 1
+            self._host.counts["staged"] += 1
         else:
-            self._counts[f"stage_{copy_result.value}"] += 1
+            self._host.counts[f"stage_{copy_result.value}"] += 1
             self._host.remove(entry)
             self.blocks.pop(key, None)
         self._host.end_fill(entry)

@@ -63,15 +63,17 @@ class HostEntry:
 class HostBlockPool:
     """The slots of one engine's host memory and their order of reuse. Every operation is O(1) per block."""
 
-    def __init__(self, slots: int, counts: Counter[str] | None = None) -> None:
-        """``counts``: receives the numbers of blocks that ``take`` evicts. Blocks with a copy on disk count
-        as ``dropped_on_disk``, others as ``dropped``."""
+    def __init__(self, slots: int) -> None:
         self.slots = slots
+        self.counts: Counter[str] = Counter()
+        """Number of blocks by outcome; ``docs/kv-offload.md`` explains the names."""
         self.on_disk: Container[BlockKey] = ()
         """Keys of the blocks with a copy on disk."""
-        self._counts: Counter[str] = counts if counts is not None else Counter()
-        self._free = list(range(slots - 1, -1, -1))
-        self._entries: dict[BlockKey, HostEntry] = {}
+        self.free = list(range(slots - 1, -1, -1))
+        """Empty slots."""
+        self.entries: dict[BlockKey, HostEntry] = {}
+        self.get = self.entries.get
+        """Returns the entry of a block, filled or being filled; ``None`` if the block has no entry."""
         self._idle: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
         """Idle (filled and unpinned) entries by rank. Only these may be reused."""
         self._dirty: dict[int, OrderedDict[BlockKey, HostEntry]] = {rank: OrderedDict() for rank in _RANKS}
@@ -80,19 +82,10 @@ class HostBlockPool:
         """Blocks whose write to disk was requested → the rank that the block gets after the write."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[HostEntry]:
-        return iter(self._entries.values())
-
-    def get(self, key: BlockKey) -> HostEntry | None:
-        """Return the entry of a block, filled or being filled; ``None`` if the block has no entry."""
-        return self._entries.get(key)
-
-    @property
-    def free(self) -> int:
-        """Number of empty slots."""
-        return len(self._free)
+        return iter(self.entries.values())
 
     @property
     def unspilled(self) -> int:
@@ -101,7 +94,7 @@ class HostBlockPool:
 
     def room(self, at_most: RetentionRank) -> int:
         """Return the number of slots that are empty or have an idle block of rank ``at_most`` or below."""
-        return len(self._free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
+        return len(self.free) + sum(len(idle) for rank, idle in self._idle.items() if rank <= at_most)
 
     def take(
         self,
@@ -111,46 +104,38 @@ class HostBlockPool:
         *,
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
-        """Assign a slot to a new block and return its entry. If no slot is empty, evict an entry whose rank
-        is at most ``at_most`` (default: ``rank``). Return ``None`` if there is no such entry.
+        """Assign a slot to a new block and return its entry. If no slot is empty, evict the least recently
+        used idle entry of the lowest rank, at most ``at_most`` (default: ``rank``). Return ``None`` if there
+        is no such entry.
 
         ``job``: number of the job that will fill the slot, ``None`` if the slot already counts as filled."""
-        if not self._free:
-            reused = self.reuse(at_most=rank if at_most is None else at_most)
+        if not self.free:
+            ranks = _RANKS[: (rank if at_most is None else at_most) + 1]
+            reused = next((next(iter(idle.values())) for each in ranks if (idle := self._idle[each])), None)
             if reused is None:
                 return None
-            self._counts["dropped_on_disk" if reused.key in self.on_disk else "dropped"] += 1
-        entry = HostEntry(key, self._free.pop(), rank, job, dirty=key not in self.on_disk)
-        self._entries[key] = entry
-        self._mark_idle_or_free(entry)
+            self.remove(reused)
+            self.counts["dropped_on_disk" if reused.key in self.on_disk else "dropped"] += 1
+        entry = HostEntry(key, self.free.pop(), rank, job, dirty=key not in self.on_disk)
+        self.entries[key] = entry
+        self._settle(entry)
         return entry
-
-    def reuse(self, *, at_most: RetentionRank) -> HostEntry | None:
-        """Evict the least recently used idle entry of the lowest rank, and return it. Return ``None`` if
-        every entry has a rank above ``at_most``, is pinned, or is being filled."""
-        for rank in _RANKS[: at_most + 1]:
-            if idle := self._idle[rank]:
-                entry = next(iter(idle.values()))
-                self.remove(entry)
-                return entry
-        return None
 
     def end_fill(self, entry: HostEntry) -> None:
         """Record that the job that fills the entry has ended."""
         entry.job = None
-        self._mark_idle_or_free(entry)
+        self._settle(entry)
 
     def pin(self, entry: HostEntry) -> None:
         """Protect the entry from eviction until a matching ``unpin``."""
-        if self._is_idle(entry):
-            self._unmark_idle(entry)
+        self._unsettle(entry)
         entry.pins += 1
 
     def unpin(self, entry: HostEntry, *, used: bool = True) -> None:
         """Remove one pin. If no pin is left, the entry becomes the most recently used of its rank.
         ``used=False``: the entry was only copied to disk, and becomes the least recently used."""
         entry.pins -= 1
-        self._mark_idle_or_free(entry)
+        self._settle(entry)
         if not used and self._is_idle(entry):
             for order in self._orders(entry):
                 order.move_to_end(entry.key, last=False)
@@ -162,25 +147,19 @@ class HostBlockPool:
 
     def touch(self, entry: HostEntry) -> None:
         """Make the entry the most recently used of its rank."""
-        if self._is_idle(entry):
-            for order in self._orders(entry):
-                order.move_to_end(entry.key)
+        self.set_rank(entry, entry.rank)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Change the entry's rank. If the rank differs, the entry becomes the most recently used of its new
+        """Change the rank of an entry, unless it was removed, and make it the most recently used of that
         rank."""
-        if entry.rank == rank:
-            return
-        idle = self._is_idle(entry)
-        if idle:
-            self._unmark_idle(entry)
-        entry.rank = rank
-        if idle:
-            self._mark_idle_or_free(entry)
+        if not entry.removal_pending:
+            self._unsettle(entry)
+            entry.rank = rank
+            self._settle(entry)
 
     def rerank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Give an entry the rank ``rank``, unless its present rank is ``WANTED``."""
-        if entry.rank != _WANTED:
+        """Give an entry the rank ``rank``, unless it has that rank or ``WANTED``."""
+        if entry.rank not in (rank, _WANTED):
             self.set_rank(entry, rank)
 
     def set_dirty(self, entry: HostEntry, dirty: bool) -> None:
@@ -200,12 +179,11 @@ class HostBlockPool:
         """Remove an entry. Its slot becomes free once no job reads or fills it."""
         if entry.removal_pending:
             return
-        if self._is_idle(entry):
-            self._unmark_idle(entry)
+        self._unsettle(entry)
         entry.removal_pending = True
-        del self._entries[entry.key]
+        del self.entries[entry.key]
         self.requested_writes.pop(entry.key, None)
-        self._mark_idle_or_free(entry)
+        self._settle(entry)
 
     def _is_idle(self, entry: HostEntry) -> bool:
         return not entry.pins and entry.job is None and not entry.removal_pending
@@ -215,14 +193,16 @@ class HostBlockPool:
         idle = self._idle[entry.rank]
         return (idle, self._dirty[entry.rank]) if entry.dirty else (idle,)
 
-    def _mark_idle_or_free(self, entry: HostEntry) -> None:
+    def _settle(self, entry: HostEntry) -> None:
         """If no pin or job uses the entry, make it idle or, if it was removed, free its slot."""
         if self._is_idle(entry):
             for order in self._orders(entry):
                 order[entry.key] = entry
         elif entry.removal_pending and not entry.pins and entry.job is None:
-            self._free.append(entry.slot)
+            self.free.append(entry.slot)
 
-    def _unmark_idle(self, entry: HostEntry) -> None:
-        for order in self._orders(entry):
-            del order[entry.key]
+    def _unsettle(self, entry: HostEntry) -> None:
+        """Before a change: if the entry is idle, it is so no more until ``_settle``."""
+        if self._is_idle(entry):
+            for order in self._orders(entry):
+                del order[entry.key]

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 BlockKey = bytes
@@ -84,16 +85,15 @@ class OffloadResults:
     stored: dict[int, CopyResult] = field(default_factory=dict)
     """Number of a store job that has ended → its result."""
     spilled: dict[BlockKey, CopyResult] = field(default_factory=dict)
-    """Key → result of its copy from host to disk. The last written comes first, as in a context, so that its
-    end is evicted first."""
+    """Key → result of its copy from host to disk, in the order of the copies."""
     staged: dict[BlockKey, CopyResult] = field(default_factory=dict)
     """Key → result of its copy from disk to host."""
     probed: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Job number → number of leading keys that the disk has, and whether it lacks the next one. If not, all
     are there, or the time ran out."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     """Direction (one of ``TRANSFER_DIRECTIONS``) → seconds of copying since the last report."""
-    moved_bytes: dict[str, int] = field(default_factory=dict)
+    moved_bytes: Counter[str] = field(default_factory=Counter)
     """Direction → bytes copied since the last report."""
     waited_s: float = 0.0
     """Seconds for which the thread that runs the model waited for copies before a forward pass, since the
@@ -118,8 +118,8 @@ class RankResults:
 
     def add(self, reports: Iterable[OffloadResults]) -> OffloadResults:
         """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
-        workers have reported now. ``seconds`` and ``waited_s`` are those of the slowest worker, and
-        ``moved_bytes`` is the sum."""
+        workers have reported now. ``seconds`` and ``waited_s`` are the slowest worker's, ``moved_bytes`` is
+        the sum."""
         combined = OffloadResults()
         for report in reports:
             for name, combine in _COMBINED.items():
@@ -129,9 +129,8 @@ class RankResults:
                     if len(answers) == self._ranks:
                         getattr(combined, name)[job] = combine(self._answers.pop((name, job)))
             for lane, seconds in report.seconds.items():
-                combined.seconds[lane] = max(combined.seconds.get(lane, 0.0), seconds)
-            for lane, moved in report.moved_bytes.items():
-                combined.moved_bytes[lane] = combined.moved_bytes.get(lane, 0) + moved
+                combined.seconds[lane] = max(combined.seconds[lane], seconds)
+            combined.moved_bytes.update(report.moved_bytes)
             combined.waited_s = max(combined.waited_s, report.waited_s)
         return combined
 
@@ -184,9 +183,7 @@ class OffloadStats:
 
     def seconds_a_byte(self, lane: str, now: float) -> float | None:
         """Return the recent seconds per byte in the direction ``lane``; ``None`` without a recent copy."""
-        newest = self._newest[lane]
-        while newest and now - newest[0][0] > SPEED_MAX_AGE_S:
-            newest.popleft()
+        newest = [report for report in self._newest[lane] if now - report[0] <= SPEED_MAX_AGE_S]
         took_s, moved = sum(seconds for _, seconds, _ in newest), sum(size for _, _, size in newest)
         return took_s / moved if moved and took_s > 0 else None
 
@@ -202,7 +199,7 @@ class OffloadStats:
         copied_s = self._seconds["to_host"] + self._seconds["to_device"]
         return {
             "moved_bytes": {lane: self._bytes[lane] for lane in TRANSFER_DIRECTIONS},
-            "seconds": {lane: round(self._seconds[lane], 6) for lane in TRANSFER_DIRECTIONS},
+            "seconds": {lane: round(seconds, 6) for lane, seconds in self._seconds.items()},
             "waited_s": round(self._waited_s, 6),
             "overlapped": round(1.0 - min(1.0, self._waited_s / copied_s), 4) if copied_s else None,
         }

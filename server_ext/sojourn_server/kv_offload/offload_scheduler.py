@@ -19,7 +19,7 @@ from itertools import count
 from typing import NamedTuple
 
 from .context_keys import ContextEnds, ContextKeys
-from .disk_tier import DiskTier, PersistStatus, TierLimits
+from .disk_tier import DiskTier, TierLimits
 from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
 
@@ -31,13 +31,13 @@ AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins with it."""
 
 # Module variables, because ``RetentionRank.WANTED`` is slow to evaluate for each block.
-_WANTED, _WORTHLESS = RetentionRank.WANTED, RetentionRank.WORTHLESS
+_WANTED, _WORTHLESS, _PLAIN = RetentionRank.WANTED, RetentionRank.WORTHLESS, RetentionRank.PLAIN
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blocks that are copied to the device for a request, or ahead of need. It exists from ``load``,
-    ``reject`` or ``load_ahead`` until all workers have reported its end (``end_loads``)."""
+    """Blocks that are copied to the device for a request, or ahead of need, until all workers have reported
+    the end (``end_loads``)."""
 
     entries: list[HostEntry]
     """The blocks' entries in host memory, pinned. Empty if the load was rejected: the workers then report all
@@ -53,20 +53,7 @@ class Load:
     """Those of ``block_ids`` that at least one worker could not fill."""
 
 
-class EndedLoads(NamedTuple):
-    """Loads that have ended, by what became of them. Cancelled loads are left out."""
-
-    done: set[str]
-    """Requests that can be computed, and finished ones."""
-    failed: set[str]
-    """Requests for which at least one block is missing."""
-    ahead: dict[str, int]
-    """Name of a load ahead of need → number of its leading blocks that arrived."""
-
-
 class _Lookup(NamedTuple):
-    """The result of a request's look-up."""
-
     identity: tuple[int, int, bytes]
     """``ContextKeys.identity`` of the keys looked up."""
     found: list[HostEntry]
@@ -79,15 +66,13 @@ class OffloadScheduler:
 
     def __init__(self, limits: TierLimits) -> None:
         self.limits = limits
-        self.counts: Counter[str] = Counter()
-        """Number of blocks by outcome; ``docs/kv-offload.md`` explains the names."""
-        self.host = HostBlockPool(limits.host_slots, self.counts)
+        self.host = HostBlockPool(limits.host_slots)
+        self.counts = self.host.counts
         self._numbers = count(1)
         """Source of job numbers."""
         self._storing: dict[int, tuple[list[HostEntry], list[BlockCopy]]] = {}
         """Number of an unfinished store job → the entries that it fills, and its copies."""
         self._looked_up: dict[str, _Lookup] = {}
-        """Request → the pinned blocks that its look-up found."""
         self._last_asked: str | None = None
         """Request of the latest look-up."""
         self.loads: dict[str, Load] = {}
@@ -103,19 +88,16 @@ class OffloadScheduler:
         """Keys of the window blocks from which later requests may continue."""
         self.is_on_device: Callable[[BlockKey], bool] = lambda key: False
         """Whether the device has a block with this key. Used only with several KV cache groups."""
-        self.disk = DiskTier(limits, self.host, self.counts, self._numbers)
-        self._jobs = self.disk.jobs = OffloadJobs()
+        self.disk = DiskTier(limits, self.host, self._numbers)
+        self._jobs = self.disk.jobs
         """Jobs of the step being planned."""
+        self._persisting = False
+        """Whether a ``persist`` waits for the disk. The engine must then run a step even when idle."""
 
     # -- copies from the device ---------------------------------------------
 
     def plan_save(
-        self,
-        key: BlockKey,
-        block_id: int,
-        rank: RetentionRank = RetentionRank.PLAIN,
-        *,
-        may_lower: bool = True,
+        self, key: BlockKey, block_id: int, rank: RetentionRank = _PLAIN, *, may_lower: bool = True
     ) -> bool:
         """Plan to copy a block to host memory, with the rank ``rank``, because this step overwrites it on the
         device. If host memory already has the block, only set its rank. Returns false if host memory has no
@@ -139,16 +121,24 @@ class OffloadScheduler:
         return True
 
     def await_store(self, key: BlockKey) -> None:
-        """If an unfinished store job copies the block, make the job end before this step, which may overwrite
-        the block."""
+        """If an unfinished store job copies the block, make the job end before this step's loads and forward
+        pass, which may overwrite the block. Its slots count as filled from now on."""
         entry = self.host.get(key)
-        if entry is not None and entry.job in self._storing:
-            self._await_store(entry.job)
+        if entry is None or entry.job not in self._storing:
+            return
+        job = entry.job
+        entries, copies = self._storing.pop(job)
+        if self._jobs.stores.pop(job, None) is None:
+            self._jobs.awaited[job] = copies
+        else:  # not sent to the worker yet
+            self._jobs.saves += copies
+        for each in entries:
+            self.host.end_fill(each)
 
     def store(
         self,
         blocks: Iterable[tuple[BlockKey, int]],
-        rank: RetentionRank = RetentionRank.PLAIN,
+        rank: RetentionRank = _PLAIN,
         *,
         at_most: RetentionRank | None = None,
     ) -> int:
@@ -181,21 +171,10 @@ class OffloadScheduler:
             batch, job = fresh[start : start + STORE_BATCH_BLOCKS], next(self._numbers)
             for entry, _ in batch:
                 entry.job = job
-            copies = [copy for _, copy in batch]
-            self._storing[job] = [entry for entry, _ in reversed(batch)], copies
-            self._jobs.stores[job] = copies
+            self._jobs.stores[job] = [copy for _, copy in batch]
+            self._storing[job] = [entry for entry, _ in reversed(batch)], self._jobs.stores[job]
         self.counts["stored"] += len(fresh)
         return len(fresh)
-
-    def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Remove the copies of ``keys`` in host memory, because their content may be wrong, and forget those
-        on disk."""
-        for key in keys:
-            if (entry := self.host.get(key)) is not None:
-                self._drop_lookups()
-                self.host.remove(entry)
-            self.disk.blocks.pop(key, None)
-            self.counts["discarded"] += entry is not None
 
     def set_rank(
         self, keys: Sequence[BlockKey], rank: RetentionRank, *, only: RetentionRank | None = None
@@ -203,14 +182,12 @@ class OffloadScheduler:
         """Set the retention rank of a context's blocks in host memory, and cancel their requested writes to
         disk. ``keys`` must be in context order; the end of the context will be evicted first. ``only``:
         change only blocks that have this rank now."""
-        get, requested = self.host.get, self.host.requested_writes
         for key in reversed(keys):
-            entry = get(key)
-            if only is not None and (entry is None or entry.rank != only):
-                continue
-            requested.pop(key, None)
-            if entry is not None:
-                self.host.set_rank(entry, rank)
+            entry = self.host.get(key)
+            if entry is not None and only in (None, entry.rank):
+                self.host.requested_writes.pop(key, None)
+                if entry.rank != rank:
+                    self.host.set_rank(entry, rank)
 
     def want(self, owner: Hashable, keys: Sequence[BlockKey]) -> None:
         """Keep ``keys``, and no others for this owner, in host memory with the rank ``WANTED`` until
@@ -239,20 +216,21 @@ class OffloadScheduler:
         gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
         already on disk gets the rank now, and so do all while the disk hangs. Without a disk, nothing
         changes."""
-        entries = [entry for key in keys if (entry := self.host.get(key)) is not None]
-        for entry in reversed(entries):  # the end of the context is evicted first
-            if entry.key in self.disk.blocks:
+        get, on_disk = self.host.get, self.disk.blocks
+        for key in reversed(keys):  # the end of the context is evicted first
+            if key in on_disk and (entry := get(key)) is not None:
                 self.host.rerank(entry, rank)
         if not self.disk.is_closed:
-            absent = (entry.key for entry in entries if entry.key not in self.disk.blocks)
+            absent = (key for key in keys if key not in on_disk and get(key) is not None)
             self.host.requested_writes.update(dict.fromkeys(absent, rank))
 
     def persist(
         self, chain: Sequence[BlockKey], on_device: Mapping[BlockKey, int], now: float
-    ) -> PersistStatus:
+    ) -> tuple[int, int]:
         """Plan to write a context to disk, so that a program can move to another engine that reads the same
-        disk, and return the progress so far. The writes take several steps: call it in later steps too, until
-        no blocks are pending. Without a disk, while it hangs, or after a cache reset, nothing is written.
+        disk. Return (leading blocks on disk, blocks that wait to be written or are being written). The writes
+        take several steps: call it in later steps too, until no blocks are pending. Without a disk, while it
+        hangs, or after a cache reset, nothing is written.
 
         ``chain``: keys of the context's blocks, in order. ``on_device``: key → block id, for blocks that the
         device has. To make room for those that only the device has, host memory evicts only blocks of
@@ -262,21 +240,28 @@ class OffloadScheduler:
         host, disk, idle = self.host, self.disk, RetentionRank.IDLE
         disk.note_time(now)
         if disk.is_closed or disk.hangs("writes") or disk.hangs("reads"):
-            return PersistStatus(0, 0)
+            return 0, 0
         # Writes delete the least recently used files. So write no more than fits. Otherwise the end of the
         # context would displace its beginning.
         chain = chain[: self.limits.disk_blocks]
-        if unconfirmed := disk.confirm(chain):
-            return PersistStatus(0, unconfirmed)
-        unsaved: list[tuple[BlockKey, int]] = []
-        for key in chain:
-            if key not in disk.blocks:
-                if (entry := host.get(key)) is not None:
-                    host.rerank(entry, max(entry.rank, idle))  # keep the block until it is on disk
-                elif key in on_device:
-                    unsaved.append((key, on_device[key]))
-        self.store(unsaved, idle, at_most=RetentionRank.PLAIN)
-        return disk.request_writes(chain)
+        stored, pending, unsaved = 0, disk.confirm(chain), list[tuple[BlockKey, int]]()
+        if not pending:
+            for key in chain:
+                if key not in disk.blocks:
+                    if (entry := host.get(key)) is not None:
+                        host.rerank(entry, max(entry.rank, idle))  # keep the block until it is on disk
+                    elif key in on_device:
+                        unsaved.append((key, on_device[key]))
+            self.store(unsaved, idle, at_most=_PLAIN)
+            for key in chain[: disk.leading(chain)]:
+                if key in disk.blocks:
+                    stored += not pending
+                else:
+                    pending += 1
+                    if key not in disk.spilling:
+                        host.requested_writes.setdefault(key, RetentionRank.COLD)
+        self._persisting |= pending > 0
+        return stored, pending
 
     # -- requests -------------------------------------------------
 
@@ -303,23 +288,20 @@ class OffloadScheduler:
             return 0
         if self.disk.must_wait(request_id):
             return None
-        before = self._looked_up.get(request_id)
+        self._last_asked, before = request_id, self._looked_up.get(request_id)
         if before is not None and before.identity == context.identity:
-            self._last_asked = request_id
             return before.tokens
         end = context.covered(self._in_host)
-        found = [self._readable(block.key) for block in context.needed(end)]
+        keys = [block.key for block in context.needed(end)]
+        for key in keys:
+            self.await_store(key)
         # Models with several groups, whose contexts have window blocks, have no disk.
-        if self.disk.may_search(request_id):
-            keys = [block.key for block in context.needed(context.end_tokens)]
-            if len(keys) > len(found) and self.disk.search(request_id, keys):
-                self._drop_lookup(request_id)  # the read may change the answer
-                return None
-        for entry in found:
-            self.host.pin(entry)
+        if self.disk.search(request_id, context, len(keys)):
+            self._drop_lookup(request_id)  # the read may change the answer
+            return None
+        found = self._pin(keys)
         self._drop_lookup(request_id)
         self._looked_up[request_id] = _Lookup(context.identity, found, end - context.start_tokens)
-        self._last_asked = request_id
         # A request computes the window blocks that its look-up missed. Others probably share the longer
         # prefix, for example a system prompt.
         missed = context.missed_windows(end, lambda key: self._in_host(key) or self.is_on_device(key))
@@ -358,11 +340,8 @@ class OffloadScheduler:
     def load_ahead(self, keys: Sequence[BlockKey], block_ids: Sequence[int]) -> str:
         """Plan to copy blocks from host memory to the device before a request needs them. All ``keys`` must
         be ``loadable``. Returns the load's name, which takes the place of a request id."""
-        entries = [self._readable(key) for key in keys]
-        for entry in entries:
-            self.host.pin(entry)
         name = f"{AHEAD}{next(self._numbers)}"
-        self._begin_load(name, entries, block_ids)
+        self._begin_load(name, self._pin(keys), block_ids)
         return name
 
     def is_loading(self, request_id: str) -> bool:
@@ -374,41 +353,44 @@ class OffloadScheduler:
         """Handle the end of a load's right to its blocks, which are freed at once. If the load was sent, the
         workers end its copies before the next step writes to the device."""
         load = self.loads.get(request_id)
-        if load is None:
-            return
-        if load.is_sent:
+        if load is not None and load.is_sent:
             load.is_cancelled = self._jobs.settles = True
-        else:
+        elif load is not None:
             self._end_load(request_id)
 
-    def end_loads(self, request_ids: Iterable[str], not_filled: Set[int]) -> EndedLoads:
+    def end_loads(
+        self, request_ids: Iterable[str], not_filled: Set[int]
+    ) -> tuple[set[str], set[str], dict[str, int]]:
         """Handle the workers' reports. ``request_ids``: loads that all workers have ended. ``not_filled``:
         device blocks that a worker could not fill; it may report them before the others end the load. The
-        copies of these blocks in host memory and on disk are removed, so later look-ups do not find them."""
-        if not_filled:
-            for load in self.loads.values():
-                load.not_filled.update(not_filled & {*load.block_ids})
-        ended = EndedLoads(set(), set(), {})
+        copies of these blocks in host memory are removed, and those on disk are forgotten.
+
+        Returns (requests that can be computed, and finished ones; requests for which at least one block is
+        missing; name of a load ahead of need → number of its leading blocks that arrived). Cancelled loads
+        are left out."""
+        for load in self.loads.values() if not_filled else ():
+            load.not_filled.update(not_filled & {*load.block_ids})
+        done, incomplete, ahead = set[str](), set[str](), dict[str, int]()
         for request_id in request_ids:
             if request_id not in self.loads:
-                ended.done.add(request_id)
+                done.add(request_id)
                 continue
             load = self._end_load(request_id)
             pairs = zip(load.entries, load.block_ids, strict=False)
             failed = [entry for entry, block_id in pairs if block_id in load.not_filled]
-            # A key whose entry was removed meanwhile may have a new, correct entry.
-            self.discard([entry.key for entry in failed if not entry.removal_pending])
             self.counts["loaded"] += len(load.entries) - len(failed)
-            if load.is_cancelled:
-                continue
-            if request_id.startswith(AHEAD):
+            for entry in failed:
+                if not entry.removal_pending:  # otherwise the key may have a new, correct entry
+                    self._drop_lookups()
+                    self.host.remove(entry)
+                    self.disk.blocks.pop(entry.key, None)
+                    self.counts["discarded"] += 1
+            if request_id.startswith(AHEAD) and not load.is_cancelled:
                 filled = [block_id not in load.not_filled for block_id in load.block_ids]
-                ended.ahead[request_id] = [*filled, False].index(False)
-            elif load.not_filled and not load.is_aborted:
-                ended.failed.add(request_id)
-            else:
-                ended.done.add(request_id)
-        return ended
+                ahead[request_id] = [*filled, False].index(False)
+            elif not load.is_cancelled:
+                (incomplete if load.not_filled and not load.is_aborted else done).add(request_id)
+        return done, incomplete, ahead
 
     def abandon(self, request_id: str) -> None:
         """End the look-up and disk waits of a request that has finished."""
@@ -430,23 +412,26 @@ class OffloadScheduler:
             self._drop_lookup(request_id)
         if spill:
             self.disk.plan_spills()
-        jobs = self._jobs
+        jobs, self._persisting = self._jobs, False
         self._jobs = self.disk.jobs = OffloadJobs()
-        self.disk.wants_step = False
-        for request_id, load in self._unsent():
-            copies = zip(load.block_ids, (entry.slot for entry in load.entries), strict=False)
-            if load.entries:
-                jobs.loads[request_id] = [BlockCopy(*copy) for copy in copies]
-            else:
+        for request_id, load in self.loads.items():
+            if not load.is_sent and load.entries:
+                slots = (entry.slot for entry in load.entries)
+                jobs.loads[request_id] = [*map(BlockCopy, load.block_ids, slots)]
+            elif not load.is_sent:
                 jobs.rejected[request_id] = list(load.block_ids)
+            load.is_sent = True
         return jobs
 
     def reject_loads(self) -> OffloadJobs:
         """Return the jobs of a step whose planning failed: its loads are rejected. Without a rejection, their
         requests would wait for ever."""
+        jobs = OffloadJobs(settles=True)  # a load may have been cancelled
         self._jobs = self.disk.jobs = OffloadJobs()
-        rejected = {request_id: list(load.block_ids) for request_id, load in self._unsent()}
-        return OffloadJobs(settles=True, rejected=rejected)  # a load may have been cancelled
+        for request_id, load in self.loads.items():
+            if not load.is_sent:
+                load.is_sent, jobs.rejected[request_id] = True, list(load.block_ids)
+        return jobs
 
     def take_results(self, results: OffloadResults) -> None:
         """Handle the results of earlier jobs."""
@@ -463,7 +448,9 @@ class OffloadScheduler:
         """Whether the engine must run a step even without requests, because jobs or writes to disk wait for
         it."""
         unsent = any(not load.is_sent for load in self.loads.values())
-        return bool(self._jobs) or unsent or self.disk.wants_step or self.disk.has_writes
+        # While a block is being written, an idle engine would spin.
+        writes = self.host.requested_writes and not self.disk.spilling
+        return bool(self._jobs or unsent or self._persisting or writes)
 
     def state(self) -> dict[str, dict[str, int]]:
         """Return ``{"host": {"used": …, "free": …}, "disk": …, "moves": counts}``, in blocks. Without a disk,
@@ -527,41 +514,19 @@ class OffloadScheduler:
         self.host.release(load.entries)
         return load
 
-    def _unsent(self) -> list[tuple[str, Load]]:
-        """Return the loads that no step has begun, and count them as begun."""
-        unsent = [(name, load) for name, load in self.loads.items() if not load.is_sent]
-        for _, load in unsent:
-            load.is_sent = True
-        return unsent
-
     def _in_host(self, key: BlockKey) -> bool:
-        """Return whether this step can read the block from host memory."""
+        """Return whether this step can read the block from host memory, perhaps after ``await_store``."""
         entry = self.host.get(key)
         return entry is not None and (entry.job is None or entry.job in self._storing)
 
-    def _readable(self, key: BlockKey) -> HostEntry:
-        """Return the entry of a block ``_in_host``. A store job that still fills it must end before the
-        step."""
-        entry = self.host.get(key)
-        assert entry is not None
-        if entry.job is not None:
-            self._await_store(entry.job)
-        return entry
-
-    def _await_store(self, job: int) -> None:
-        """Make store job ``job`` end before this step's loads and forward pass. Its slots count as filled
-        from now on."""
-        entries, copies = self._storing.pop(job)
-        if self._jobs.stores.pop(job, None) is None:
-            self._jobs.awaited[job] = copies
-        else:  # not sent to the worker yet
-            self._jobs.saves += copies
+    def _pin(self, keys: Sequence[BlockKey]) -> list[HostEntry]:
+        entries = [self.host.entries[key] for key in keys]
         for entry in entries:
-            self.host.end_fill(entry)
+            self.host.pin(entry)
+        return entries
 
     def _drop_lookup(self, request_id: str) -> None:
-        before = self._looked_up.pop(request_id, None)
-        if before is not None:
+        if (before := self._looked_up.pop(request_id, None)) is not None:
             self.host.release(before.found)
 
     def _drop_lookups(self) -> None:

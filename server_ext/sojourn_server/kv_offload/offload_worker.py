@@ -7,6 +7,7 @@ ended, and other requests compute meanwhile. So a step waits for loads only if o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 from .block_file import BlockCorrupt
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
-from .shared_store import BlockNotFound, PutOutcome, SharedStore
+from .shared_store import PutOutcome, SharedStore
 from .transfer_thread import TransferThread
 
 SEARCH_S = 0.5
@@ -25,7 +26,7 @@ SEARCH_S = 0.5
 
 
 class Copy(Protocol):
-    """The result of ``DeviceBackend.to_host`` and ``to_device``: copies that have begun."""
+    """Copies that have begun."""
 
     def wait(self) -> float:
         """Wait until the copies are complete. Returns the seconds that they took, without the time before
@@ -51,8 +52,7 @@ class DeviceBackend(Protocol):
         copies have filled its slot."""
 
     def hold_compute(self, copy: Any) -> None:
-        """Make the device finish ``copy``, a result of ``to_host`` or ``to_device``, before any work that the
-        calling thread queues later."""
+        """Make the device finish ``copy`` before any work that the calling thread queues later."""
 
     def slot(self, slot: int) -> memoryview:
         """Return the bytes of a slot, writable. Waits for the last copy into the slot."""
@@ -91,7 +91,6 @@ class OffloadWorker:
         self.is_broken = False
         self._lock = threading.Lock()
         self._results = OffloadResults()
-        self._waited_s = 0.0
 
     # -- a step --------------------------------------------------------------------
 
@@ -120,9 +119,9 @@ class OffloadWorker:
                 self._stores[job] = begun = Future[Copy]()
                 self._to_host.submit(partial(self._store, job, copies, begun, fence))
             if jobs.spills:
-                self._to_disk.submit(partial(self._spill, jobs.spills))
+                self._to_disk.submit(partial(self._copy_files, jobs.spills, "to_disk", self._put))
             if jobs.stages:
-                self._from_disk.submit(partial(self._stage, jobs.stages))
+                self._from_disk.submit(partial(self._copy_files, jobs.stages, "from_disk", self._get))
             for job, keys in jobs.probes.items():
                 self._probe.submit(partial(self._look_for, job, keys))
 
@@ -137,7 +136,8 @@ class OffloadWorker:
             self._device.hold_compute(copy)
             self._to_host.submit(lambda: self._moved("to_host", len(saves), copy.wait()))
         if jobs.settles or jobs.awaited or jobs.saves:
-            self._waited_s += time.perf_counter() - began
+            with self._lock:
+                self._results.waited_s += time.perf_counter() - began
 
     def take_loaded(self) -> tuple[set[str], set[int]]:
         """Return the ids of the requests whose loads have ended since the last call, and the ids of their
@@ -156,7 +156,6 @@ class OffloadWorker:
             results, self._results = self._results, OffloadResults()
         for job in results.stored:
             self._stores.pop(job, None)
-        results.waited_s, self._waited_s = self._waited_s, 0.0
         return results
 
     def close(self) -> None:
@@ -185,11 +184,9 @@ class OffloadWorker:
         return ()
 
     def _moved(self, direction: str, blocks: int, seconds: float) -> None:
-        moved_bytes = blocks * self._device.block_bytes
         with self._lock:
-            results = self._results
-            results.seconds[direction] = results.seconds.get(direction, 0.0) + seconds
-            results.moved_bytes[direction] = results.moved_bytes.get(direction, 0) + moved_bytes
+            self._results.seconds[direction] += seconds
+            self._results.moved_bytes[direction] += blocks * self._device.block_bytes
 
     def _load(self, request_id: str, copies: Sequence[BlockCopy], fence: Any) -> None:
         not_filled = {copy.block_id for copy in copies}
@@ -219,33 +216,36 @@ class OffloadWorker:
             with self._lock:
                 self._results.stored[job] = copy_result
 
-    def _spill(self, files: Sequence[FileCopy]) -> None:
-        began = time.perf_counter()
-        copy_results = {file.key: self._put(file) for file in files}
-        moved = [*copy_results.values()].count(CopyResult.MOVED)
-        self._moved("to_disk", moved, time.perf_counter() - began)
-        with self._lock:
-            self._results.spilled.update(reversed(copy_results.items()))
-
-    def _put(self, file: FileCopy) -> CopyResult:
-        assert self._disk is not None
-        if self.is_broken:
-            return CopyResult.FAILED
-        try:
-            outcome = self._disk.put(file.key, [self._device.slot(file.slot)])
-        except Exception:  # each copy is answered, whatever the device or the store raises
-            return CopyResult.FAILED
-        return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
-
-    def _stage(self, files: Sequence[FileCopy]) -> None:
+    def _copy_files(
+        self, files: Sequence[FileCopy], direction: str, move: Callable[[SharedStore, FileCopy], CopyResult]
+    ) -> None:
+        """Copy blocks between host memory and disk. Each is answered, whatever the device or the store
+        raises."""
         assert self._disk is not None
         for file in files:
-            began = time.perf_counter()
-            copy_result = self._get(file)
-            self._moved("from_disk", copy_result is CopyResult.MOVED, time.perf_counter() - began)
+            began, copy_result = time.perf_counter(), CopyResult.FAILED
+            if not self.is_broken:
+                with contextlib.suppress(Exception):
+                    copy_result = move(self._disk, file)
+            self._moved(direction, copy_result is CopyResult.MOVED, time.perf_counter() - began)
             with self._lock:
-                self._results.staged[file.key] = copy_result
-        self._disk.touch([file.key for file in files])  # the end of the context as the oldest
+                reports = self._results.spilled if direction == "to_disk" else self._results.staged
+                reports[file.key] = copy_result
+        if direction == "from_disk":
+            self._disk.touch([file.key for file in files])  # the end of the context as the oldest
+
+    def _put(self, disk: SharedStore, file: FileCopy) -> CopyResult:
+        outcome = disk.put(file.key, [self._device.slot(file.slot)])
+        return CopyResult.FULL if outcome is PutOutcome.FULL else CopyResult.MOVED
+
+    def _get(self, disk: SharedStore, file: FileCopy) -> CopyResult:
+        try:
+            disk.get_into(file.key, [self._device.slot(file.slot)])
+        except FileNotFoundError:
+            return CopyResult.MISSING
+        except BlockCorrupt:
+            return CopyResult.CORRUPT
+        return CopyResult.MOVED
 
     def _look_for(self, job: int, keys: Sequence[BlockKey]) -> None:
         assert self._disk is not None
@@ -258,17 +258,3 @@ class OffloadWorker:
             with self._lock:
                 self._results.probed[job] = found, is_missing
         self._disk.touch(keys[:found])
-
-    def _get(self, file: FileCopy) -> CopyResult:
-        assert self._disk is not None
-        if self.is_broken:
-            return CopyResult.FAILED
-        try:
-            self._disk.get_into(file.key, [self._device.slot(file.slot)])
-        except BlockNotFound:
-            return CopyResult.MISSING
-        except BlockCorrupt:
-            return CopyResult.CORRUPT
-        except Exception:
-            return CopyResult.FAILED
-        return CopyResult.MOVED

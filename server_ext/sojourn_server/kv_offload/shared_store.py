@@ -30,15 +30,8 @@ store's root can replace the store later. So choose a root that others cannot wr
 By default a root with only stores of other identities is refused. After a change of model or block size, a
 second set of blocks on the disk is usually a mistake.
 
-Errors
-------
-    OffloadError
-     ├ StoreError          the operating system reported the error ``errno``
-     ├ IncompatibleStore   the root has only stores of other models, block sizes, …, listed in ``differences``
-     ├ BlockNotFound       there is no such block (any more)
-     └ BlockCorrupt        the block was damaged; it has been removed
-
-Every error after the store was opened concerns one block, and the engine can compute that block again.
+Every error after the store was opened is an ``OSError`` and concerns one block, which the engine can compute
+again: ``FileNotFoundError`` if there is no such block (any more), ``BlockCorrupt`` if it was damaged.
 """
 
 from __future__ import annotations
@@ -62,16 +55,13 @@ from typing import Any
 from .block_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
-    BlockCorrupt,
     Buffer,
     FileSystem,
     KvIdentity,
-    OffloadError,
-    StoredFile,
     byte_views,
+    header,
     read_block,
     replace_file,
-    write_block,
 )
 
 FULL_BLOCK_TOKENS = 64
@@ -112,24 +102,7 @@ def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
     return block_tokens // engine_block_tokens
 
 
-class StoreError(OffloadError):
-    """Raised for an error of the operating system, which is in ``errno`` and ``__cause__``."""
-
-    def __init__(self, doing: str, path: Path, cause: OSError) -> None:
-        super().__init__(f"{doing} {path} failed: {cause.strerror or cause}")
-        self.path = path
-        self.errno = cause.errno
-
-
-class BlockNotFound(OffloadError):
-    """Raised if the store has no such block (any more)."""
-
-    def __init__(self, key: bytes) -> None:
-        super().__init__(f"no block {key.hex()} in this store")
-        self.key = key
-
-
-class IncompatibleStore(OffloadError):
+class IncompatibleStore(Exception):
     """Raised if all stores in the root are for other identities. ``differences``: (field, found, expected) of
     the store that is most alike."""
 
@@ -142,7 +115,6 @@ class IncompatibleStore(OffloadError):
         )
         self.what = f"the KV store {path} is for another model or configuration ({listed})"
         super().__init__(f"{self.what}. {self.advice}")
-        self.path = path
         self.differences = tuple(differences)
 
 
@@ -207,7 +179,7 @@ class SharedStore:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Open or create the store of ``identity`` in ``root``. The oldest files beyond the budget and
-        temporary files of dead writers are deleted. Raises ``IncompatibleStore`` and ``StoreError``."""
+        temporary files of dead writers are deleted. Raises ``IncompatibleStore`` and ``OSError``."""
         self.path = path = Path(os.path.realpath(root)) / identity.digest().hex()[:16]
         self.identity = identity
         self.blocks = 0
@@ -224,18 +196,15 @@ class SharedStore:
         """Number of files that this store may write before it lists the files again."""
         self._count_again_ns = self._full_until_ns = 0
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()
-        try:
-            if not os.path.lexists(path):
-                check_root(path.parent, asdict(identity))
-            self._files.mkdir(path)
-            check_private(path)
-            if not os.path.lexists(path / MANIFEST):
-                manifest = {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
-                content = json.dumps(manifest, indent=2).encode() + b"\n"
-                replace_file(self._files, path / MANIFEST, [memoryview(content)])
-            self._count()
-        except OSError as error:
-            raise StoreError("opening the KV store", path, error) from error
+        if not os.path.lexists(path):
+            check_root(path.parent, asdict(identity))
+        self._files.mkdir(path)
+        check_private(path)
+        if not os.path.lexists(path / MANIFEST):
+            manifest = {"kind": _KIND, "format": FORMAT_VERSION, **asdict(identity)}
+            content = json.dumps(manifest, indent=2).encode() + b"\n"
+            replace_file(self._files, path / MANIFEST, [memoryview(content)])
+        self._count()
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Return how many leading ``keys`` the store has. Only the sizes of files are checked. A later read
@@ -251,32 +220,24 @@ class SharedStore:
 
     def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
         """Fill ``buffers``, in order, with the block of ``key``. The block may be divided into buffers
-        differently than for ``put``.
-
-        After any exception the content of ``buffers`` is undefined. Raises ``BlockNotFound``; and
-        ``BlockCorrupt`` or ``StoreError``. A damaged file has been removed then, if that was possible; one
-        that could not be read for want of file descriptors, for instance, stays.
-        """
+        differently than for ``put``. Raises ``OSError``, after which the content of ``buffers`` is undefined.
+        A file that is damaged or cannot be read from the disk is removed; otherwise the block would never be
+        written again. One that could not be read for want of file descriptors, for instance, stays."""
         path = self._path(key)
         try:
             read_block(self._files, path, key, self._digest, byte_views(buffers))
-        except FileNotFoundError as error:
-            raise BlockNotFound(key) from error
-        except BlockCorrupt:  # otherwise the block would never be written again
-            self._erase(path)
-            raise
         except OSError as error:
             if error.errno == errno.EIO:
                 self._erase(path)
-            raise StoreError("reading the KV block", path, error) from error
+            raise
         self.touch([key])
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
         """Store ``buffers``, in order, as the block of ``key``. If the store has the block, mark it as used.
 
         ``parent``: key of the previous block of the context; empty if there is none or if the end of the
-        context is stored first. The buffers must not change during the call. Raises ``StoreError``, after
-        which nothing of the block is left.
+        context is stored first. The buffers must not change during the call. Raises ``OSError``, after which
+        nothing of the block is left.
         """
         path, payload = self._path(key), byte_views(buffers)
         try:
@@ -286,18 +247,19 @@ class SharedStore:
             if not self._reserve():
                 return PutOutcome.FULL
             self._files.mkdir(path.parent)
+            content = [memoryview(header(key, self._digest, payload)), *payload]
             try:
-                write_block(self._files, path, key, self._digest, payload)
+                replace_file(self._files, path, content)
             except OSError as error:
                 with self._lock:
                     if error.errno not in _NO_SPACE or not self._count(evict=True):
                         raise
-                write_block(self._files, path, key, self._digest, payload)
+                replace_file(self._files, path, content)
         except OSError as error:
-            if error.errno in _NO_SPACE:
-                self._full_until_ns = self._clock_ns() + DISK_FULL_NS
-                return PutOutcome.FULL
-            raise StoreError("writing the KV block", path, error) from error
+            if error.errno not in _NO_SPACE:
+                raise
+            self._full_until_ns = self._clock_ns() + DISK_FULL_NS
+            return PutOutcome.FULL
         self._mark_used(key, parent)
         return PutOutcome.STORED
 
@@ -351,30 +313,29 @@ class SharedStore:
         room for another or if ``evict`` is set, because other data fills the disk. Return the number of
         blocks deleted. Raises ``OSError``."""
         began_ns = self._clock_ns()
-        blocks: list[StoredFile] = []
+        blocks: list[tuple[int, int, str]] = []
         used_bytes = 0
-        for file in self._files.scan(self.path):
-            if file.path.endswith(".kv"):
-                blocks.append(file)
-            elif began_ns - file.mtime_ns > TEMPORARY_NS and self._erase(Path(file.path)):
+        for mtime_ns, size, path in self._files.scan(self.path):
+            if path.endswith(".kv"):
+                blocks.append((mtime_ns, size, path))
+            elif began_ns - mtime_ns > TEMPORARY_NS and self._erase(Path(path)):
                 continue
-            used_bytes += file.size
-        deleted = 0
+            used_bytes += size
+        self.blocks = before = len(blocks)
         if evict or used_bytes + self._file_bytes > self._budget_bytes:
-            batch_bytes = max(1, len(blocks) // EVICTION_SHARE) * self._file_bytes
+            batch_bytes = max(1, before // EVICTION_SHARE) * self._file_bytes
             most_bytes = min(used_bytes, self._budget_bytes) if evict else self._budget_bytes
-            for file in sorted(blocks):
+            for _, size, path in sorted(blocks):
                 if used_bytes + batch_bytes <= most_bytes:
                     break
-                if self._erase(Path(file.path)):
-                    used_bytes -= file.size
-                    deleted += 1
-        self.blocks = len(blocks) - deleted
+                if self._erase(Path(path)):
+                    used_bytes -= size
+                    self.blocks -= 1
         room = max(0, self._budget_bytes - used_bytes) // self._file_bytes
         self._left = min(room, max(1, room // COUNT_SHARE))
         now_ns = self._clock_ns()
         self._count_again_ns = now_ns + max(COUNT_NS, 20 * (now_ns - began_ns))  # a share may list slowly
-        return deleted
+        return before - self.blocks
 
     def _erase(self, path: Path) -> bool:
         """Remove a file. Returns whether it is gone."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ..kv_offload.block_file import OffloadError
 from ..kv_offload.shared_store import SharedStore
 from ..kv_offload.transfer_thread import TransferThread
 from .staging_buffers import BufferPool, BufferSlot, TransferLimits
@@ -131,8 +130,6 @@ class StoreThreads:
         def read() -> str | None:
             try:
                 self._store.get_into(key, [memory])
-            except OffloadError as error:
-                return str(error)
             except Exception as error:  # the read is reported whatever a store raises
                 return f"{type(error).__name__}: {error}"
             return None

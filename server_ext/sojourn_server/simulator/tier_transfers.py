@@ -58,7 +58,7 @@ class TierTransfers(HostTransfers):
         for job, copies in jobs.stores.items():
             self.to_host.begin(job, len(copies) * self.block_bytes, begins_s)
         # Blocks that this step saves are in host memory when it begins, and may be spilled.
-        if spills := [file.key for file in reversed(jobs.spills)]:
+        if spills := [file.key for file in jobs.spills]:
             self.to_disk.begin(spills, len(spills) * self.block_bytes, begins_s)
         for file in jobs.stages:
             self.from_disk.begin(file.key, self.block_bytes, begins_s)

@@ -130,8 +130,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _allocated(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
-        """Load ``tokens`` tokens into new blocks, after the ``match.computed`` ones on the
-        device."""
+        """Load ``tokens`` tokens into new blocks, after the ``match.computed`` ones on the device."""
         raise NotImplementedError
 
     def _reject_fill(self, request: Request, block_ids: BlockIds, match: MatchedTokens, tokens: int) -> None:
@@ -143,7 +142,8 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         raise NotImplementedError
 
     def _take_results(self, results: list[ResultsT]) -> None:
-        raise NotImplementedError
+        for each in results:
+            self.planner.take_results(each)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return (whether vLLM must keep its blocks for now, the response's ``kv_transfer_params``)."""

@@ -151,8 +151,8 @@ class KVOffloadSettings(KVConnectorSettings):
 
     def open_disk(self, block_bytes: int, layers: int) -> SharedStore | None:
         """Open this worker's store on disk; ``None`` without ``disk``. ``block_bytes`` and ``layers`` are
-        those of this worker's part of a block. Raises ``OffloadError`` if the directory has only KV of other
-        identities."""
+        those of this worker's part of a block. Raises ``IncompatibleStore`` for a directory
+        that has only KV of other identities."""
         if self.options.disk is None:
             return None
         identity = replace(self.identity, block_bytes=block_bytes, layers=layers)
@@ -219,7 +219,7 @@ class KVTransferSettings(KVConnectorSettings):
         return self.longest_blocks * self.block_bytes if short else 0
 
     def open_store(self) -> SharedStore:
-        """Raises ``OffloadError`` if the directory has only KV of other identities."""
+        """Raises ``IncompatibleStore`` if the directory has only KV of other identities."""
         return _open_store(self.options.store, self.identity, self.options.store_bytes // self.ranks)
 
 

@@ -128,12 +128,14 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
                 self.planner.loads.pop(name, None)
             output.finished_recving = {name for name in reported if not name.startswith(AHEAD)}
             return set()
-        output.finished_recving, output.invalid_block_ids = ended.done, output.invalid_block_ids - own
+        failed: set[str]
+        output.finished_recving, failed, ahead = ended
+        output.invalid_block_ids = output.invalid_block_ids - own
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             output.invalid_block_ids |= report.not_filled
-        for name, arrived in ended.ahead.items():
+        for name, arrived in ahead.items():
             self.attempt(self.load_ahead_ended, name, arrived)
-        return set(ended.failed)
+        return failed
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
@@ -157,15 +159,15 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         need exists, or, in a pause, copies from and to the device run. After it vLLM may unmap the device's
         KV (``/sleep``). A pause waits at most ``PAUSE_WAIT_S``. If the connector is off, only loads ahead of
         need count, because results of other jobs may have been lost."""
-        planner, paused = self.planner, self.is_paused()
+        planner, paused, now = self.planner, self.is_paused(), self.clock()
         copies = paused and bool(planner.storing_blocks or planner.loads)
         pending = planner.loads_ahead or (not self.off and (copies or planner.has_jobs))
         if not (paused and pending):
             self._pause_waits_since_s = None
             return pending
         if self._pause_waits_since_s is None:
-            self._pause_waits_since_s = self.clock()
-        if self.clock() - self._pause_waits_since_s < PAUSE_WAIT_S:
+            self._pause_waits_since_s = now
+        if now - self._pause_waits_since_s < PAUSE_WAIT_S:
             return True
         self._failure_log.log(
             logging.WARNING,

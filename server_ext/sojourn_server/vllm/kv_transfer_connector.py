@@ -134,10 +134,6 @@ class PathsConnector(KVConnector[TransferJobs, TransferResults]):
             self.attempt(self.planner.filled, request_id)
         super().update_connector_output(connector_output)
 
-    def _take_results(self, results: list[TransferResults]) -> None:
-        for each in results:
-            self.planner.take_results(each)
-
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._requests.pop(request.request_id, None)
         completed = request.status.name in COMPLETED_STATUSES and not self._is_off()

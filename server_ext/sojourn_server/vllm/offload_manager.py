@@ -7,7 +7,7 @@ remembered of them, exist only with several groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, wraps
 from itertools import islice
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from sojourn.ids import ProgramId
 from ..core.block_owners import BlockOwners
 from ..core.context_hashes import PlacedPrefixes
 from ..core.program_scheduler import ProgramScheduler
-from ..kv_offload.disk_tier import PersistStatus
 from ..kv_offload.host_block_pool import RetentionRank
 from ..kv_offload.offload_jobs import BlockKey
 from ..policies.costs.reload_estimate import LinkCosts
@@ -108,30 +107,27 @@ class OffloadManager:
         expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have the owners
         of ``blocks``."""
         rank_of = self._ranker(owners)
-        planner, cold = self._planner, RetentionRank.COLD
+        planner, cold, may_lower = self._planner, RetentionRank.COLD, not self._placement_lowers_ranks
         key_of, is_single = self._groups.key_of, self._groups.is_single
         self._taken += len(blocks)
         for block in blocks:
-            if block.block_hash is not None:
-                key = key_of(block)
-                # A copy to host memory may still be running. The step must then wait for it.
-                if not is_single and self._is_behind_window(key):
+            if block.block_hash is None:
+                continue
+            key = key_of(block)
+            if not is_single:
+                for program_id in owners.owners_of(block.block_id):
+                    self._leaving.setdefault(program_id, False)
+                if self._is_behind_window(key):
+                    # A copy to host memory may still be running. The step must then wait for it.
                     planner.await_store(key)
                     continue
-                if key in self._recomputed and planner.host.get(key) is None:
-                    self._recomputed.discard(key)
-                    continue
-                rank = rank_of(key, block.block_id)
-                saved = planner.plan_save(
-                    key, block.block_id, rank.until_written, may_lower=not self._placement_lowers_ranks
-                )
-                if saved and rank == cold:
-                    planner.write_to_disk([key], rank)
-        if not is_single:
-            for block in blocks:
-                if block.block_hash is not None:
-                    for program_id in owners.owners_of(block.block_id):
-                        self._leaving.setdefault(program_id, False)
+            if key in self._recomputed and planner.host.get(key) is None:
+                self._recomputed.discard(key)
+                continue
+            rank = rank_of(key, block.block_id)
+            saved = planner.plan_save(key, block.block_id, rank.until_written, may_lower=may_lower)
+            if saved and rank == cold:
+                planner.write_to_disk([key], rank)
 
     @_turns_off
     def store_ahead(self, queue: ProgramFreeBlockQueue) -> None:
@@ -145,15 +141,13 @@ class OffloadManager:
         planner, worthless = self._planner, RetentionRank.WORTHLESS
         rank_of = self._ranker(queue.owners)
         by_rank: dict[RetentionRank, list[tuple[BlockKey, int]]] = {}
-        for block in islice(queue.iter_blocks_after(None), self._store_ahead_blocks):
-            if block.block_hash is not None:
-                key = self._groups.key_of(block)
-                if key in self._recomputed or self._is_behind_window(key):
-                    continue
-                entry = planner.host.get(key)
-                if entry is None or entry.rank == worthless:
-                    rank = rank_of(key, block.block_id)
-                    by_rank.setdefault(rank, []).append((key, block.block_id))
+        front = islice(queue.iter_blocks_after(None), self._store_ahead_blocks)
+        for key, block_id in self._keyed(block for block in front if block.block_hash is not None):
+            entry = planner.host.get(key)
+            if key in self._recomputed or self._is_behind_window(key):
+                continue
+            if entry is None or entry.rank == worthless:
+                by_rank.setdefault(rank_of(key, block_id), []).append((key, block_id))
         for rank, blocks in by_rank.items():
             # Eviction takes the end of a context first; copies are made in the order of the context.
             planner.store(reversed(blocks), rank.until_written)
@@ -166,7 +160,7 @@ class OffloadManager:
         rank = self._rank(program_id)
         if rank > RetentionRank.WORTHLESS and not self._runs(program_id):
             hashes = self._program_scheduler.context(program_id) or ()
-            self._store(self._groups.needed_blocks(hashes), rank.until_written)
+            self._planner.store(self._keyed(self._groups.needed_blocks(hashes)), rank.until_written)
 
     # -- turns and programs -------------------------------------------------------
 
@@ -177,10 +171,8 @@ class OffloadManager:
         if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
                 self._leaving.pop(program_id, None)
-            keys = map(self._groups.key_of, blocks)
-            self._planner.ends.put(
-                "turn", program_id, [key for key in keys if self._groups.is_of_window(key)]
-            )
+            keys = filter(self._groups.is_of_window, map(self._groups.key_of, blocks))
+            self._planner.ends.put("turn", program_id, [*keys])
 
     def remember_prompt_end(
         self, program_id: ProgramId | None, hashes: Sequence[BlockKey], prompt_tokens: int
@@ -222,7 +214,7 @@ class OffloadManager:
             return
         if tier is not Tier.WAITING:
             # Copy now, so that the device need not wait for a copy when it reuses a block.
-            self._store(self._groups.needed_blocks(keys), rank.until_written)
+            planner.store(self._keyed(self._groups.needed_blocks(keys)), rank.until_written)
             if rank == RetentionRank.COLD:
                 planner.write_to_disk(self._groups.needed_keys(keys, shared), rank)
 
@@ -276,18 +268,16 @@ class OffloadManager:
         status = self._persist(keys)
         if status is None:
             return {"reason": f"the tiers below the device are off: {connector.off_because}"}
-        return {
-            "stored_blocks": status.stored,
-            "pending_blocks": status.pending,
-            "pending_bytes": status.pending * connector.settings.block_bytes,
-        }
+        stored, pending = status
+        pending_bytes = pending * connector.settings.block_bytes
+        return {"stored_blocks": stored, "pending_blocks": pending, "pending_bytes": pending_bytes}
 
     @_turns_off
-    def _persist(self, keys: Sequence[BlockKey]) -> PersistStatus:
+    def _persist(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         planner, on_device, at = self._planner, dict[BlockKey, int](), 0
         while True:  # each tier may have parts of the context
             found = self._groups.cached_prefix(keys[at:]).blocks
-            on_device.update((self._groups.key_of(block), block.block_id) for block in found)
+            on_device.update(self._keyed(found))
             at += len(found)
             below = planner.disk.leading(keys[at:])
             if not below:
@@ -318,8 +308,8 @@ class OffloadManager:
     def copy_ahead(self, blocks: Sequence[KVCacheBlock]) -> None:
         """Copy cached ``blocks`` of a running request that will probably be preempted, in context order."""
         # A block that is there keeps its rank, for example that of an idle program.
-        host, key_of = self._planner.host, self._groups.key_of
-        self._store([block for block in blocks if host.get(key_of(block)) is None], _PLAIN)
+        get = self._planner.host.get
+        self._planner.store([keyed for keyed in self._keyed(blocks) if get(keyed[0]) is None], _PLAIN)
 
     @_turns_off
     def count_copied(self, blocks: Iterable[KVCacheBlock]) -> int:
@@ -334,16 +324,16 @@ class OffloadManager:
         """Exclude the cached blocks of a preempted request from saving, because recomputing them is faster.
         Blocks that other requests use or have used, such as a common prefix, are saved as usual.
         ``program_id``: the request's program; ``None`` for a request of no program."""
-        for block in blocks:
-            block_id = block.block_id
+        alone = (block for block in blocks if block.ref_cnt <= 1)
+        for key, block_id in self._keyed(alone):
             used_by_others = block_id in owners.common or block_id in owners.orphans
-            if block.ref_cnt <= 1 and not used_by_others and owners.of.get(block_id) == program_id:
-                self._recomputed.add(self._groups.key_of(block))
+            if not used_by_others and owners.of.get(block_id) == program_id:
+                self._recomputed.add(key)
 
     @_turns_off
     def keep_preempted(self, request_id: str, blocks: Sequence[KVCacheBlock]) -> None:
         """Keep copies of a preempted request's blocks in host memory until ``release_preempted``."""
-        self._planner.want((request_id,), [self._groups.key_of(block) for block in blocks])
+        self._planner.want((request_id,), [*map(self._groups.key_of, blocks)])
 
     @_turns_off
     def release_preempted(
@@ -360,24 +350,22 @@ class OffloadManager:
     def offload_costs(self, blocks: int = 1) -> LinkCosts:
         """Return the costs of a copy to host memory and back. If host memory has no space for ``blocks`` more
         blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``."""
-        out_s, back_s = self._block_s("to_host"), self._block_s("to_device")
-        tokens = self._groups.tokens_per_block
-        to_host = out_s / tokens if out_s is not None else None
-        return LinkCosts(
-            to_host if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN,
-            back_s / tokens if back_s is not None else None,
-            self._planner.storing_blocks * (out_s or 0.0),
+        to_host = self._token_s("to_host") if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN
+        stores_s = (
+            self._planner.storing_blocks * self._groups.tokens_per_block * (self._token_s("to_host") or 0)
         )
+        return LinkCosts(to_host, self._token_s("to_device"), stores_s)
 
     def load_costs(self) -> LinkCosts:
-        block_s = self._block_s("to_device")
-        token_s = block_s / self._groups.tokens_per_block if block_s is not None else None
-        return LinkCosts(None, token_s, loads_queued_s=self._planner.loading_blocks * (block_s or 0.0))
+        token_s = self._token_s("to_device")
+        queued = self._planner.loading_blocks * self._groups.tokens_per_block
+        return LinkCosts(None, token_s, loads_queued_s=queued * (token_s or 0.0))
 
-    def _block_s(self, lane: str) -> float | None:
-        """Return the seconds of copying a block in a direction; ``None`` if not known."""
+    def _token_s(self, lane: str) -> float | None:
+        """Return the seconds of copying a token's share of a block in a direction; ``None`` if not known."""
         byte_s = self._connector.traffic.seconds_a_byte(lane, self._connector.clock())
-        return byte_s * self._connector.settings.block_bytes if byte_s is not None else None
+        token_bytes = self._connector.settings.block_bytes / self._groups.tokens_per_block
+        return byte_s * token_bytes if byte_s is not None else None
 
     def _room(self) -> int:
         host = self._planner.host
@@ -418,9 +406,8 @@ class OffloadManager:
         live = map(scheduler.request, scheduler.live_requests(program_id))
         return any(known is not None and known.admitted for known in live)
 
-    def _store(self, blocks: Iterable[KVCacheBlock], rank: RetentionRank) -> None:
-        keyed = [(self._groups.key_of(block), block.block_id) for block in blocks]
-        self._planner.store(keyed, rank)
+    def _keyed(self, blocks: Iterable[KVCacheBlock]) -> Iterator[tuple[BlockKey, int]]:
+        return ((self._groups.key_of(block), block.block_id) for block in blocks)
 
     def _is_behind_window(self, key: BlockKey) -> bool:
         """Whether it is a window block from which no request is expected to continue. It is not saved."""
