@@ -14,7 +14,7 @@ from contextvars import copy_context
 from typing import Any
 
 import sojourn
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import Scenario, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import ToolUse
 
 TOOLS = [
@@ -129,10 +129,7 @@ async def cancelled_tool(acomplete: Complete) -> None:
                 started.set()
                 await asyncio.sleep(60)
 
-    task = asyncio.create_task(agent())
-    await started.wait()
-    task.cancel()
-    await task
+    await cancel_once(started, agent())
 
 
 def sub_agent(complete: Complete) -> Any:
@@ -151,23 +148,17 @@ def sub_agent(complete: Complete) -> Any:
 
 
 UPPER = ToolUse("upper", {"text": "hi"})
-ONE_TOOL = ((UPPER, "done"), ProgramFact("loop", nodes=(None, None), tools=(ToolFact("upper"),)))
+ONE_TOOL = ((UPPER, "done"), fact("loop", "- -", "upper"))
 """The script of a scenario, and the program that it reports. The following constants have the same form."""
-RESPONSES = ((UPPER, "done"), ProgramFact("loop", nodes=("work", "work"), tools=(ToolFact("upper"),)))
-STREAM = (("one two three",), ProgramFact("stream", nodes=(None,)))
-FAILED = ((UPPER,), ProgramFact("loop", "error", nodes=(None,), tools=(ToolFact("upper", "error"),)))
-CANCELLED = (
-    (UPPER,),
-    ProgramFact("loop", "cancelled", nodes=(None,), tools=(ToolFact("upper", "cancelled"),)),
-)
-TWO_TOOLS = (
-    ([UPPER, ToolUse("count", {"text": "four"})], "done"),
-    ProgramFact("loop", nodes=(None, None), tools=(ToolFact("count"), ToolFact("upper"))),
-)
+RESPONSES = ((UPPER, "done"), fact("loop", "work work", "upper"))
+STREAM = (("one two three",), fact("stream", "-"))
+FAILED = ((UPPER,), fact("loop", "-", ToolFact("upper", "error"), status="error"))
+CANCELLED = ((UPPER,), fact("loop", "-", ToolFact("upper", "cancelled"), status="cancelled"))
+TWO_TOOLS = (([UPPER, ToolUse("count", {"text": "four"})], "done"), fact("loop", "- -", "count", "upper"))
 SUB_AGENT = (
     (ToolUse("ask", {"text": "inner"}), "inner says", "done"),
-    ProgramFact("outer", nodes=(None, None), tools=(ToolFact("ask"),)),
-    ProgramFact("inner", parent="outer", nodes=(None,)),
+    fact("outer", "- -", "ask"),
+    fact("inner", "-", parent="outer"),
 )
 
 
@@ -175,6 +166,4 @@ def scenario(framework: str, row: str, play: Any, case: tuple[Any, ...], name: s
     """Return a scenario of one of the cases above."""
     script, *programs = case
     raises = {"error": "ToolBroke", "cancel": "CancelledError"}.get(row)
-    return Scenario(
-        framework, row, (framework,), lambda: list(script), play, tuple(programs), raises=raises, name=name
-    )
+    return scenarios_of(framework, framework)(row, play, script, *programs, raises=raises, name=name)

@@ -7,7 +7,8 @@ real engine, with and without instrumentation. A play file imports its framework
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from sojourn.testing import Reply
@@ -85,3 +86,27 @@ class Scenario(NamedTuple):
     def in_order(self) -> bool:
         """Whether the order of the scenario's requests is fixed."""
         return self.row != "parallel" and "branches" not in self.name
+
+
+def scenarios_of(framework: str, *needs: str) -> Callable[..., Scenario]:
+    """Return a function that makes the scenarios of a framework."""
+
+    def scenario(
+        row: str,
+        play: Callable[[str, str], Any],
+        script: Sequence[Reply],
+        *programs: ProgramFact,
+        name: str = "",
+        raises: str | None = None,
+    ) -> Scenario:
+        return Scenario(framework, row, needs, lambda: list(script), play, programs, raises, name)
+
+    return scenario
+
+
+async def cancel_once(begun: asyncio.Event, run: Coroutine[Any, Any, Any]) -> Any:
+    """Cancel ``run`` as soon as ``begun`` is set."""
+    task = asyncio.ensure_future(run)
+    await begun.wait()
+    task.cancel()
+    return await task

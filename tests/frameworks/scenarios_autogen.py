@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from scenario_types import ProgramFact, Scenario, ToolFact, fact
-from sojourn.testing import Reply, ToolUse
+from scenario_types import Scenario, ToolFact, cancel_once, fact, scenarios_of
+from sojourn.testing import ToolUse
 from stream_pieces import StreamPiece
 
 ABSENT: dict[str, str] = {}
-NEEDS = ("autogen_agentchat", "autogen_ext", "openai")
 INFO: dict[str, Any] = {
     "vision": False,
     "function_calling": True,
@@ -158,10 +157,7 @@ async def cancelled_in_a_tool(llm: Any) -> Any:
         await asyncio.sleep(60)
         return text
 
-    task = asyncio.create_task(agent("alice", llm, [wait]).run(task="hi"))
-    await started.wait()
-    task.cancel()
-    await task
+    await cancel_once(started, agent("alice", llm, [wait]).run(task="hi"))
 
 
 async def two_tools_at_once(llm: Any) -> Any:
@@ -280,11 +276,9 @@ async def code_executor(llm: Any) -> Any:
 # ---- the table
 
 
-def scene(
-    row: str, body: Body, script: Sequence[Reply], *programs: ProgramFact, raises: str | None = None
-) -> Scenario:
-    name = body.__name__
-    return Scenario("autogen", row, NEEDS, lambda: script, scenario_runner(body), programs, raises, name)
+def scene(row: str, body: Body, *rest: Any, **more: Any) -> Scenario:
+    made = scenarios_of("autogen", "autogen_agentchat", "autogen_ext", "openai")
+    return made(row, scenario_runner(body), *rest, name=body.__name__, **more)
 
 
 UPPER, COUNT = ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})

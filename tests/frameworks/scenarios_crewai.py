@@ -8,13 +8,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from scenario_types import ProgramFact, Scenario, ToolFact, fact
+from scenario_types import ToolFact, fact, scenarios_of
 from sojourn.testing import Reply, ToolUse
 
 ABSENT = {"cancel": "a crew runs its tools in threads, which Python cannot cancel"}
@@ -137,35 +136,13 @@ def flow(base_url: str, model: str) -> Any:
     return Report().kickoff()
 
 
-def scenario(
-    row: str, script: Callable[[], list[Reply]], play: Any, *programs: ProgramFact, name: str = ""
-) -> Scenario:
-    return Scenario("crewai", row, ("crewai",), script, play, programs, name=name)
-
-
+scenario = scenarios_of("crewai", "crewai")
 TEAM = fact("team", "writer writer", "upper")
-
-
-def one_tool() -> list[Reply]:
-    return [use("upper"), final("done")]
-
-
-def two_tools() -> list[Reply]:
-    """Both in one answer, in threads, where the model may ask so."""
-    uses = [ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})]
-    return [uses, final("done")] if native() else [use("upper"), use("count"), final("done")]
-
-
-def limited_answers() -> list[Reply]:
-    return [*one_tool(), final("two")]
-
-
-def failing_tool() -> list[Reply]:
-    return [use("broken"), final("done")]
-
-
-def asked_team() -> list[Reply]:
-    return [use("ask"), final("inner says"), final("done")]
+DONE = final("done")
+ONE_TOOL = [use("upper"), DONE]
+BOTH = [ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})]
+"""Two calls in one answer, in threads, where the model may ask so."""
+TWO_CALLS = [BOTH, DONE] if native() else [use("upper"), use("count"), DONE]
 
 
 def in_threads(base_url: str, model: str) -> Any:
@@ -181,21 +158,21 @@ FLOW = fact("flow", "-"), fact("crew", "writer writer", "upper", parent="flow")
 
 SCENARIOS = [
     scenario(
-        "sync", limited_answers, limited, fact("team", "first first second", "upper", limit=8), name="limit"
+        "sync",
+        limited,
+        [*ONE_TOOL, final("two")],
+        fact("team", "first first second", "upper", limit=8),
+        name="limit",
     ),
-    scenario("sync", one_tool, kickoff, TEAM),
-    scenario("async", one_tool, in_async, TEAM),
-    scenario("stream", one_tool, partial(kickoff, stream=True), TEAM),
-    scenario("error", failing_tool, kickoff, BROKEN),
+    scenario("sync", kickoff, ONE_TOOL, TEAM),
+    scenario("async", in_async, ONE_TOOL, TEAM),
+    scenario("stream", partial(kickoff, stream=True), ONE_TOOL, TEAM),
+    scenario("error", kickoff, [use("broken"), DONE], BROKEN),
     scenario(
-        "parallel",
-        lambda: [final("one"), final("two")],
-        in_threads,
-        fact("team", "first second"),
-        name="tasks",
+        "parallel", in_threads, [final("one"), final("two")], fact("team", "first second"), name="tasks"
     ),
-    scenario("sub_agent", asked_team, nested, *NESTED),
-    scenario("sync", lambda: [final("hi")], lone_agent, fact("loner", "loner"), name="agent"),
-    scenario("sync", lambda: ["the plan", *one_tool()], flow, *FLOW, name="flow"),
-    scenario("parallel", two_tools, kickoff, TWO_TOOLS),
+    scenario("sub_agent", nested, [use("ask"), final("inner says"), DONE], *NESTED),
+    scenario("sync", lone_agent, [final("hi")], fact("loner", "loner"), name="agent"),
+    scenario("sync", flow, ["the plan", *ONE_TOOL], *FLOW, name="flow"),
+    scenario("parallel", kickoff, TWO_CALLS, TWO_TOOLS),
 ]

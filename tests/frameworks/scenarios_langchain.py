@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import RETRY, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import ToolUse
 
-NEEDS = ("langchain", "langchain_openai", "langgraph")
 ASK = {"messages": [("user", "hi")]}
 
 
@@ -86,7 +84,7 @@ def async_stream(base_url: str, model: str) -> Any:
 def cancelled(base_url: str, model: str) -> Any:
     from langchain_core.tools import tool
 
-    async def run() -> str:
+    async def run() -> Any:
         begun = asyncio.Event()
 
         @tool
@@ -96,11 +94,7 @@ def cancelled(base_url: str, model: str) -> Any:
             await asyncio.sleep(60)
             return text
 
-        task = asyncio.create_task(agent(base_url, model, extra=(wait,)).ainvoke(ASK))
-        await begun.wait()
-        task.cancel()
-        await task
-        return "never"
+        return await cancel_once(begun, agent(base_url, model, extra=(wait,)).ainvoke(ASK))
 
     return asyncio.run(run())
 
@@ -149,59 +143,44 @@ def use(name: str, id: str | None = None) -> ToolUse:
     return ToolUse(name, {"text": "one"}, id)
 
 
-def scenario(
-    row: str,
-    play: Callable[[str, str], Any],
-    script: list[Any],
-    *programs: ProgramFact,
-    name: str = "",
-    raises: str | None = None,
-) -> Scenario:
-    return Scenario("langchain", row, NEEDS, lambda: list(script), play, programs, raises, name)
-
-
-MODEL = ("model", "model")
+scenario = scenarios_of("langchain", "langchain", "langchain_openai", "langgraph")
 ONE_TOOL = [use("upper"), "done"]
-ONE = ProgramFact("agent", nodes=MODEL, tools=(ToolFact("upper"),))
-THREE = [[use("upper"), use("count"), use("upper")], "done"]
+ONE = fact("agent", "model model", "upper")
+ASKED = fact("outer", "model model", "ask")
+BROKEN = fact("agent", "model", ToolFact("broken", "error"), status="error")
+WAITED = fact("agent", "model", ToolFact("wait", "cancelled"), status="cancelled")
+TWO = [fact(key, "model", parent="outer") for key in ("one", "two")]
 
 SCENARIOS = [
     scenario("sync", sync, ONE_TOOL, ONE),
-    scenario("async", in_async, [use("count"), "done"], ONE._replace(tools=(ToolFact("count"),))),
+    scenario("async", in_async, [use("count"), "done"], fact("agent", "model model", "count")),
     scenario("stream", stream, ONE_TOOL, ONE, name="messages"),
     scenario("stream", async_stream, ONE_TOOL, ONE, name="updates"),
+    scenario("error", sync, [use("broken")], BROKEN, raises="ToolBroke"),
+    scenario("error", sync, [use("unknown"), "done"], fact("agent", "model model"), name="no such tool"),
+    scenario("cancel", cancelled, [use("wait")], WAITED, raises="CancelledError"),
     scenario(
-        "error", sync, [use("broken")],
-        ProgramFact("agent", "error", nodes=("model",), tools=(ToolFact("broken", "error"),)),
-        raises="ToolBroke",
-    ),
-    scenario("error", sync, [use("unknown"), "done"], ProgramFact("agent", nodes=MODEL), name="no such tool"),
-    scenario(
-        "cancel", cancelled, [use("wait")],
-        ProgramFact("agent", "cancelled", nodes=("model",), tools=(ToolFact("wait", "cancelled"),)),
-        raises="CancelledError",
+        "parallel",
+        in_async,
+        [[use("upper"), use("count"), use("upper")], "done"],
+        fact("agent", "model model", "count", "upper", "upper"),
     ),
     scenario(
-        "parallel", in_async, THREE,
-        ONE._replace(tools=(ToolFact("count"), ToolFact("upper"), ToolFact("upper"))),
-    ),
-    scenario(
-        "parallel", sync, [[use("upper")] * 3, "done"],
-        ONE._replace(tools=(ToolFact("upper"),) * 3), name="threads",
-    ),
-    scenario(
-        "sub_agent", sub_agent, [use("ask"), use("upper"), "inner is done", "done"],
-        ProgramFact("outer", nodes=MODEL, tools=(ToolFact("ask"),)),
+        "sub_agent",
+        sub_agent,
+        [use("ask"), use("upper"), "inner is done", "done"],
+        ASKED,
         ONE._replace(key="inner", parent="outer"),
     ),
     scenario(
-        "sub_agent", async_sub_agents, [[use("ask")] * 2, "inner", "inner", "done"],
-        ProgramFact("outer", nodes=MODEL, tools=(ToolFact("ask"),) * 2),
-        ProgramFact("one", nodes=("model",), parent="outer"),
-        ProgramFact("two", nodes=("model",), parent="outer"),
+        "sub_agent",
+        async_sub_agents,
+        [[use("ask")] * 2, "inner", "inner", "done"],
+        fact("outer", "model model", "ask", "ask"),
+        *TWO,
         name="two at once",
     ),
-    scenario("sync", named_chain, ["one", "two"], ProgramFact("loop", nodes=(None, None)), name="chain"),
-    scenario("retry", sync, ONE_TOOL, ONE),
-]  # fmt: skip
+    scenario("sync", named_chain, ["one", "two"], fact("loop", "- -"), name="chain"),
+    scenario(RETRY, sync, ONE_TOOL, ONE),
+]
 ABSENT: dict[str, str] = {}

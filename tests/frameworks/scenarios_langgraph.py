@@ -9,10 +9,8 @@ from functools import partial
 from typing import Annotated, Any, Literal, TypedDict
 
 import sojourn
-from scenario_types import ProgramFact, Scenario, ToolFact
+from scenario_types import RETRY, ToolFact, cancel_once, fact, scenarios_of
 from scenarios_langchain import ASK, ToolBroke, model_at, said, tools, use
-
-NEEDS = ("langgraph", "langchain", "langchain_openai")
 
 
 class State(TypedDict):
@@ -96,10 +94,7 @@ def cancelled(base_url: str, model: str) -> Any:
                 await asyncio.sleep(60)
             return dict(result)
 
-        task = asyncio.create_task(planner(node).ainvoke(HI))
-        await begun.wait()
-        task.cancel()
-        await task
+        return await cancel_once(begun, planner(node).ainvoke(HI))
 
     return asyncio.run(run())
 
@@ -213,77 +208,56 @@ def batch(base_url: str, model: str) -> Any:
     return planner(speaker(model_at(base_url, model))).batch([HI, HI, HI])
 
 
-def scenario(
-    row: str,
-    play: Callable[[str, str], Any],
-    script: list[Any],
-    *programs: ProgramFact,
-    name: str = "",
-    raises: str | None = None,
-) -> Scenario:
-    return Scenario("langgraph", row, NEEDS, lambda: list(script), play, programs, raises, name)
-
-
+scenario = scenarios_of("langgraph", "langgraph", "langchain", "langchain_openai")
 SCRIPT = ["go on", "worked", "DONE"]
-PLANNED = ProgramFact("planner", nodes=("plan", "work", "plan"))
-SHORT = ProgramFact("planner", nodes=("plan",))
-LOOP = ProgramFact("loop", nodes=("think", "think"), tools=(ToolFact("upper"),))
+ONE_TOOL = [use("upper"), "done"]
+PLANNED = fact("planner", "plan work plan")
+CUT = fact("planner", "plan work")
+LOOP = fact("loop", "think think", "upper")
+BROKEN = fact("loop", "think", ToolFact("broken", "error"), status="error")
+RESUMED = fact("planner", "plan plan work plan", ToolFact("human", tool_class="human"))
+SUB_GRAPHS = fact("outer", "team:plan team:work team:plan judge call:plan")
+OWN = fact("all", "", "plan"), fact("mine", "-"), fact("planner", "plan plan", parent="all")
 
 SCENARIOS = [
     scenario("sync", sync, SCRIPT, PLANNED),
-    scenario("sync", tool_loop, [use("upper"), "done"], LOOP, name="tools"),
+    scenario("sync", tool_loop, ONE_TOOL, LOOP, name="tools"),
     # Every other step of such a loop is a turn.
-    scenario("sync", limited_tool_loop, [use("upper"), "done"], LOOP.limited(3), name="limit"),
+    scenario("sync", limited_tool_loop, ONE_TOOL, LOOP.limited(3), name="limit"),
     scenario(
-        "error", partial(limited_tool_loop, steps=3), [use("upper")] * 2,
-        LOOP._replace(status="error", tools=(ToolFact("upper"),)).limited(2),
-        name="limit", raises="GraphRecursionError",
+        "error",
+        partial(limited_tool_loop, steps=3),
+        [use("upper")] * 2,
+        LOOP._replace(status="error").limited(2),
+        name="limit",
+        raises="GraphRecursionError",
     ),
     scenario("sync", limited_planner, SCRIPT, PLANNED, name="limit of steps that are no turns"),
-    scenario(
-        "sync", resumed, ["go on", "more", "worked", "DONE"],
-        ProgramFact("planner", nodes=("plan", "plan", "work", "plan"),
-                    tools=(ToolFact("human", tool_class="human"),)),
-        name="interrupt",
-    ),
+    scenario("sync", resumed, ["go on", "more", "worked", "DONE"], RESUMED, name="interrupt"),
     scenario("async", in_async, SCRIPT, PLANNED),
     scenario("stream", stream, SCRIPT, PLANNED),
+    scenario("stream", broken_off, SCRIPT, fact("planner", "plan", status="cancelled"), name="broken off"),
+    scenario("error", failing_node, ["go on", "bad"], CUT._replace(status="error"), raises="ToolBroke"),
+    scenario("error", tool_loop, [use("broken")], BROKEN, raises="ToolBroke", name="in a tool"),
+    scenario("cancel", cancelled, SCRIPT[:2], CUT._replace(status="cancelled"), raises="CancelledError"),
+    scenario("parallel", branches, ["said"] * 4, fact("fan", "a b c join")),
     scenario(
-        "stream", broken_off, SCRIPT, ProgramFact("planner", "cancelled", nodes=("plan",)), name="broken off"
+        "parallel",
+        tool_loop,
+        [[use("upper")] * 3, "done"],
+        fact("loop", "think think", *["upper"] * 3),
+        name="tools",
     ),
+    scenario("parallel", batch, ["DONE"] * 3, *[fact(key, "plan") for key in "abc"], name="batch"),
     scenario(
-        "error", failing_node, ["go on", "bad"], ProgramFact("planner", "error", nodes=("plan", "work")),
-        raises="ToolBroke",
+        "sub_agent",
+        graph_in_tool,
+        [use("delegate"), *SCRIPT, "done"],
+        fact("loop", "think think", "delegate"),
+        PLANNED._replace(parent="loop"),
     ),
-    scenario(
-        "error", tool_loop, [use("broken")],
-        ProgramFact("loop", "error", nodes=("think",), tools=(ToolFact("broken", "error"),)),
-        raises="ToolBroke", name="in a tool",
-    ),
-    scenario(
-        "cancel", cancelled, ["go on", "worked"], ProgramFact("planner", "cancelled", nodes=("plan", "work")),
-        raises="CancelledError",
-    ),
-    scenario("parallel", branches, ["said"] * 4, ProgramFact("fan", nodes=("a", "b", "c", "join"))),
-    scenario("parallel", tool_loop, [[use("upper")] * 3, "done"],
-             LOOP._replace(tools=(ToolFact("upper"),) * 3),
-             name="tools"),
-    scenario("parallel", batch, ["DONE"] * 3, *[SHORT._replace(key=str(i)) for i in range(3)], name="batch"),
-    scenario(
-        "sub_agent", graph_in_tool, [use("delegate"), *SCRIPT, "done"],
-        LOOP._replace(tools=(ToolFact("delegate"),)), PLANNED._replace(parent="loop"),
-    ),
-    scenario(
-        "sub_agent", sub_graph, ["go on", "worked", "DONE", "judged", "DONE"],
-        ProgramFact("outer", nodes=("team:plan", "team:work", "team:plan", "judge", "call:plan")),
-        name="sub-graphs",
-    ),
-    scenario(
-        "sub_agent", own_program, ["before", "in it", "DONE"],
-        ProgramFact("all", tools=(ToolFact("plan"),)), ProgramFact("mine", nodes=(None,)),
-        ProgramFact("planner", parent="all", nodes=("plan", "plan")),
-        name="opened by hand",
-    ),
-    scenario("retry", sync, SCRIPT, PLANNED),
-]  # fmt: skip
+    scenario("sub_agent", sub_graph, [*SCRIPT, "judged", "DONE"], SUB_GRAPHS, name="sub-graphs"),
+    scenario("sub_agent", own_program, ["before", "in it", "DONE"], *OWN, name="opened by hand"),
+    scenario(RETRY, sync, SCRIPT, PLANNED),
+]
 ABSENT: dict[str, str] = {}

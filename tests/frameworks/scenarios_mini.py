@@ -6,7 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from scenario_types import Scenario, ToolFact, fact
+from scenario_types import ToolFact, fact, scenarios_of
 from sojourn.testing import ToolUse
 
 # mini and litellm read these when imported. Without them, they print, ask for a setup and download a price
@@ -106,30 +106,26 @@ def bash(command: str) -> ToolUse:
     return ToolUse("bash", {"command": command})
 
 
-def scenario(row: str, play: Any, script: list[Any], programs: Any, **more: Any) -> Scenario:
-    needs = ("minisweagent",)
-    return Scenario("mini_swe_agent", row, needs, lambda: list(script), play, tuple(programs), **more)
-
-
+scenario = scenarios_of("mini_swe_agent", "minisweagent")
 SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
 WORK = [bash("echo hi"), [bash("false"), bash("sleep 60")], SUBMIT]
 ECHO = ToolFact("bash", "ok", "echo")
 NONZERO, LATE = ToolFact("bash", "nonzero", "false"), ToolFact("bash", "timeout", "sleep")
-WORKED = [fact("agent", "- - -", ECHO, ECHO, NONZERO, LATE)]
+WORKED = fact("agent", "- - -", ECHO, ECHO, NONZERO, LATE)
 LIMITED = [fact("first", "- -", ECHO, ECHO, limit=4), fact("second", "-", ECHO, limit=2)]
-BROKE = [fact("agent", "-", ECHO._replace(status="error"), status="error")]
-INTERRUPTED = [fact("agent", "-", ECHO._replace(status="cancelled"), status="cancelled")]
+BROKE = fact("agent", "-", ECHO._replace(status="error"), status="error")
+INTERRUPTED = fact("agent", "-", ECHO._replace(status="cancelled"), status="cancelled")
 TWO = [bash("echo one"), bash("echo two")]
 BOTH = [fact(key, "-", ECHO) for key in ("first", "second")]
-IN_TURN = [fact("agent", "- -", ECHO, ECHO, ECHO)]
+IN_TURN = fact("agent", "- -", ECHO, ECHO, ECHO)
 
 SCENARIOS = [
     scenario("sync", run, WORK, WORKED),
     scenario("sync", run_on_hosted_vllm, WORK, WORKED, name="hosted_vllm"),
     scenario("sync", run_with_responses, WORK, WORKED, name="responses"),
-    scenario("sync", run_twice_within_a_limit, [bash("echo hi"), SUBMIT, SUBMIT], LIMITED, name="limit"),
+    scenario("sync", run_twice_within_a_limit, [bash("echo hi"), SUBMIT, SUBMIT], *LIMITED, name="limit"),
     scenario("error", broken_environment, [bash("echo hi")], BROKE, raises="EnvironmentBroke"),
     scenario("cancel", interrupted, [bash("echo hi")], INTERRUPTED, raises="KeyboardInterrupt"),
     scenario("parallel", run, [TWO, SUBMIT], IN_TURN, name="calls, run one after the other"),
-    scenario("parallel", two_at_once, [SUBMIT, SUBMIT], BOTH, name="instances in threads"),
+    scenario("parallel", two_at_once, [SUBMIT, SUBMIT], *BOTH, name="instances in threads"),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import sojourn
 from openai_agents_fixtures import SUM, OpenAIAgents, add, fails, waiting
-from scenario_types import ProgramFact, Scenario, ToolFact, fact
+from scenario_types import ProgramFact, Scenario, ToolFact, cancel_once, fact, scenarios_of
 from sojourn.testing import Reply, ToolUse
 from stream_pieces import StreamPiece
 
@@ -102,10 +102,7 @@ async def cancelled_in_tool(factory: OpenAIAgents) -> Any:
     from agents import Runner
 
     wait, begun = waiting()
-    task = asyncio.create_task(Runner.run(factory.agent("clerk", wait), "Wait."))
-    await begun.wait()
-    task.cancel()
-    return outputs(await task)
+    return outputs(await cancel_once(begun, Runner.run(factory.agent("clerk", wait), "Wait.")))
 
 
 async def stream_cancelled(factory: OpenAIAgents) -> Any:
@@ -160,76 +157,43 @@ async def own_program(factory: OpenAIAgents) -> Any:
         return outputs(await Runner.run(factory.agent("clerk", look), "Look."))
 
 
-CLERK = fact("clerk", "clerk clerk", "add")
-
-
-def scenario(
-    row: str,
-    name: str,
-    script: Sequence[Reply],
-    play: Callable[[str, str], Any],
-    *programs: ProgramFact,
-    raises: str | None = None,
-) -> Scenario:
+def scenario(row: str, play: Any, script: Sequence[Reply], *programs: ProgramFact, **more: Any) -> Scenario:
     """Return a scenario of this framework, whose runs have a limit of ten turns if nothing else is said."""
-    programs = tuple(each if each.steps_left else each.limited(10) for each in programs)
-    return Scenario("openai_agents", row, ("agents",), lambda: script, play, programs, raises, name)
+    limited = (each if each.steps_left else each.limited(10) for each in programs)
+    run = in_loop(play) if asyncio.iscoroutinefunction(play) else play
+    return scenarios_of("openai_agents", "agents")(row, run, script, *limited, **more)
 
 
+CLERK = fact("clerk", "clerk clerk", "add")
 WAITED = fact("clerk", "clerk", ToolFact("wait", "cancelled"), status="cancelled")
 TURNS = fact("clerk", "clerk clerk", "add", "add", status="error", limit=2)
 PLACES = [ToolUse("look", {"place": place}) for place in ("attic", "barn", "cellar")]
 DELEGATED = [ToolUse("ask", {"input": "2 and 3"}), SUM, "5", "it is 5"]
 BROKEN = fact("clerk", "clerk", ToolFact("fails", "error"), status="error")
 TRIPPED = fact("clerk", "clerk", status="error")
+HANDED = fact("desk", "desk expert expert", "add")
+DESK = fact("desk", "desk desk", "ask"), fact("expert", "expert expert", "add", parent="desk")
+OWN = (
+    fact("all", "", "clerk"),
+    fact("clerk", "clerk clerk clerk clerk", "look", limit=10, parent="all"),
+    fact("mine", "-"),
+)
+TRIPWIRE = "OutputGuardrailTripwireTriggered"
 
 SCENARIOS = [
-    scenario("sync", "", [SUM, "5"], play_sync(responses=False), CLERK),
-    scenario("sync", "responses", [SUM, "5"], play_sync(responses=True), CLERK),
+    scenario("sync", play_sync(responses=False), [SUM, "5"], CLERK),
+    scenario("sync", play_sync(responses=True), [SUM, "5"], CLERK, name="responses"),
+    scenario("async", handed_over, [ToolUse("transfer_to_expert"), SUM, "5"], HANDED, name="handoff"),
+    scenario("stream", streamed, [SUM, "that is 5"], CLERK),
+    scenario("stream", in_loop(streamed, responses=True), [SUM, "that is 5"], CLERK, name="responses"),
+    scenario("error", raising, [ToolUse("fails")], BROKEN, name="tool", raises="UserError"),
+    scenario("error", too_many_turns, [SUM] * 3, TURNS, name="turns", raises="MaxTurnsExceeded"),
+    scenario("error", guarded, ["a secret"], TRIPPED, name="guardrail", raises=TRIPWIRE),
+    scenario("cancel", cancelled_in_tool, [ToolUse("wait")], WAITED, name="tool", raises="CancelledError"),
+    scenario("cancel", stream_cancelled, [ToolUse("wait")], WAITED, name="stream"),
+    scenario("parallel", in_parallel, [PLACES, "nothing"], fact("clerk", "clerk clerk", *["look"] * 3)),
+    scenario("sub_agent", as_tool, DELEGATED, *DESK),
     scenario(
-        "async",
-        "handoff",
-        [ToolUse("transfer_to_expert"), SUM, "5"],
-        in_loop(handed_over),
-        fact("desk", "desk expert expert", "add"),
-    ),
-    scenario("stream", "", [SUM, "that is 5"], in_loop(streamed), CLERK),
-    scenario("stream", "responses", [SUM, "that is 5"], in_loop(streamed, responses=True), CLERK),
-    scenario("error", "tool", [ToolUse("fails")], in_loop(raising), BROKEN, raises="UserError"),
-    scenario("error", "turns", [SUM] * 3, in_loop(too_many_turns), TURNS, raises="MaxTurnsExceeded"),
-    scenario(
-        "error",
-        "guardrail",
-        ["a secret"],
-        in_loop(guarded),
-        TRIPPED,
-        raises="OutputGuardrailTripwireTriggered",
-    ),
-    scenario(
-        "cancel", "tool", [ToolUse("wait")], in_loop(cancelled_in_tool), WAITED, raises="CancelledError"
-    ),
-    scenario("cancel", "stream", [ToolUse("wait")], in_loop(stream_cancelled), WAITED),
-    scenario(
-        "parallel", "", [PLACES, "nothing"], in_loop(in_parallel), fact("clerk", "clerk clerk", *["look"] * 3)
-    ),
-    scenario(
-        "sub_agent",
-        "",
-        DELEGATED,
-        in_loop(as_tool),
-        fact("desk", "desk desk", "ask"),
-        fact("expert", "expert expert", "add", parent="desk"),
-    ),
-    scenario(
-        "sub_agent",
-        "opened by hand",
-        [ToolUse("look"), "before", "in it", "after", "done"],
-        in_loop(own_program),
-    )._replace(
-        programs=(
-            fact("all", "", "clerk"),
-            fact("clerk", "clerk clerk clerk clerk", "look", limit=10, parent="all"),
-            fact("mine", "-"),
-        )
-    ),
+        "sub_agent", own_program, [ToolUse("look"), "before", "in it", "after", "done"], name="opened by hand"
+    )._replace(programs=OWN),
 ]
