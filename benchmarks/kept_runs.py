@@ -10,12 +10,11 @@ import pickle
 import sys
 from argparse import ArgumentParser, RawTextHelpFormatter
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from sojourn_server.simulator.fresh_processes import fresh_processes
+from sojourn_server.simulator.fresh_processes import in_fresh_processes
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_log import RunLog
@@ -77,16 +76,15 @@ def run_kept(
         else:
             missing[repr(spec)] = spec
     console = Console(stderr=True)
-    with fresh_processes(jobs) as submit:
-        futures = {submit(lambda *_: None, work, spec): key for key, spec in missing.items()}
-        for number, future in enumerate(as_completed(futures), 1):
-            key = futures[future]
-            found[key] = future.result()
-            if folder is not None:
-                file = kept_file(folder, work, missing[key])
-                file.parent.mkdir(parents=True, exist_ok=True)
-                partial = file.with_suffix(".partial")
-                partial.write_bytes(pickle.dumps(found[key]))
-                partial.replace(file)
-            console.print(f"{number} of {len(futures)} runs finished", highlight=False)
+    keys = list(missing)
+    for done, (number, result) in enumerate(in_fresh_processes(work, list(missing.values()), jobs), 1):
+        key = keys[number]
+        found[key] = result
+        if folder is not None:
+            file = kept_file(folder, work, missing[key])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(".partial")
+            partial.write_bytes(pickle.dumps(result))
+            partial.replace(file)
+        console.print(f"{done} of {len(keys)} runs finished", highlight=False)
     return [found[repr(spec)] for spec in specs]

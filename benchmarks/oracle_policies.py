@@ -23,9 +23,9 @@ from sojourn_server.policies.forecasting import (
 from sojourn_server.policies.placement.placement_plan import SortKey
 from sojourn_server.policies.placement.placement_views import ProgramTierView
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
+from sojourn_server.simulator.latency.latency_models import isolated_turns_s
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import RunRow
-from sojourn_server.simulator.simulated_gateway import isolated_turns_s
 from sojourn_server.simulator.simulation import Simulation
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 import time
+from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import pytest
 from sojourn_server.simulator import fresh_processes as module
-from sojourn_server.simulator.fresh_processes import fresh_processes, report
+from sojourn_server.simulator.fresh_processes import in_fresh_processes, report
 
 
 @pytest.fixture(autouse=True)
@@ -25,51 +26,51 @@ def double(number: int) -> tuple[int, int]:
     return 2 * number, os.getpid()
 
 
-def report_much() -> None:
+def report_much(_: int) -> None:
     for number in range(20_000):
         report(number)
 
 
-def fail() -> None:
+def fail(_: int) -> None:
     raise ValueError("no")
 
 
-def die() -> None:
+def die(_: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_each_call_has_a_process_and_its_reports_and_errors_come_back() -> None:
-    told: list[tuple[int, str]] = []
-    with fresh_processes(2) as submit:
-        calls = [submit(lambda *values: told.append(values), double, number) for number in range(4)]
-        failed, died = submit(print, fail), submit(print, die)
-        results = [call.result(60) for call in calls]
-        with pytest.raises(ValueError, match="no"):
-            failed.result(60)
-        with pytest.raises(BrokenProcessPool, match="die ended without a result"):
-            died.result(60)
-    assert [doubled for doubled, _ in results] == [0, 2, 4, 6]
-    assert len({process for _, process in results} - {os.getpid()}) == 4
-    assert sorted(told) == [(number, "half") for number in range(4)]
+def refuse(*values: object) -> None:
+    raise LookupError("refused")
 
 
-def test_a_report_that_fails_ends_its_call() -> None:
-    """The pipe is full, and nobody reads it any more."""
+def test_each_call_has_a_process_and_its_reports_come_back() -> None:
+    told: list[tuple[Any, ...]] = []
+    ended = in_fresh_processes(double, [3, 4, 5, 6], 2, lambda *values: told.append(values))
+    results = dict(ended)
+    assert {number: doubled for number, (doubled, _) in results.items()} == {0: 6, 1: 8, 2: 10, 3: 12}
+    assert len({process for _, process in results.values()} - {os.getpid()}) == 4
+    assert sorted(told) == [(number, number + 3, "half") for number in range(4)]
 
-    def refuse(*values: object) -> None:
-        raise LookupError("no")
 
-    with fresh_processes(1) as submit, pytest.raises(LookupError):
-        submit(refuse, report_much).result(30)
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (fail, ValueError, "no"),
+        (die, BrokenProcessPool, "die ended without a result"),
+        (report_much, LookupError, "refused"),  # the pipe is full, and nobody reads it any more
+    ],
+)
+def test_an_error_ends_all_calls(call: Callable[[int], None], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        list(in_fresh_processes(call, [0] * 5, 2, refuse))
+    assert not multiprocessing.active_children()
 
 
 def test_an_interrupt_ends_what_runs_and_what_waits() -> None:
     """Python's own pool left a thread that waited for ever, so that the interpreter hung at its exit."""
-    threads, started_s = threading.active_count(), time.monotonic()
-    with fresh_processes(1) as submit:
-        first, *others = [submit(print, double, 1), *(submit(print, time.sleep, 600.0) for _ in range(3))]
-        first.result(60)
-    assert all(other.done() for other in others)
-    assert threading.active_count() == threads
+    started_s = time.monotonic()
+    ended = in_fresh_processes(time.sleep, [0.0, *[600.0] * 3], 1)
+    assert next(ended) == (0, None)
+    ended.close()
     assert not multiprocessing.active_children()
     assert time.monotonic() - started_s < 60

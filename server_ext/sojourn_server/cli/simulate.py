@@ -265,7 +265,7 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
             "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
         )
     from sojourn_server.simulator.simulation_run import validate_specs
-    from sojourn_server.simulator.simulation_suite import SuiteInterrupted, run_suite
+    from sojourn_server.simulator.simulation_suite import run_suite
 
     _check_warm_up(warm_up_s, min((spec.until_s for spec in specs if spec.until_s is not None), default=0.0))
     for note in validate_specs(specs):
@@ -290,17 +290,16 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
         parts[number] = 1.0
 
     try:
-        return run_suite(specs, processes=jobs, since_s=warm_up_s, on_progress=move, on_done=end)
-    except SuiteInterrupted as interrupt:
-        if interrupt.result.rows:
-            return interrupt.result
-        raise CliError("interrupted", "nothing was written; run it again", exit_code=130) from None
+        result = run_suite(specs, processes=jobs, since_s=warm_up_s, on_progress=move, on_done=end)
     except BrokenProcessPool:
         raise CliError(
             "a simulation's process died; was it short of memory?",
             "nothing was written; try --jobs 1",
             exit_code=1,
         ) from None
+    if not result.rows:
+        raise CliError("interrupted", "nothing was written; run it again", exit_code=130)
+    return result
 
 
 def _announcement(specs: Sequence[RunSpec]) -> str:

@@ -1,8 +1,7 @@
 """Calls in processes of their own, several at a time.
 
 Modules that one simulation loads, such as a KV connector, do not affect others. Python's own pool hangs at
-exit if it gives each task a process and is interrupted: a task in its queue never finds a process. So each
-call has a thread here, which starts the process and waits for its answer.
+exit if it gives each task a process and is interrupted: a task in its queue never finds a process.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 PRELOAD_MODULES = (
@@ -26,63 +23,68 @@ PRELOAD_MODULES = (
 """Modules that import vLLM and torch, which is slow. Processes fork from a server that has imported only
 these. Sojourn's adapter is not among them, because runs of ``stock`` must not load it."""
 
-_results: Any = None
-"""In a process of ``fresh_processes``: its connection to the caller."""
+_results: Connection | None = None
+"""In a process of ``in_fresh_processes``: its connection to the caller."""
 
 
 def report(*values: Any) -> None:
-    """In a process of ``fresh_processes``: call the caller's ``on_report`` with ``values``."""
+    """In a process of ``in_fresh_processes``: call the caller's ``on_report`` with ``values``."""
+    assert _results is not None
     _results.send(("report", values))
 
 
-@contextmanager
-def fresh_processes(at_once: int | None = None) -> Iterator[Callable[..., Future[Any]]]:
-    """Yield ``submit(on_report, call, *arguments)``: it calls a picklable function in a process of its own,
-    and returns a future. ``at_once``: most processes at a time (default: one per core). ``on_report`` is
-    called by one thread at a time. If a process dies, its future raises ``BrokenProcessPool``. The end of the
-    context ends the processes that still run."""
+def in_fresh_processes(
+    call: Callable[[Any], Any],
+    arguments: Sequence[Any],
+    at_once: int | None = None,
+    on_report: Callable[..., None] = lambda number, *values: None,
+) -> Generator[tuple[int, Any], None, None]:
+    """Call a picklable function for each of ``arguments`` in a process of its own, and yield (index of the
+    argument, result) as the calls end. ``at_once``: most processes at a time (default: one per core).
+    ``on_report`` gets the index before the reported values. Raises the error of a call, and
+    ``BrokenProcessPool`` if a process dies. The end of the iterator ends the processes that still run."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD_MODULES))
     _start_server()
-    lock, ended = threading.Lock(), threading.Event()
-    running: set[Any] = set()
+    waiting = iter(enumerate(arguments))
+    running: dict[Any, tuple[int, Any]] = {}
+    """Connection → (index of the argument, process)."""
 
-    def run(on_report: Callable[..., None], call: Callable[..., Any], *arguments: Any) -> Any:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(sender, call, arguments), daemon=True)
-        with lock:
-            if ended.is_set():
-                raise BrokenProcessPool("the calls were ended")
+    def start_next() -> None:
+        for number, argument in waiting:
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_main, args=(sender, call, argument), daemon=True)
             process.start()
-            running.add(process)
-        sender.close()  # else the end of the process would not end the pipe
-        try:
-            while True:
-                kind, content = receiver.recv()
-                if kind == "result":
-                    return content
+            sender.close()  # else the end of the process would not end the pipe
+            running[receiver] = number, process
+            return
+
+    try:
+        for _ in range(at_once or os.cpu_count() or 1):
+            start_next()
+        while running:
+            ready: list[Any] = wait(list(running))
+            for receiver in ready:
+                number, process = running[receiver]
+                try:
+                    kind, content = receiver.recv()
+                except EOFError:
+                    text = f"the process of {call.__name__} ended without a result"
+                    raise BrokenProcessPool(text) from None
                 if kind == "error":
                     raise content
-                with lock:
-                    on_report(*content)
-        except EOFError:
-            raise BrokenProcessPool(f"the process of {call.__name__} ended without a result") from None
-        finally:
-            receiver.close()  # else a process that still reports would wait for ever
-            process.join()
-            with lock:
-                running.discard(process)
-
-    threads = ThreadPoolExecutor(at_once or os.cpu_count() or 1)
-    try:
-        yield lambda *arguments: threads.submit(run, *arguments)
+                if kind == "report":
+                    on_report(number, *content)
+                    continue
+                del running[receiver]
+                process.join()
+                start_next()
+                yield number, content
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)
-        with lock:
-            ended.set()
-            for process in running:
-                process.terminate()
-        threads.shutdown()
+        for _, process in running.values():
+            process.terminate()
+        for _, process in running.values():
+            process.join()
 
 
 def _start_server() -> None:
@@ -96,10 +98,10 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _main(results: Any, call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _main(results: Connection, call: Callable[[Any], Any], argument: Any) -> None:
     global _results
     _results = results
     try:
-        results.send(("result", call(*arguments)))
+        results.send(("result", call(argument)))
     except Exception as error:
         results.send(("error", error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 SLO_FACTOR = 1.5
@@ -35,9 +37,9 @@ class TurnLog(msgspec.Struct, kw_only=True):
     """Prompt tokens loaded from host memory."""
     computed_tokens: int = 0
     """Tokens computed as prefill, including the prefill after a preemption."""
-    regenerated: dict[str, int] = msgspec.field(default_factory=dict)
+    regenerated: dict[str, int] = msgspec.field(default_factory=Counter)
     """Recomputed tokens by cause: ``evicted``, ``preempted``, ``moved``, or the finer causes that sojourn's
-    scheduler knows ."""
+    scheduler knows."""
     preemptions: int = 0
     preempted_before_first_token_s: float = 0.0
     """Virtual seconds that the request waited between preemption and resumption, before its first token."""

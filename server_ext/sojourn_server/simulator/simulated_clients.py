@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 from sojourn_server.routing import routing_events as ev
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
-from .event_queue import EventQueue
-from .request_router import RequestRouter
-from .run_log import ProgramLog, RunLog, TurnLog
+from .run_log import ProgramLog, TurnLog
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
 from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
 
 GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
@@ -107,7 +108,6 @@ class UnansweredRequest:
         return f"{self.log.request_id}~{self.attempt}" if self.attempt else self.log.request_id
 
 
-@dataclass(slots=True, eq=False)
 class SimulatedClients:
     """All clients of a run, behind a router in front of one or several engines.
 
@@ -115,38 +115,27 @@ class SimulatedClients:
     programs of the same agent type.
     """
 
-    sim_replicas: Sequence[SimulatedReplica]
-    event_queue: EventQueue
-    loop: ArrivalProcess
-    request_router: RequestRouter
-    log: RunLog
-    standalone: bool
-    """Whether there is a single engine outside a cluster; logs then do not name the engine."""
-    expected_s: Callable[[ProgramPlan], float]
-    """Seconds that a program takes alone on an empty engine."""
-    call_s: float
-    """Virtual seconds that requests and events take to reach an engine."""
-    with_hints: bool
-    """Whether clients send hints and events."""
-    make_hints: Callable[[ProgramPlan, str | None, str], ClientHints] = field(init=False)
-    """Makes the hints of a program (its parent's id, its agent type). By default without its future."""
-    history: ClientHistory = field(default_factory=ClientHistory)
-    outputs: SimulatedOutputs = field(default_factory=SimulatedOutputs)
-    active: dict[str, ActiveProgram] = field(default_factory=dict)
-    """Programs that have arrived and are not over."""
-    _submitted: dict[str, UnansweredRequest] = field(default_factory=dict)
-    _gateway_event_seq: int = 0
-    _replicas: dict[str, SimulatedReplica] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._replicas = {sim_replica.replica: sim_replica for sim_replica in self.sim_replicas}
-        self.make_hints = lambda plan, parent_id, kind: ClientHints(
-            plan.instance_id, parent_id, agent_type=kind, history=self.history
+    def __init__(self, simulation: Simulation, loop: ArrivalProcess, *, with_hints: bool) -> None:
+        """``with_hints``: whether clients send hints and events."""
+        self._simulation, self._loop, self._with_hints = simulation, loop, with_hints
+        self._log, self._front, self.event_queue = simulation.log, simulation.front, simulation.clock
+        self._replicas = {sim_replica.replica: sim_replica for sim_replica in simulation.replicas}
+        self.history = ClientHistory()
+        self.make_hints: Callable[[ProgramPlan, str | None, str], ClientHints] = (
+            lambda plan, parent_id, kind: ClientHints(
+                plan.instance_id, parent_id, agent_type=kind, history=self.history
+            )
         )
+        """Makes the hints of a program (its parent's id, its agent type). By default without its future."""
+        self.outputs = SimulatedOutputs()
+        self.active: dict[str, ActiveProgram] = {}
+        """Programs that have arrived and are not over."""
+        self._submitted: dict[str, UnansweredRequest] = {}
+        self._gateway_event_seq = 0
 
     def begin(self) -> None:
         """Register the engines, and schedule the first arrival, the router's ticks and its reports."""
-        for sim_replica in self.sim_replicas:
+        for sim_replica in self._simulation.replicas:
             options = sim_replica.engine.options
             # As the real gateway: of vLLM's own connector an engine reports no blocks of host memory.
             host_blocks = options.host_blocks if options.own_tiers else 0
@@ -160,10 +149,10 @@ class SimulatedClients:
                     max_context_tokens=options.max_model_len,
                 )
             )
-        self._schedule_next_arrival(iter(self.loop.initial))
-        if self.request_router.tick_s != float("inf"):
+        self._schedule_next_arrival(iter(self._loop.initial))
+        if self._front.tick_s != float("inf"):
             self._tick()
-        if self.request_router.reads_residency and self.sim_replicas[0].engine.adapter is not None:
+        if self._front.reads_residency and self._simulation.replicas[0].engine.adapter is not None:
             self._repeat(self._poll_residency, RESIDENCY_POLL_S)
 
     # -- programs -------------------------------------------------------------------
@@ -189,13 +178,13 @@ class SimulatedClients:
             cut=plan.cut,
             tenant=plan.tenant,
         )
-        self.log.programs.append(log)
+        self._log.programs.append(log)
         root = None if parent is None else parent.root or parent
         active = self.active[plan.instance_id] = ActiveProgram(plan, log, root)
         if root is not None:
             root.family += 1
-        log.expected_s = self.expected_s(plan)
-        if self.with_hints:
+        log.expected_s = self._simulation.expected_s(plan)
+        if self._with_hints:
             active.hints = self.make_hints(plan, log.parent, active.agent_type)
             self._queue_events(active, *active.hints.start_events())
         for child in plan.children:
@@ -234,19 +223,19 @@ class SimulatedClients:
                 parent_id=active.log.parent,
                 agent_type=active.agent_type,
                 deadline_s=None if deadline_s is None else now + deadline_s,
-                prefix=prefix_hashes(prompt) if self.request_router.reads_prefixes else (),
+                prefix=prefix_hashes(prompt) if self._front.reads_prefixes else (),
                 exact=True,
             )
         )
 
     def _send_to_engine(self, request_id: str, replica: str) -> None:
-        """Send a request to an engine, where it arrives after ``call_s`` seconds."""
+        """Send a request to an engine, where it arrives after ``call_s`` seconds of the latency model."""
         sent = self._submitted[request_id]
         active, attempt = sent.active, sent.attempt
         sent.replica = replica
         active.moved |= active.home not in (None, replica)
         active.home = replica
-        if not self.standalone:
+        if not self._simulation.standalone:
             sent.log.replica = replica
 
         def arrive() -> None:
@@ -261,9 +250,9 @@ class SimulatedClients:
         self._after_call_delay(arrive)
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
-        """Call ``what`` after ``call_s`` seconds, the delay of the API server. Calls keep their order."""
-        if self.call_s:
-            self.event_queue.schedule_at(self.event_queue.now_s + self.call_s, what)
+        """Call ``what`` after the delay of the API server. Calls keep their order."""
+        if call_s := self._simulation.latency.call_s:
+            self.event_queue.schedule_at(self.event_queue.now_s + call_s, what)
         else:
             what()
 
@@ -352,7 +341,7 @@ class SimulatedClients:
                 self._submit(parent)
         root = active.root or active
         root.family -= 1
-        if root.family == 0 and (plan := next(self.loop.following, None)) is not None:
+        if root.family == 0 and (plan := next(self._loop.following, None)) is not None:
             self.event_queue.schedule_at(now, self._begin, plan, None)
         # All simulated clients report the end of a program, with hints or without.
         self._take(ev.ProgramEnded(active.plan.instance_id, active.tenant))
@@ -383,11 +372,11 @@ class SimulatedClients:
     ) -> None:
         for outcome in sim_replica.engine.tell(*events, emitter="lab") if events else ():
             moved = outcome["outcome"] == "missing" and active.moved
-            self.log.refused_hints += outcome["outcome"] not in ACCEPTED_OUTCOMES and not moved
+            self._log.refused_hints += outcome["outcome"] not in ACCEPTED_OUTCOMES and not moved
 
     def _release(self, program_id: str, replica: str) -> None:
         """Notify a program's former engine, ``replica``, that the program will not reuse its KV there."""
-        if not self.with_hints:
+        if not self._with_hints:
             return
         self._gateway_event_seq += 1
         # Status cancelled: histories must not learn from such a program.
@@ -401,7 +390,7 @@ class SimulatedClients:
 
     def _tick(self) -> None:
         self._take(ev.Tick())
-        self._repeat(self._tick, self.request_router.tick_s)
+        self._repeat(self._tick, self._front.tick_s)
 
     def _poll_residency(self) -> None:
         """Report to the router the programs that have their KV on an engine."""
@@ -430,12 +419,12 @@ class SimulatedClients:
 
     def _take(self, event: ev.AnyRoutingEvent) -> None:
         """Pass an event to the router, and execute its actions."""
-        for action in self.request_router.take(event, self.event_queue.now_s):
+        for action in self._front.take(event, self.event_queue.now_s):
             if isinstance(action, ev.SendRequest):
                 self._send_to_engine(action.request_id, action.replica_id)
             elif isinstance(action, ev.RejectRequest):
                 refused = self._submitted.pop(action.request_id)
-                self.log.notes.append(f"{action.request_id} was refused: {action.message}")
+                self._log.notes.append(f"{action.request_id} was refused: {action.message}")
                 self._end_program(refused.active)
             elif isinstance(action, ev.ReleaseProgramKv):
                 self._release(action.program_id, action.replica_id)

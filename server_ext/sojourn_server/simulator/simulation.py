@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .event_queue import EventQueue
-from .latency.latency_models import LatencyModel
-from .request_router import RequestRouter
+from .latency.latency_models import LatencyModel, isolated_completion_s
 from .run_log import REPLICA_STEP_OFFSET, ReplicaLog, RunLog
 from .simulated_clients import SimulatedClients
 from .simulated_engine import STOP_TOKEN, SimulatedEngine
-from .simulated_gateway import SimulatedGateway, isolated_completion_s
+from .simulated_gateway import RequestRouter, SimulatedGateway
 from .simulated_replica import NEVER_S, SimulatedReplica
 from .token_accounting import InFlightTurn, TokenAccounting, annotate_from_scheduler
 from .workloads.arrival_processes import ArrivalProcess
@@ -53,14 +53,9 @@ class Simulation:
         on_progress: Callable[[float, int], None] = lambda now, finished: None,
     ) -> None:
         assert not standalone or len(engines) == 1
-        self._clock = clock
-        self._log = log
-        self._until_s = until_s
-        self._standalone = standalone
-        self.front = front
-        self._on_progress = on_progress
+        self.clock, self.latency, self.log, self.front = clock, latency, log, front
+        self.standalone, self._until_s, self._on_progress = standalone, until_s, on_progress
         computed: set[bytes] | None = None if len(engines) == 1 else set()
-        self.latency = latency
         self.replicas = [
             SimulatedReplica(
                 f"r{number}",
@@ -74,47 +69,25 @@ class Simulation:
             )
             for number, (engine, host) in enumerate(engines)
         ]
-        self.clients = SimulatedClients(
-            self.replicas,
-            clock,
-            loop,
-            front,
-            log,
-            standalone,
-            expected_s=self.expected_s,
-            call_s=latency.call_s,
-            with_hints=with_hints,
-        )
+        self.clients = SimulatedClients(self, loop, with_hints=with_hints)
         self._stepped_s = 0.0
         """End of the latest step."""
         for sim_replica in self.replicas:
-            self._script_outputs(sim_replica)
+            sim_replica.engine.tokens = partial(_next_token, sim_replica.account.live)
+            if sim_replica.engine.adapter is not None:
+                sim_replica.engine.adapter.reader = self.clients.outputs
 
     def expected_s(self, plan: ProgramPlan) -> float:
         """Seconds that a program takes alone on an empty engine, tools included."""
         batched = self.replicas[0].engine.options.max_num_batched_tokens
         return isolated_completion_s(plan, self.latency, batched)
 
-    def _script_outputs(self, sim_replica: SimulatedReplica) -> None:
-        """Make an engine emit the planned output tokens of each request."""
-        live = sim_replica.account.live
-
-        def next_token(request: Any) -> int:
-            output = live[request.request_id].output
-            index = request.num_output_tokens
-            # The last token is never computed and in no block, so it may differ from the next prompt's token.
-            return output[index] if index + 1 < len(output) else STOP_TOKEN
-
-        sim_replica.engine.tokens = next_token
-        if sim_replica.engine.adapter is not None:
-            sim_replica.engine.adapter.reader = self.clients.outputs
-
     # -- the loop -----------------------------------------------------------------
 
     def run(self) -> RunLog:
         """Run to the end. Fills and returns the log."""
         started = shown = time.perf_counter()
-        clock, clients = self._clock, self.clients
+        clock, clients = self.clock, self.clients
         end_s = self._until_s if self._until_s is not None else MAX_VIRTUAL_S
         clients.begin()
         passes = 0
@@ -146,10 +119,10 @@ class Simulation:
                     break
                 if time.perf_counter() - shown > 0.2:
                     shown = time.perf_counter()
-                    finished = sum(program.finished_s is not None for program in self._log.programs)
+                    finished = sum(program.finished_s is not None for program in self.log.programs)
                     self._on_progress(clock.now_s, finished)
         if self._until_s is None and clock.now_s >= end_s:
-            self._log.notes.append(f"given up after {end_s:.0f} virtual s")
+            self.log.notes.append(f"given up after {end_s:.0f} virtual s")
         return self._close(started)
 
     def _begin_steps(self, over: Sequence[SimulatedReplica]) -> None:
@@ -159,7 +132,7 @@ class Simulation:
         ``over`` are the engines whose step has just ended. If such an engine has planned a step ahead, that
         step now runs, and the engine plans one more.
         """
-        now = self._clock.now_s
+        now = self.clock.now_s
         # A single engine that can run no request retries after every event.
         retries = len(self.replicas) == 1 and not over
         for sim_replica in self.replicas:
@@ -172,12 +145,12 @@ class Simulation:
 
     def _is_stuck(self) -> bool:
         """Whether nothing has been computed for long although requests wait in an engine or at the router."""
-        now = self._clock.now_s
+        now = self.clock.now_s
         blocked = any(sim_replica.is_blocked for sim_replica in self.replicas)
-        if now - self._stepped_s <= STALL_TIMEOUT_S or not (blocked or self._clock.is_over):
+        if now - self._stepped_s <= STALL_TIMEOUT_S or not (blocked or self.clock.is_over):
             return False
         where = "in an engine" if blocked else "at the router"
-        self._log.notes.append(
+        self.log.notes.append(
             f"nothing happened for {STALL_TIMEOUT_S:.0f} s although requests waited {where}; "
             f"given up at {now:.0f} s"
         )
@@ -192,28 +165,33 @@ class Simulation:
         self.clients.answered(turn)
 
     def _close(self, started: float) -> RunLog:
-        log = self._log
-        log.virtual_s = self._clock.now_s
+        log = self.log
+        log.virtual_s = self.clock.now_s
         if isinstance(self.front, SimulatedGateway):
             log.routes = dict(sorted(self.front.core.counts.routes.items()))
-        for number, sim_replica in enumerate(self.replicas):
-            host = sim_replica.host
-            sim_replica.deliver()
-            log.steps += sim_replica.steps
-            log.busy_s += sim_replica.busy_s / len(self.replicas)
-            log.scheduler_s += sim_replica.scheduler_s
-            offset = number * REPLICA_STEP_OFFSET
-            log.preemption_steps.extend(offset + step for step in sim_replica.preemption_steps)
-            if not self._standalone:
-                name, steps, busy_s = sim_replica.replica, sim_replica.steps, sim_replica.busy_s
-                log.replicas.append(ReplicaLog(replica=name, steps=steps, busy_s=busy_s))
+        for number, one in enumerate(self.replicas):
+            host = one.host
+            one.deliver()
+            log.steps += one.steps
+            log.busy_s += one.busy_s / len(self.replicas)
+            log.scheduler_s += one.scheduler_s
+            log.preemption_steps += [number * REPLICA_STEP_OFFSET + step for step in one.preemption_steps]
+            if not self.standalone:
+                log.replicas.append(ReplicaLog(replica=one.replica, steps=one.steps, busy_s=one.busy_s))
             if host is not None:
                 log.copied_to_host_bytes += host.to_host.moved_bytes
                 log.copied_to_device_bytes += host.to_device.moved_bytes
                 log.copied_to_disk_bytes += host.to_disk.moved_bytes
                 log.copied_from_disk_bytes += host.from_disk.moved_bytes
-            if sim_replica.engine.adapter is not None:
-                log.hook_failures += sim_replica.engine.adapter.failures
-            sim_replica.account.cut_off(self._clock.now_s)
+            if one.engine.adapter is not None:
+                log.hook_failures += one.engine.adapter.failures
+            one.account.cut_off(self.clock.now_s)
         log.wall_s = time.perf_counter() - started
         return log
+
+
+def _next_token(live: dict[str, InFlightTurn], request: Any) -> int:
+    """The planned output token. The last token is never computed and in no block, so it may differ from the
+    next prompt's token."""
+    output, index = live[request.request_id].output, request.num_output_tokens
+    return output[index] if index + 1 < len(output) else STOP_TOKEN

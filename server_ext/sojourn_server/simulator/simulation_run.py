@@ -101,7 +101,8 @@ def run_simulation(
     from .token_accounting import MOVED_CAUSE
 
     clock = EventQueue()
-    engines = [_build_engine(spec, policy, shape, clock) for _ in range(spec.replicas or 1)]
+    engines = [_build_engine(spec, policy, shape, latency, clock) for _ in range(spec.replicas or 1)]
+    options = engines[0][0].options
     log = RunLog(
         policy=policy.name,
         programs_wanted=spec.programs,
@@ -112,13 +113,13 @@ def run_simulation(
         loop="open" if spec.rate_per_s is not None else "closed",
         rate_per_s=spec.rate_per_s,
         limit=bool(policy.bound),
-        pool_blocks=engines[0].options.blocks - 1,
-        host_blocks=engines[0].options.host_blocks,
-        disk_blocks=engines[0].options.disk_blocks,
+        pool_blocks=options.blocks - 1,
+        host_blocks=options.host_blocks,
+        disk_blocks=options.disk_blocks,
         block_size=shape.block_size,
     )
     simulation = Simulation(
-        [(engine, _host_transfers(policy, shape, latency, engine)) for engine in engines],
+        engines,
         clock,
         latency,
         loop,
@@ -241,18 +242,20 @@ def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
 
 
 def _build_engine(
-    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, clock: EventQueue
-) -> SimulatedEngine:
+    spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape, latency: LatencyModel, clock: EventQueue
+) -> tuple[SimulatedEngine, Any]:
+    """An engine, and the simulated transfers to and from its host memory; ``None`` without host memory."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from .simulated_engine import SimulatedEngine, SimulatedEngineOptions
 
     blocks = shape.kv_pool_tokens // shape.block_size
     host_blocks = shape.host_kv_tokens // shape.block_size if policy.host_cache else 0
+    block_bytes = shape.kv_bytes_per_token * shape.block_size
     if policy.bound == "host":
-        host_blocks = UNBOUNDED_HOST_TOKENS // shape.block_size
+        host_blocks, block_bytes = UNBOUNDED_HOST_TOKENS // shape.block_size, 0
     if policy.bound == "device":
         blocks = max(blocks, 4 * UNBOUNDED_HOST_TOKENS // 10 // shape.block_size)
-    return SimulatedEngine(
+    engine = SimulatedEngine(
         SimulatedEngineOptions(
             blocks=blocks,
             block_size=shape.block_size,
@@ -267,22 +270,16 @@ def _build_engine(
         ),
         clock,
     )
-
-
-def _host_transfers(
-    policy: SimulatorPolicy, shape: DeviceShape, latency: LatencyModel, engine: SimulatedEngine
-) -> Any:
-    """Simulated transfers to and from an engine's host memory; ``None`` without host memory."""
-    if not engine.options.host_blocks:
-        return None
-    from .vllm_offload_transfers import VllmOffloadTransfers
-
-    block_bytes = 0 if policy.bound == "host" else shape.kv_bytes_per_token * shape.block_size
-    make: Any = VllmOffloadTransfers
-    if policy.own_tiers:
-        from .tier_transfers import TierTransfers as make
+    if not host_blocks:
+        return engine, None
     if engine.adapter is not None:
         # Seconds per token loaded from host memory, which a live engine reads from its profile.
         per_block_s = latency.copy_s(block_bytes, to_host=False)
         engine.adapter.program_scheduler.pool.host_s_per_token = per_block_s / shape.block_size
-    return make(latency, block_bytes)
+    if policy.own_tiers:
+        from .tier_transfers import TierTransfers
+
+        return engine, TierTransfers(latency, block_bytes)
+    from .vllm_offload_transfers import VllmOffloadTransfers
+
+    return engine, VllmOffloadTransfers(latency, block_bytes)

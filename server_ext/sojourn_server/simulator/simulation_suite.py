@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import closing, suppress
+from dataclasses import dataclass
 
-from .fresh_processes import fresh_processes, report
+from .fresh_processes import in_fresh_processes, report
 from .report.run_metrics import summarize_run
 from .report.run_row import RunRow
 from .run_log import RunLog
@@ -18,18 +17,10 @@ from .simulation_run import RunSpec, run_simulation
 class SuiteResult:
     """Metrics and logs of a suite, in the order of its specifications."""
 
-    rows: list[RunRow] = field(default_factory=list)
-    logs: list[RunLog] = field(default_factory=list)
+    rows: list[RunRow]
+    logs: list[RunLog]
     missing_runs: int = 0
     """Number of runs that an interrupt left out."""
-
-
-class SuiteInterrupted(KeyboardInterrupt):
-    """The user interrupted a suite; ``result`` has its finished runs."""
-
-    def __init__(self, result: SuiteResult) -> None:
-        super().__init__()
-        self.result = result
 
 
 def _run_in_process(spec: RunSpec) -> RunLog:
@@ -45,29 +36,19 @@ def run_suite(
     on_done: Callable[[int], None] = lambda number: None,
 ) -> SuiteResult:
     """Run ``specs``, up to ``processes`` at a time. Equal ones are run once; callbacks get the index of a run
-    in ``dict.fromkeys(specs)``. ``on_progress``, which another thread calls, gets the virtual seconds so far
-    and the number of finished programs too. Metrics leave out the first ``since_s`` virtual seconds.
+    in ``dict.fromkeys(specs)``. ``on_progress`` gets the virtual seconds so far and the number of finished
+    programs too. Metrics leave out the first ``since_s`` virtual seconds. After Ctrl-C, the result has the
+    finished runs.
 
-    Raises the errors of ``run_simulation`` and ``summarize_run``, ``BrokenProcessPool`` if a process dies,
-    and ``SuiteInterrupted`` on Ctrl-C. Any error ends the other runs.
+    Raises the errors of ``run_simulation`` and ``summarize_run``, and ``BrokenProcessPool`` if a process
+    dies. Any error ends the other runs.
     """
     done: dict[RunSpec, tuple[RunRow, RunLog]] = {}
-    try:
-        with fresh_processes(processes) as submit:
-            runs = {
-                submit(partial(on_progress, number), _run_in_process, spec): (number, spec)
-                for number, spec in enumerate(dict.fromkeys(specs))
-            }
-            for ended in as_completed(runs):
-                number, spec = runs[ended]
-                log = ended.result()
-                done[spec] = (summarize_run(log, since_s=since_s), log)
-                on_done(number)
-    except KeyboardInterrupt:
-        raise SuiteInterrupted(_result(specs, done)) from None
-    return _result(specs, done)
-
-
-def _result(specs: Sequence[RunSpec], done: dict[RunSpec, tuple[RunRow, RunLog]]) -> SuiteResult:
+    planned = list(dict.fromkeys(specs))
+    ends = in_fresh_processes(_run_in_process, planned, processes, on_progress)
+    with suppress(KeyboardInterrupt), closing(ends):
+        for number, log in ends:
+            done[planned[number]] = (summarize_run(log, since_s=since_s), log)
+            on_done(number)
     finished = [done[spec] for spec in specs if spec in done]
     return SuiteResult([row for row, _ in finished], [log for _, log in finished], len(specs) - len(finished))

@@ -9,8 +9,9 @@ preset keep blocks cached until the memory is reused, as ``stock`` does. The pre
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from sojourn_server.policies.preset import Preset, load_preset, preset_names, re
 from sojourn_server.policies.preset_store import PresetError
 from sojourn_server.policies.toml_document import did_you_mean, load_toml
 
-from .request_router import UNLIMITED_S, PassThroughRouter, RequestRouter
+from .simulated_gateway import UNLIMITED_S, RequestRouter, SimulatedGateway
 from .thunderagent_router import ThunderAgentRouter
 
 
@@ -40,7 +41,7 @@ class SimulatorPolicy:
     preset: str | None = None
     """Name of a preset of sojourn, or the path of a preset file. ``None``: the engine uses vLLM's own
     scheduler class."""
-    request_router: Callable[[], RequestRouter] = PassThroughRouter
+    request_router: Callable[[], RequestRouter] = RequestRouter
     """Makes the router or gateway in front of the engine or engines."""
     host_cache: bool = False
     """Whether the engine has host memory, through vLLM's connector or sojourn's."""
@@ -85,7 +86,7 @@ def baselines() -> dict[str, SimulatorPolicy]:
     document = load_toml((Path(__file__).parent / "baselines.toml").read_text(encoding="utf-8"))
     found = {}
     for name, fields in document.items():
-        router = ThunderAgentRouter if fields.pop("thunderagent", False) else PassThroughRouter
+        router = ThunderAgentRouter if fields.pop("thunderagent", False) else RequestRouter
         found[name] = SimulatorPolicy(name=name, request_router=router, **fields)
     return found
 
@@ -190,25 +191,17 @@ def find_cluster_policy(name: str) -> SimulatorPolicy:
         )
     front: Callable[[], RequestRouter] = ThunderAgentRouter
     if routing != THUNDERAGENT:
-        chosen = preset or load_cluster_preset(routing)
-
-        def front() -> RequestRouter:
-            from .simulated_gateway import SimulatedGateway  # loads the routing core, which names do not need
-
-            return SimulatedGateway(chosen)
-
+        front = partial(SimulatedGateway, preset or load_cluster_preset(routing))
     return replace(policy, name=f"{routing}/{policy.name}", request_router=front)
 
 
 def _cluster_preset_from_file(name: str) -> ClusterPreset | None:
-    """The cluster preset in a file; ``None`` if the file is that of an engine's preset."""
-    try:
+    """The cluster preset in a file; ``None`` if the file is that of an engine's preset, or of neither."""
+    with suppress(PresetError):
         read_preset(Path(name))
-    except PresetError:
-        try:
-            return read_cluster_preset(Path(name))
-        except PresetError:
-            pass
+        return None
+    with suppress(PresetError):
+        return read_cluster_preset(Path(name))
     return None
 
 

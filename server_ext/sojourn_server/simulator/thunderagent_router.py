@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 from sojourn_server.routing import routing_events as ev
 
-from .request_router import RequestRouter
+from .simulated_gateway import RequestRouter
 
 BUFFER_TOKENS = 100
 """Tokens kept free for each active program (the public router's ``BUFFER_PER_PROGRAM``)."""
@@ -93,7 +93,10 @@ class ThunderAgentRouter(RequestRouter):
         elif isinstance(event, ev.RequestReceived):
             self._received(event, now)
         elif isinstance(event, ev.RequestFinished):
-            self._turn_over(self._sent.pop(event.request_id), event.output_tokens)
+            known = self._sent.pop(event.request_id)
+            known.reasoning = False
+            known.tokens += event.output_tokens
+            known.paused, known.marked = known.paused or known.marked, False
         elif isinstance(event, ev.ProgramEnded):
             self._programs.pop(event.program_id, None)
         elif isinstance(event, ev.Tick) and now >= self._check_s:
@@ -113,12 +116,6 @@ class ThunderAgentRouter(RequestRouter):
             actions.append(ev.SendRequest(request_id, known.backend, "thunderagent"))
         return actions
 
-    def _turn_over(self, known: _RoutedProgram, output_tokens: int) -> None:
-        known.reasoning = False
-        known.tokens += output_tokens
-        if known.marked:
-            known.marked, known.paused = False, True
-
     def _received(self, request: ev.RequestReceived, now: float) -> None:
         program_id = request.program_id or request.request_id
         known = self._programs.setdefault(program_id, _RoutedProgram(program_id))
@@ -127,9 +124,9 @@ class ThunderAgentRouter(RequestRouter):
         known.reasoning = True
         known.tokens = request.context_tokens
         if known.steps == 1:
+            others_paused = any(k.paused for k in self._programs.values())
             # Paused for now, so that the program's own tokens and buffer do not count as used.
             known.paused = True
-            others_paused = any(k.paused for k in self._programs.values() if k is not known)
             if not others_paused:
                 self._begin(known)
 

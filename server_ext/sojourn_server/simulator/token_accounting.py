@@ -6,6 +6,7 @@ because every policy has scheduler outputs. Only the finer causes of losses come
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ class TokenAccounting:
             # finds tokens that it had not reached, other requests have recomputed them: not its loss.
             lost = max(0, turn.full_block_tokens_before_preemption - computed)
             if lost:
-                _add_loss(log, "preempted", lost)
+                log.regenerated["preempted"] += lost
             _reduce_losses(log, min(computed, log.known_tokens) - turn.reached)
         else:
             turn.admitted = True
@@ -124,11 +125,11 @@ class TokenAccounting:
             log.known_tokens = here
             log.device_tokens = computed - from_host
             if here > computed:
-                _add_loss(log, "evicted", here - computed)
+                log.regenerated["evicted"] += here - computed
             if self._cluster_computed is not None:
                 log.known_tokens = self._leading_computed_blocks(request, self._cluster_computed) * size
                 if log.known_tokens > max(here, computed):
-                    _add_loss(log, MOVED_CAUSE, log.known_tokens - max(here, computed))
+                    log.regenerated[MOVED_CAUSE] += log.known_tokens - max(here, computed)
         turn.reached = max(turn.reached, computed)
         log.host_tokens += from_host
 
@@ -205,31 +206,24 @@ def _end_preemption(turn: InFlightTurn, now: float) -> None:
         turn.log.preempted_after_s += waited_s
 
 
-def _add_loss(log: TurnLog, cause: str, tokens: int) -> None:
-    log.regenerated[cause] = log.regenerated.get(cause, 0) + tokens
-
-
 def _drop_uncomputed_losses(turn: InFlightTurn) -> None:
     """Subtract from the losses of an unfinished turn the tokens that it has not recomputed yet."""
     _reduce_losses(turn.log, turn.log.known_tokens - max(turn.reached, turn.computed))
     if turn.computed:
-        _subtract_loss(turn.log, "preempted", turn.full_block_tokens_before_preemption - turn.computed)
+        again = turn.full_block_tokens_before_preemption - turn.computed
+        _subtract_losses(turn.log, preempted=again)
 
 
 def _reduce_losses(log: TurnLog, tokens: int) -> None:
     """Subtract from the losses ``tokens`` that the turn did not recompute after all: first from ``moved``,
     then from ``evicted``."""
     moved = min(max(0, tokens), log.regenerated.get(MOVED_CAUSE, 0))
-    _subtract_loss(log, MOVED_CAUSE, moved)
-    _subtract_loss(log, "evicted", tokens - moved)
+    _subtract_losses(log, moved=moved, evicted=tokens - moved)
 
 
-def _subtract_loss(log: TurnLog, cause: str, tokens: int) -> None:
-    counted = log.regenerated.get(cause, 0)
-    if counted and tokens > 0:
-        log.regenerated[cause] = max(0, counted - tokens)
-        if not log.regenerated[cause]:
-            del log.regenerated[cause]
+def _subtract_losses(log: TurnLog, **tokens: int) -> None:
+    counted = Counter({cause: max(0, number) for cause, number in tokens.items()})
+    log.regenerated = Counter(log.regenerated) - counted
 
 
 def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -> None:
@@ -250,7 +244,7 @@ def annotate_from_scheduler(log: TurnLog, program_scheduler: ProgramScheduler) -
     for cause, tokens in (record.tokens.lost if record.tokens is not None else {}).items():
         explained = min(evicted, tokens)
         if explained > 0:
-            _add_loss(log, str(cause.value), explained)
+            log.regenerated[str(cause.value)] += explained
             evicted -= explained
     if evicted:
-        _add_loss(log, "evicted", evicted)
+        log.regenerated["evicted"] = evicted

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...policies.costs.step_costs import StepCosts
 from .latency_profiles import (
@@ -44,6 +44,9 @@ from .latency_profiles import (
     LatencyProfileError,
     ModelShape,
 )
+
+if TYPE_CHECKING:
+    from ..workloads.program_plans import ProgramPlan
 
 
 class StepWork(NamedTuple):
@@ -206,3 +209,49 @@ class RooflineLatency(LatencyModel):
             compute_s, read_s = self._head_token_s * sampled, self._head_read_s
             seconds += sqrt(compute_s * compute_s + read_s * read_s)
         return seconds
+
+
+def isolated_completion_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> float:
+    """Expected time of a program: seconds from its arrival to its last token, alone on an empty engine, tools
+    included. Sub-agents count as programs of their own.
+
+    Prefill computes the tokens that no earlier turn of the program computed, in chunks of
+    ``max_batched_tokens``. Decoding adds one token per step. Simpson's rule gives the time of all decode
+    steps from the first, middle and last step.
+    """
+    total_s = latency.call_s * len(plan.plans) + sum(isolated_turns_s(plan, latency, max_batched_tokens))
+    return total_s + sum(plan.gap_s(turn) for turn in range(len(plan.plans) - 1))
+
+
+def isolated_turns_s(plan: ProgramPlan, latency: LatencyModel, max_batched_tokens: int) -> list[float]:
+    """Seconds of each turn, from admission to the last token, of a program that is alone on an engine."""
+    return [
+        _prefill_s(latency, lengths.reused_tokens, lengths.prompt_tokens, max_batched_tokens)
+        + _decode_s(latency, lengths.prompt_tokens, lengths.output_tokens - 1)
+        for lengths in plan.plans
+    ]
+
+
+def _prefill_s(latency: LatencyModel, found_tokens: int, prompt_tokens: int, chunk: int) -> float:
+    # At least the last token of a prompt is computed.
+    starts = range(min(found_tokens, prompt_tokens - 1), prompt_tokens, chunk)
+    ends = [*starts[1:], prompt_tokens]
+    return sum(
+        _step_s(latency, end - start, start, samples=end == prompt_tokens)
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+def _decode_s(latency: LatencyModel, prompt_tokens: int, steps: int) -> float:
+    if steps < 1:
+        return 0.0
+    first, last = prompt_tokens, prompt_tokens + steps - 1
+    at = [_step_s(latency, 1, context) for context in (first, (first + last + 2) // 2 - 1, last)]
+    return steps * (at[0] + 4 * at[1] + at[2]) / 6
+
+
+def _step_s(latency: LatencyModel, new: int, context: int, *, samples: bool = True) -> float:
+    """Seconds of a step of one request that adds ``new`` tokens to a context of ``context`` tokens.
+    ``samples`` says whether the step also samples an output token."""
+    pairs = new * context + new * (new + 1) // 2
+    return latency.step_s(StepWork(1, new, pairs, kv_tokens_read=context + new, sampled=int(samples)))

@@ -52,8 +52,13 @@ class SimulationResults(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
 def made_with(arguments: Sequence[str]) -> Provenance:
     """Command, installed versions and machine. ``arguments`` is ``sys.argv``. Absolute paths are reduced to
     their last part, so that user folders stay private."""
-    given = [Path(arguments[0]).name, *map(_without_folders, arguments[1:])] if arguments else []
-    command = shlex.join(given)
+
+    def without_folders(argument: str) -> str:
+        parts = re.split(r"([=,])", argument)
+        return "".join((Path(part).name or part) if Path(part).is_absolute() else part for part in parts)
+
+    named = [Path(argument).name for argument in arguments[:1]]
+    command = shlex.join([*named, *map(without_folders, arguments[1:])])
     versions = {"python": platform.python_version(), **installed_versions(*_DISTRIBUTIONS)}
     return Provenance(command=command, versions=versions, machine=machine())
 
@@ -72,11 +77,6 @@ def document(
     )
     plain: dict[str, Any] = msgspec.to_builtins(whole)
     return plain
-
-
-def _without_folders(argument: str) -> str:
-    parts = re.split(r"([=,])", argument)
-    return "".join((Path(part).name or part) if Path(part).is_absolute() else part for part in parts)
 
 
 def processor_name() -> str:

@@ -85,14 +85,6 @@ def _share(field: str) -> Callable[[RunRow], float | None]:
     return lambda row: 100.0 * getattr(row, field) / row.prompt_tokens if row.prompt_tokens else None
 
 
-def _in_time(row: RunRow) -> float | None:
-    return None if row.slo_attainment is None else row.slo_attainment.get(OVERALL)
-
-
-def _none_finished(row: RunRow) -> bool:
-    return not row.programs_finished and not row.limit
-
-
 def _has_unfinished(row: RunRow) -> bool:
     return row.programs_unfinished > 0
 
@@ -107,7 +99,13 @@ COLUMNS: tuple[ResultColumn, ...] = (
     ResultColumn("disk", "tokens", lambda row: row.disk_blocks * row.block_size or None, decimals=0),
     ResultColumn("finished", "", "programs_finished", decimals=0),
     ResultColumn("unfinished", "", "programs_unfinished", decimals=0),
-    ResultColumn("turns", "done", "turns_finished", decimals=0, when=_none_finished),
+    ResultColumn(
+        "turns",
+        "done",
+        "turns_finished",
+        decimals=0,
+        when=lambda row: not row.programs_finished and not row.limit,
+    ),
     ResultColumn("programs", "/h", "programs_per_hour", MORE, True),
     ResultColumn("completion", "mean s", "completion_s.mean", LESS, True, of_survivors=True),
     ResultColumn("completion", "P95 s", "completion_s.p95", LESS, True, of_survivors=True),
@@ -116,7 +114,9 @@ COLUMNS: tuple[ResultColumn, ...] = (
     ResultColumn("TTFT", "mean s", "ttft_s.mean", LESS, True),
     ResultColumn("TTFT", "P95 s", "ttft_s.p95", LESS),
     ResultColumn("TPOT", "mean ms", "tpot_s.mean", LESS, scale=1e3),
-    ResultColumn("in time", "% programs", _in_time, MORE, scale=100.0, decimals=1, when=_several),
+    ResultColumn(
+        "in time", "% programs", f"slo_attainment.{OVERALL}", MORE, scale=100.0, decimals=1, when=_several
+    ),
     # What the engine does.
     ResultColumn("output", "tok/s", "output_tok_per_s", MORE, True),
     ResultColumn("on device", "% prompt", _share("device_hit_tokens"), decimals=1),
@@ -209,14 +209,6 @@ def _decimals(numbers: Sequence[float]) -> int:
     return min(_MOST_DECIMALS, max(0, (2 if magnitude >= 0 else 1) - magnitude))
 
 
-def legend(rows: Sequence[RunRow]) -> str:
-    """Legend of a table of ``rows``. It names the baseline of the factors, if one was run."""
-    ran = {row.policy for row in rows}
-    names = [name for name in REFERENCES if name in ran and ran != {name}]
-    factors = f"; N× times better than {' or '.join(names)}" if names else ""
-    return f"* best of the policies{factors}; ≥ at least, ≤ at most"
-
-
 def workloads(rows: Sequence[RunRow]) -> list[list[RunRow]]:
     """Rows grouped by workload, in order of trace and load. Each group has the baseline (``REFERENCES``)
     first and bounds last."""
@@ -263,14 +255,17 @@ def render(rows: Sequence[RunRow], swept: ParameterSweep | None = None) -> Rende
         first = [WrappedColumn(Text("policy"), names, "left")]
         if swept is not None:
             heading += f" · {swept.field}: {swept.meaning}"
-            values = [
-                Text(f"{v:,.10g}") for v, group in zip(swept.values, groups, strict=True) for _ in group
-            ]
+            pairs = zip(swept.values, groups, strict=True)
+            values = [Text(f"{value:,.10g}") for value, group in pairs for _ in group]
             first.insert(0, WrappedColumn(Text(swept.field), values))
         columns = [value_cells(column, groups) for column in columns_to_show(shown)]
         parts += [Text(heading, style="bold"), WrappedTable(first, columns), Text("")]
-    if parts:
-        parts.append(Text(legend(rows) + (f", at the same {swept.field}" if swept else ""), style="dim"))
+    if parts:  # the legend names the baseline of the factors, if one was run
+        ran = {row.policy for row in rows}
+        stock = [name for name in REFERENCES if name in ran and ran != {name}]
+        factors = f"; N× times better than {' or '.join(stock)}" if stock else ""
+        legend = f"* best of the policies{factors}; ≥ at least, ≤ at most"
+        parts.append(Text(legend + (f", at the same {swept.field}" if swept else ""), style="dim"))
     parts.extend(Text(f"note: {note}", style="dim") for note in notes(rows))
     if swept is None:
         parts.extend(Text(f"\n{said}") for group in workloads(rows) if (said := summary(group)))
@@ -366,11 +361,10 @@ class WrappedTable:
 
     def _table(self, piece: Sequence[WrappedColumn]) -> Table:
         table = Table(box=None, pad_edge=False, header_style="", padding=(0, _GAP, 0, 0))
-        columns = [*self._first, *piece]
-        for column in columns:
+        for column in (*self._first, *piece):
             table.add_column(column.heading, justify=column.justify, no_wrap=True)
-        for number in range(len(self._first[0].texts)):
-            table.add_row(*(column.texts[number] for column in columns))
+        for cells in zip(*(column.texts for column in (*self._first, *piece)), strict=True):
+            table.add_row(*cells)
         return table
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import PurePath
 from typing import Any
@@ -21,13 +21,7 @@ from sojourn.errors import InputError
 from sojourn_server.metrics.summary_statistics import PERCENTILES, summarise
 
 from ..run_log import SLO_FACTOR, ProgramLog, RunFacts, RunLog, TurnLog
-from .run_row import (
-    NO_STATISTICS,
-    OVERALL,
-    ReplicaRow,
-    RunRow,
-    SummaryStatistics,
-)
+from .run_row import NO_STATISTICS, OVERALL, ReplicaRow, RunRow, SummaryStatistics
 
 SURVIVORS_NOTE = (
     "closed loop: completion covers finished programs only, so policies that finish mostly short programs "
@@ -99,6 +93,7 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
     for turn in admitted:
         causes.update(turn.regenerated)
     window_s = run.virtual_s - since_s
+    ended = [one for one in run.programs if one.finished_s is not None and one.finished_s >= since_s]
     facts: dict[str, Any] = {name: getattr(run, name) for name in RunFacts.__struct_fields__}
     return RunRow(
         **facts | {"trace": trace_name(run.trace), "routes": dict(run.routes)},
@@ -107,10 +102,11 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         programs_unfinished=len(elapsed),
         completion_s=censored_statistics(finished, [] if is_closed else elapsed),
         slowdown=censored_statistics(slow, [] if is_closed else slow_so_far),
-        ttft_s=_first_tokens(sent, run.virtual_s),
-        tpot_s=summary_statistics(
-            seconds for turn in sent if (seconds := _tpot_s(turn, run.virtual_s)) is not None
+        ttft_s=censored_statistics(
+            [turn.first_token_s - turn.submitted_s for turn in sent if turn.first_token_s is not None],
+            [run.virtual_s - turn.submitted_s for turn in sent if turn.first_token_s is None],
         ),
+        tpot_s=summary_statistics(seconds for turn in sent for seconds in _tpot_s(turn, run.virtual_s)),
         output_tok_per_s=_rate(_output_tokens_since(run, since_s), window_s),
         prompt_tokens=sum(turn.prompt_tokens for turn in admitted),
         computed_tokens=sum(turn.computed_tokens for turn in admitted),
@@ -120,8 +116,8 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         scheduler_ms_per_step=1e3 * run.scheduler_s / run.steps if run.steps else None,
         since_s=since_s,
         programs_cut=sum(program.cut and program.finished_s is not None for program in programs),
-        programs_per_hour=_rate(3600.0 * len(_ended_since(run.programs, since_s)), window_s),
-        ended_work_s=math.fsum(map(service_s, _ended_since(run.programs, since_s))),
+        programs_per_hour=_rate(3600.0 * len(ended), window_s),
+        ended_work_s=math.fsum(map(service_s, ended)),
         completion_estimate_s=estimated_statistics(finished, elapsed),
         turns_finished=sum(turn.finished_s is not None for turn in sent),
         device_hit_tokens=sum(turn.device_tokens for turn in admitted),
@@ -133,7 +129,7 @@ def summarize_run(run: RunLog, *, since_s: float = 0.0) -> RunRow:
         utilisation=utilisation(run),
         slo_attainment=slo_attainment(programs, run.virtual_s) if run.replicas else None,
         per_replica=per_replica(run),
-        notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, unfinished=bool(elapsed))])),
+        notes=tuple(dict.fromkeys([*run.notes, *_notes(run, since_s, bool(ended), bool(elapsed))])),
     )
 
 
@@ -163,12 +159,10 @@ def censored_statistics(exact: Sequence[float], lower_bounds: Sequence[float]) -
     made = summary_statistics(value for value, _ in ordered)
     if first_bound is None:
         return made
-    at_least = ["mean"]
-    for percent in PERCENTILES:
-        # The upper of the two neighbours between which ``percentile`` interpolates.
-        if first_bound <= math.ceil((len(ordered) - 1) * percent / 100.0):
-            at_least.append(f"p{percent}")
-    return msgspec.structs.replace(made, at_least=tuple(at_least))
+    # The upper of the two neighbours between which a percentile is interpolated.
+    upper = {f"p{percent}": math.ceil((len(ordered) - 1) * percent / 100.0) for percent in PERCENTILES}
+    too_low = [name for name, place in upper.items() if first_bound <= place]
+    return msgspec.structs.replace(made, at_least=("mean", *too_low))
 
 
 def estimated_statistics(exact: Sequence[float], cut_off: Sequence[float]) -> SummaryStatistics:
@@ -224,19 +218,11 @@ def cascades(preemption_steps: Iterable[int], within: int = CASCADE_STEPS) -> in
     return sum(after - before <= within for before, after in pairwise(ordered))
 
 
-def _first_tokens(turns: Sequence[TurnLog], run_end_s: float) -> SummaryStatistics:
-    """Statistics of the seconds from the sending of each turn to its first token. Without one, the seconds to
-    the end of the run count as a lower bound."""
-    exact = [turn.first_token_s - turn.submitted_s for turn in turns if turn.first_token_s is not None]
-    bounds = [run_end_s - turn.submitted_s for turn in turns if turn.first_token_s is None]
-    return censored_statistics(exact, bounds)
-
-
-def _tpot_s(turn: TurnLog, run_end_s: float) -> float | None:
+def _tpot_s(turn: TurnLog, run_end_s: float) -> list[float]:
     if turn.first_token_s is None or turn.tokens_so_far < 2:
-        return None
+        return []
     end_s = run_end_s if turn.finished_s is None else turn.finished_s
-    return (end_s - turn.first_token_s) / (turn.tokens_so_far - 1)
+    return [(end_s - turn.first_token_s) / (turn.tokens_so_far - 1)]
 
 
 def _output_tokens_since(run: RunLog, since_s: float) -> float:
@@ -256,46 +242,37 @@ def _output_tokens_since(run: RunLog, since_s: float) -> float:
     return total
 
 
-def _ended_since(programs: Iterable[ProgramLog], since_s: float) -> list[ProgramLog]:
-    return [
-        program for program in programs if program.finished_s is not None and program.finished_s >= since_s
-    ]
-
-
 def _rate(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds > 0 else None
 
 
-def _notes(run: RunLog, since_s: float, *, unfinished: bool) -> list[str]:
-    notes = []
+def _notes(run: RunLog, since_s: float, any_ended: bool, any_unfinished: bool) -> Iterator[str]:
     if not run.programs:
-        notes.append(NONE_ARRIVED_NOTE)
-    none_finished = not _ended_since(run.programs, since_s)
-    if run.programs and none_finished:
-        notes.append(NONE_FINISHED_NOTE)
-    if unfinished and run.loop != "closed":
-        notes.append(CUT_OFF_NOTE)
-    elif unfinished and not none_finished:
-        notes.append(SURVIVORS_NOTE)
+        yield NONE_ARRIVED_NOTE
+    elif not any_ended:
+        yield NONE_FINISHED_NOTE
+    if any_unfinished and run.loop != "closed":
+        yield CUT_OFF_NOTE
+    elif any_unfinished and any_ended:
+        yield SURVIVORS_NOTE
     if since_s > 0:
-        notes.append(
+        yield (
             f"without programs that arrived, and turns that were sent, in the first {since_s:g} s; "
             "preemptions, cascades, copies, device time and scheduler time are of the whole run"
         )
     if run.refused_hints:
-        notes.append(f"{run.policy}: the server refused {run.refused_hints} events: a defect")
+        yield f"{run.policy}: the server refused {run.refused_hints} events: a defect"
     if run.hook_failures:
-        notes.append(
+        yield (
             f"{run.policy}: {run.hook_failures} calls of the policy or the adapter failed, see above; where "
             "they did, the engine did as stock does, so these figures are not the policy's"
         )
     turns = [turn for program in run.programs for turn in program.turns]
     if run.policy == "stock" and turns and not run.preemption_steps and not any(t.regenerated for t in turns):
-        notes.append(
+        yield (
             f"under stock the KV pool of {run.pool_blocks * run.block_size:,} tokens never ran short: "
             "policies can hardly differ; ask for more --programs, or less memory by --pool-tokens"
         )
-    return notes
 
 
 def replica_changes(programs: Iterable[ProgramLog]) -> dict[str, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..run_log import RunFacts
+from ..run_log import ReplicaLog, RunFacts
 
 WALL_CLOCK_FIELDS = ("scheduler_ms_per_step", "wall_s")
 """Fields of ``RunRow`` that depend on the machine. Other fields are equal in every repetition of a run."""
@@ -29,12 +29,9 @@ class SummaryStatistics(msgspec.Struct, kw_only=True, frozen=True):
 NO_STATISTICS = SummaryStatistics(mean=None, p50=None, p90=None, p95=None, p99=None)
 
 
-class ReplicaRow(msgspec.Struct, kw_only=True, frozen=True):
+class ReplicaRow(ReplicaLog, kw_only=True):
     """Metrics of one engine over the whole run. Tokens are sums over the turns that the engine computed."""
 
-    replica: str
-    steps: int
-    busy_s: float
     turns: int
     output_tokens: int
     computed_tokens: int

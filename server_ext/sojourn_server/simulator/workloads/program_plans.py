@@ -28,6 +28,10 @@ VOCABULARY_SIZE = 32_000
 """Exclusive upper bound of the token ids in replayed prompts and outputs. No model reads these ids."""
 
 
+class NoProgramFitsError(TraceError):
+    """No program can be replayed: the first turn of every top-level program exceeds the context limit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaybackOptions:
     """Options of a replay."""
@@ -141,7 +145,7 @@ class ProgramPlanner:
             if not top:
                 raise TraceError("there are no programs to play")
             tokens, shortest = min((self._turn_tokens(one.turns[0]), one.program_id) for one in top)
-            raise TraceError(
+            raise NoProgramFitsError(
                 f"no program fits a context of {self._options.max_context_tokens:,} tokens: the shortest "
                 f"first turn needs {tokens:,} (program {shortest!r})"
             )
