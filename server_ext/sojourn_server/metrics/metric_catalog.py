@@ -147,7 +147,7 @@ _counter, _gauge, _histogram = (partial(_metric, kind) for kind in MetricKind)
 _ALL = (
     _gauge("sojourn_programs", "Programs known to the engine.", state=PROGRAM_STATES),
     _counter("sojourn_program_turns_total", "LLM requests of programs that finished.", outcome=TURN_OUTCOMES),
-    _counter("sojourn_programs_finished_total", "Programs that ended, by outcome.", outcome=PROGRAM_OUTCOMES),
+    _counter("sojourn_programs_finished_total", "Programs that ended.", outcome=PROGRAM_OUTCOMES),
     _histogram(
         "sojourn_program_duration_seconds",
         "Time from a program's start to its end.",
@@ -156,11 +156,9 @@ _ALL = (
     _gauge("sojourn_kv_blocks", "KV blocks by what holds them.", tier=TIERS, state=KV_STATES),
     _gauge("sojourn_kv_bytes", "KV bytes by what holds them.", tier=TIERS, state=KV_STATES),
     _gauge("sojourn_tier_blocks", "Blocks below the device.", tier=LOWER_TIERS, state=TIER_STATES),
-    _counter(
-        "sojourn_tier_moves_total", "Blocks moved or lost below the device, by result.", what=TIER_MOVES
-    ),
-    _counter("sojourn_tier_bytes_total", "KV bytes copied, by direction.", lane=LANES),
-    _counter("sojourn_tier_seconds_total", "Seconds during which copies ran, by direction.", lane=LANES),
+    _counter("sojourn_tier_moves_total", "Blocks moved or lost below the device.", what=TIER_MOVES),
+    _counter("sojourn_tier_bytes_total", "KV bytes copied.", lane=LANES),
+    _counter("sojourn_tier_seconds_total", "Seconds during which copies ran.", lane=LANES),
     _counter(
         "sojourn_tier_wait_seconds_total",
         "Seconds that forward passes waited for copies.",
@@ -184,10 +182,10 @@ _ALL = (
         link=LINKS,
         direction=LINK_DIRECTIONS,
     ),
-    _gauge("sojourn_path_slots", "Full Blocks in this engine's buffers, by state.", state=SLOT_STATES),
+    _gauge("sojourn_path_slots", "Full Blocks in this engine's buffers.", state=SLOT_STATES),
     _counter(
         "sojourn_path_outcomes_total",
-        "Loads, pushes, contexts and blocks between engines and storage, by result.",
+        "Loads, pushes, contexts and blocks between engines and storage.",
         what=PATH_OUTCOMES,
     ),
     _counter(
@@ -217,7 +215,7 @@ _ALL = (
     ),
     _counter(
         "sojourn_prefetches_total",
-        "Prefixes to load back before their program's next request, by result.",
+        "Prefixes to load back before their program's next request.",
         outcome=PREFETCH_OUTCOMES,
     ),
     _gauge("sojourn_placed_programs", "Programs by the tier of their placement queue.", tier=PLACES),
@@ -229,7 +227,7 @@ _ALL = (
         reason=MOVE_REASONS,
     ),
     _gauge("sojourn_leases", "Programs whose KV is leased while their tool runs."),
-    _counter("sojourn_lease_ends_total", "Leases that ended, by reason.", reason=LEASE_ENDS),
+    _counter("sojourn_lease_ends_total", "Leases that ended.", reason=LEASE_ENDS),
     _histogram("sojourn_lease_ttl_seconds", "TTL granted with a lease.", GAP_BUCKETS_S, tool=OpenLabel.TOOL),
     _histogram(
         "sojourn_tool_gap_seconds",
@@ -239,11 +237,11 @@ _ALL = (
     ),
     _counter(
         "sojourn_tool_gap_source_total",
-        "Tool gaps, reported by the client or inferred by the engine from requests.",
+        "Tool gaps, reported by the client or inferred from requests.",
         source=GAP_SOURCES,
     ),
-    _counter("sojourn_events_total", "Events received, by result.", type=EVENT_TYPES, outcome=OUTCOMES),
-    _counter("sojourn_hints_total", "Hints received, by result.", outcome=OUTCOMES),
+    _counter("sojourn_events_total", "Events received.", type=EVENT_TYPES, outcome=OUTCOMES),
+    _counter("sojourn_hints_total", "Hints received.", outcome=OUTCOMES),
     _counter(
         "sojourn_preemptions_total",
         "Requests that lost their blocks, by how they recover; load: KV was being loaded.",
@@ -251,7 +249,7 @@ _ALL = (
     ),
     _histogram(
         "sojourn_step_attention_seconds",
-        "Predicted attention time of a step with prompts, by the profile. Only with a compute quota.",
+        "Predicted attention time of a step with prompts. Only with a compute quota.",
         ATTENTION_BUCKETS_S,
     ),
     _histogram(
