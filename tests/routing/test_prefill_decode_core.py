@@ -250,6 +250,15 @@ def test_events_that_free_nothing_look_at_no_waiting_request(
         assert it.take(event, 2.0) == []
 
 
+def test_a_stored_conversation_goes_on_at_its_decode_engine_alone() -> None:
+    it = core("p1", "d1", "d2")
+    sent = only(it.take(asked("a", program="p", only_replica_id="d2"), 1.0))
+    assert (sent.replica_id, sent.prefill_id) == ("d2", "")
+    assert it.take(RequestFinished("a", 10, "d2"), 2.0) == []
+    assert not it.requests
+    assert it.take(asked("b", 1100, "p"), 3.0)[-1].prefill_id == "p1"
+
+
 def test_a_node_without_engines_is_forgotten() -> None:
     it = core("d1")
     for number in range(10):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,7 @@ from sojourn_server.policies.routing_policies import (
 )
 from sojourn_server.routing import routing_events
 from sojourn_server.routing.routing_core import RoutingCore
-from sojourn_server.routing.routing_records import RoutedRequest
-from sojourn_server.routing.waiting_queues import TenantQueue
+from sojourn_server.routing.routing_records import RoutedRequest, WaitingQueue
 
 
 def core(routing: Any = None, sharing: Any = None, **limits: Any) -> RoutingCore:
@@ -34,12 +32,6 @@ def ends(it: RoutingCore, name: str, now: float, tenant: str = "t") -> list[str]
     return sends(
         it.take(routing_events.RequestFinished(name), now)
         + it.take(routing_events.ProgramEnded(name, tenant), now)
-    )
-
-
-def waiting(number: int, needs_tokens: int) -> RoutedRequest:
-    return RoutedRequest(
-        f"r{number}", number, "t", None, 1, 1, 0.0, 0.0, needs_tokens=needs_tokens, queue_key=(number,)
     )
 
 
@@ -165,29 +157,20 @@ def test_no_order_keeps_a_request_waiting_for_ever(order: Any) -> None:
 @given(
     st.booleans(), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 400), st.integers(0, 5)), max_size=60)
 )
-def test_a_queue_is_a_sorted_list(by_arrival: bool, steps: list[tuple[int, int, int]]) -> None:
-    row, known, number = TenantQueue(by_arrival=by_arrival), [], 0
-    for kind, value, other in steps:
+def test_a_lane_is_a_sorted_list(by_arrival: bool, steps: list[tuple[int, int, int]]) -> None:
+    queue, known = WaitingQueue(by_arrival=by_arrival), list[RoutedRequest]()
+    for number, (kind, value, other) in enumerate(steps):
         if kind < 2 or not known:
-            one = waiting(number, value)
-            one.queue_key = (number,) if by_arrival else (other, number)
-            number += 1
-            row.add(one)
+            key = (number,) if by_arrival else (other, number)
+            one = RoutedRequest(f"r{number}", number, "t", None, 1, 1, 0.0, 0.0, queue_key=key)
+            assert not queue.remove(one)
+            queue.add(one)
             known.append(one)
         else:
-            one = known.pop(value % len(known))
-            assert row.remove(one)
-            if other:
-                one.needs_tokens = other
-                row.add(one)
-                known.append(one)
-    known.sort(key=lambda one: one.queue_key)
-    assert row.requests == known
-    assert row.least == min((one.needs_tokens for one in known), default=math.inf)
+            assert queue.remove(known.pop(value % len(known)))
+    assert list(queue) == sorted(known, key=lambda one: one.queue_key)
     if known:
-        assert row.oldest is min(known, key=lambda one: one.number)
-        fitting = next((one for one in known if one.needs_tokens <= 5), None)
-        assert row.first_fitting(5) is fitting
+        assert queue.first("") is min(known, key=lambda one: one.number)
 
 
 # -- programs that wait in an engine --------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_an_estimate_causes_no_rejection_and_counts_at_most_the_longest_context(
     it.take(seen("a", max_context_tokens=800), 0.0)
     assert isinstance(only(it.take(asked("r0", "p", 5_000_000), 0.0)), SendRequest)
     replica = it.fleet.get("a")
-    assert (replica.in_flight_tokens, replica.homed_tokens) == (800, 800)
+    assert (replica.used_tokens, replica.homed_tokens) == (800, 800)
 
 
 def test_a_request_that_waits_too_long_is_refused_with_a_time_to_come_back() -> None:

@@ -295,7 +295,7 @@ class AnyLife(RuleBasedStateMachine):
         queues = [
             *strategy.anywhere,
             *strategy.failed.values(),
-            *(one for q in strategy.queues.values() for one in q),
+            *(one for replica in it.fleet.values() for one in replica.queue),
         ]
         waits = [one.request_id for one in queues]
         assert len(waits) == len(set(waits)) == len(it.waiting)
@@ -307,7 +307,6 @@ class AnyLife(RuleBasedStateMachine):
             assert set(replica.in_flight) == {
                 name for name, at in self.at.items() if at == replica.replica_id
             }
-            assert replica.in_flight_tokens == sum(one.context_tokens for one in replica.in_flight.values())
             homes = {
                 program.key: program for program in it.programs.values() if program.home == replica.replica_id
             }
@@ -322,10 +321,7 @@ class AnyLife(RuleBasedStateMachine):
                 assert strategy._groups(view, None, self.latest) == groups
             is_full = replica.load() >= it.limits.send_below_load
             assert (replica.idle_since_s is None) == is_full
-            queue = strategy.queues.get(replica.replica_id)
-            queued = [one.context_tokens for one in queue or ()]
-            assert (replica.queued, replica.queued_tokens) == (len(queued), sum(queued))
-            assert not queue or is_full or replica.health is not ReplicaHealth.UP
+            assert not replica.queue.lanes or is_full
         for program in it.programs.values():
             assert program.home is None or it.fleet.get(program.home) is not None
             assert program.in_flight == sum(1 for n in self.at if it.requests[n].program is program)

@@ -79,21 +79,6 @@ def test_a_flood_delays_others_by_no_more_than_its_share(routing: Any) -> None:
     assert max(map(len, gaps)) <= (40 if isinstance(routing, RoundRobinRouting) else 40 + 32 + 40)
 
 
-def test_many_tenants_are_not_sorted_again_for_each_request_of_a_pass() -> None:
-    sorts: list[int] = []
-
-    class Counted(AgentFairShare):
-        def order(self, waiting: Any, shares: Any) -> list[str]:
-            sorts.append(len(waiting))
-            return super().order(waiting, shares)
-
-    it = core(CapacityRouting(), Counted())
-    for number in range(640):
-        it.take(asked(f"r{number}", f"t{number}"), 0.0)
-    assert len(sends(it.take(seen("a", capacity_tokens=10**6), 1.0))) == 640
-    assert sum(sorts) < 640 * 40
-
-
 def test_requests_of_no_program_have_the_least_share_and_not_none() -> None:
     it = core(SessionAffinityRouting(), send_below_load=1.0)
     it.take(seen("a"), 0.0)

@@ -7,7 +7,7 @@ probed, and sends the requests of a failed replica to others. Its strategy choos
 prefill and a decode engine. Both ask policies (``policies/routing``, ``policies/fairness``,
 ``policies/prefill_decode``), which are pure.
 
-A request that no replica has capacity for waits in the strategy's queue (``waiting_queues``). After each
+A request that no replica has capacity for waits in the strategy's queue, or in its replica's. After each
 event the strategy places the waiting requests that fit. If tenants share capacity, ``TenantShares`` says
 whose turn it is, and requests without output make way for those of a more urgent tenant.
 ``program_estimates`` learns the sizes and durations of programs.

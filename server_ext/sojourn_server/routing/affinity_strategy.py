@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
 
@@ -42,19 +42,13 @@ from ..policies.fairness_policies import (
 from .routing_core import Placement, RoutingCore, RoutingStrategy, TenantShares
 from .routing_events import KvReported
 from .routing_limits import PolicyCallError
-from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
-from .waiting_queues import TenantQueue, WaitingQueue
+from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest, WaitingQueue
 
 MAX_REPLICAS_COMPARED = 8
 """Maximum number of replicas offered to a policy with ``reads_residents``, for a request without cached
 KV. These are the replicas with the most free capacity."""
 MAX_PREFIX_PIECES = 200_000
 """Maximum number of prompt pieces remembered per replica; each takes a few hundred bytes of memory."""
-MAX_FAILED_ROUTES = 512
-"""A pass ends after it has routed this many requests that still have to wait. This happens only if it is
-unknown how much capacity the waiting requests need."""
-TENANTS_PER_SORT = 32
-"""A sort of n waiting tenants serves the first n/32 of them, and at least one."""
 MAX_STEAL_CANDIDATES = 8
 """Maximum number of requests of a replica's queue that are examined for stealing, the oldest first."""
 MAX_STEALS_PER_ROUND = 64
@@ -102,15 +96,11 @@ class AffinityStrategy(RoutingStrategy):
         self._prefixes: dict[str, OrderedDict[int, None]] = {}
         """Hashes of the prompt pieces that were sent to each replica, least recently used first. A piece's
         hash covers all pieces before it, so a prompt matches up to its first unknown hash."""
-        self.queues: dict[str, WaitingQueue] = {}
-        """Requests that wait for one replica, by replica id; only non-empty queues."""
-        self.anywhere = WaitingQueue(by_tenant=sharing.divides_capacity, by_arrival=self._order.by_arrival)
+        self.anywhere = WaitingQueue(by_arrival=self._order.by_arrival)
         """Requests that wait for any replica and have not failed at one."""
         self.failed: dict[str, RoutedRequest] = {}
         """Requests that failed at a replica and wait for another one, by id. They are apart, because they
         cannot use free capacity of the replica where they failed."""
-        self.freed: set[str] = set()
-        """Replicas whose load has fallen, or that became available, since the last ``dispatch``."""
         self.capacity_changed = False
         """True if capacity may have become free, or if a request has to be routed again."""
         self.reserved: str | None = None
@@ -120,8 +110,6 @@ class AffinityStrategy(RoutingStrategy):
         self._is_closed_to_new = False
         """True if the capacity that some waiting request needs is unknown. Then new requests wait too, except
         those that go to their program's home or may pass waiting ones."""
-        self._has_unrouted = False
-        """True if some waiting requests have not been routed yet; the next event routes them."""
 
     def attach(self, core: RoutingCore) -> None:
         self._core = core
@@ -135,31 +123,15 @@ class AffinityStrategy(RoutingStrategy):
 
     # -- bookkeeping --------------------------------------------------------------
 
-    def opened(self, request: RoutedRequest, now: float) -> None:
-        self._update_idleness(request.program, request.since_s)
-        if self._reads_residents:
-            self._regroup(request.program)
-
-    def closed(self, request: RoutedRequest, now: float) -> None:
-        self._update_idleness(request.program, now)
-        if self._reads_residents:
-            self._regroup(request.program)
-        self.capacity_changed = True
-
-    def sent(self, request: RoutedRequest, now: float) -> None:
-        self._update_idleness(request.program, now)
-        if self._routing.reads_prefixes and request.replica_id is not None:
-            self._add_prefix(request.replica_id, request.prefix)
-
-    def unsent(self, request: RoutedRequest, now: float) -> None:
-        self._update_idleness(request.program, now)
-        if request.replica_id is not None:
-            self.freed.add(request.replica_id)
-        self.capacity_changed = True
-
-    def _update_idleness(self, program: RoutedProgram | None, now: float) -> None:
-        if program is not None and not self._order.by_arrival:
-            program.idleness.update(now, running=program.in_flight > 0, live=not program.is_idle)
+    def changed(self, request: RoutedRequest, now: float, *, frees: bool) -> None:
+        program = request.program
+        if program is not None:
+            if not self._order.by_arrival:
+                program.idleness.update(now, running=program.in_flight > 0, live=not program.is_idle)
+            self._regroup(program)
+        self.capacity_changed |= frees
+        if not frees and request.sent is not None and self._routing.reads_prefixes:
+            self._add_prefix(request.sent.replica_id, request.prefix)
 
     def answered_at_home(self, program: RoutedProgram) -> None:
         self._estimate_turns(program)
@@ -169,12 +141,11 @@ class AffinityStrategy(RoutingStrategy):
         if program.waiting and program.cached:
             # The program has its KV at its home now, so its waiting requests need no further capacity.
             for request in self.anywhere.of(program):
-                self.anywhere.set_needs_tokens(request, 0)
-                self.capacity_changed = True
+                request.needs_tokens, self.capacity_changed = 0, True
 
-    def _regroup(self, program: RoutedProgram | None) -> None:
+    def _regroup(self, program: RoutedProgram) -> None:
         """Note that a program's open requests or turns have changed."""
-        home = self._fleet.get(program.home) if program is not None else None
+        home = self._fleet.get(program.home)
         if home is not None:
             home.groups = None
 
@@ -202,53 +173,33 @@ class AffinityStrategy(RoutingStrategy):
         self.enqueue(request)
         self.capacity_changed = True
 
-    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
-        request.replica_id, request.queue_key = replica.replica_id, (request.number,)
-        queue = self.queues.get(replica.replica_id)
-        if queue is None:
-            queue = self.queues[replica.replica_id] = WaitingQueue(by_tenant=self.tenants is not None)
-        queue.add(request)
-        replica.add_queued(request.context_tokens, 1)
-
     def dequeue(self, request: RoutedRequest) -> None:
-        if request.replica_id is None:
-            if self.failed.pop(request.request_id, None) is None:
-                self.anywhere.remove(request)
-            return
-        queue, replica = self.queues.get(request.replica_id), self._fleet.get(request.replica_id)
-        if queue is not None and queue.remove(request):
-            if replica is not None:
-                replica.add_queued(-request.context_tokens, -1)
-            if not queue:
-                del self.queues[request.replica_id]
-        request.replica_id = None
+        if self.failed.pop(request.request_id, None) is None:
+            self.anywhere.remove(request)
 
     # -- replicas -----------------------------------------------------------------
 
     def registered(self, replica: Replica, now: float, *, was: ReplicaHealth | None) -> None:
         self.capacity_changed = True
-        self.freed.add(replica.replica_id)
         if was is not None and was is not ReplicaHealth.UP:
-            for program in replica.programs.values():
-                for request in self.anywhere.of(program) if program.waiting else ():
-                    self.anywhere.set_needs_tokens(request, 0)
+            for request in self.anywhere:
+                if request.program is not None and request.program.home == replica.replica_id:
+                    request.needs_tokens = 0
 
     def health_changed(self, replica: Replica, now: float) -> None:
         self.capacity_changed = True
         if replica.health is ReplicaHealth.DRAINING:
-            self._release(self.queues.get(replica.replica_id, ()))
-        else:
-            self.freed.add(replica.replica_id)
+            self._release(replica.queue)
 
     def lost(self, replica: Replica, now: float) -> None:
-        self._release(self.queues.get(replica.replica_id, ()))
+        self._release(replica.queue)
         self._prefixes.pop(replica.replica_id, None)
         self.capacity_changed = True
 
     def _release(self, requests: Iterable[RoutedRequest]) -> None:
         """Let requests that wait for one replica wait for any, unless only that one may serve them."""
         for request in [one for one in requests if one.only_replica_id is None]:
-            self.dequeue(request)
+            self._core.dequeue(request)
             self.enqueue_again(request)
 
     # -- choice -------------------------------------------------------------------
@@ -257,7 +208,7 @@ class AffinityStrategy(RoutingStrategy):
         route = self.route(request, now, self.reserved)
         home = request.program.home if request.program is not None else None
         comes_new = route.replica_id not in (None, home) and not route.passes
-        if comes_new and self._is_closed_to_new and self.anywhere:
+        if comes_new and self._is_closed_to_new and self.anywhere.lanes:
             return None
         replica = self._fleet.get(route.replica_id)
         if replica is None:
@@ -331,10 +282,7 @@ class AffinityStrategy(RoutingStrategy):
         request would have to wait. Changes nothing."""
         route = self.route(request, now, replica_id, leaves=True)
         replica = self._fleet.get(route.replica_id)
-        return None if replica is None or self.queues_at(replica) else route
-
-    def queues_at(self, replica: Replica) -> bool:
-        return replica.replica_id in self.queues or replica.idle_since_s is None
+        return None if replica is None or replica.is_full else route
 
     # -- prompts that replicas have computed -----------------------------------------
 
@@ -407,12 +355,10 @@ class AffinityStrategy(RoutingStrategy):
         other events if a replica registered or stopped being full. Preemption between tenants runs only on
         a ``Tick``."""
         if not self._core.waiting:  # the usual case: nothing to send, steal, reserve for or make way for
-            self.capacity_changed = self._has_unrouted = self._is_closed_to_new = False
-            self._fleet.newly_idle, self.reserved = False, None
-            self.freed.clear()
+            self.capacity_changed = self._is_closed_to_new = self._fleet.newly_idle = False
+            self.reserved = None
             return
-        if self._has_unrouted or epoch:  # as time passes, requests become late, and only a pass finds them
-            self.capacity_changed, self._has_unrouted = True, False
+        self.capacity_changed |= epoch  # as time passes, requests become late, and only a pass finds them
         self._send_eligible(now)
         if epoch or self._fleet.newly_idle:
             self._fleet.newly_idle = False
@@ -434,21 +380,16 @@ class AffinityStrategy(RoutingStrategy):
 
     def _send_eligible(self, now: float) -> None:
         """Send requests that wait for any replica, as long as some replica has capacity. Then send
-        requests that wait for one replica, if the load of that replica has fallen."""
+        requests that wait for one replica, as long as it is not full."""
         while self.capacity_changed:
             self.capacity_changed = False
             self._send_failed(now)
-            if not self._pass(now):
-                self._has_unrouted = True
-                break
-        freed, self.freed = self.freed, set()
-        for replica_id in sorted(freed & self.queues.keys()):
-            replica = self._fleet.get(replica_id)
-            while replica is not None and replica_id in self.queues and replica.idle_since_s is not None:
-                tenants = self.queues[replica_id].tenants
-                request = tenants[self._order_tenants(tenants.items(), room=False)[0]].requests[0]
-                self.dequeue(request)
-                self._core.send(request, Placement(replica_id, request.reason), now)
+            self._pass(now)
+        for replica in sorted(self._fleet.values(), key=lambda one: one.replica_id):
+            while (lanes := replica.queue.lanes) and replica.idle_since_s is not None:
+                request = lanes[self._order_lanes(replica.queue, lanes, room=False)[0]][0]
+                self._core.dequeue(request)
+                self._core.send(request, Placement(replica.replica_id, request.reason), now)
 
     def place(self, request: RoutedRequest, but: str | None, now: float) -> policies.RoutingDecision:
         """Route a request that waits for any replica; return the decision. If a replica is found, send the
@@ -457,7 +398,7 @@ class AffinityStrategy(RoutingStrategy):
         route = self.route(request, now, but)
         replica = self._fleet.get(route.replica_id)
         if replica is not None:
-            self.dequeue(request)
+            self._core.dequeue(request)
             self._core.place(request, Placement(replica.replica_id, route.reason), now)
         return route
 
@@ -486,59 +427,50 @@ class AffinityStrategy(RoutingStrategy):
             else:
                 self._core.give_up(request, now)
 
-    def _pass(self, now: float) -> bool:
-        """Route the waiting requests that may fit (see the module's docstring). Returns False if the pass
-        reached ``MAX_FAILED_ROUTES`` and some requests still have to be routed."""
+    def _pass(self, now: float) -> None:
+        """Route the waiting requests that may fit (see the module's docstring)."""
         self.reserved, self._is_closed_to_new = None, False
         queue, fleet = self.anywhere, self._fleet
-        turns: list[str] = []
-        asked, most_known = 0, math.inf
-        while queue and (best := fleet.most_room(self.reserved)) is not None:
+        most_known = math.inf
+        while (best := fleet.most_room(self.reserved)) is not None:
             most = min(most_known, _max_fitting_tokens(best))
-            if not turns:
-                candidates = [
-                    (tenant, waiting)
-                    for tenant, waiting in queue.tenants.items()
-                    if waiting.least <= most or (self.reserved is None and self._is_late(waiting, now))
-                ]
-                if not candidates:
-                    break
-                turns = self._order_tenants(candidates, room=True)
-                turns = turns[: max(1, len(turns) // TENANTS_PER_SORT)][::-1]
-            waiting = queue.tenants[turns.pop()]
-            oldest = waiting.oldest
-            if self.reserved is None and oldest.needs_tokens > most and self._is_late(waiting, now):
-                self.reserved, turns = best.replica_id, []
+            lanes = [
+                lane
+                for lane, waiting in queue.lanes.items()
+                if any(one.needs_tokens <= most for one in waiting)
+                or (self.reserved is None and self._is_late(queue.first(lane), now))
+            ]
+            if not lanes:
+                return
+            lane = self._order_lanes(queue, lanes, room=True)[0]
+            oldest = queue.first(lane)
+            is_late = self._is_late(oldest, now)
+            if self.reserved is None and oldest.needs_tokens > most and is_late:
+                self.reserved = best.replica_id
                 continue
-            request = waiting.first_fitting(most)
-            if not self._order.by_arrival and oldest.needs_tokens <= most and self._is_late(waiting, now):
-                request = oldest
-            if request is None:
-                continue  # the room that it needs went to others after the sort
+            request = oldest
+            if self._order.by_arrival or oldest.needs_tokens > most or not is_late:
+                request = next(one for one in queue.lanes[lane] if one.needs_tokens <= most)
             route = self._place_or_reject(request, now)
             if route.replica_id is not None:
                 self._admitted += 1
-                continue
-            if not route.needs_tokens:
+            elif route.needs_tokens:
+                request.needs_tokens = route.needs_tokens
+                most_known = min(most_known, route.needs_tokens - 1)
+            else:
                 self._is_closed_to_new = True
-                return True
-            queue.set_needs_tokens(request, route.needs_tokens)
-            most_known = min(most_known, route.needs_tokens - 1)
-            asked += 1
-            if asked == MAX_FAILED_ROUTES:
-                return all(one.least for one in queue.tenants.values())
-        return True
+                return
 
-    def _order_tenants(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Return the tenants of ``queues`` in the order in which they are served: ``TenantShares.order``."""
+    def _order_lanes(self, queue: WaitingQueue, lanes: Iterable[str], *, room: bool) -> list[str]:
+        """Return some lanes of a queue in the order in which they are served: ``TenantShares.order``."""
         if self.tenants is None:
-            return [tenant for tenant, _ in queues]
-        return self.tenants.order(queues, room=room)
+            return list(lanes)
+        return self.tenants.order(map(queue.first, lanes), room=room)
 
-    def _is_late(self, waiting: TenantQueue, now: float) -> bool:
-        """Whether the oldest request of a tenant's queue is late. False while its ``needs_tokens`` is 0:
-        its need is unknown until it is routed again. Also records when the request became the oldest."""
-        first, limits = waiting.oldest, self._core.limits
+    def _is_late(self, first: RoutedRequest, now: float) -> bool:
+        """Whether the oldest request of a lane is late. False while its ``needs_tokens`` is 0: its need is
+        unknown until it is routed again. Also records when the request became the oldest."""
+        limits = self._core.limits
         if first.first_since is None:
             first.first_since, first.first_since_s = self._admitted, now
         if not first.needs_tokens:
@@ -558,8 +490,8 @@ class AffinityStrategy(RoutingStrategy):
         first. Raises ``PolicyCallError``; even then, each open request is in a queue or at a replica."""
         if not self._preemption.is_used or len(tenants.shares) < 2:
             return
-        queues = [self.anywhere, *self.queues.values()]
-        firsts = [one.oldest for queue in queues for one in queue.tenants.values()]
+        queues = [self.anywhere, *(replica.queue for replica in self._fleet.values())]
+        firsts = [queue.first(lane) for queue in queues for lane in queue.lanes]
         waited = [one for one in firsts if now - one.waiting_since_s >= self._preemption.blocked_s]
         waited.sort(key=lambda one: (-tenants.shares.get(one.tenant, 0.0), one.number))
         for blocked in waited[:MAX_BLOCKED_REQUESTS]:
@@ -591,7 +523,7 @@ class AffinityStrategy(RoutingStrategy):
         if chosen:
             self._displace(chosen, replica, blocked, now)
             if self._fleet.missing(replica) == (0, 0):
-                self.dequeue(blocked)
+                self._core.dequeue(blocked)
                 self._core.send(blocked, Placement(replica.replica_id, blocked.reason), now)
 
     def _make_room_at(
@@ -628,10 +560,8 @@ class AffinityStrategy(RoutingStrategy):
         """Return the requests whose programs have their home at this replica and could leave it, at most
         ``MAX_VICTIM_CANDIDATES``. Waiting requests come first, oldest first. Sent requests follow, newest
         first."""
-        queue = self.queues.get(replica.replica_id)
-        waiting = queue.oldest(MAX_VICTIM_CANDIDATES) if queue is not None else []
         found = []
-        for one in [*waiting, *reversed(replica.in_flight.values())]:
+        for one in [*replica.queue.oldest(MAX_VICTIM_CANDIDATES), *reversed(replica.in_flight.values())]:
             program = one.program
             if program is None or program.home != replica.replica_id or one.began or one.recalled:
                 continue
@@ -686,14 +616,14 @@ class AffinityStrategy(RoutingStrategy):
             if request.sent is not None:
                 core.recall(request, now)
             else:
-                self.dequeue(request)
+                core.dequeue(request)
             if request.can_move and route is not None and route.replica_id is not None:
                 core.place(request, Placement(route.replica_id, PREEMPTED_REASON), now)
             elif request.can_move and homeless is not None and program is not None:
                 core.leave_home(program)
                 homeless.append(request)
             else:
-                self.enqueue_at(request, replica)
+                core.enqueue_at(request, replica)
         blocked.displaced_others = True
 
     # -- moves ------------------------------------------------------------------------
@@ -702,7 +632,9 @@ class AffinityStrategy(RoutingStrategy):
         """Move waiting requests to idle replicas, as the stealing policy decides. Raises
         ``PolicyCallError`` if the policy fails; earlier moves stay valid."""
         replicas = self._fleet.values()
-        if not self._stealing.is_used or not self.queues or all(one.idle_since_s is None for one in replicas):
+        if not (self._stealing.is_used and any(one.queue.lanes for one in replicas)):
+            return
+        if all(one.idle_since_s is None for one in replicas):
             return
         for _ in range(MAX_STEALS_PER_ROUND):
             views = [self._stealing_view(replica, now) for replica in replicas]
@@ -712,29 +644,26 @@ class AffinityStrategy(RoutingStrategy):
                 raise PolicyCallError("the stealing policy failed") from error
             if steal is None:
                 return
-            thief, movable = self._fleet.get(steal.thief), self._movable(steal.victim)
-            if thief is None or steal.thief == steal.victim or not movable:
+            thief, victim = self._fleet.get(steal.thief), self._fleet.get(steal.victim)
+            movable = self._movable(victim) if victim is not None else []
+            if thief is None or thief is victim or not movable:
                 return  # the policy's answer does not fit the replicas
-            self.dequeue(movable[0])
+            self._core.dequeue(movable[0])
             self._core.place(movable[0], Placement(steal.thief, f"stolen_{steal.reason}"), now)
 
     def _stealing_view(self, replica: Replica, now: float) -> policies.ReplicaView:
         idle_s = 0.0
-        if replica.idle_since_s is not None and not replica.queued:
+        if replica.idle_since_s is not None and not replica.is_full:
             idle_s = max(0.0, now - replica.idle_since_s)
-        return replica.view()._replace(idle_s=idle_s, may_leave=len(self._movable(replica.replica_id)))
+        return replica.view()._replace(idle_s=idle_s, may_leave=len(self._movable(replica)))
 
-    def _movable(self, replica_id: str) -> list[RoutedRequest]:
+    def _movable(self, replica: Replica) -> list[RoutedRequest]:
         """Return the requests that may move, among the ``MAX_STEAL_CANDIDATES`` oldest requests that wait
         for this replica."""
-        queue = self.queues.get(replica_id)
-        return (
-            [one for one in queue.oldest(MAX_STEAL_CANDIDATES) if one.can_move] if queue is not None else []
-        )
+        return [one for one in replica.queue.oldest(MAX_STEAL_CANDIDATES) if one.can_move]
 
     def kv_lost(self, program: RoutedProgram, replica: Replica) -> None:
-        queue = self.queues.get(replica.replica_id)
-        self._release(queue.of(program) if queue is not None else ())
+        self._release(replica.queue.of(program))
 
     def kv_reported(self, event: KvReported, replica: Replica, now: float) -> None:
         """A request that waits in the engine until it has room may move to another replica (MORI §4.3.1)."""

@@ -22,8 +22,7 @@ from ..policies.prefill_decode.engine_pair_scheduler import (
 from . import routing_events
 from .routing_core import Placement, RoutingCore, RoutingStrategy
 from .routing_events import PairEngineRegistered, PairRole
-from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest
-from .waiting_queues import WaitingQueue
+from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest, WaitingQueue
 
 
 class PairStrategy(RoutingStrategy):
@@ -44,7 +43,7 @@ class PairStrategy(RoutingStrategy):
 
     def attach(self, core: RoutingCore) -> None:
         self._core = core
-        self._queue = WaitingQueue(by_tenant=True)
+        self._queue = WaitingQueue()
 
     # -- queries --------------------------------------------------------------------
 
@@ -79,7 +78,7 @@ class PairStrategy(RoutingStrategy):
         self.pairs.submit(PdRequest(request.request_id, tokens, hit_blocks, kv_tokens, home, stored))
         request.queue_key = (request.number,)
         self._may_send = True
-        self._order_changed |= request.tenant not in self._queue.tenants
+        self._order_changed |= request.lane not in self._queue.lanes
         self._queue.add(request)
 
     def dequeue(self, request: RoutedRequest) -> None:
@@ -87,11 +86,13 @@ class PairStrategy(RoutingStrategy):
             self._end(request)
 
     def _end(self, request: RoutedRequest) -> None:
-        self._may_send = self._order_changed = True
-        self.pairs.end(request.request_id)
+        if request.request_id in self.pairs.in_flight:  # else a decode engine alone serves it
+            self._may_send = self._order_changed = True
+            self.pairs.end(request.request_id)
 
-    def unsent(self, request: RoutedRequest, now: float) -> None:
-        self._end(request)
+    def changed(self, request: RoutedRequest, now: float, *, frees: bool) -> None:
+        if frees:
+            self._end(request)
 
     def prefilled(self, request: RoutedRequest, *, computed: bool) -> None:
         self._may_send = self._order_changed = True
@@ -111,11 +112,11 @@ class PairStrategy(RoutingStrategy):
                 self.enqueue(request)
         if not self._may_send and not epoch:
             return
-        queues = self._queue.tenants
-        if (self._order_changed or epoch) and len(queues) > 1:  # an epoch may change the tenants' shares
+        lanes = self._queue.lanes
+        if (self._order_changed or epoch) and len(lanes) > 1:  # an epoch may change the tenants' shares
             assert self._core.tenants is not None
-            tenants = self._core.tenants.order(queues.items(), room=False)
-            turns = zip_longest(*(queues[tenant].requests for tenant in tenants))
+            tenants = self._core.tenants.order(map(self._queue.first, lanes), room=False)
+            turns = zip_longest(*(lanes[tenant] for tenant in tenants))
             self.pairs.line_up([one.request_id for one in chain(*turns) if one is not None])
         self._may_send = self._order_changed = False
         for pair in self.pairs.dispatch(now):

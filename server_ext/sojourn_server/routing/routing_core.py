@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -50,7 +50,6 @@ from .routing_records import (
     RoutedProgram,
     RoutedRequest,
 )
-from .waiting_queues import TenantQueue
 
 MAX_PROGRAMS = 50_000
 """Maximum number of programs. Beyond it, the least recently active one without a request is forgotten."""
@@ -70,8 +69,9 @@ class Placement(NamedTuple):
 
 
 class RoutingStrategy:
-    """Base class of strategies: what chooses replicas for the requests of one core, and keeps those that
-    wait. The methods without a result note what the core has done; by default they do nothing."""
+    """Base class of strategies: what chooses replicas for the requests of one core, and keeps those that wait
+    for any replica. The methods from ``changed`` on note what the core has done; by default they do
+    nothing."""
 
     unit: str
     """What serves a request, in words."""
@@ -80,6 +80,10 @@ class RoutingStrategy:
 
     def attach(self, core: RoutingCore) -> None:
         """Use this core from now on."""
+        raise NotImplementedError
+
+    def longest_tokens(self) -> int:
+        """Return the longest context, in tokens, that can be served; 0: unknown."""
         raise NotImplementedError
 
     def choose(self, request: RoutedRequest, now: float) -> Placement | None:
@@ -92,36 +96,15 @@ class RoutingStrategy:
         raise NotImplementedError
 
     def dequeue(self, request: RoutedRequest) -> None:
-        """Remove a waiting request from its queue. No effect if it is in no queue."""
+        """Remove a request from the queue for any replica. No effect if it is not there."""
         raise NotImplementedError
 
     def dispatch(self, now: float, *, epoch: bool) -> None:
         """Place the waiting requests that can be served now. ``epoch``: whether the event is a ``Tick``."""
         raise NotImplementedError
 
-    def longest_tokens(self) -> int:
-        """Return the longest context, in tokens, that can be served; 0: unknown."""
-        raise NotImplementedError
-
-    def queues_at(self, replica: Replica) -> bool:
-        """Whether a new request for this replica has to wait, because the replica is full or others wait
-        for it."""
-        return False
-
-    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
-        """Add a request, which is in no queue, to the queue for one replica."""
-
-    def opened(self, request: RoutedRequest, now: float) -> None:
-        """A request arrived; ``choose`` follows."""
-
-    def closed(self, request: RoutedRequest, now: float) -> None:
-        """A request has ended."""
-
-    def sent(self, request: RoutedRequest, now: float) -> None:
-        """A request was sent."""
-
-    def unsent(self, request: RoutedRequest, now: float) -> None:
-        """A request is no longer at its replica."""
+    def changed(self, request: RoutedRequest, now: float, *, frees: bool) -> None:
+        """A request arrived or was sent. With ``frees``: it is no longer at its replica, or it has ended."""
 
     def prefilled(self, request: RoutedRequest, *, computed: bool) -> None:
         """A prefill engine has nothing left to do for a request. ``computed``: whether it computed the
@@ -269,9 +252,6 @@ class RoutingCore:
             except PolicyCallError as error:
                 # No later event handles this request, so it has to be answered now.
                 self.reject_unrouted(request, error, now)
-            except Exception:
-                self.close(request, now)
-                raise  # a bug of ours; the caller rejects the request and logs the traceback
 
     def _add_request(self, event: routing_events.RequestReceived, now: float) -> RoutedRequest:
         program = None
@@ -304,10 +284,11 @@ class RoutingCore:
             output_tokens=event.output_tokens,
             prefix=event.prefix,
             only_replica_id=event.only_replica_id if event.only_replica_id in self.fleet else None,
+            lane=event.tenant if self.tenants is not None else "",
         )
         self._number += 1
         self.requests[request.request_id] = self.waiting[request.request_id] = request
-        self.strategy.opened(request, now)
+        self.strategy.changed(request, now, frees=False)
         return request
 
     def _size(self, program: RoutedProgram | None, context_tokens: int, *, anew: bool = False) -> int:
@@ -335,10 +316,24 @@ class RoutingCore:
         assert home is not None
         request.reason = placement.reason
         self._settle(request, home)
-        if self.strategy.queues_at(replica):
-            self.strategy.enqueue_at(request, replica)
+        if replica.is_full and not placement.prefill_id:
+            self.enqueue_at(request, replica)
         else:
             self.send(request, placement, now)
+
+    def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
+        """Add a request, which is in no queue, to the queue for one replica."""
+        request.replica_id, request.queue_key = replica.replica_id, (request.number,)
+        replica.queue.add(request)
+        replica.known_view = None
+
+    def dequeue(self, request: RoutedRequest) -> None:
+        """Remove a waiting request from its queue. No effect if it is in no queue."""
+        if request.replica_id is None:
+            self.strategy.dequeue(request)
+        elif (replica := self.fleet.get(request.replica_id)) is not None and replica.queue.remove(request):
+            replica.known_view = None
+        request.replica_id = None
 
     def _settle(self, request: RoutedRequest, replica: Replica) -> None:
         """Make a replica the home of a request's program."""
@@ -378,14 +373,13 @@ class RoutingCore:
         for one in (replica, self.fleet.get(placement.prefill_id)):
             if one is not None:
                 one.in_flight[request.request_id] = request
-                one.in_flight_tokens += request.context_tokens
                 self.fleet.changed(one, now)
         if request.program is not None:
             request.program.waiting -= 1
             request.program.in_flight += 1
         if self.tenants is not None:
             self.tenants.in_flight_tokens[request.tenant] += request.context_tokens
-        self.strategy.sent(request, now)
+        self.strategy.changed(request, now, frees=False)
         if not is_there:
             self.counts.routes[placement.reason] += 1
             self.actions.append(request.sent)
@@ -401,7 +395,7 @@ class RoutingCore:
             request.program.waiting += 1
         if self.tenants is not None:
             self.tenants.in_flight_tokens[request.tenant] -= request.context_tokens
-        self.strategy.unsent(request, now)
+        self.strategy.changed(request, now, frees=True)
         request.replica_id = request.prefill_id = request.sent = None
         request.began, request.prefilled, request.needs_tokens = False, True, 0
         request.waiting_since_s = now
@@ -410,7 +404,6 @@ class RoutingCore:
         """Stop counting a request as in flight at a replica. No effect if it is not."""
         replica = self.fleet.get(replica_id)
         if replica is not None and replica.in_flight.pop(request.request_id, None) is not None:
-            replica.in_flight_tokens -= request.context_tokens
             self.fleet.changed(replica, now)
 
     def recall(self, request: RoutedRequest, now: float) -> None:
@@ -426,14 +419,14 @@ class RoutingCore:
         if request.sent is not None:
             self.unsend(request, now)
         else:
-            self.strategy.dequeue(request)
+            self.dequeue(request)
         del self.requests[request.request_id], self.waiting[request.request_id]
         program = request.program
         if program is not None:
             program.waiting -= 1
             if program.is_idle and (program.is_over or not program.turns):
                 self._left.append(program)
-        self.strategy.closed(request, now)
+        self.strategy.changed(request, now, frees=True)
 
     def _began(self, event: routing_events.FirstByteSent, now: float) -> None:
         request = self.requests.get(event.request_id)
@@ -467,7 +460,7 @@ class RoutingCore:
         if request.sent is not None:
             self.unsend(request, now)
         else:
-            self.strategy.dequeue(request)
+            self.dequeue(request)
         request.recalled_from = None
         if request.program is not None and self.knows(request.program):
             self.set_home(request.program, replica, request.size_tokens)
@@ -655,7 +648,7 @@ class RoutingCore:
         before = replica.reported_others
         requests, tokens = replica.reported_others = (
             max(0, event.requests - len(replica.in_flight)),
-            max(0, event.request_tokens - replica.in_flight_tokens),
+            max(0, event.request_tokens - sum(one.context_tokens for one in replica.in_flight.values())),
         )
         others = min(before[0], requests), min(before[1], tokens)
         if others != (replica.other_requests, replica.other_tokens):
@@ -882,13 +875,12 @@ class TenantShares:
             tasks.append(task)
         return tasks
 
-    def order(self, queues: Collection[tuple[str, TenantQueue]], *, room: bool) -> list[str]:
-        """Return the tenants of ``queues``, in the order in which they are served. If the policy fails,
-        tenants are ordered by the arrival of their oldest request. ``room``: True if the requests wait for
-        KV capacity, False if they wait for a full replica."""
+    def order(self, firsts: Iterable[RoutedRequest], *, room: bool) -> list[str]:
+        """Return the tenants of waiting requests, the oldest of each tenant, in the order in which tenants
+        are served. If the policy fails, this is the order of arrival. ``room``: True if the requests wait
+        for KV capacity, False if they wait for a full replica."""
         waiting = [
-            WaitingTenantView(tenant, self.used(tenant, room=room), queue.oldest.since_s)
-            for tenant, queue in queues
+            WaitingTenantView(one.tenant, self.used(one.tenant, room=room), one.since_s) for one in firsts
         ]
         if len(waiting) == 1:
             return [waiting[0].tenant]

@@ -1,13 +1,16 @@
-"""Records of a routing core: replicas, programs and requests, and their statuses for operators. Sizes are in
-tokens of KV, times in seconds on the core's clock."""
+"""Records of a routing core: replicas, programs, requests and their queues, and their statuses for operators.
+Sizes are in tokens of KV, times in seconds on the core's clock."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import merge
+from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -21,10 +24,11 @@ from .routing_events import PairEngineRegistered, PairRole, ReplicaRegistered, S
 Key = tuple[str, str]
 """Tenant and program id. Two tenants may use the same id for different programs."""
 
-MAX_REMEMBERED_DRAINS = 1024
-"""Maximum number of absent replicas that are remembered in order to drain them when they return."""
 DEFAULT_MAX_RUNNING = 64
 """Assumed number of requests that a replica runs at once, if the replica does not report it."""
+
+_NUMBER = attrgetter("number")
+_KEY = attrgetter("queue_key")
 
 
 class ProgramRouteStatus(msgspec.Struct, frozen=True):
@@ -252,8 +256,10 @@ class RoutedRequest:
     oldest in its tenant's queue."""
     first_since_s: float = 0.0
     """Time at which the request first became the oldest in its tenant's queue."""
+    lane: str = ""
+    """The tenant if tenants share capacity, else empty. Requests of one lane wait in one line."""
     queue_key: tuple[float, ...] = ()
-    """Sort key of the request in its queue, lowest first. It is set when the request enters a queue."""
+    """Sort key of the request in its lane, lowest first. It is set when the request enters a queue."""
 
     def is_at(self, replica_id: str) -> bool:
         """Whether a replica has work for the request. A prefill engine has work until the prompt is
@@ -271,6 +277,49 @@ class RoutedRequest:
         if self.failed_at or self.only_replica_id is not None:
             return False
         return program is None or (not program.in_flight and program.moved_at_turn != program.turns)
+
+
+class WaitingQueue:
+    """Requests that wait for the same replica, or for any replica. ``by_arrival``: whether the order of
+    ``queue_key`` is the order of arrival."""
+
+    def __init__(self, *, by_arrival: bool = True) -> None:
+        self._by_arrival = by_arrival
+        self.lanes: dict[str, list[RoutedRequest]] = {}
+        """The requests of each ``RoutedRequest.lane`` that has some, in the order of ``queue_key``."""
+
+    def __iter__(self) -> Iterator[RoutedRequest]:
+        for requests in self.lanes.values():
+            yield from requests
+
+    def of(self, program: RoutedProgram) -> list[RoutedRequest]:
+        """Return the waiting requests of one program."""
+        return [one for one in self if one.program is program]
+
+    def first(self, lane: str) -> RoutedRequest:
+        """Return the request of a lane that arrived first."""
+        requests = self.lanes[lane]
+        return requests[0] if self._by_arrival else min(requests, key=_NUMBER)
+
+    def oldest(self, count: int) -> list[RoutedRequest]:
+        """Return the ``count`` requests that arrived first, of all lanes, or all if there are fewer. Only for
+        a queue in order of arrival."""
+        return list(islice(merge(*self.lanes.values(), key=_NUMBER), count))
+
+    def add(self, request: RoutedRequest) -> None:
+        """Insert a request by its key."""
+        insort(self.lanes.setdefault(request.lane, []), request, key=_KEY)
+
+    def remove(self, request: RoutedRequest) -> bool:
+        """Remove a request. Returns False if it is not in this queue."""
+        requests = self.lanes.get(request.lane, [])
+        place = bisect_left(requests, request.queue_key, key=_KEY)
+        if place == len(requests) or requests[place] is not request:
+            return False
+        del requests[place]
+        if not requests:
+            del self.lanes[request.lane]
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -291,10 +340,8 @@ class Replica:
     """Sum of the expected sizes of these programs."""
     in_flight: dict[str, RoutedRequest] = field(default_factory=dict)
     """Requests in progress at the replica, by id."""
-    in_flight_tokens: int = 0
-    queued: int = 0
-    """Number of requests that wait for the replica at the gateway."""
-    queued_tokens: int = 0
+    queue: WaitingQueue = field(default_factory=lambda: WaitingQueue())
+    """Requests that wait for the replica at the gateway, in order of arrival."""
     other_requests: int = 0
     """Number of requests that the engine has from elsewhere, by its last report."""
     other_tokens: int = 0
@@ -312,22 +359,24 @@ class Replica:
     known_view: ReplicaView | None = None
     """Cache of ``view``; ``None``: to be built again."""
 
-    def load(self, *, queued: bool = False) -> float:
-        """Return the load from the requests at the replica: the larger of their context tokens ÷ KV
-        capacity of the device, and their number ÷ number that run at once. ``queued``: whether requests
-        that wait for the replica count too."""
-        seen = self.seen
-        tokens = self.in_flight_tokens + self.other_tokens + (self.queued_tokens if queued else 0)
-        requests = len(self.in_flight) + self.other_requests + (self.queued if queued else 0)
-        load = tokens / seen.capacity_tokens
-        return max(load, requests / seen.max_running) if seen.max_running else load
+    @property
+    def is_full(self) -> bool:
+        """Whether a new request has to wait for the replica, which is full or has waiting requests."""
+        return self.idle_since_s is None or bool(self.queue.lanes)
 
-    def add_queued(self, tokens: int, requests: int) -> None:
-        """Add to the number and context tokens of the replica's waiting requests; negative numbers
-        subtract."""
-        self.queued += requests
-        self.queued_tokens += tokens
-        self.known_view = None
+    @property
+    def used_tokens(self) -> int:
+        """Context tokens of the requests at the replica."""
+        return sum(one.context_tokens for one in self.in_flight.values()) + self.other_tokens
+
+    def load(self, queued: Collection[RoutedRequest] = ()) -> float:
+        """Return the load from the requests at the replica: the larger of their context tokens ÷ KV
+        capacity of the device, and their number ÷ number that run at once. ``queued``: waiting requests
+        that count too."""
+        tokens = self.used_tokens + sum(one.context_tokens for one in queued)
+        requests = len(self.in_flight) + self.other_requests + len(queued)
+        load = tokens / self.seen.capacity_tokens
+        return max(load, requests / self.seen.max_running) if self.seen.max_running else load
 
     def add_homed(self, program: RoutedProgram, tokens: int) -> None:
         """Add ``tokens`` to the size of a program whose home is the replica."""
@@ -345,14 +394,15 @@ class Replica:
         """Return the view of the replica for routing policies."""
         if self.known_view is None:
             memory_tokens = self.seen.capacity_tokens + self.seen.host_tokens
+            queued = list(self.queue)
             self.known_view = ReplicaView(
                 self.replica_id,
-                self.load(queued=True),
+                self.load(queued),
                 len(self.in_flight) + self.other_requests,
                 memory_tokens - self.homed_tokens,
                 len(self.programs),
                 self.health is ReplicaHealth.UP,
-                self.queued,
+                len(queued),
                 memory_tokens,
             )
         return self.known_view
@@ -366,7 +416,7 @@ class Replica:
             self.health.value,
             round(view.load, 4),
             view.in_flight,
-            self.queued,
+            view.queued,
             view.homed,
             seen.capacity_tokens,
             seen.host_tokens,
@@ -375,9 +425,8 @@ class Replica:
         if not isinstance(seen, PairEngineRegistered):
             return status
         # A prefill engine has no bound on its requests.
-        tokens = self.in_flight_tokens + self.other_tokens
-        load = self.load() if seen.role is PairRole.DECODE else tokens / seen.capacity_tokens
-        room_tokens = max(0, seen.capacity_tokens - tokens)
+        load = self.load() if seen.role is PairRole.DECODE else self.used_tokens / seen.capacity_tokens
+        room_tokens = max(0, seen.capacity_tokens - self.used_tokens)
         pair: dict[str, Any] = {"role": seen.role.value, "node": seen.node, "epoch": seen.epoch}
         pair |= {"load": round(load, 4), "room_tokens": room_tokens, "links": {}}
         return PairEngineStatus(**{**msgspec.structs.asdict(status), **pair})
@@ -400,9 +449,9 @@ class ReplicaFleet(dict[str | None, Replica]):
         """Number of requests that all replicas together run at once."""
         self.newly_idle = False
         """True if a replica registered or stopped being full since the core last set this to False."""
-        self.drained: OrderedDict[str, str] = OrderedDict()
+        self.drained: dict[str, str] = {}
         """Replicas to drain as soon as they register: replica id → instance. A replica that registers as
-        another instance is not drained. The newest ``MAX_REMEMBERED_DRAINS`` entries are kept."""
+        another instance is not drained."""
 
     def missing(self, replica: Replica) -> tuple[int, int]:
         """Return (tokens, requests) in flight that must end until a full replica is no longer full; (0, 0) if
@@ -410,12 +459,12 @@ class ReplicaFleet(dict[str | None, Replica]):
         if math.isinf(self._full_load):
             return 0, 0
         seen = replica.seen
-        tokens = replica.in_flight_tokens + replica.other_tokens
+        tokens = replica.used_tokens - math.ceil(self._full_load * seen.capacity_tokens) + 1
         requests = 0
         if seen.max_running:
             there = len(replica.in_flight) + replica.other_requests
             requests = there - math.ceil(self._full_load * seen.max_running) + 1
-        return max(0, tokens - math.ceil(self._full_load * seen.capacity_tokens) + 1), max(0, requests)
+        return max(0, tokens), max(0, requests)
 
     def most_room(self, but: str | None = None) -> ReplicaView | None:
         """Return the view of the replica with the most free KV capacity; a replica without programs is
@@ -454,9 +503,6 @@ class ReplicaFleet(dict[str | None, Replica]):
         """Remove a replica. If it was draining, remember its instance in ``drained``."""
         if replica.health is ReplicaHealth.DRAINING:
             self.drained[replica.replica_id] = replica.instance
-            self.drained.move_to_end(replica.replica_id)
-            if len(self.drained) > MAX_REMEMBERED_DRAINS:
-                self.drained.popitem(last=False)
         del self[replica.replica_id]
         self._sum_up()
 
