@@ -171,23 +171,30 @@ def graph_in_tool(base_url: str, model: str) -> Any:
     return said(tool_graph(base_url, model, delegate).invoke(ASK))
 
 
-def resumed(base_url: str, model: str) -> Any:
-    """The graph stops to ask a person, and then resumes."""
-    from langgraph.checkpoint.memory import InMemorySaver
-    from langgraph.types import Command, interrupt
+def asking(llm: Any) -> Callable[[State], dict[str, Any]]:
+    """A speaker that stops to ask a person before it speaks a second time."""
+    from langgraph.types import interrupt
 
-    speak = speaker(model_at(base_url, model))
+    speak = speaker(llm)
 
     def node(state: State) -> dict[str, Any]:
-        if len(state["said"]) == 2:
-            return {"said": [interrupt("may I?")]}
-        return speak(state)
+        return {"said": [interrupt("may I?")]} if len(state["said"]) == 2 else speak(state)
 
-    graph = planner(node, checkpointer=InMemorySaver())
-    thread = {"configurable": {"thread_id": "1"}}
-    before = graph.invoke(HI, thread)
+    return node
+
+
+def thread(id: str = "1") -> dict[str, Any]:
+    return {"configurable": {"thread_id": id}}
+
+
+def resumed(base_url: str, model: str) -> Any:
+    from langgraph.checkpoint.memory import InMemorySaver
+    from langgraph.types import Command
+
+    graph = planner(asking(model_at(base_url, model)), checkpointer=InMemorySaver())
+    before = graph.invoke(HI, thread())
     assert [each.value for each in before.pop("__interrupt__")] == ["may I?"]
-    return before, graph.invoke(Command(resume="yes"), thread)
+    return before, graph.invoke(Command(resume="yes"), thread())
 
 
 def own_program(base_url: str, model: str) -> Any:

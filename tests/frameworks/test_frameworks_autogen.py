@@ -11,27 +11,17 @@ import pytest
 pytest.importorskip("autogen_agentchat")
 
 import sojourn
-from autogen_agentchat.agents import (
-    AssistantAgent,
-    BaseChatAgent,
-    MessageFilterAgent,
-    SocietyOfMindAgent,
-)
+from autogen_agentchat.agents import AssistantAgent, BaseChatAgent, MessageFilterAgent, SocietyOfMindAgent
 from autogen_agentchat.agents._message_filter_agent import MessageFilterConfig
 from autogen_agentchat.base import Response
 from autogen_agentchat.messages import TextMessage
-from autogen_agentchat.teams import (
-    GraphFlow,
-    RoundRobinGroupChat,
-    SelectorGroupChat,
-    Swarm,
-)
+from autogen_agentchat.teams import GraphFlow, RoundRobinGroupChat, SelectorGroupChat, Swarm
 from autogen_agentchat.tools import AgentTool
 from autogen_core import SingleThreadedAgentRuntime
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from recorded_programs import problems, recorded_programs
-from scenarios_autogen import INFO, graph_with_a_condition, said
+from scenarios_autogen import COUNT, INFO, count, graph_with_a_condition, said
 from sojourn.aeg import END, START
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import AegReport, ProgramEnd, ProgramStart, ToolStart, ToolStop
@@ -40,22 +30,16 @@ from sojourn_integrations.autogen.team_graph import graph_of
 
 pytestmark = pytest.mark.timeout(120)  # an exception of ours out of a tool would make AutoGen wait for ever
 
-COUNT = ToolUse("count", {"text": "hi"})
+
+def llm(server: FakeServer) -> OpenAIChatCompletionClient:
+    return OpenAIChatCompletionClient(model="tiny", base_url=server.base_url, api_key="none", model_info=INFO)
 
 
-def llm(server: FakeServer, **options: Any) -> OpenAIChatCompletionClient:
-    return OpenAIChatCompletionClient(
-        model="tiny", base_url=server.base_url, api_key="none", model_info=INFO, **options
-    )
-
-
-async def count(text: str) -> str:
-    """How long it is."""
-    return str(len(text))
-
-
-def online(server: FakeServer) -> None:
+@pytest.fixture
+def client(server: FakeServer) -> OpenAIChatCompletionClient:
+    """A client of a server that ``init`` names."""
     sojourn.init(server.url, probe_timeout_s=5)
+    return llm(server)
 
 
 def nodes(server: FakeServer) -> list[str | None]:
@@ -78,17 +62,12 @@ def only_program(server: FakeServer) -> ProgramStart:
 # ---- contexts that AutoGen loses
 
 
-async def test_a_runtime_started_before_the_program(server: FakeServer) -> None:
+async def test_a_runtime_started_before_the_program(server: FakeServer, client: Any) -> None:
     server.script = ["I take bob.", COUNT, "alice", "alice speaks"]
-    online(server)
     runtime = SingleThreadedAgentRuntime()
     runtime.start()
-    client = llm(server)
-    agents = [
-        AssistantAgent("alice", client, description="a"),
-        AssistantAgent("bob", client, description="b", tools=[count]),
-        AssistantAgent("carol", client, description="c"),
-    ]
+    tools = {"alice": [], "bob": [count], "carol": []}
+    agents = [AssistantAgent(name, client, description=name, tools=tools[name]) for name in tools]
     team = SelectorGroupChat(agents, client, max_turns=2, runtime=runtime)
     await team.run(task="hi")
     await runtime.stop()
@@ -117,11 +96,9 @@ def test_a_decorated_function_keeps_its_annotations(decorate: Callable[..., Any]
 
 
 async def test_each_run_is_a_program_unless_one_is_open(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["agents/support.py"])
-    online(server)
-    client = llm(server)
     team = RoundRobinGroupChat([AssistantAgent("alice", client)], max_turns=1)
     await team.run(task="hi")
     await team.reset()
@@ -140,7 +117,7 @@ async def test_each_run_is_a_program_unless_one_is_open(
     assert all(not report.graph.complete for report in recorded(server, AegReport) if report.graph)
 
 
-async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
+async def test_an_agent_class_of_the_users(server: FakeServer, client: Any) -> None:
     """With a stream of its own, which does not come from any class that AutoGen has."""
 
     class Asking(BaseChatAgent):
@@ -163,8 +140,6 @@ async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
             pass
 
     own = vars(Asking)["on_messages_stream"]
-    online(server)
-    client = llm(server)
     filtered = MessageFilterAgent("filtered", Asking("inner", client), MessageFilterConfig(per_source=[]))
     with pytest.raises(RuntimeError, match="list index"):  # the filter leaves no message
         await RoundRobinGroupChat([Asking("alice", client), filtered], max_turns=2).run(task="hi")
@@ -181,8 +156,7 @@ async def test_an_agent_class_of_the_users(server: FakeServer) -> None:
 # ---- one object
 
 
-async def test_one_team_only(server: FakeServer) -> None:
-    online(server)
+async def test_one_team_only(server: FakeServer, client: Any) -> None:
     sojourn.uninstrument()
 
     def look(text: str) -> str:
@@ -191,16 +165,11 @@ async def test_one_team_only(server: FakeServer) -> None:
         return text
 
     seen: list[Any] = []
-    server.script = [
-        ToolUse("look", {"text": "x"}),
-        "two",
-        ToolUse("helper", {"task": "x"}),
-        "helped",
-        "three",
-    ]
-    helper = AgentTool(AssistantAgent("helper", llm(server), description="helps"))
-    alice = AssistantAgent("alice", llm(server), tools=[look], reflect_on_tool_use=True)
-    bob = AssistantAgent("bob", llm(server), tools=[helper], reflect_on_tool_use=True)
+    uses = ToolUse("look", {"text": "x"}), ToolUse("helper", {"task": "x"})
+    server.script = [uses[0], "two", uses[1], "helped", "three"]
+    helper = AgentTool(AssistantAgent("helper", client, description="helps"))
+    alice = AssistantAgent("alice", client, tools=[look], reflect_on_tool_use=True)
+    bob = AssistantAgent("bob", client, tools=[helper], reflect_on_tool_use=True)
     team = RoundRobinGroupChat([alice, bob], max_turns=2)
     plain = team.dump_component()
     assert sojourn.wrap(team) is team
@@ -221,19 +190,18 @@ async def test_one_team_only(server: FakeServer) -> None:
     assert request.context is None
 
 
-async def test_autogens_own_spans_say_the_same_without_the_adapter(server: FakeServer) -> None:
+async def test_autogens_own_spans_say_the_same_without_the_adapter(server: FakeServer, client: Any) -> None:
     """AutoGen asks for the global provider, which a process can set only once."""
     trace = pytest.importorskip("opentelemetry.trace")
     from opentelemetry.sdk.trace import TracerProvider
     from sojourn_integrations.otel.source import SojournSpanProcessor
 
     server.script = [COUNT, "two"]
-    online(server)
     sojourn.uninstrument("autogen")
     provider, processor = TracerProvider(shutdown_on_exit=False), SojournSpanProcessor()
     trace.set_tracer_provider(provider)
     provider.add_span_processor(processor)
-    await AssistantAgent("solo", llm(server), tools=[count], reflect_on_tool_use=True).run(task="hi")
+    await AssistantAgent("solo", client, tools=[count], reflect_on_tool_use=True).run(task="hi")
     processor.shutdown()
     start = only_program(server)
     assert (start.name, start.agent_type) == ("solo", "solo")
@@ -243,11 +211,6 @@ async def test_autogens_own_spans_say_the_same_without_the_adapter(server: FakeS
 
 
 # ---- graphs
-
-
-@pytest.fixture
-def client(server: FakeServer) -> OpenAIChatCompletionClient:
-    return llm(server)
 
 
 def test_the_graph_of_a_graph_flow(client: Any) -> None:
@@ -263,7 +226,6 @@ def test_the_graph_of_a_graph_flow(client: Any) -> None:
 
 
 async def test_the_graph_is_reported_with_its_tools(server: FakeServer, client: Any) -> None:
-    online(server)
     alice = AssistantAgent("alice", client, tools=[count], handoffs=["bob", "user"])
     team = Swarm([alice, AssistantAgent("bob", client)], max_turns=1)
     await team.run(task="hi")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import operator
 import time
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Any, Literal
 
 import pytest
 import sojourn
@@ -17,7 +16,7 @@ from langgraph.pregel import Pregel
 from langgraph.types import Command, interrupt
 from recorded_programs import checked_programs, recorded_programs
 from scenarios_langchain import model_at
-from scenarios_langgraph import HI, SCRIPT, State, async_speaker, planner, speaker
+from scenarios_langgraph import HI, SCRIPT, State, asking, async_speaker, planner, speaker, thread
 from sojourn.testing import FakeServer
 from sojourn.wire_events import AegReport, ProgramEnd
 from sojourn_integrations import langgraph
@@ -30,100 +29,73 @@ def init(server: FakeServer, *script: object) -> None:
     sojourn.init(server.url, probe_timeout_s=5)
 
 
-def thread(id: str = "1") -> dict[str, Any]:
-    return {"configurable": {"thread_id": id}}
-
-
 def ids(server: FakeServer) -> list[str]:
     """Program of each request."""
     return [request.context.program_id for request in server.requests]
 
 
-def nodes(server: FakeServer) -> list[str | None]:
-    return [request.context.sojourn.node for request in server.requests]
-
-
 # ---- graphs
 
 
-class Plain(TypedDict):
-    """A state."""
-
-    x: int
+def step(state: State) -> dict[str, list[str]]:
+    return {"said": ["hi"]}
 
 
-def step(state: Plain) -> dict[str, int]:
-    return {"x": 1}
-
-
-def untyped(state: Plain):
+def untyped(state: State):
     return "b"
 
 
-def typed(state: Plain) -> Literal["b", "c"]:
+def typed(state: State) -> Literal["b", "c"]:
     return "b"
 
 
-def builder(*names: str) -> StateGraph:
-    graph = StateGraph(Plain)
-    for name in names:
-        graph.add_node(name, step)
-    graph.add_edge(START, names[0])
-    return graph
+def exact(state: State) -> Command[Literal["b"]]:
+    return Command(goto="b")
 
 
-def aeg(graph: Any) -> tuple[dict[str, tuple[str, ...]], set[tuple[str, str]], bool]:
-    found = langgraph.graph_of(graph)
-    assert found is not None
-    return dict(found.nodes), set(found.edges), found.complete
+def vague(state: State):
+    return Command(goto="b")
+
+
+def built(text: str, router: Any = None, **nodes: Any) -> Pregel:
+    """A graph from its edges, such as "a b", one a line. ``router`` leaves the node a."""
+    edges = [
+        [{"start": START, "end": END}.get(name, name) for name in line.split()] for line in text.split(",")
+    ]
+    graph = StateGraph(State)
+    for name in dict.fromkeys(name for edge in edges for name in edge if name not in (START, END)):
+        graph.add_node(name, nodes.get(name, step))
+    for one, two in edges:
+        graph.add_edge(one, two)
+    if router is not None:
+        graph.add_conditional_edges("a", router)
+    return graph.compile()
+
+
+ROUTED = "start a, b end, c end"
+INNER = built("start a, b end", untyped)
 
 
 @pytest.mark.parametrize(
-    ("router", "edges", "complete"), [(typed, {("a", "b"), ("a", "c")}, True), (untyped, set(), False)]
+    ("graph", "edges", "complete"),
+    [
+        (built(ROUTED, typed), "start a, b end, c end, a b, a c", True),
+        (built(ROUTED, untyped), ROUTED, False),  # the edges that LangGraph guesses are gone
+        (built("start a, b end", a=exact), "start a, b end, a b", True),
+        (built("start a, b end", a=vague), "start a, b end, a end", False),
+        # A sub-graph is opened up, and the whole is as vague as its parts.
+        (built("start sub, sub z, z end", sub=INNER), "start sub:a, sub:b z, z end", False),
+    ],
 )
-def test_a_typed_router_is_exact_and_an_untyped_ones_guessed_edges_are_gone(
-    router: Any, edges: set[tuple[str, str]], complete: bool
+def test_the_edges_of_a_graph_are_exact_or_it_is_not_complete(
+    graph: Pregel, edges: str, complete: bool
 ) -> None:
-    graph = builder("a", "b", "c")
-    graph.add_conditional_edges("a", router)
-    graph.add_edge("b", END)
-    graph.add_edge("c", END)
-    ends = {(START, "a"), ("b", END), ("c", END)}
-    assert aeg(graph.compile()) == ({"a": (), "b": (), "c": ()}, ends | edges, complete)
-
-
-def test_commands_typed_and_not() -> None:
-    def exact(state: Plain) -> Command[Literal["b"]]:
-        return Command(goto="b")
-
-    def vague(state: Plain):
-        return Command(goto="b")
-
-    for node, complete in ((exact, True), (vague, False)):
-        graph = StateGraph(Plain)
-        graph.add_node("a", node)
-        graph.add_node("b", step)
-        graph.add_edge(START, "a")
-        graph.add_edge("b", END)
-        _, edges, whole = aeg(graph.compile())
-        assert whole is complete
-        assert (("a", "b") in edges) is complete
-
-
-def test_sub_graphs_are_opened_up_and_as_vague_as_their_parts() -> None:
-    inner = builder("a", "b")
-    inner.add_conditional_edges("a", untyped)
-    inner.add_edge("b", END)
-    graph = StateGraph(Plain)
-    graph.add_node("sub", inner.compile())
-    graph.add_node("z", step)
-    graph.add_edge(START, "sub")
-    graph.add_edge("sub", "z")
-    graph.add_edge("z", END)
-    found, edges, complete = aeg(graph.compile())
-    assert set(found) == {"sub:a", "sub:b", "z"}
-    assert not complete
-    assert {(START, "sub:a"), ("sub:b", "z"), ("z", END)} <= edges
+    found = langgraph.graph_of(graph)
+    assert found is not None
+    named = {START: "start", END: "end"}
+    assert {f"{named.get(a, a)} {named.get(b, b)}" for a, b in found.edges} == set(edges.split(", "))
+    assert found.complete is complete
+    assert set(found.nodes) == {name for name in edges.replace(",", "").split() if name not in named.values()}
 
 
 def test_the_graph_is_reported_with_the_program(server: FakeServer) -> None:
@@ -155,20 +127,9 @@ def test_node_paths() -> None:
 # ---- interrupts and threads
 
 
-def asks(llm: Any) -> Any:
-    speak = speaker(llm)
-
-    def node(state: State) -> dict[str, Any]:
-        if len(state["said"]) == 2:
-            return {"said": [interrupt("may I?")]}
-        return speak(state)
-
-    return node
-
-
 def test_a_run_that_waits_goes_on_as_the_same_program(server: FakeServer) -> None:
     init(server, "go on", "DONE")
-    graph = planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
+    graph = planner(asking(model_at(server.base_url, "m")), checkpointer=InMemorySaver())
     graph.invoke(HI, thread())
     assert sojourn.flush(60)
     events = [type(event).__name__ for event in server.program_events()]
@@ -217,9 +178,9 @@ def test_an_interrupt_and_a_command_to_the_parent_are_no_errors_of_a_tool(server
             built.add_node(name, lambda state: {"said": ["there"]})
         return built.compile(checkpointer=None if more else InMemorySaver())
 
-    asking = graph(ask)
-    asking.invoke(HI, thread())
-    asking.invoke(Command(resume="yes"), thread())
+    asks = graph(ask)
+    asks.invoke(HI, thread())
+    asks.invoke(Command(resume="yes"), thread())
     inner = StateGraph(State).add_node("hand_over", hand_over).add_edge(START, "hand_over").compile()
     assert graph(inner, "other").invoke(HI)["said"][-1] == "there"
     facts = [
@@ -269,7 +230,7 @@ def test_wrap_reports_one_graph_without_patching(server: FakeServer) -> None:
     plain.invoke(HI)
     assert [vars(Pregel).get(name) for name in ("stream", "astream", "batch", "abatch")] == originals
     assert server.requests[3].context.sojourn.implicit
-    waiting_one = sojourn.wrap(planner(asks(model_at(server.base_url, "m")), checkpointer=InMemorySaver()))
+    waiting_one = sojourn.wrap(planner(asking(model_at(server.base_url, "m")), checkpointer=InMemorySaver()))
     waiting_one.invoke(HI, thread())
     waiting_one.invoke(Command(resume="yes"), thread())
     assert sojourn.flush(60)
@@ -282,37 +243,23 @@ def test_wrap_reports_one_graph_without_patching(server: FakeServer) -> None:
 # ---- streams whose event loop is gone
 
 
-class Steps(TypedDict):
-    """A state."""
-
-    said: Annotated[list[str], operator.add]
-
-
-def two_steps(wrapped: bool) -> Pregel:
-    async def say(state: Steps) -> dict[str, list[str]]:
-        return {"said": ["hi"]}
-
-    builder = StateGraph(Steps)
-    builder.add_node("one", say)
-    builder.add_node("two", say)
-    builder.set_entry_point("one")
-    builder.add_edge("one", "two")
-    builder.set_finish_point("two")
-    return sojourn.wrap(builder.compile()) if wrapped else builder.compile()
-
-
 @pytest.mark.parametrize(
     ("held", "wrapped", "patched"), [(True, True, True), (False, True, False), (True, False, True)]
 )
 def test_a_stream_left_at_the_end_of_its_loop_says_nothing(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, held: bool, wrapped: bool, patched: bool
 ) -> None:
+    async def hi(state: State) -> dict[str, list[str]]:
+        return {"said": ["hi"]}
+
     said: list[Any] = []
     monkeypatch.setattr("sys.unraisablehook", said.append)
     sojourn.init(server.url, probe_timeout_s=5)
     if not patched:
         sojourn.uninstrument("langgraph", "langchain")
-    graph, streams = two_steps(wrapped), []
+    graph, streams = built("start one, one two, two end", one=hi, two=hi), []
+    if wrapped:
+        graph = sojourn.wrap(graph)
 
     async def leave_early() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,32 +50,23 @@ def ask(server: FakeServer, provider: str, **more: Any) -> Any:
 
 
 @BOTH
-def test_fields_and_headers_of_the_users_own_win(server: FakeServer, provider: str) -> None:
+def test_fields_of_the_users_own_win_and_requests_to_other_hosts_stay_bare(
+    server: FakeServer, provider: str
+) -> None:
     body = {"mine": 1, "vllm_xargs": {"replay_ids": [1, 2]}}
     headers = {"x-mine": "yes", "x-sEssion-iD": "mine"}
-    with sojourn.program("p") as program:
+    with FakeServer() as elsewhere, sojourn.program("p") as program:
         ask(server, provider, extra_body=body, extra_headers=headers)
-    (request,) = server.requests
-    assert (request.body["mine"], request.headers["x-mine"], request.headers["x-session-id"]) == (
-        1,
-        "yes",
-        "mine",
-    )
-    assert request.body["vllm_xargs"]["replay_ids"] == [1, 2]
+        ask(elsewhere, provider)
+    (request,), (bare,) = server.requests, elsewhere.requests
+    assert (request.body["mine"], request.body["vllm_xargs"]["replay_ids"]) == (1, [1, 2])
+    assert (request.headers["x-mine"], request.headers["x-session-id"]) == ("yes", "mine")
     assert request.context is not None
     assert request.context.program_id == program.id
     assert body == {"mine": 1, "vllm_xargs": {"replay_ids": [1, 2]}}  # theirs is not touched
-
-
-@BOTH
-def test_requests_to_other_hosts_stay_bare(server: FakeServer, provider: str) -> None:
-    with FakeServer() as elsewhere:
-        with sojourn.program("p"):
-            ask(elsewhere, provider)
-        (request,) = elsewhere.requests
-    assert "vllm_xargs" not in request.body
-    assert "x-session-id" not in request.headers
-    assert sojourn.stats()["requests_started"] == 0
+    assert "vllm_xargs" not in bare.body
+    assert "x-session-id" not in bare.headers
+    assert sojourn.stats()["requests_started"] == 1
 
 
 @pytest.mark.parametrize("name", ["completion", "acompletion", "atext_completion", "aresponses"])
@@ -100,11 +92,12 @@ def test_a_routers_retries_are_one_request_and_a_second_call_another(server: Fak
     assert len({request.context.request_id for request in server.requests if request.context}) == 2
 
 
+CHAT = {"messages": MESSAGES}
 POSTS: dict[str, dict[str, Any]] = {
-    "data": {"data": json.dumps({"messages": MESSAGES, "text": "é \ud800"})},
-    "bytes": {"data": json.dumps({"messages": MESSAGES}).encode()},
-    "content": {"content": json.dumps({"messages": MESSAGES, "number": float("inf")})},
-    "json": {"json": {"messages": MESSAGES}},
+    "data": {"data": json.dumps({**CHAT, "text": "é \ud800"})},
+    "bytes": {"data": json.dumps(CHAT).encode()},
+    "content": {"content": json.dumps({**CHAT, "number": float("inf")})},
+    "json": {"json": CHAT},
     "array": {"data": "[1, 2]"},
     "no json": {"data": "a=b"},
     "nothing": {},
@@ -112,43 +105,37 @@ POSTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("given", POSTS.values(), ids=POSTS)
-@pytest.mark.parametrize("way", ["sync", "async"])
+@pytest.mark.parametrize("is_async", [False, True])
 def test_bodies_of_every_form_arrive_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], way: str
+    server: FakeServer, given: dict[str, Any], is_async: bool
 ) -> None:
     """Only fields are added, and only to JSON objects; the header says the rest."""
     from sojourn_integrations import litellm as ours
 
+    response = SimpleNamespace(is_closed=True, stream=None)
     sent: dict[str, Any] = {}
 
-    class Response:
-        is_closed, stream = True, None
+    def post(*_: Any, **kwargs: Any) -> Any:
+        sent.update(kwargs)
+        return response
 
-    with FakeServer() as server:
-        sojourn.init(server.url, probe_timeout_s=5)
-        url = server.base_url + "/chat/completions"
-        if way == "sync":
-            ours._post(None, lambda *_, **kwargs: sent.update(kwargs) or Response(), (url,), given)
-        else:
+    async def async_post(*_: Any, **kwargs: Any) -> Any:
+        return post(**kwargs)
 
-            async def post(*_: Any, **kwargs: Any) -> Any:
-                sent.update(kwargs)
-                return Response()
-
-            asyncio.run(ours._post(None, post, (url,), given))
-    assert sent["headers"].keys() == {"X-Session-ID"}
-    (name,) = given or [None]
-    if name is None:
-        assert sent.keys() == {"headers"}
-        return
-    if name == "json":
-        assert sent[name] == {**given[name], "vllm_xargs": sent[name]["vllm_xargs"]}
-    elif "{" in str(given[name]):
-        arrived = json.loads(sent[name])
-        assert arrived.pop("vllm_xargs")
-        assert arrived == json.loads(given[name])
+    url = (server.base_url + "/chat/completions",)
+    if is_async:
+        asyncio.run(ours._post(None, async_post, url, given))
     else:
-        assert sent[name] == given[name]
+        ours._post(None, post, url, given)
+    assert sent.pop("headers").keys() == {"X-Session-ID"}
+    assert sent.keys() == given.keys()
+    for name, body in given.items():
+        if name == "json" or "{" in str(body):
+            arrived = sent[name] if name == "json" else json.loads(sent[name])
+            assert arrived.pop("vllm_xargs")
+            assert arrived == (body if name == "json" else json.loads(body))
+        else:
+            assert sent[name] == body
     assert sojourn.stats()["inject_error"] == 0
 
 

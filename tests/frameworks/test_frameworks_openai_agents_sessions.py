@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import sojourn
 from openai_agents_fixtures import agents_for, named, only, recorded, run
-from sojourn.program import Program
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart
 from sojourn_integrations.program_cache import ProgramCache
@@ -94,12 +93,9 @@ class Conversations:
         self.items = SimpleNamespace(list=self.read, create=self.write)
         self.count = 0
 
-    def read(self, **_: Any) -> AsyncIterator[Any]:
-        async def nothing() -> AsyncIterator[Any]:
-            for each in ():
-                yield each
-
-        return nothing()
+    async def read(self, **_: Any) -> AsyncIterator[Any]:
+        for each in ():
+            yield each
 
     async def write(self, **_: Any) -> None:
         pass
@@ -129,23 +125,18 @@ async def test_a_session_that_gets_its_id_in_its_first_run_is_one_program(
 # ---- approvals
 
 
-def guarded_tool() -> Any:
+@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
+@pytest.mark.parametrize("via_json", [False, True])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: bool, streamed: bool) -> None:
     @agents.function_tool(needs_approval=True)
     def erase() -> str:
         """Erases."""
         return "erased"
 
-    return erase
-
-
-@pytest.mark.skipif(not HAS_APPROVALS, reason="no approvals in this version")
-@pytest.mark.parametrize("via_json", [False, True])
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: bool, streamed: bool) -> None:
     server.script = [ToolUse("erase"), "done"]
     async with agents_for(server) as factory:
-        clerk = factory.agent("clerk", guarded_tool())
-
+        clerk = factory.agent("clerk", erase)
         first = await run(clerk, "Go.", streamed=streamed)
         waiting_told = only(recorded(server, ended=False))
         assert (waiting_told.ends, waiting_told.tools) == ([], ())
@@ -164,15 +155,11 @@ async def test_a_resumed_run_is_the_same_program(server: FakeServer, via_json: b
 # ---- what is kept
 
 
-def open_programs(count: int) -> list[Program]:
-    return [sojourn.program(f"p{number}").make().start() for number in range(count)]
-
-
 def test_only_so_many_are_kept(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sojourn_integrations.program_cache.MAX_CACHED_PROGRAMS", 3)
     sojourn.init(server.url, probe_timeout_s=5)
     kept = ProgramCache()
-    programs = open_programs(5)
+    programs = [sojourn.program(f"p{number}").make().start() for number in range(5)]
     for number, program in enumerate(programs):
         kept.keep(number, program)
         kept.find(0)  # which is therefore not the least recently used one
