@@ -31,11 +31,8 @@ from typing import Any
 
 import msgspec
 from kept_runs import row_of, run_arguments, run_kept
-from result_pages import FIRST_WORDS, less, marked, opening, write_page
-from rich.console import Console
-from sojourn_server.cli.console import write_json
+from result_pages import less, marked, write_paper
 from sojourn_server.routing.routing_records import RoutedProgram
-from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import OVERALL, RunRow
 from sojourn_server.simulator.simulated_clients import DEFAULT_TENANT, agent_type_of
@@ -194,7 +191,9 @@ def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
         rows = run([scale_spec(options)])
         found["scale"] = msgspec.to_builtins(rows)
         sections += scale_section(rows[0])
-    write(options, "cluster_simulation", "Several replicas in the simulator", found, sections, began)
+    parts = [*sections, "## Summary", "{by hand}"]
+    title = "Several replicas in the simulator"
+    write_paper(options.out, "cluster_simulation", title, began, found, parts)
 
 
 def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
@@ -221,7 +220,9 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
     sections += tenant_section(rows, LOAD, rate_per_s)
     sections += seed_section([*(row for row in rows if row.policy in SEED_POLICIES), *seed_rows])
     sections += tenant_section(less_rows, LESS_LOAD, rate_of(at_once, LESS_LOAD))
-    write(options, "cluster_tenants", "SAGA's ten tenants in the simulator", found, sections, began)
+    parts = [*sections, "## Summary", "{by hand}"]
+    title = "SAGA's ten tenants in the simulator"
+    write_paper(options.out, "cluster_tenants", title, began, found, parts)
 
 
 def seed_section(rows: Sequence[RunRow]) -> list[str]:
@@ -242,29 +243,6 @@ def rate_of(at_once: Sequence[RunRow], load: float) -> float:
     """Return ``load`` times the throughput of the best policy, in programs per second."""
     most = max(row.programs_per_hour or 0.0 for row in at_once)
     return round(load * most / 3600.0, 6)
-
-
-def write(
-    options: argparse.Namespace,
-    name: str,
-    title: str,
-    found: dict[str, Any],
-    sections: Sequence[str],
-    began: float,
-) -> None:
-    """Write a page and its JSON."""
-    made = made_with(sys.argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json({"made_with": msgspec.to_builtins(made), **found}, str(options.out / f"{name}.json"))
-    parts = [
-        opening(title, made, time.monotonic() - began),
-        *sections,
-        "## Summary",
-        "{by hand}",
-    ]
-    text = "\n\n".join(parts) + "\n"
-    write_page(options.out / f"{name}.md", text, FIRST_WORDS)
-    Console().print(text, highlight=False, markup=False)
 
 
 def mori_section(rows: Sequence[RunRow]) -> list[str]:

@@ -15,11 +15,9 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from kept_runs import row_and_log, run_arguments, run_kept
-from result_pages import FIRST_WORDS, marked, opening, write_page
-from sojourn_server.cli.console import write_json
+from result_pages import marked, write_paper
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.report.turn_phases import PHASE_KINDS, totals
@@ -59,8 +57,7 @@ def main() -> None:
     ]  # fmt: skip
     found = run_kept(specs, options.cache, options.jobs, row_and_log)
     rows, logs = [row for row, _ in found], [log for _, log in found]
-    made = made_with(sys.argv)
-    plain = document(rows, made)
+    plain = document(rows, made_with(sys.argv))
     plain["published"] = {"least": PUBLISHED[0], "most": PUBLISHED[1], "where": "Continuum §1"}
     plain["seconds_by"] = [{"policy": log.policy, "trace": log.trace, "rate_per_s": log.rate_per_s,
                             **seconds_by(log)} for log in logs]  # fmt: skip
@@ -68,12 +65,8 @@ def main() -> None:
         {"trace": trace, "rate_per_s": rate, **{policy: factor(rows, policy) for policy in rows}}
         for (trace, rate), rows in cells(rows).items()
     ]
-    out: Path = options.out
-    write_json(plain, str(out / "continuum_figures.json"))
     title = "Continuum's figures in the simulator"
-    page = markdown(rows, logs, opening(title, made, time.monotonic() - began))
-    write_page(out / "continuum_figures.md", page, FIRST_WORDS)
-    print(page)
+    write_paper(options.out, "continuum_figures", title, began, plain, page(rows, logs))
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:
@@ -106,13 +99,12 @@ def _cell(rows: dict[str, RunRow], policy: str) -> str:
     return text if times is None or policy == "stock" else f"{text} ({times:.2f}×)"
 
 
-def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], begin: str) -> str:
-    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+def page(rows: Sequence[RunRow], logs: Sequence[RunLog]) -> list[str]:
+    """Return the paragraphs of the result page; ``{by hand}`` marks the place of hand-written text."""
     names = list(dict.fromkeys(row.policy for row in rows))
     first = rows[0]
     programs = " or ".join(str(count) for count in sorted({row.programs for row in rows}))
-    parts = [
-        begin,
+    return [
         f"{first.hardware}, {first.model}, {programs} programs a run arriving Poisson, seed "
         f"{first.seed}; a KV pool of {first.pool_blocks * first.block_size:,} tokens. `unlimited` is stock "
         "with a pool that is never full: a limit, no policy.",
@@ -138,7 +130,6 @@ def markdown(rows: Sequence[RunRow], logs: Sequence[RunLog], begin: str) -> str:
         "## Differences from the paper",
         "{by hand}",
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _evidence(rows: Sequence[RunRow], logs: Sequence[RunLog]) -> list[list[str]]:

@@ -3,204 +3,231 @@
     python benchmarks/prefill_decode_pair.py --out benchmarks/results
     python benchmarks/prefill_decode_pair.py --pairs 2 --out benchmarks/results
 
-Prefill and decode engines of vLLM run on this machine's CPU. ``MEGABYTES_S`` limits their storage links, so
-that reading dominates. The model has the shape of ``tiny`` and weights that make each token depend on all
-previous ones. First every request is computed without stored KV, and its KV is stored. These outputs are the
-reference for every arm; a difference fails the run. Then all requests are sent at once, each as a prefill
-request and a decode request, as the gateway does. The gateway's routing core chooses the side that reads,
-from its own records. Each arm has another policy for this choice. One longer request is also sent alone.
-Devices are cleared between arms and no new blocks are stored, so all arms do the same work. Arms alternate,
-``--rounds`` times; figures are medians.
+Prefill and decode engines of vLLM run on this machine's CPU, behind one gateway for each ``--read-side``.
+``slow_link_connector.py`` slows their links to storage down, so that reading dominates. The model has the
+shape of ``tiny`` and weights that make each token depend on all previous ones. First each gateway gets every
+request once. The first computes them, which is the reference: a later answer with other tokens fails the run.
+Then all requests are sent at once, and one longer request alone. Devices are cleared between runs, so all
+do the same work. Gateways alternate, ``--rounds`` times; figures are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
-import math
+import json
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-from prefill_decode_engines import MEGABYTES_S, PATIENCE_S, Engine, all_idle, loud_model, started
-from prefill_decode_router import PairResponse, Router, RoutingQuery, http_client, text_of, through
+from gateway_processes import free_port, process
 from result_pages import marked, opening, show, write_result
-from rich.progress import Progress
-from sojourn_server.policies.prefill_decode.engine_pair_scheduler import (
-    FULL_BLOCK_TOKENS,
-    READ_SIDE_POLICIES,
-)
+from rich.console import Console
+from slow_link_connector import MEGABYTES_S
+from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.models import resolve_model
+from sojourn_server.policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS
 from sojourn_server.simulator.report.results_file import made_with
 
-VOCABULARY = range(10, 4000)
-HIT_TOKENS, ALONE_TOKENS = 6_000, 8_000
-"""Stored tokens of each request of a burst, and of the one that is alone."""
+ARMS = {"prefill": "prefill side", "shorter": "shorter queue"}
+"""``--read-side`` of a gateway → who reads."""
+STORED_TOKENS = {"burst": 6_016, "alone": 8_000}
+"""Stored tokens of a request by case: whole Full Blocks."""
 APPEND_TOKENS, OUTPUT_TOKENS = 50, 8
-"""New tokens of a request. Together they stay below a Full Block: else it would be stored, and the next arm
+"""New tokens of a request. Together they stay below a Full Block: else it would be stored, and the next run
 had less to do. An engine stores 32 Full Blocks a step, so fewer outputs would not store all."""
-SEED = 0
-POLL_S = 0.1
-"""Seconds between two looks at engines that come to rest."""
-MOST_OFF = 1e-3
-"""Maximum difference of a logprob. It is not 0, because the order of additions depends on the batch's other
-requests."""
-
 RUNS = {"burst": 1, "alone": 5}
 """Number of runs of each case per round. A single request takes only a second, so it is repeated."""
+SEED = 0
+BLOCK_TOKENS, TOKEN_BYTES = 32, 512
+"""Tokens of a KV block, and bytes of a token's KV in 32-bit floats."""
+PATIENCE_S = 300.0
+HEARD_S = 3.0
+"""Seconds until gateways have heard that the engines' caches are empty; they poll about once a second."""
 
 
-ARMS: dict[str, Callable[[float, float], bool]] = {
-    "prefill side": READ_SIDE_POLICIES["prefill"],
-    "decode side": lambda prefill_queue_s, decode_queue_s: True,
-    "shorter queue": READ_SIDE_POLICIES["shorter"],
-}
+class Question(NamedTuple):
+    """A request, always of the same program."""
+
+    program: str
+    prompt: list[int]
 
 
-# -- one run of one arm -----------------------------------------------------------------
+class Response(NamedTuple):
+    """An answer's tokens, and the seconds until the first of them."""
+
+    tokens: tuple[int, ...]
+    first_s: float
 
 
-class Bench:
-    """The engines, and the requests sent to them."""
-
-    def __init__(
-        self, engines: Sequence[Engine], model: str, options: argparse.Namespace, told: Callable[[str], None]
-    ) -> None:
-        self.engines = engines
-        self.model = model
-        self.options = options
-        self.told = told
-        self.cases = cases(options)
-        self.expected: dict[str, PairResponse] = {}
-        """Request name → expected answer, from a pair that found no stored KV and computed everything."""
-        self._transfers = itertools.count()
-
-    async def fill(self, http: httpx.AsyncClient) -> None:
-        """Compute every request once and store its KV. The pairs take turns."""
-        pairs = list(zip(self.engines[::2], self.engines[1::2], strict=True))
-        questions = [question for asked in self.cases.values() for question in asked]
-        for number, question in enumerate(questions):
-            prefill, decode = pairs[number % len(pairs)]
-            body = text_of(self.model, question.prompt, OUTPUT_TOKENS)
-            self.expected[question.name] = await through(http, prefill, decode, body, f"fill {number}", False)
-            self.told(f"computing {question.name}")
-        await self.settle()
-
-    async def settle(self) -> None:
-        """Wait until no operation is open, then clear the engines' prefix caches."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not await asyncio.to_thread(all_idle, self.engines):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError("engines do not come to rest")
-            await asyncio.sleep(POLL_S)
-        for engine in self.engines:
-            await asyncio.to_thread(engine.forget)
-
-    async def run(self, http: httpx.AsyncClient, case: str, arm: str) -> dict[str, Any]:
-        """Send all requests of a case at once, and return the figures. Raises ``RuntimeError`` for an
-        unexpected answer."""
-        questions = self.cases[case]
-        router = Router(self.engines, ARMS[arm], pool_tokens(self.options))
-        for question in questions:
-            router.know(question)
-        before = {engine.name: engine.look() for engine in self.engines}
-        began_s = time.monotonic()
-        answers = await asyncio.gather(
-            *(
-                router.answer(http, self.model, question, f"{arm} {next(self._transfers)}", OUTPUT_TOKENS)
-                for question in questions
-            )
-        )
-        wall_s = time.monotonic() - began_s
-        off = max(
-            self._check(question, answered) for question, answered in zip(questions, answers, strict=True)
-        )
-        await self.settle()
-        after = {engine.name: engine.look() for engine in self.engines}
-        block_bytes = next(iter(after.values())).block_bytes
-        read = {name: after[name].read_bytes - before[name].read_bytes for name in after}
-        wanted = sum(question.stored_blocks for question in questions) * block_bytes
-        if sum(read.values()) != wanted:
-            counts = {name: look.counts for name, look in after.items()}
-            raise RuntimeError(
-                f"{case}, {arm}: {read} bytes were read, and {wanted} are stored; did something time out, on "
-                f"a machine that is too busy? {counts}"
-            )
-        return {
-            "wall_s": wall_s,
-            "first_token_s": median(answered.first_s for answered in answers),
-            "mean_first_token_s": mean(answered.first_s for answered in answers),
-            "prefilled_s": median(answered.prefilled_s for answered in answers),
-            "read_bytes": read,
-            "max_over_mean": max(read.values()) / mean(read.values()),
-            "most_off": off,
-        }
-
-    def _check(self, question: RoutingQuery, answered: PairResponse) -> float:
-        """Return the largest difference of the answer's logprobs from the expected ones. Raises
-        ``RuntimeError`` if it exceeds ``MOST_OFF`` or if tokens differ."""
-        expected = self.expected[question.name]
-        if answered.tokens != expected.tokens:
-            raise RuntimeError(f"{question.name}: {answered.tokens} was said, and {expected.tokens} expected")
-        off = max(abs(a - b) for a, b in zip(answered.logprobs, expected.logprobs, strict=True))
-        if off > MOST_OFF:
-            raise RuntimeError(f"{question.name}: logprobs are off by {off}")
-        return off
+# -- engines ------------------------------------------------------------------------------
 
 
-def cases(options: argparse.Namespace) -> dict[str, list[RoutingQuery]]:
-    """Return the requests of each case: many at once, and one longer request alone."""
-    draw = random.Random(SEED)
+def pair_engine(role: str, number: int, model: str, pool_tokens: int, folder: Path) -> EngineServer:
+    """Return an engine that is not started. Its KV pool is also the longest context, up to 16,384 tokens."""
+    name, blocks = f"{role[0]}{number}", pool_tokens // BLOCK_TOKENS
+    transfer = {
+        "kv_connector": "SlowPaths",
+        "kv_connector_module_path": "slow_link_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "role": role, "node": name, "listen": f"unix:{folder / name}.sock", "store_name": name,
+            "store": str(folder / "store"), "store_bytes": 1 << 36,
+            "buffer_bytes": 2 * pool_tokens * TOKEN_BYTES,
+            "keep_on_reset": True,  # between two runs, only the KV on the device is cleared
+            "patience_s": 10.0,  # on a busy machine threads may be delayed for a while
+        },
+    }  # fmt: skip
+    return EngineServer(
+        model,
+        policy="observe",
+        serve_args=(
+            "--kv-transfer-config", json.dumps(transfer), "--no-async-scheduling", "--dtype", "float32",
+            "--block-size", str(BLOCK_TOKENS),
+            "--num-gpu-blocks-override", str(blocks + 1),  # one is vLLM's null block
+            "--kv-cache-memory-bytes", str(1 << 30),  # else most of the machine's memory
+            "--max-model-len", str(min(blocks * BLOCK_TOKENS, 16_384)), "--max-num-seqs", "64",
+            "--max-num-batched-tokens", "1024", "--served-model-name", "model",
+        ),
+        env={
+            "PYTHONHASHSEED": "0",
+            "PYTHONPATH": str(Path(__file__).parent),
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+            # An engine that spins while it waits takes cores from working engines. So the worker has no
+            # process of its own, which would spin for a second after each step, and threads sleep.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+        },
+        log_path=folder / f"{name}.log",
+        ready_timeout_s=600.0,
+    )  # fmt: skip
 
-    def question(name: str, tokens: int) -> RoutingQuery:
-        blocks = math.ceil(tokens / FULL_BLOCK_TOKENS)
-        prompt = draw.choices(VOCABULARY, k=blocks * FULL_BLOCK_TOKENS + APPEND_TOKENS)
-        return RoutingQuery(name, prompt, blocks)
 
-    return {
-        "burst": [question(f"request {number}", HIT_TOKENS) for number in range(options.requests)],
-        "alone": [question("the one alone", ALONE_TOKENS)],
-    }
+def loud_model(folder: Path) -> str:
+    """Make a model with the shape of ``tiny``, and return its folder. Each of its tokens depends on all
+    previous ones. ``tiny`` itself repeats one word, even if its KV is wrong."""
+    import torch
+    import transformers
+
+    tiny = resolve_model("tiny")
+    config = transformers.AutoConfig.from_pretrained(tiny)
+    config.tie_word_embeddings = False  # tied embeddings make it repeat the last token
+    config.initializer_range = 0.15
+    config.vocab_size = 4096
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    return str(folder)
 
 
-# -- all of them ------------------------------------------------------------------------
+def settle(engines: Sequence[EngineServer]) -> dict[str, int]:
+    """Wait until no transfer is under way, and clear the engines' prefix caches. Return the bytes that each
+    has read from storage."""
+    read: dict[str, int] = {}
+    end_s = time.monotonic() + PATIENCE_S
+    for engine in engines:
+        while True:
+            paths = httpx.get(f"{engine.url}/sojourn/v1/stats", timeout=60, trust_env=False).json()["paths"]
+            queued = sum(link["queued_bytes"] for link in paths["links"].values())
+            if not (paths["slots_used"] or paths["leases_waiting"] or queued):
+                break
+            if time.monotonic() > end_s:
+                raise SystemExit(f"{engine.url} does not come to rest: {paths}")
+            time.sleep(0.1)
+        read[engine.url] = paths["links"]["storage read"]["moved_bytes"]
+    for engine in engines:
+        httpx.post(f"{engine.url}/reset_prefix_cache", timeout=60, trust_env=False).raise_for_status()
+    time.sleep(HEARD_S)
+    return read
 
 
-async def measure(bench: Bench, rounds: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
+# -- requests -----------------------------------------------------------------------------
+
+
+async def ask(http: httpx.AsyncClient, url: str, question: Question) -> Response:
+    """Send a request to a gateway, and return the answer. Raises ``httpx.HTTPError`` or ``SystemExit``."""
+    body = {
+        "model": "model", "prompt": question.prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True, "stream": True,
+    }  # fmt: skip
+    began_s, first_s = time.monotonic(), 0.0
+    tokens: list[int] = []
+    headers = {"X-Session-ID": question.program}
+    async with http.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as answer:
+        if answer.is_error:
+            raise SystemExit(f"{url} answers {answer.status_code}: {(await answer.aread())[:300]!r}")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise SystemExit(f"{url}: {event['error']}")
+                for choice in event["choices"]:
+                    tokens += choice.get("token_ids") or ()
+                first_s = first_s or (time.monotonic() - began_s if tokens else 0.0)
+    return Response(tuple(tokens), first_s)
+
+
+async def measure(
+    engines: Sequence[EngineServer], gateways: dict[str, str], options: argparse.Namespace, console: Console
+) -> dict[tuple[str, str], list[dict[str, float]]]:
     """Measure all cases and arms. Return the runs by case and arm."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    async with http_client() as http:
-        await bench.fill(http)
-        for turn in range(rounds):
-            for case in bench.cases:
-                for arm in [*ARMS] * RUNS[case]:
-                    bench.told(f"round {turn + 1}: {case}, {arm}")
-                    found.setdefault((case, arm), []).append(await bench.run(http, case, arm))
+    draw = random.Random(SEED)
+    cases = {
+        case: [
+            Question(f"{case} {number}", draw.choices(range(10, 4000), k=stored + APPEND_TOKENS))
+            for number in range(options.requests if case == "burst" else 1)
+        ]
+        for case, stored in STORED_TOKENS.items()
+    }
+    expected: dict[str, tuple[int, ...]] = {}
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, trust_env=False) as http:
+        for arm, url in gateways.items():
+            for question in (question for asked in cases.values() for question in asked):
+                answer = await ask(http, url, question)
+                same = expected.setdefault(question.program, answer.tokens) == answer.tokens
+                if not same:
+                    raise SystemExit(f"{question.program}, {arm}: other tokens than computed")
+            before = settle(engines)
+            console.print(f"{arm}: {len(expected)} requests are known")
+        for turn in range(options.rounds):
+            for case, questions in cases.items():
+                for arm in [*gateways] * RUNS[case]:
+                    began_s = time.monotonic()
+                    answers = await asyncio.gather(*(ask(http, gateways[arm], each) for each in questions))
+                    wall_s = time.monotonic() - began_s
+                    if [answer.tokens for answer in answers] != [
+                        expected[each.program] for each in questions
+                    ]:
+                        raise SystemExit(f"{case}, {arm}: other tokens than computed")
+                    after = settle(engines)
+                    read = [after[url] - before[url] for url in after]
+                    before = after
+                    wanted = len(questions) * STORED_TOKENS[case] * TOKEN_BYTES
+                    if sum(read) != wanted:
+                        raise SystemExit(f"{case}, {arm}: {read} bytes were read, and {wanted} are stored")
+                    run = {
+                        "wall_s": wall_s,
+                        "first_token_s": median(answer.first_s for answer in answers),
+                        "max_over_mean": max(read) / mean(read),
+                    }
+                    found.setdefault((case, arm), []).append(run)
+                    console.print(f"round {turn + 1}: {case}, {arm}: {wall_s:.2f} s")
     return found
 
 
-def rows_of(found: dict[tuple[str, str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row of medians for each case and arm."""
-    rows = []
-    for (case, arm), runs in found.items():
-        row: dict[str, Any] = {"case": case, "read by": arm}
-        for name in ("wall_s", "first_token_s", "mean_first_token_s", "prefilled_s", "max_over_mean"):
-            row[name] = median(run[name] for run in runs)
-        row["most_off"] = max(run["most_off"] for run in runs)
-        row["runs"] = runs
-        rows.append(row)
-    basis = {row["case"]: row for row in rows if row["read by"] == "prefill side"}
-    for row in rows:
-        row["times_as_fast"] = basis[row["case"]]["wall_s"] / row["wall_s"]
-        row["times_as_soon"] = basis[row["case"]]["first_token_s"] / row["first_token_s"]
-    return rows
-
+# -- the page -----------------------------------------------------------------------------
 
 HEAD = (
     "requests", "read by", "all answered s", "times as fast", "first token s", "times as soon",
@@ -208,15 +235,23 @@ HEAD = (
 )  # fmt: skip
 
 
+def rows_of(found: dict[tuple[str, str], list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Return a row of medians for each case and arm."""
+    rows: list[dict[str, Any]] = []
+    for (case, arm), runs in found.items():
+        row: dict[str, Any] = {name: median(run[name] for run in runs) for name in runs[0]}
+        basis = row if arm == "prefill" else next(each for each in rows if each["case"] == case)
+        row["times_as_fast"] = basis["wall_s"] / row["wall_s"]
+        row["times_as_soon"] = basis["first_token_s"] / row["first_token_s"]
+        rows.append({"case": case, "read by": ARMS[arm], **row, "runs": runs})
+    return rows
+
+
 def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
     """Return the cells of a table row."""
-    return [
-        f"{options.requests} at once" if row["case"] == "burst" else "one alone",
-        row["read by"],
-        f"{row['wall_s']:.2f}", f"{row['times_as_fast']:.2f}",
-        f"{row['first_token_s']:.2f}", f"{row['times_as_soon']:.2f}",
-        f"{row['max_over_mean']:.2f}",
-    ]  # fmt: skip
+    names = ("wall_s", "times_as_fast", "first_token_s", "times_as_soon", "max_over_mean")
+    what = f"{options.requests} at once" if row["case"] == "burst" else "one alone"
+    return [what, row["read by"], *(f"{row[name]:.2f}" for name in names)]
 
 
 def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
@@ -225,16 +260,11 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
     return (
         f"{opening('Pairs of real engines on slow links', made, wall_s)}\n\n"
         f"Of vLLM's CPU engines {engines}, a model of the shape of `tiny` in 32-bit floats, each engine with "
-        f"a storage link of {MEGABYTES_S:g} MB/s of its own. {options.requests} requests at once, of "
-        f"{math.ceil(HIT_TOKENS / FULL_BLOCK_TOKENS) * FULL_BLOCK_TOKENS:,} stored tokens each and "
-        f"{APPEND_TOKENS} new ones, and one alone of {ALONE_TOKENS:,}; "
-        f"{OUTPUT_TOKENS} tokens of output. Medians of {options.rounds} rounds, "
-        f"each with {RUNS['alone']} of the one alone, seed {SEED}. "
-        "Who reads is chosen by the gateway's core with its own books alone: it is told exactly what is "
-        "stored, and is not told what waits for the links, as a gateway is that polls engines. "
-        "All arms say the tokens that the same pairs say of the same prompts before anything is stored, when "
-        "all of each is computed; logprobs differ from those by "
-        f"{max(row['most_off'] for row in rows):.0e} at most.\n\n"
+        f"a storage link of {MEGABYTES_S:g} MB/s of its own, behind a gateway. {options.requests} requests "
+        f"at once, of {STORED_TOKENS['burst']:,} stored tokens each and {APPEND_TOKENS} new ones, and one "
+        f"alone of {STORED_TOKENS['alone']:,}; {OUTPUT_TOKENS} tokens of output. Medians of {options.rounds} "
+        f"rounds, each with {RUNS['alone']} of the one alone, seed {SEED}. All arms say the tokens that were "
+        "said before anything was stored.\n\n"
         f"{marked(HEAD, (cells(row, options) for row in rows))}\n\n"
         "*First token* is the median of the requests, at the client; *max / mean* is what the busiest "
         "storage link has read over the mean of all.\n\n"
@@ -242,53 +272,46 @@ def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any,
     )
 
 
-def file_name(options: argparse.Namespace) -> str:
-    return "prefill_decode_pair" if options.pairs == 1 else f"prefill_decode_pair_{options.pairs}"
-
-
-def pool_tokens(options: argparse.Namespace) -> int:
-    """Return the tokens that all requests together may need on one engine, since reading is measured."""
-    return max(options.requests * (HIT_TOKENS + 2 * FULL_BLOCK_TOKENS), ALONE_TOKENS + 2 * FULL_BLOCK_TOKENS)
-
-
-def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+def main() -> None:
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=1, help="engines that prefill, and as many that decode")
     parser.add_argument("--requests", type=int, default=20, help="at once")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder to write prefill_decode_pair.json and .md into")
-    options = parser.parse_args(arguments)
-    if min(options.pairs, options.requests, options.rounds) < 1:
-        parser.error("expected at least one pair, one request and one round")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write the results."""
-    options = read_options(arguments)
-    began_s, made = time.monotonic(), made_with(sys.argv)
-    questions = options.requests + 1
-    steps = questions + sum(RUNS.values()) * len(ARMS) * options.rounds
-    with tempfile.TemporaryDirectory() as name, Progress() as progress:
+    options = parser.parse_args()
+    began_s, made, console = time.monotonic(), made_with(sys.argv), Console(stderr=True)
+    # All requests together fit one engine, since reading is measured.
+    stored = max(options.requests * STORED_TOKENS["burst"], STORED_TOKENS["alone"])
+    pool_tokens = stored + 2 * FULL_BLOCK_TOKENS * options.requests
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        task = progress.add_task("starting engines", total=steps)
-
-        def told(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-
+        (folder / "store").mkdir()
         model = loud_model(folder / "model")
-        with started(options.pairs, model, pool_tokens(options), folder) as engines:
-            bench = Bench(engines, model, options, told)
-            found = asyncio.run(measure(bench, options.rounds))
-            names = [engine.name for engine in engines]
-    rows = rows_of(found)
+        by_role = {
+            role: [pair_engine(role, number, model, pool_tokens, folder) for number in range(options.pairs)]
+            for role in ("prefill", "decode")
+        }
+        engines = [engine for of_role in by_role.values() for engine in of_role]
+        for engine in engines:
+            stack.callback(engine.stop)
+        with ThreadPoolExecutor(len(engines)) as pool:
+            list(pool.map(EngineServer.start, engines))
+        gateways = {}
+        for arm in ARMS:
+            port = free_port()
+            gateways[arm] = f"http://127.0.0.1:{port}"
+            flags = ["--read-side", arm, "--port", str(port)]
+            for role, of_role in by_role.items():
+                flags += [f"--{role}", ",".join(engine.url for engine in of_role)]
+            stack.enter_context(process(flags, gateways[arm], len(engines)))
+        rows = rows_of(asyncio.run(measure(engines, gateways, options, console)))
     show(HEAD, [cells(row, options) for row in rows], title=f"{options.pairs} and {options.pairs} engines")
     if options.out is not None:
         made_of = {"pairs": options.pairs, "requests": options.requests, "rounds": options.rounds}
-        document = {"options": made_of, "engines": names, "rows": rows}
         text = page(rows, options, made, time.monotonic() - began_s)
-        write_result(options.out, file_name(options), made, document, text)
+        file_name = "prefill_decode_pair" + (f"_{options.pairs}" if options.pairs > 1 else "")
+        write_result(options.out, file_name, made, {"options": made_of, "rows": rows}, text)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from sojourn_server.cli.console import write_json
+from sojourn_server.simulator.report.results_file import made_with
 
 FIRST_WORDS = "Nothing has been written yet."
 BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
@@ -62,6 +65,19 @@ def write_result(folder: Path, name: str, made: Any, document: Mapping[str, Any]
     }
     write_json({**told, **document}, str(folder / f"{name}.json"))
     write_page(folder / f"{name}.md", page, FIRST_WORDS)
+
+
+def write_paper(
+    folder: Path, name: str, title: str, began_s: float, document: Mapping[str, Any], parts: Iterable[str]
+) -> None:
+    """Write ``NAME.json`` with ``document``, and ``NAME.md`` with the title, what made it, and ``parts``;
+    print the page. ``began_s`` is the value of ``time.monotonic()`` at the begin of the run."""
+    made = made_with(sys.argv)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json({"made_with": msgspec.to_builtins(made), **document}, str(folder / f"{name}.json"))
+    page = "\n\n".join([opening(title, made, time.monotonic() - began_s), *parts]) + "\n"
+    write_page(folder / f"{name}.md", page, FIRST_WORDS)
+    Console().print(page, highlight=False, markup=False)
 
 
 def made_by(made: Any, wall_s: float) -> str:

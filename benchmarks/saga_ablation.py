@@ -16,9 +16,7 @@ import time
 from pathlib import Path
 
 from kept_runs import run_arguments, run_kept
-from result_pages import FIRST_WORDS, marked, opening, write_page
-from rich.console import Console
-from sojourn_server.cli.console import write_json
+from result_pages import marked, write_paper
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
@@ -66,23 +64,19 @@ def main() -> None:
     wanted = {(policy, cv): spec(policy, cv) for cv in SWEEP for policy in SWEPT}
     wanted |= {(policy, BASE_CV): spec(policy, BASE_CV) for policy in ablated}
     rows = dict(zip(wanted, run_kept(list(wanted.values()), options.cache, options.jobs), strict=True))
-    made = made_with(sys.argv)
-    write_json(document(rows.values(), made), str(options.out / "saga_ablation.json"))
     title = "SAGA's ablation and its sweep of tool times"
-    text = page(rows, opening(title, made, time.monotonic() - began))
-    write_page(options.out / "saga_ablation.md", text, FIRST_WORDS)
-    Console().print(text, highlight=False, markup=False)
+    found = document(rows.values(), made_with(sys.argv))
+    write_paper(options.out, "saga_ablation", title, began, found, page(rows))
 
 
 Rows = dict[tuple[str, float], RunRow]
 """Rows by (requested policy, coefficient of variation)."""
 
 
-def page(rows: Rows, begin: str) -> str:
-    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+def page(rows: Rows) -> list[str]:
+    """Return the paragraphs of the result page; ``{by hand}`` marks the place of hand-written text."""
     first = rows["stock", BASE_CV]
-    parts = [
-        begin,
+    return [
         f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson at "
         f"{first.rate_per_s:g} a second until all have finished, a KV pool of "
         f"{first.pool_blocks * first.block_size:,} tokens; seed {first.seed}. Synthetic: the paper's steps, "
@@ -115,7 +109,6 @@ def page(rows: Rows, begin: str) -> str:
         "## Differences from the paper",
         "{by hand}",
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 def _heads(policy: str, over: str) -> tuple[str, str, str]:

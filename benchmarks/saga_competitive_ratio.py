@@ -24,9 +24,8 @@ from pathlib import Path
 
 from belady import AccessRecorder, recomputed_tokens
 from kept_runs import chosen, row_and_log, row_of, run_arguments, run_kept
-from result_pages import FIRST_WORDS, marked, opening, write_page
+from result_pages import marked, write_paper
 from rich.console import Console
-from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import document, made_with
 from sojourn_server.simulator.report.run_metrics import summarize_run, trace_name
 from sojourn_server.simulator.report.run_row import RunRow
@@ -152,11 +151,9 @@ def main() -> None:
         rows += compared
         for row in compared:
             next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
-    made = made_with(sys.argv)
-    write_json(document(rows, made), str(options.out / "saga_competitive_ratio.json"))
-    text = page(found, names, opening("Competitive ratio", made, time.monotonic() - began))
-    write_page(options.out / "saga_competitive_ratio.md", text, FIRST_WORDS)
-    Console().print(text, highlight=False, markup=False)
+    plain = document(rows, made_with(sys.argv))
+    parts = page(found, names)
+    write_paper(options.out, "saga_competitive_ratio", "Competitive ratio", began, plain, parts)
 
 
 def scale(log: RunLog, live: float) -> tuple[float, int]:
@@ -183,12 +180,11 @@ def most_at_once(log: RunLog) -> int:
     return max(accumulate(tokens for _, tokens in sorted(changes)))
 
 
-def page(found: dict[str, list[Size]], policies: Sequence[str], begin: str) -> str:
-    """Return the result page in Markdown; ``{by hand}`` marks the place of hand-written text."""
+def page(found: dict[str, list[Size]], policies: Sequence[str]) -> list[str]:
+    """Return the paragraphs of the result page; ``{by hand}`` marks the place of hand-written text."""
     first = next(size for sizes in found.values() for size in sizes).stock
     run_at = [(name, size) for name, sizes in found.items() for size in sizes if size.rows]
-    parts = [
-        begin,
+    return [
         f"{first.hardware}, {first.model}, {first.programs} programs a run arriving Poisson, as many "
         f"a second as keep {LIVE:g} alive where no KV is lost, until all have finished; seed {first.seed}. "
         "A cell is tokens computed again over those that Bélády's order computes again on stock's accesses. "
@@ -226,7 +222,6 @@ def page(found: dict[str, list[Size]], policies: Sequence[str], begin: str) -> s
         "## Losses by mechanism",
         "{by hand}",
     ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
 
 
 def _ratio(size: Size, policy: str) -> float | None:

@@ -33,9 +33,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from kept_runs import run_arguments, run_kept  # noqa: E402
 from pd_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster  # noqa: E402
 from pd_simulation import PD_SYSTEMS, PdOutcome, PdSpec, run_prefill_decode  # noqa: E402
-from result_pages import FIRST_WORDS, marked, opening, write_page  # noqa: E402
-from sojourn_server.cli.console import write_json  # noqa: E402
-from sojourn_server.simulator.report.results_file import made_with  # noqa: E402
+from result_pages import marked, write_paper  # noqa: E402
 
 TTFT_SLO_S, TPOT_SLO_S = 4.0, 0.05
 """DualPath's SLO (§7.4): maximum of the mean TTFT, and of the mean TPOT."""
@@ -310,21 +308,16 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(given)
     began_s = time.monotonic()
-    bench, made = Bench(options), made_with(sys.argv)
+    bench = Bench(options)
     sections = [line for part, make in PARTS.items() if part in options.only for line in make(bench)]
-    options.out.mkdir(parents=True, exist_ok=True)
     found = {part: msgspec.to_builtins(outcomes) for part, outcomes in bench.found.items()}
-    write_json(
-        {"made_with": msgspec.to_builtins(made), **found}, str(options.out / "prefill_decode_cluster.json")
-    )
     about = (
-        "What is simulated and what not: [the page](../../docs/prefill-decode.md#the-cluster-simulation). "
+        "What is simulated and what not: [the page](../../docs/prefill-decode.md#measured). "
         f"Seed {options.seed}."
     )
-    begin = opening("Two paths to storage, simulated", made, time.monotonic() - began_s)
-    page = "\n\n".join([begin, about, *sections, "## Summary", "{by hand}"]) + "\n"
-    write_page(options.out / "prefill_decode_cluster.md", page, FIRST_WORDS)
-    print(page)
+    parts = [about, *sections, "## Summary", "{by hand}"]
+    title = "Two paths to storage, simulated"
+    write_paper(options.out, "prefill_decode_cluster", title, began_s, found, parts)
 
 
 if __name__ == "__main__":
