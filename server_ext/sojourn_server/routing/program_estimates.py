@@ -58,9 +58,8 @@ class ProgramEstimator:
         """Return the longest context, in tokens, that a program is expected to reach: at least
         ``context_tokens``, its present context. ``most_tokens``: longest context that a replica can
         compute."""
-        known = self._lengths(program, "peak_tokens")
-        left = self._left(known, context_tokens, max(1, most_tokens - context_tokens)) if known else None
-        return context_tokens + (round(left) if left is not None else 0)
+        left = self._left(program, "peak_tokens", context_tokens, max(1, most_tokens - context_tokens))
+        return context_tokens + round(left or 0.0)
 
     def turns_left(self, program: RoutedProgram) -> float | None:
         """Return the expected number of turns that the program has left; ``None``: unknown. Without a
@@ -80,7 +79,7 @@ class ProgramEstimator:
     def _turns_left(self, program: RoutedProgram) -> float | None:
         if program.steps_left is not None:
             return program.steps_left
-        return self._left(self._lengths(program, "turns"), program.turns, MAX_TURNS_LEFT)
+        return self._left(program, "turns", program.turns, MAX_TURNS_LEFT)
 
     def life_s(self, program: RoutedProgram) -> float | None:
         """Return the mean time from first request to end of programs like this one, in seconds; ``None``:
@@ -98,27 +97,22 @@ class ProgramEstimator:
             self._statistics.move_to_end(key)
             yield known
 
-    def _lengths(self, program: RoutedProgram, name: str) -> Sequence[int]:
-        """Return the lengths ``name`` of ended programs like this one, ascending; empty if too few are
-        known."""
-        for key in _keys(program):
-            known = self._statistics.get(key)
-            if known is not None and len(found := known[name]) >= MIN_FINISHED_PROGRAMS:
-                return sorted(found)
-        return ()
+    def _known(self, program: RoutedProgram, name: str, least: int = 1) -> Sequence[Any]:
+        """Return the values ``name`` of programs like this one, of the first key with at least ``least`` of
+        them; empty: there is none."""
+        found = (self._statistics[key][name] for key in _keys(program) if key in self._statistics)
+        return next((values for values in found if len(values) >= least), ())
 
     def _mean(self, program: RoutedProgram, name: str) -> float | None:
         """Return the mean of the values ``name`` for programs like this one; ``None``: unknown."""
-        for key in _keys(program):
-            known = self._statistics.get(key)
-            if known is not None and (found := known[name]):
-                return fmean(found)
-        return None
+        found = self._known(program, name)
+        return fmean(found) if found else None
 
-    def _left(self, known: Sequence[int], so_far: int, most: int) -> float | None:
-        """Predict how much a length will grow. ``so_far``: the present length. ``known``: final lengths of
-        ended programs. ``most``: maximum of the result. Returns ``None`` if too few lengths are known."""
-        left = self._predictor.remaining(OutputLengthView("", so_far, most, known), 0.0)
+    def _left(self, program: RoutedProgram, name: str, so_far: int, most: int) -> float | None:
+        """Predict how much the length ``name`` of a program will grow, at most by ``most``. ``so_far``: the
+        present length. Returns ``None`` if too few lengths of ended programs like this one are known."""
+        known = sorted(self._known(program, name, MIN_FINISHED_PROGRAMS))
+        left = self._predictor.remaining(OutputLengthView("", so_far, most, known), 0.0) if known else None
         return left[min(len(left) - 1, math.floor(len(left) * self._quantile))] if left else None
 
 
