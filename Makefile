@@ -3,7 +3,7 @@
 #              ARGS=--quick is a smoke run of two minutes
 # make test    setup, then every test: those that start an engine too, and the agent frameworks'
 # make frameworks  setup, then the tests of the agent frameworks, with the newest and oldest releases we support
-# make fast    setup, then the tests that start no engine (6 minutes)
+# make fast    setup, then the tests that start no engine and are not slow (3 minutes)
 # make nightly  setup, then what make test leaves out: tests marked nightly (those of coding agents need npm), the oldest
 #              releases, packages, the site
 # make packages  setup, then the wheel in a clean environment of each Python of this machine
@@ -15,13 +15,13 @@
 # PIP_EXTRA_INDEX_URL=URL     an index with CPU builds of PyTorch (default on Linux, if pip has no index set: PyTorch's own)
 # INSTALLER=pip               without uv, which installs the same packages in less time; pip does too where uv fails
 # TESTS="tests/launch -k x"   what test, fast and frameworks run
-# WORKERS=4                   processes of make test (default: 3, and one for tox); a test file runs in one process
+# WORKERS=4                   processes of make test and nightly (default: 4, and one for tox); a test file runs in one process
 # JSON=f PLOT=f ARGS="..."    where the demo writes, and further options of sojourn demo
 
 PYTHON ?= python3
 EXTRAS ?= cpu,demo,dev,gateway,ray
 TESTS ?=
-WORKERS ?= 3
+WORKERS ?= 4
 JSON ?= demo-out/demo.json
 PLOT ?= demo-out/demo.png
 ARGS ?=
@@ -72,7 +72,7 @@ frameworks: setup
 	$(BIN)/tox run -e frameworks,frameworks-oldest -- $(or $(TESTS),tests/frameworks)
 
 fast: setup
-	$(BIN)/python -m pytest -m "not engine and not slow" $(TESTS)
+	$(PYTEST) -n 3 -m "not engine and not slow" $(TESTS)
 
 nightly: setup
 	$(PYTEST) -m nightly $(TESTS)

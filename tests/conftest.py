@@ -56,7 +56,6 @@ else:
 
 
 LONG = (
-    "test_engine_gateway_ray.py",
     "test_engine_models.py",
     "test_engine_kv_transfer.py",
     "test_engine_restarts.py",

@@ -195,6 +195,7 @@ def test_an_id_that_no_server_takes_is_refused() -> None:
     assert "--program has 0 bytes; expected 1 to" in result.stderr
 
 
+@pytest.mark.slow
 def test_litellm_is_instrumented_although_it_imports_openai_itself(tmp_path: Path) -> None:
     pytest.importorskip("litellm")
     script = tmp_path / "agent.py"

@@ -42,6 +42,7 @@ def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"]])
 
 
+@pytest.mark.slow
 def test_directory_of_a_failed_program_is_kept_and_printed(places: Path, no_sleep: None) -> None:
     with EchoEngine(lambda number, command: "true" if number == 3 else command) as engine:
         answer = run_one(engine)

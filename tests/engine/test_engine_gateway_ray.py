@@ -1,4 +1,8 @@
-"""Two real engines on Ray, twenty programs: an engine is killed, and nobody fails."""
+"""Two real engines on Ray, twenty programs: an engine is killed, and nobody fails.
+
+Every run tests the parts: kills on Ray with fake engines in ``tests/gateway/ray``, of a real engine in
+``test_engine_gateway.py``, and the command of an engine in ``test_gateway_ray_config.py``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,9 @@ from gateway_programs import (
 )
 from ray_gateway import RayGateway, started
 
-pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.nightly, pytest.mark.engine, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900),
+]  # fmt: skip
 
 ENGINE_AFTER = 40
 """Answers after which an engine is killed."""

@@ -191,6 +191,7 @@ async def start(engine_urls: list[str], urls: list[str], own: str) -> asyncio.su
     return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 async def test_of_three_engines_and_two_gateways_one_each_is_killed_and_no_later_request_fails() -> None:
     """They are processes, killed under load. Each stream that breaks gets an error event."""
     async with AsyncExitStack() as stack:

@@ -82,6 +82,23 @@ def test_what_an_engine_of_a_pair_is_started_with() -> None:
 
 
 @pytest.mark.parametrize(
+    ("args", "policy"),
+    [([], ["--policy", "sojourn"]), (["--policy=mori"], []), (["--policy-file", "f.toml"], [])],
+)
+def test_what_an_engine_is_started_with(args: list[str], policy: list[str]) -> None:
+    """The file's flags, and without one of its own the policy that goes with the gateway's."""
+    pytest.importorskip("ray.serve")
+    from sojourn_server.gateway.ray.deployments import engine_command
+
+    engines = {"min": 2, "args": [*args, "--max-model-len", 2048]}
+    config = parse_config({"model": "tiny", "engines": engines}, source="f.yaml")
+    command = engine_command(config, config.groups[0], "127.0.0.1")
+    assert command[:5] == [sys.executable, "-m", "sojourn_server.cli", "serve", "tiny"]
+    assert command[5:9] == ["--host", "{host}", "--port", "{port}"]
+    assert command[9:] == [*policy, *args, "--max-model-len", "2048", "--disable-uvicorn-access-log"]
+
+
+@pytest.mark.parametrize(
     ("document", "said"),
     [
         ([], "the file: expected `object`, got `array`"),

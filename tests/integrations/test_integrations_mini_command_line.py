@@ -48,6 +48,7 @@ def run_mini(folder: Path, server: FakeServer, *command: str, settings: tuple[st
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_sojourn_run_needs_no_change_to_the_command(tmp_path: Path) -> None:
     with FakeServer(SCRIPT) as server:
         command = [str(MINI), "-m", "openai/m", "-y", "--exit-immediately", "-t", "it"]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kv_blocks import BLOCK_BYTES, LAYERS, key, keys, payload
 from simulated_transfers import World, assert_clean
 from sojourn_server.kv_transfer.transfer import COMPUTE_LEASES
 from sojourn_server.kv_transfer.transfer_wire import DataMessage
+
+pytestmark = pytest.mark.slow
 
 CONTEXTS = st.integers(1, 9).flatmap(lambda size: st.tuples(st.integers(0, 3), st.just(size)))
 """Contexts of four programs, as long as a few turns: those of one share their beginnings."""

@@ -12,6 +12,8 @@ from fake_cuda import FakeCuda
 from fake_transfer_requests import FULL_TOKENS, Request, prompt, to_prefill
 from toy_transfer_engine import MemoryStore, Status, ToyEngine, expected, run, settle, slow_sends
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = 24
 
 

@@ -28,6 +28,8 @@ from sojourn_server.policies.placement.relative_idleness import RelativeIdleness
 from sojourn_server.policies.placement.residency_price import ResidencyPricePlacement
 from sojourn_server.programs.idleness import IdlenessTracker
 
+pytestmark = pytest.mark.slow
+
 DEVICE, HOST, DISK, WAITING = Tier
 REASONING, READY, ACTING = ProgramActivity
 PATIENCE_S, STANDSTILL_S = 20.0, 2.0  # seconds that the end of each example spends one by one

@@ -13,6 +13,8 @@ from sojourn_server.simulator.client_hints import ClientHints
 from sojourn_server.simulator.simulated_clients import SimulatedOutputs
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
 
+pytestmark = pytest.mark.slow
+
 USERS, TURNS, NEW_TOKENS, POOL_TOKENS = 8, 8, 600, 13_760
 PROFILE = """\
 version = 3

@@ -55,6 +55,7 @@ def test_the_plan_takes_the_most_important_runs_and_pays_for_each_start(loads: A
     assert not first & {(run.arm.name, run.load.name, run.seed) for run in plan(1e6, first)[0]}
 
 
+@pytest.mark.slow
 def test_the_simulator_runs_the_same_turns_and_finds_what_vllm_alone_lost(loads: Any, traces: Any) -> None:
     from engine_agents import simulate_agents
 

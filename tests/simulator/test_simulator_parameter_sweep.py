@@ -125,6 +125,7 @@ def test_a_line_a_value_and_policy_compared_at_the_same_value() -> None:
     assert "…" not in told(SWEEP, ROWS, 80).split("* best of")[0]
 
 
+@pytest.mark.slow
 def test_the_plot_has_a_line_a_policy_and_the_same_bytes_again(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     first, second = (write_plot(ROWS, tmp_path / name, SWEEP) for name in ("a", "b"))

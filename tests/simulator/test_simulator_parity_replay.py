@@ -44,6 +44,7 @@ def continuum_recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 # -- the replay decides the same --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_thousand_decisions_of_continuum_are_reproduced_exactly(continuum_recording):
     path, engine = continuum_recording
     report = replay_recording(path)

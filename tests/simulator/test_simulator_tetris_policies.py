@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 from sojourn_server.simulator.report.run_metrics import cascades, summarize_run
 from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
+
+pytestmark = pytest.mark.slow
 
 
 @cache
