@@ -2,9 +2,9 @@
 
     python benchmarks/simulator_validation.py --json benchmarks/results/simulator_validation.json
 
-Every run starts a new server on its own port. ``sojourn profile`` measures a stock server; the code of
-``sojourn replay`` drives the others with forced tokens. The simulator runs the same programs in the same
-order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
+Every run starts a new server on its own port. The code of ``sojourn replay`` drives it with forced tokens;
+``sojourn profile`` measures the first stock server after its run. The simulator runs the same programs in the
+same order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
 turn, and one function computes the figures of both.
 
 A single run is only one sample. A request that arrives slightly earlier may find KV that is evicted a moment
@@ -45,7 +45,6 @@ from validation_runs import (
     plans_of,
     play_in_simulator,
     play_on_engine,
-    profile,
     programs_of,
 )
 
@@ -125,7 +124,7 @@ def measure(scenario: Scenario, profile_file: Path) -> list[dict[str, Any]]:
         # Every second repeat reverses the order, so that no policy always gets the warmer machine.
         for at_once, policy in cells if repeat % 2 == 0 else reversed(cells):
             started = time.perf_counter()
-            played = play_on_engine(scenario, programs, policy, at_once)
+            played = play_on_engine(scenario, programs, policy, at_once, profile_file)
             run = figures(played, plans, scenario.block_size)
             found[at_once, policy, "real"].append(run)
             console.print(
@@ -200,7 +199,7 @@ def main() -> None:
     ``JUDGED``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--smoke", action="store_true", help="the tiny model, one load: two minutes")
+    parser.add_argument("--smoke", action="store_true", help="the tiny model, one load: one minute")
     parser.add_argument("--repeats", type=int, help="of each real run")
     options = parser.parse_args()
     scenario = SMOKE if options.smoke else Scenario()
@@ -210,7 +209,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         profile_file = Path(folder) / "engine.toml"
         try:
-            profile(scenario, profile_file)
             results = measure(scenario, profile_file)
         except (BenchmarkError, subprocess.CalledProcessError) as error:
             raise SystemExit(str(error)) from None

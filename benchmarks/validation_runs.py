@@ -69,9 +69,10 @@ SMOKE = Scenario(
     token_scale=1.0,
     programs=6,
     loads=(6,),
+    stagger_s=0.4,
     repeats=1,
-    lab_repeats=3,
-    profile_budget_s=20.0,
+    lab_repeats=1,
+    profile_budget_s=5.0,
 )
 
 
@@ -168,31 +169,32 @@ def server_of(scenario: Scenario, policy: str) -> EngineServer:
     return EngineServer(scenario.model, policy=policy, serve_args=flags)
 
 
-def profile(scenario: Scenario, into: Path) -> None:
+def profile(scenario: Scenario, url: str, into: Path) -> None:
     """Measure a stock server with ``sojourn profile``, which writes the file ``into``. Raises
     ``CalledProcessError``."""
-    with server_of(scenario, "stock") as server:
-        command = [
-            sys.executable, "-m", "sojourn_server.cli", "profile", "--url", server.url, "-o", str(into),
-            "--budget-s", str(scenario.profile_budget_s),
-            # A stock server reports only its pool and its longest context.
-            "--max-num-seqs", str(scenario.max_num_seqs),
-            "--max-num-batched-tokens", str(scenario.max_num_batched_tokens),
-        ]  # fmt: skip
-        subprocess.run(command, check=True, stdout=sys.stderr)
+    command = [
+        sys.executable, "-m", "sojourn_server.cli", "profile", "--url", url, "-o", str(into),
+        "--budget-s", str(scenario.profile_budget_s),
+        # A stock server reports only its pool and its longest context.
+        "--max-num-seqs", str(scenario.max_num_seqs),
+        "--max-num-batched-tokens", str(scenario.max_num_batched_tokens),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stdout=sys.stderr)
 
 
 def play_on_engine(
-    scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int
+    scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int, profile_file: Path
 ) -> RunMeasurements:
-    """Run the programs once on a new server, and return the measurements. Raises ``BenchmarkError`` if a
-    program does not finish as planned."""
+    """Run the programs once on a new server, and return the measurements. The first stock server is profiled
+    after its run. Raises ``BenchmarkError`` if a program does not finish as planned."""
     from sojourn_server.demo.demo_run import read_counts
 
     with server_of(scenario, policy) as server:
         before = read_counts(server.url)
         played = asyncio.run(_replay(scenario, programs, server.url, at_once))
         played.preemptions = round(read_counts(server.url).since(before).preemptions)
+        if policy == "stock" and not profile_file.exists():
+            profile(scenario, server.url, profile_file)
     return played
 
 
@@ -200,7 +202,7 @@ async def _replay(
     scenario: Scenario, programs: list[TraceProgram], url: str, at_once: int
 ) -> RunMeasurements:
     from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
+    from sojourn_server.replay.program_announcer import ProgramAnnouncer
     from sojourn_server.replay.replay_driver import Replay, ReplayOptions
 
     options = ReplayOptions(
@@ -215,7 +217,7 @@ async def _replay(
         # Warm up: first requests include one-time costs. They share no blocks with the programs.
         for length in (64, 200, 400):
             await client.complete(served.name, list(range(300, 300 + length)), 8)
-        announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
+        announcer = ProgramAnnouncer(url if served.speaks_sojourn else None)
         try:
             tally = await Replay(programs, client, served, announcer, options).run()
         finally:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine_loads import Arm, Load, Setup
 from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.replay.completions_client import CompletionsClient
-from sojourn_server.replay.program_announcer import NullAnnouncer, ProgramAnnouncer, SdkAnnouncer
+from sojourn_server.replay.program_announcer import ProgramAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
 from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_schema import TraceProgram
@@ -234,7 +234,7 @@ async def _replay(url: str, programs: Sequence[TraceProgram], load: Load, setup:
     )
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
-        announcer: ProgramAnnouncer = SdkAnnouncer(url, None) if served.speaks_sojourn else NullAnnouncer()
+        announcer = ProgramAnnouncer(url if served.speaks_sojourn else None)
         replay = Replay(programs, client, served, announcer, options)
         running, began_s = asyncio.ensure_future(replay.run()), time.monotonic()
         try:

@@ -15,12 +15,9 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
 from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.replay.completions_client import CompletionsClient
-from sojourn_server.replay.program_announcer import NullAnnouncer
+from sojourn_server.replay.program_announcer import ProgramAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
-from sojourn_server.replay.replay_report import (
-    FORCING_IGNORED,
-    ReplayTally,
-)
+from sojourn_server.replay.replay_report import FORCING_IGNORED, ReplayTally
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
 from typer.testing import CliRunner
 
@@ -46,7 +43,7 @@ def append_only(name: str, turns: int = 3, **fields: Any) -> TraceProgram:
 async def run(server: FakeServer, programs: list[TraceProgram], **options: Any) -> ReplayTally:
     async with CompletionsClient(server.url) as client:
         served = await client.discover(None)
-        return await Replay(programs, client, served, NullAnnouncer(), ReplayOptions(**options)).run()
+        return await Replay(programs, client, served, ProgramAnnouncer(), ReplayOptions(**options)).run()
 
 
 async def test_a_server_with_a_perfect_cache_computes_nothing_again() -> None:
@@ -125,7 +122,7 @@ async def test_a_call_is_reported_as_long_as_it_ran_not_as_long_as_the_gap(
             seen.append(seconds)
         await really_sleep(0)
 
-    class Announcer(NullAnnouncer):
+    class Announcer(ProgramAnnouncer):
         @asynccontextmanager
         async def tool(self, name: str, tool_class: str | None) -> AsyncIterator[None]:
             seen.append(f"{name} starts")

@@ -12,8 +12,7 @@ from fake_completions_server import FakeServer
 from sojourn_server.policies.costs.engine_profile import EngineLimits
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
-from sojourn_server.profiling.live_engine_limits import read_limits
-from sojourn_server.profiling.prefill_measurement import MeasurementRun
+from sojourn_server.profiling.prefill_measurement import MeasurementRun, read_limits
 from sojourn_server.profiling.step_measurement import StepMeasurement, decode_sample, prefill_sample
 from sojourn_server.replay.completions_client import Completion, CompletionsClient
 

@@ -56,7 +56,7 @@ def test_both_worlds_lose_the_same_tokens(
     pytest.importorskip("vllm")
     result = tmp_path / "truth.json"
     monkeypatch.setattr(sys, "argv", ["simulator_validation.py", "--smoke", "--json", str(result)])
-    # Three servers are started: without a process of its own for the worker, in two thirds of the time.
+    # Two servers are started: without a process of its own for the worker, in two thirds of the time.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # Its exit code speaks of seconds too, which this machine may not keep to.
     with pytest.raises(SystemExit) as end:

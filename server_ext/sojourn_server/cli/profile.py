@@ -118,9 +118,8 @@ async def _measure(
     from sojourn_server.launch.launch_environment import installed_versions
     from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
     from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
-    from sojourn_server.profiling.live_engine_limits import read_limits
     from sojourn_server.profiling.machine_speed import CopyBandwidth, describe_hardware, measure_bandwidth
-    from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill
+    from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill, read_limits
     from sojourn_server.profiling.step_measurement import StepMeasurement
     from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 

@@ -120,7 +120,7 @@ async def _run(
 ) -> tuple[ReplayTally, dict[str, Any]]:
     from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.program_announcer import NullAnnouncer, SdkAnnouncer
+    from sojourn_server.replay.program_announcer import ProgramAnnouncer
     from sojourn_server.replay.replay_driver import Replay
 
     async with CompletionsClient(url, api_key=api_key) as client:
@@ -132,7 +132,7 @@ async def _run(
                 f"{client.url} does not answer /sojourn/v1/capabilities",
                 "start it with sojourn serve, or use --dialect vllm",
             )
-        announcer = SdkAnnouncer(client.url, api_key) if dialect == "sojourn" else NullAnnouncer()
+        announcer = ProgramAnnouncer(client.url if dialect == "sojourn" else None, api_key)
         try:
             with console.status("replay") as status:
 

@@ -1,4 +1,4 @@
-"""Measures prefill seconds by prompt length on a live server (Continuum §5.2).
+"""Measures prefill seconds by prompt length on a live server (Continuum §5.2), and reads its limits.
 
 A sample is the time to first token of a prompt of new random token ids, so that no cache hits occur. Samples
 run one at a time, and the server must be idle otherwise. ``lengths_up_to`` chooses the prompt lengths.
@@ -6,14 +6,17 @@ run one at a time, and the server must be idle otherwise. ``lengths_up_to`` choo
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sojourn_server.metrics.vllm_metrics_page import CachePool, cache_pool, whole
+from sojourn_server.policies.costs.engine_profile import EngineLimits
 from sojourn_server.profiling.cost_fitting import fit_prefill_curve
-from sojourn_server.replay.completions_client import Completion, CompletionsClient
+from sojourn_server.replay.completions_client import Completion, CompletionsClient, ServedModel, ServerError
 from sojourn_server.traces.token_ids import FIRST_ID
 
 FIRST_LENGTH = 1000
@@ -69,12 +72,10 @@ def lengths_up_to(max_tokens: int) -> list[int]:
     """
     if max_tokens < 4 * FIRST_LENGTH:
         return sorted({max(1, max_tokens * part // 4) for part in (1, 2, 4)})
-    lengths = []
-    length = FIRST_LENGTH
-    while length < max_tokens:
-        lengths.append(length)
-        length *= 2
-    return [*lengths, max_tokens]
+    doublings = itertools.takewhile(
+        lambda length: length < max_tokens, (FIRST_LENGTH << n for n in range(64))
+    )
+    return [*doublings, max_tokens]
 
 
 async def measure_prefill(run: MeasurementRun, max_tokens: int, budget_s: float) -> list[tuple[int, float]]:
@@ -115,3 +116,27 @@ def _predicted_prefill_s(points: list[tuple[int, float]], tokens: int) -> float:
     longest, seconds = points[-1]
     # A quadratic through few points may predict too little; proportionality never does.
     return max(fit_prefill_curve(points).seconds(tokens), seconds * tokens / longest)
+
+
+async def read_limits(client: CompletionsClient, served: ServedModel) -> tuple[EngineLimits, int | None]:
+    """Return the limits of the server's engine, and the tokens per KV block by vLLM's metrics; ``None`` for
+    each that the server does not report. Never raises.
+
+    A server with sojourn reports all limits. Stock vLLM reports the size of its KV pool and its maximum
+    context. Other servers report at most the maximum context.
+    """
+    engine = served.capabilities
+    try:
+        pool = cache_pool((await client.get("/metrics")).text)
+    except ServerError:
+        pool = CachePool()
+    block_size = whole(engine.get("block_size")) or pool.block_size
+    blocks = whole(engine.get("num_blocks")) or pool.num_blocks
+    limits = EngineLimits(
+        kv_pool_tokens=blocks * block_size if blocks and block_size else None,
+        max_context_tokens=served.max_context_tokens,
+        max_num_seqs=whole(engine.get("max_num_seqs")),
+        max_num_batched_tokens=whole(engine.get("max_num_batched_tokens")),
+        kv_bytes_per_token=whole(engine.get("kv_bytes_per_token")),
+    )
+    return limits, pool.block_size

@@ -27,7 +27,6 @@ from sojourn_server.policies.costs.engine_profile import EngineLimits, PrefillCu
 from sojourn_server.policies.costs.step_costs import StepSample
 from sojourn_server.profiling.cost_fitting import fit_prefill_curve
 from sojourn_server.profiling.prefill_measurement import MeasurementRun
-from sojourn_server.replay.completions_client import Completion
 
 DECODE_TOKENS = 33
 """Number of output tokens in a decode sample: one from the prefill and 32 from decode steps."""
@@ -44,13 +43,9 @@ would look like a slow step."""
 def prefill_sample(seconds: float, new: int, cached: int, max_num_batched_tokens: int) -> StepSample:
     """Return the sample of a prompt that was prefilled alone, in ``seconds`` seconds. After ``cached`` cached
     tokens, ``new`` tokens were computed, in chunks of at most ``max_num_batched_tokens`` tokens."""
-    steps, kv_read, done = 0, 0, cached
-    while done < cached + new:
-        done = min(cached + new, done + max_num_batched_tokens)
-        kv_read += done
-        steps += 1
+    ends = [*range(cached + max_num_batched_tokens, cached + new, max_num_batched_tokens), cached + new]
     pairs = new * cached + new * (new + 1) // 2
-    return StepSample(seconds, steps, new, pairs, kv_read, steps, calls=1)
+    return StepSample(seconds, len(ends), new, pairs, sum(ends), len(ends), calls=1)
 
 
 def decode_sample(seconds: float, context: float, concurrency: int) -> StepSample:
@@ -163,9 +158,9 @@ class StepMeasurement:
         for _ in range(min(run.repeats, DECODE_REPEATS)):
             short = await asyncio.gather(*(run.ask(prompt) for prompt in prompts))
             answers = await asyncio.gather(*(run.ask(prompt, DECODE_TOKENS) for prompt in prompts))
-            took_s = _median_completion_s(answers) - _median_completion_s(short)
-            if took_s > 0:
-                times.append(took_s / (DECODE_TOKENS - 1))
+            once_s, took_s = (statistics.median(a.latency_s for a in each) for each in (short, answers))
+            if took_s > once_s:
+                times.append((took_s - once_s) / (DECODE_TOKENS - 1))
         if not times:
             run.note("33 tokens took no longer than one: no decode step could be timed")
             return
@@ -197,8 +192,3 @@ class StepMeasurement:
         seconds = statistics.median(times)
         if seconds > 0:
             self.samples.append(prefill_sample(seconds, len(prefix) + new - reused, reused, self._batched))
-
-
-def _median_completion_s(answers: list[Completion]) -> float:
-    """Return the median over ``answers`` of the seconds until the last token."""
-    return statistics.median(answer.latency_s for answer in answers)

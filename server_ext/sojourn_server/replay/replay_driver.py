@@ -23,6 +23,7 @@ from sojourn_server.traces.prompt_builder import (
     DEFAULT_VOCABULARY,
     PromptBuilder,
     PromptPlan,
+    TurnPlan,
     recomputed_tokens,
 )
 from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator
@@ -164,15 +165,11 @@ class Replay:
         await asyncio.gather(own(), *map(child, self._children.get(program.program_id, ())))
 
     async def _program(
-        self,
-        program: TraceProgram,
-        program_id: str,
-        parent_id: str | None,
-        turns_done: list[asyncio.Event],
+        self, program: TraceProgram, program_id: str, parent_id: str | None, turns_done: list[asyncio.Event]
     ) -> ReplayedProgram:
         outline = PromptPlan(program, self._options.token_scale)
         builder = PromptBuilder(program, outline=outline, ids=self._ids)
-        fitting, reason = self._count_fitting_turns(builder)
+        fitting, reason = self._count_fitting_turns(outline.plans)
         if not fitting:
             return ReplayedProgram(program.program_id, reason=reason)
         started = self._clock()
@@ -196,17 +193,14 @@ class Replay:
             turns=fitting,
         )
 
-    def _count_fitting_turns(self, builder: PromptBuilder) -> tuple[int, str]:
-        """Return (number of the program's first turns to replay, why the next turn does not fit). The reason
-        is empty if all turns fit. If a turn exceeds the server's maximum context, and ``max_context_tokens``
-        is not set, the number is 0."""
-        plans = builder.plans
-        limit, clip = self._served.max_context_tokens, self._options.max_context_tokens
+    def _count_fitting_turns(self, plans: Sequence[TurnPlan]) -> tuple[int, str]:
+        """Return (number of the program's first turns to replay, why the next turn does not fit)."""
+        limit, clip = self._served.max_context_tokens or math.inf, self._options.max_context_tokens
         for index, plan in enumerate(plans):
             needed = plan.prompt_tokens + plan.output_tokens
             if clip is not None and needed > clip:
                 return index, "first turn above --max-context"
-            if limit is not None and needed > limit:
+            if needed > limit:
                 # Without --max-context a program is replayed as a whole or not at all, because a mean over
                 # silently cut programs is not comparable.
                 return (index if clip is not None else 0), "context too long for the server"
@@ -227,18 +221,14 @@ class Replay:
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
         sent_s = self._clock() - self._started_s
+        # Forced outputs are known. The first turn checks that the server forces them.
+        asks_ids = forced is None or index == 0
         answer = await self._client.complete(
-            self._served.name,
-            prompt,
-            most_tokens,
-            body=body,
-            headers=headers,
-            # Forced outputs are known. The first turn checks that the server forces them.
-            return_token_ids=forced is None or index == 0,
+            self._served.name, prompt, most_tokens, body=body, headers=headers, return_token_ids=asks_ids
         )
-        if answer.output_ids is not None:
-            builder.replace_output(answer.output_ids)
         ids, cached, again = answer.output_ids, answer.cached_tokens, None
+        if ids is not None:
+            builder.replace_output(ids)
         if cached is not None:
             again = recomputed_tokens(builder.plans, index, cached, self.block_size)
         failed = forced is not None and ids is not None and list(ids) != forced

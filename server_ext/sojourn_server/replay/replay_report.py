@@ -97,29 +97,29 @@ class ReplayTally:
 
     def document(self) -> dict[str, Any]:
         """Return all figures as JSON data, with units in the names; ``None`` if a figure was not measured."""
-        completions = [turn.completion for turn in self.turns]
-        cached = [c.cached_tokens for c in completions]
-        cached_known = bool(cached) and None not in cached
+        completions, finished = [turn.completion for turn in self.turns], self.finished
+        known = [c.cached_tokens for c in completions if c.cached_tokens is not None]
+        cached_tokens = sum(known) if known and len(known) == len(completions) else None
         prompt_tokens = sum(c.prompt_tokens for c in completions)
         output_tokens = sum(c.output_tokens for c in completions)
-        cached_tokens = sum(c or 0 for c in cached) if cached_known else None
+        again = sum(turn.computed_again or 0 for turn in self.turns)
         return {
-            "programs_finished": len(self.finished),
+            "programs_finished": len(finished),
             "programs_unfinished": sum(self.unfinished.values()),
             "programs_clipped": sum(program.clipped for program in self.programs),
             "unfinished_reasons": dict(self.unfinished),
             "turns": len(completions),
             "wall_s": self.wall_s,
-            "completion_s": summarise(p.completion_s for p in self.finished if p.completion_s is not None),
+            "completion_s": summarise(p.completion_s for p in finished if p.completion_s is not None),
             "ttft_s": summarise(c.ttft_s for c in completions),
             "tpot_s": summarise(c.tpot_s for c in completions if c.tpot_s is not None),
             "prompt_tokens": prompt_tokens,
             "cached_tokens": cached_tokens,
             "computed_tokens": None if cached_tokens is None else prompt_tokens - cached_tokens,
-            "regenerated_tokens": sum(t.computed_again or 0 for t in self.turns) if cached_known else None,
+            "regenerated_tokens": None if cached_tokens is None else again,
             "output_tokens": output_tokens,
             "output_tokens_per_s": output_tokens / self.wall_s if self.wall_s > 0 else None,
-            "programs_per_hour": 3600 * len(self.finished) / self.wall_s if self.wall_s > 0 else None,
+            "programs_per_hour": 3600 * len(finished) / self.wall_s if self.wall_s > 0 else None,
             "errors": dict(self.errors),
             "first_error": self.first_error,
             "notes": self.notes(),
