@@ -39,8 +39,8 @@ from ..policies.fairness_policies import (
     TenantPreemptionPolicy,
     TenantStanding,
 )
-from .routing_core import Placement, RoutingCore, RoutingStrategy, TenantShares
-from .routing_events import KvReported
+from .routing_core import RoutingCore, RoutingStrategy, TenantShares
+from .routing_events import KvReported, SendRequest
 from .routing_limits import PolicyCallError
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest, WaitingQueue
 
@@ -204,7 +204,7 @@ class AffinityStrategy(RoutingStrategy):
 
     # -- choice -------------------------------------------------------------------
 
-    def choose(self, request: RoutedRequest, now: float) -> Placement | None:
+    def choose(self, request: RoutedRequest, now: float) -> SendRequest | None:
         route = self.route(request, now, self.reserved)
         home = request.program.home if request.program is not None else None
         comes_new = route.replica_id not in (None, home) and not route.passes
@@ -218,7 +218,7 @@ class AffinityStrategy(RoutingStrategy):
             request.needs_tokens = route.needs_tokens
             return None
         self._admitted += route.replica_id != home
-        return Placement(replica.replica_id, route.reason)
+        return SendRequest(request.request_id, replica.replica_id, route.reason)
 
     def route(
         self, request: RoutedRequest, now: float, but: str | None = None, *, leaves: bool = False
@@ -389,7 +389,7 @@ class AffinityStrategy(RoutingStrategy):
             while (lanes := replica.queue.lanes) and replica.idle_since_s is not None:
                 request = lanes[self._order_lanes(replica.queue, lanes, room=False)[0]][0]
                 self._core.dequeue(request)
-                self._core.send(request, Placement(replica.replica_id, request.reason), now)
+                self._core.send(request, now)
 
     def place(self, request: RoutedRequest, but: str | None, now: float) -> policies.RoutingDecision:
         """Route a request that waits for any replica; return the decision. If a replica is found, send the
@@ -399,8 +399,11 @@ class AffinityStrategy(RoutingStrategy):
         replica = self._fleet.get(route.replica_id)
         if replica is not None:
             self._core.dequeue(request)
-            self._core.place(request, Placement(replica.replica_id, route.reason), now)
+            self._place_at(request, replica.replica_id, route.reason, now)
         return route
+
+    def _place_at(self, request: RoutedRequest, replica_id: str, reason: str, now: float) -> None:
+        self._core.place(request, SendRequest(request.request_id, replica_id, reason), now)
 
     def _place_or_reject(self, request: RoutedRequest, now: float) -> policies.RoutingDecision:
         try:
@@ -524,7 +527,7 @@ class AffinityStrategy(RoutingStrategy):
             self._displace(chosen, replica, blocked, now)
             if self._fleet.missing(replica) == (0, 0):
                 self._core.dequeue(blocked)
-                self._core.send(blocked, Placement(replica.replica_id, blocked.reason), now)
+                self._core.send(blocked, now)
 
     def _make_room_at(
         self, replica: Replica, blocked: RoutedRequest, tenants: TenantShares, now: float
@@ -618,7 +621,7 @@ class AffinityStrategy(RoutingStrategy):
             else:
                 core.dequeue(request)
             if request.can_move and route is not None and route.replica_id is not None:
-                core.place(request, Placement(route.replica_id, PREEMPTED_REASON), now)
+                self._place_at(request, route.replica_id, PREEMPTED_REASON, now)
             elif request.can_move and homeless is not None and program is not None:
                 core.leave_home(program)
                 homeless.append(request)
@@ -649,7 +652,7 @@ class AffinityStrategy(RoutingStrategy):
             if thief is None or thief is victim or not movable:
                 return  # the policy's answer does not fit the replicas
             self._core.dequeue(movable[0])
-            self._core.place(movable[0], Placement(steal.thief, f"stolen_{steal.reason}"), now)
+            self._place_at(movable[0], steal.thief, f"stolen_{steal.reason}", now)
 
     def _stealing_view(self, replica: Replica, now: float) -> policies.ReplicaView:
         idle_s = 0.0
@@ -687,7 +690,7 @@ class AffinityStrategy(RoutingStrategy):
             if route is None or route.replica_id is None:
                 return
             self._core.recall(request, now)
-            self._core.place(request, Placement(route.replica_id, RELOCATED_REASON), now)
+            self._place_at(request, route.replica_id, RELOCATED_REASON, now)
 
 
 def _roominess(view: policies.ReplicaView) -> tuple[bool, bool, int]:

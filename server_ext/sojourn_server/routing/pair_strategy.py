@@ -20,8 +20,8 @@ from ..policies.prefill_decode.engine_pair_scheduler import (
     PrefillEngine,
 )
 from . import routing_events
-from .routing_core import Placement, RoutingCore, RoutingStrategy
-from .routing_events import PairEngineRegistered, PairRole
+from .routing_core import RoutingCore, RoutingStrategy
+from .routing_events import PairEngineRegistered, PairRole, SendRequest
 from .routing_records import Replica, ReplicaHealth, RoutedProgram, RoutedRequest, WaitingQueue
 
 
@@ -58,7 +58,7 @@ class PairStrategy(RoutingStrategy):
 
     # -- requests -------------------------------------------------------------------
 
-    def choose(self, request: RoutedRequest, now: float) -> Placement | None:
+    def choose(self, request: RoutedRequest, now: float) -> SendRequest | None:
         return None
 
     def enqueue(self, request: RoutedRequest) -> None:
@@ -122,7 +122,11 @@ class PairStrategy(RoutingStrategy):
         for pair in self.pairs.dispatch(now):
             request = self._core.requests[str(pair.request.request_id)]
             self._queue.remove(request)
-            self._core.place(request, Placement(pair.decode, "pair", pair.prefill, pair.decode_reads), now)
+            reads, prefill_id = pair.decode_reads, pair.prefill
+            send = SendRequest(
+                request.request_id, pair.decode, "pair", prefill_id=prefill_id, decode_reads=reads
+            )
+            self._core.place(request, send, now)
 
     # -- engines --------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec.structs import replace
 
 from ..policies.fairness_policies import RunningTaskView, SharePolicy, WaitingTenantView
 from . import routing_events
@@ -57,17 +59,6 @@ STORED_REASON = "stored_response"
 """Reason of a ``SendRequest`` to the only replica that stores the conversation."""
 
 
-class Placement(NamedTuple):
-    """The replica for a request, or the pair of engines."""
-
-    replica_id: str
-    reason: str
-    prefill_id: str = ""
-    """Id of the prefill engine; empty: ``replica_id`` computes the prompt too."""
-    decode_reads: bool = False
-    """``SendRequest.decode_reads``."""
-
-
 class RoutingStrategy:
     """Base class of strategies: what chooses replicas for the requests of one core, and keeps those that wait
     for any replica. The methods from ``changed`` on note what the core has done; by default they do
@@ -86,9 +77,9 @@ class RoutingStrategy:
         """Return the longest context, in tokens, that can be served; 0: unknown."""
         raise NotImplementedError
 
-    def choose(self, request: RoutedRequest, now: float) -> Placement | None:
-        """Choose where a new request goes; ``None``: it has to wait. Raises ``PolicyCallError`` if a policy
-        fails."""
+    def choose(self, request: RoutedRequest, now: float) -> SendRequest | None:
+        """Choose where a new request goes (see ``RoutingCore.place``); ``None``: it has to wait. Raises
+        ``PolicyCallError`` if a policy fails."""
         raise NotImplementedError
 
     def enqueue(self, request: RoutedRequest) -> None:
@@ -244,11 +235,11 @@ class RoutingCore:
             request = self._add_request(event, now)
             try:
                 only, choose = request.only_replica_id, self.strategy.choose
-                placement = Placement(only, STORED_REASON) if only else choose(request, now)
-                if placement is None:
+                send = SendRequest(request_id, only, STORED_REASON) if only else choose(request, now)
+                if send is None:
                     self.strategy.enqueue(request)
                 else:
-                    self.place(request, placement, now)
+                    self.place(request, send, now)
             except PolicyCallError as error:
                 # No later event handles this request, so it has to be answered now.
                 self.reject_unrouted(request, error, now)
@@ -307,19 +298,18 @@ class RoutingCore:
 
     # -- requests: sent and not sent --------------------------------------------------
 
-    def place(self, request: RoutedRequest, placement: Placement, now: float) -> None:
+    def place(self, request: RoutedRequest, send: SendRequest, now: float) -> None:
         """Send a waiting request, which is in no queue, or let it wait for its replica if that is full. The
-        replica, of a pair the prefill engine, becomes the home of the request's program."""
-        replica = self.fleet.get(placement.replica_id)
-        home = self.fleet.get(placement.prefill_id or placement.replica_id)
-        assert replica is not None
-        assert home is not None
-        request.reason = placement.reason
-        self._settle(request, home)
-        if replica.is_full and not placement.prefill_id:
+        replica, of a pair the prefill engine, becomes the home of the request's program. ``send``: the
+        action, whose fields about the move and the peer are still empty."""
+        replica, home = self.fleet[send.replica_id], self.fleet[send.home_id]
+        moved_from, left_because = self._settle(request, home)
+        peer = replica.seen.peer if isinstance(replica.seen, PairEngineRegistered) and send.prefill_id else ""
+        request.placed = replace(send, moved_from=moved_from, left_because=left_because, peer=peer)
+        if replica.is_full and not send.prefill_id:
             self.enqueue_at(request, replica)
         else:
-            self.send(request, placement, now)
+            self.send(request, now)
 
     def enqueue_at(self, request: RoutedRequest, replica: Replica) -> None:
         """Add a request, which is in no queue, to the queue for one replica."""
@@ -335,42 +325,34 @@ class RoutingCore:
             replica.known_view = None
         request.replica_id = None
 
-    def _settle(self, request: RoutedRequest, replica: Replica) -> None:
-        """Make a replica the home of a request's program."""
+    def _settle(self, request: RoutedRequest, replica: Replica) -> tuple[str | None, str]:
+        """Make a replica the home of a request's program. Returns the former home and why the program had to
+        leave it (``SendRequest``)."""
         program = request.program
         if program is None or not self.knows(program):
-            return
+            return None, ""
         if program.home == replica.replica_id:  # the usual turn
             if request.size_tokens != program.size_tokens or program.waiting > 1:
                 self.resize(program, request.size_tokens)
-            request.moved_from, request.left_because = None, ""
-            return
+            return None, ""
         at, because = self.fleet.get(program.home), ""
         if at is not None and at.health is ReplicaHealth.DRAINING:
             because = "drain"
         elif at is not None and (at.replica_id, at.instance) in request.failed_at:
             because = "failed"
-        request.moved_from = self.set_home(program, replica, request.size_tokens)
-        request.left_because = because if request.moved_from is not None else ""
+        moved_from = self.set_home(program, replica, request.size_tokens)
+        return moved_from, because if moved_from is not None else ""
 
-    def send(
-        self, request: RoutedRequest, placement: Placement, now: float, *, is_there: bool = False
-    ) -> None:
-        """Send a waiting request, which is in no queue. Its program's home stays. ``is_there``: the
-        replica has the request already, so no action is needed."""
-        replica = self.fleet.get(placement.replica_id)
-        assert replica is not None
+    def send(self, request: RoutedRequest, now: float, *, is_there: bool = False) -> None:
+        """Send a waiting request, which is in no queue, as it was placed. Its program's home stays.
+        ``is_there``: the replica has the request already, so no action is needed."""
+        sent = request.sent = request.placed
+        assert sent is not None
         del self.waiting[request.request_id]
-        moved = (request.moved_from, request.left_because)
-        pair: tuple[Any, ...] = ()
-        if placement.prefill_id:
-            seen = replica.seen
-            assert isinstance(seen, PairEngineRegistered)
-            pair = (placement.prefill_id, seen.peer, placement.decode_reads)
-            request.prefill_id, request.prefilled = placement.prefill_id, False
-        request.sent = SendRequest(request.request_id, replica.replica_id, placement.reason, *moved, *pair)
-        request.replica_id, request.sent_s = replica.replica_id, now
-        for one in (replica, self.fleet.get(placement.prefill_id)):
+        request.replica_id, request.sent_s = sent.replica_id, now
+        if sent.prefill_id:
+            request.prefill_id, request.prefilled = sent.prefill_id, False
+        for one in (self.fleet.get(sent.replica_id), self.fleet.get(sent.prefill_id)):
             if one is not None:
                 one.in_flight[request.request_id] = request
                 self.fleet.changed(one, now)
@@ -381,8 +363,8 @@ class RoutingCore:
             self.tenants.in_flight_tokens[request.tenant] += request.context_tokens
         self.strategy.changed(request, now, frees=False)
         if not is_there:
-            self.counts.routes[placement.reason] += 1
-            self.actions.append(request.sent)
+            self.counts.routes[sent.reason] += 1
+            self.actions.append(sent)
 
     def unsend(self, request: RoutedRequest, now: float) -> None:
         """Record that a sent request is no longer at its replica. Afterwards it waits, and is in no queue."""
@@ -464,7 +446,9 @@ class RoutingCore:
         request.recalled_from = None
         if request.program is not None and self.knows(request.program):
             self.set_home(request.program, replica, request.size_tokens)
-        self.send(request, Placement(replica_id, request.reason), now, is_there=True)
+        assert request.placed is not None
+        request.placed = replace(request.placed, replica_id=replica_id)
+        self.send(request, now, is_there=True)
         return True
 
     # -- requests: over ---------------------------------------------------------------

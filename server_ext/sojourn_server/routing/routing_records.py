@@ -238,9 +238,9 @@ class RoutedRequest:
     lost_with: str | None = None
     """Id of the last replica that was removed with the request. ``None`` again when a ``RequestFailed``
     reports that this replica had accepted the request."""
-    reason: str = ""
-    moved_from: str | None = None
-    left_because: str = ""
+    placed: SendRequest | None = None
+    """The action that sent the request or, if it waits for its replica, will send it; ``None``: it has not
+    been placed."""
     needs_tokens: int = 0
     """Free KV tokens that the request waits for, as stated by its last routing decision; 0: the request has
     to be routed again first."""
