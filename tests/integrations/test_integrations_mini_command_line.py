@@ -30,29 +30,21 @@ SCRIPT = [
 pytestmark = pytest.mark.skipif(MINI is None, reason="the mini command is not installed")
 
 
-def run_mini(folder: Path, server: FakeServer, *command: str, settings: tuple[str, ...], **more: str) -> None:
-    """Run a command of mini's below ``sojourn run``, with settings given as ``-c``."""
-    model = (f"model.model_kwargs.api_base={server.base_url}", "model.model_kwargs.api_key=x")
-    given = [part for text in (*settings, *model) for part in ("-c", text)]
-    environment = {**os.environ, **OFFLINE, "MSWEA_GLOBAL_CONFIG_DIR": str(folder / "config"), **more}
-    line = [*SOJOURN, "run", "--url", server.url, "--", *command, *given]
-    result = subprocess.run(
-        line,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
-@pytest.mark.slow
 def test_sojourn_run_needs_no_change_to_the_command(tmp_path: Path) -> None:
     with FakeServer(SCRIPT) as server:
-        command = [str(MINI), "-m", "openai/m", "-y", "--exit-immediately", "-t", "it"]
-        run_mini(tmp_path, server, *command, "-o", str(tmp_path / "run.json"), settings=("mini.yaml",))
+        model = (f"model.model_kwargs.api_base={server.base_url}", "model.model_kwargs.api_key=x")
+        settings = [part for text in ("mini.yaml", *model) for part in ("-c", text)]
+        command = [str(MINI), "-m", "openai/m", "-y", "--exit-immediately", "-t", "it", "-o", "run.json"]
+        result = subprocess.run(
+            [*SOJOURN, "run", "--url", server.url, "--", *command, *settings],
+            cwd=tmp_path,
+            env={**os.environ, **OFFLINE, "MSWEA_GLOBAL_CONFIG_DIR": str(tmp_path / "config")},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
         events = [event for event in server.program_events() if not isinstance(event, Heartbeat)]
     kinds = [type(event) for event in events]
     assert kinds == [ProgramStart, *[ToolStart, ToolStop] * 2, ProgramEnd]

@@ -20,35 +20,31 @@ os.environ.update(
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 import sojourn
+from impatient_environment import ImpatientEnvironment
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.models.litellm_model import LitellmModel
 from old_release import run_with_release
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart, ToolStart
+from sojourn_integrations import mini_swe_agent
 
-
-def bash(command: str) -> ToolUse:
-    return ToolUse("bash", {"command": command})
-
-
-SUBMIT = bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
+TRUE, SUBMIT = (
+    ToolUse("bash", {"command": command})
+    for command in ("true", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo done")
+)
 
 
 @pytest.fixture(autouse=True)
 def offline_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from sojourn_integrations import mini_swe_agent
-
     monkeypatch.setenv("MSWEA_GLOBAL_CONFIG_DIR", str(tmp_path / "mswea"))
     yield
     mini_swe_agent.uninstrument()
     sojourn.shutdown()
 
 
-def make_agent(server: FakeServer, cwd: Path, *, kind: Any = None) -> Any:
-    from impatient_environment import ImpatientEnvironment
-    from minisweagent.agents.default import DefaultAgent
-    from minisweagent.models.litellm_model import LitellmModel
-
+def make_agent(server: FakeServer, cwd: Path, *, kind: type = DefaultAgent) -> Any:
     settings = {"api_base": server.base_url, "api_key": "x", "num_retries": 0, "max_retries": 0}
-    return (kind or DefaultAgent)(
+    return kind(
         LitellmModel(model_name="openai/m", model_kwargs=settings),
         ImpatientEnvironment(cwd=str(cwd)),
         system_template="You are an agent.",
@@ -62,29 +58,21 @@ def only_attached(url: str) -> None:
     sojourn.uninstrument("mini_swe_agent")
 
 
-def attached(agent: Any) -> Any:
-    from sojourn_integrations.mini_swe_agent import attach
-
-    return attach(agent)
-
-
 def told(server: FakeServer, kind: type) -> list[Any]:
     return [event for event in server.program_events() if isinstance(event, kind)]
 
 
 def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
-    from minisweagent.agents.default import DefaultAgent
-    from sojourn_integrations import mini_swe_agent
-
     class Custom(DefaultAgent):
         pass
 
     before = DefaultAgent.__init__, DefaultAgent.run
-    with FakeServer([bash("true"), SUBMIT]) as server:
+    with FakeServer([TRUE, SUBMIT]) as server:
         only_attached(server.url)
         mini_swe_agent.instrument()
         mini_swe_agent.instrument()
-        attached(make_agent(server, tmp_path, kind=Custom)).run("it")  # attaching on top changes nothing
+        agent = mini_swe_agent.attach(make_agent(server, tmp_path, kind=Custom))
+        agent.run("it")  # attaching on top changes nothing
         assert sojourn.flush(60)
     assert [event.agent_type for event in told(server, ProgramStart)] == ["Custom"]
     assert len(told(server, ToolStart)) == 2
@@ -93,11 +81,6 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
 
 
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
-    from impatient_environment import ImpatientEnvironment
-    from minisweagent.agents.default import DefaultAgent
-    from minisweagent.models.litellm_model import LitellmModel
-    from sojourn_integrations import mini_swe_agent
-
     kinds = [DefaultAgent, ImpatientEnvironment, LitellmModel]
     mini_swe_agent.instrument()
     with FakeServer([SUBMIT]) as server:
@@ -118,9 +101,9 @@ def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a fault of ours")
 
-    with FakeServer([bash("true"), SUBMIT]) as server:
+    with FakeServer([TRUE, SUBMIT]) as server:
         only_attached(server.url)
-        agent = attached(make_agent(server, tmp_path))
+        agent = mini_swe_agent.attach(make_agent(server, tmp_path))
         for name in ("program", "tool_call"):
             monkeypatch.setattr(sojourn, name, broken)
         monkeypatch.setattr("sojourn.outgoing_request.OutgoingRequest.begin", broken)
@@ -129,8 +112,6 @@ def test_internal_errors_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_attaching_changes_neither_kind_nor_name_and_can_be_undone(tmp_path: Path) -> None:
-    from sojourn_integrations import mini_swe_agent
-
     with FakeServer() as server:
         agent, plain = make_agent(server, tmp_path), make_agent(server, tmp_path)
         parts = lambda of: (of, of.env, of.model)  # noqa: E731
@@ -152,8 +133,6 @@ def test_agent_classes_for_the_command_line() -> None:
     made = get_agent_class("sojourn_integrations.mini_swe_agent.InteractiveAgent")
     assert issubclass(made, InteractiveAgent)
     assert get_agent_class("sojourn_integrations.mini_swe_agent.InteractiveAgent") is made
-    from sojourn_integrations import mini_swe_agent
-
     with pytest.raises(AttributeError):
         mini_swe_agent.NoSuchAgent  # noqa: B018
 

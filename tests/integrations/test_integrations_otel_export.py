@@ -21,7 +21,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from sojourn import runtime
 from sojourn.errors import ConfigError
 from sojourn.testing import FakeServer, ToolUse
-from sojourn_integrations.otel import export as export_module
 from sojourn_integrations.otel import export as otel_export
 from sojourn_integrations.otel import source as otel_source
 from sojourn_integrations.otel.export import SpanExport, export_spans
@@ -29,6 +28,7 @@ from sojourn_integrations.otel.source import install
 
 SECRET = "zebra-4711"
 """Stands in every prompt, argument and answer; must stand in no span."""
+TOKENS = ("input_tokens", "output_tokens", "cache_read.input_tokens")
 
 
 @pytest.fixture
@@ -55,44 +55,31 @@ def provider(exporter: InMemorySpanExporter) -> Iterator[TracerProvider]:
 
 @pytest.fixture
 def export(provider: TracerProvider, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanExport]:
-    monkeypatch.setattr(export_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(otel_export, "RETRY_S", 0.01)
     made = export_spans(provider)
     yield made
     made.close()
     assert not runtime.usage_wanted
 
 
-def ask(server: FakeServer, *, stream: bool = False, responses: bool = False, **more) -> None:
-    with openai.OpenAI(
-        base_url=server.base_url, api_key="x", max_retries=more.pop("max_retries", 2)
-    ) as client:
+def ask(server: FakeServer, *, responses: bool = False, max_retries: int = 2, **more) -> None:
+    with openai.OpenAI(base_url=server.base_url, api_key="x", max_retries=max_retries) as client:
         if responses:
-            answer = client.responses.create(model="m", input=SECRET, stream=stream)
+            answer = client.responses.create(model="m", input=SECRET, **more)
         else:
             messages = [{"role": "user", "content": SECRET}]
-            answer = client.chat.completions.create(model="m", messages=messages, stream=stream, **more)
-        if stream:
+            answer = client.chat.completions.create(model="m", messages=messages, **more)
+        if more.get("stream"):
             for _ in answer:
                 pass
 
 
 def turn(request_id: str | None, **more):
     tokens = {"prompt": 100, "device": 64, "new": 20, "tail": 4, "lost": {"evicted": 8, "expired": 4}}
-    return {
-        "program_id": "p",
-        "turn": 3,
-        "request_id": request_id,
-        "outcome": "stopped",
-        "gap_s": 1.5,
-        "tool_before": "bash",
-        "leased": True,
-        "lease_ttl_s": 10.0,
-        "preemptions": 0,
-        "output_tokens": 7,
-        "seconds": {"wall": 1.0, "queued": 0.25, "prefilling": 0.25, "decoding": 0.5},
-        "tokens": tokens,
-        **more,
-    }
+    seconds = {"wall": 1.0, "queued": 0.25, "prefilling": 0.25, "decoding": 0.5}
+    before = {"gap_s": 1.5, "tool_before": "bash", "leased": True, "lease_ttl_s": 10.0}
+    turn = {"program_id": "p", "turn": 3, "request_id": request_id, "outcome": "stopped", "preemptions": 0}
+    return {**turn, **before, "output_tokens": 7, "seconds": seconds, "tokens": tokens, **more}
 
 
 class Ledgers(dict):
@@ -153,9 +140,7 @@ def test_every_attribute_an_agent_run_has(server, exporter, export):
         **whose,
         "gen_ai.operation.name": "chat",
         "gen_ai.request.model": "m",
-        "gen_ai.usage.input_tokens": 12,
-        "gen_ai.usage.output_tokens": 3,
-        "gen_ai.usage.cache_read.input_tokens": 8,
+        **{f"gen_ai.usage.{name}": count for name, count in zip(TOKENS, (12, 3, 8), strict=True)},
         "server.address": "localhost",
         "server.port": int(port),
         "sojourn.request_id": server.requests[0].context.request_id,
@@ -190,9 +175,7 @@ def test_a_streamed_answers_span_has_first_chunk_and_usage(server, exporter, exp
     told = attributes(spans(exporter, export, "chat m")[0])
     assert told["gen_ai.request.stream"] is True
     assert 0 < told["gen_ai.response.time_to_first_chunk"] < 5
-    assert told["gen_ai.usage.input_tokens"] == 12
-    assert told["gen_ai.usage.output_tokens"] == 3
-    assert told["gen_ai.usage.cache_read.input_tokens"] == 8
+    assert [told[f"gen_ai.usage.{name}"] for name in TOKENS] == [12, 3, 8]
 
 
 def test_errors_of_requests_tools_and_programs(server, exporter, export):
@@ -209,14 +192,11 @@ def test_errors_of_requests_tools_and_programs(server, exporter, export):
     with pytest.raises(openai.InternalServerError):
         fixer()
     told = {span.name: span for span in spans(exporter, export)}
-    assert {
-        name: (
-            span.status.status_code.name,
-            span.attributes["sojourn.status"],
-            span.attributes.get("error.type"),
-        )
+    said = {
+        name: (span.status.status_code.name, *map(span.attributes.get, ("sojourn.status", "error.type")))
         for name, span in told.items()
-    } == {
+    }
+    assert said == {
         "invoke_agent fixer": ("ERROR", "error", "_OTHER"),
         "execute_tool bash": ("ERROR", "timeout", "timeout"),
         "execute_tool grep": ("UNSET", "nonzero", None),
@@ -253,7 +233,7 @@ def test_a_server_that_does_not_say_costs_only_the_outcomes(server, exporter, ex
 
 
 def test_what_waits_is_bounded_and_a_request_keeps_the_time_of_its_end(server, exporter, export, monkeypatch):
-    monkeypatch.setattr(export_module, "MAX_PENDING", 2)
+    monkeypatch.setattr(otel_export, "MAX_PENDING", 2)
     server.programs = Ledgers(server)
     programs = [sojourn.program(f"p{number}").make().start() for number in range(4)]
     for program in programs:
@@ -269,25 +249,18 @@ def test_what_waits_is_bounded_and_a_request_keeps_the_time_of_its_end(server, e
         program.end()
 
 
-def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, exporter):
-    with FakeServer() as server:
+@pytest.mark.parametrize("outcomes", [False, True])
+def test_outcomes_can_be_left_out_and_a_stock_server_is_never_asked(provider, exporter, outcomes):
+    with FakeServer(sojourn=not outcomes) as server:
         sojourn.init(server.url)
-        export = export_spans(provider, outcomes=False)
+        export = export_spans(provider, outcomes=outcomes)
         with sojourn.program("fixer"):
             ask(server)
-            assert len(exporter.get_finished_spans()) == 1
+            assert outcomes or len(exporter.get_finished_spans()) == 1
         export.close()
         sojourn.shutdown()
         assert server.program_lookups == []
-    with FakeServer(sojourn=False) as server:
-        sojourn.init(server.url)
-        export = export_spans(provider)
-        with sojourn.program("fixer"):
-            ask(server)
-        export.close()
-        sojourn.shutdown()
-        assert server.program_lookups == []
-    assert len(exporter.get_finished_spans()) == 4
+    assert len(exporter.get_finished_spans()) == 2
 
 
 def test_requests_outside_any_program_are_spans_of_their_own(server, exporter, export):
@@ -366,7 +339,6 @@ def test_at_exit_everything_is_written_with_its_outcomes():
         capture_output=True,
         text=True,
         timeout=60,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
@@ -394,23 +366,22 @@ EXPORT = (ROOT / "integrations" / "sojourn_integrations" / "otel" / "export.py")
 OUT = PAGE[PAGE.index("## Spans out") :]
 
 
-def test_every_sojourn_attribute_is_in_the_tables():
-    written = {word for word in re.findall(r'"(sojourn\.[a-z_.]+)"', EXPORT)}
-    written |= {"sojourn.queued_s", "sojourn.prefilling_s", "sojourn.new_tokens", "sojourn.tail_tokens"}
-    written |= {"sojourn.tier_hits.device"}
-    written |= {f"sojourn.{name}" for name in otel_export._FACTS} - {"sojourn.lease_ttl_s"}
-    documented = set(re.findall(r"`(sojourn\.[a-z_.]+)`", "\n".join(re.findall(r"^\|.*$", OUT, re.M))))
-    assert documented == written
-    assert len(written) > 20
+LISTED = "\n".join(re.findall(r"^\|.*$", OUT, re.M))
+OURS = {"queued_s", "prefilling_s", "new_tokens", "tail_tokens", "tier_hits.device", *otel_export._FACTS}
 
 
-def test_every_attribute_of_the_conventions_is_in_the_tables():
-    written = set(re.findall(r'"((?:gen_ai|server|error)\.[a-z_.]+)"', EXPORT))
-    written |= {
-        f"gen_ai.usage.{name}" for name in ("input_tokens", "output_tokens", "cache_read.input_tokens")
-    }
-    pattern = r"`((?:gen_ai|server|error)\.[a-z_.]+)`"
-    assert set(re.findall(pattern, "\n".join(re.findall(r"^\|.*$", OUT, re.M)))) == written
+@pytest.mark.parametrize(
+    ("prefixes", "others"),
+    [
+        ("sojourn", {f"sojourn.{name}" for name in OURS} - {"sojourn.lease_ttl_s"}),
+        ("gen_ai|server|error", {f"gen_ai.usage.{name}" for name in TOKENS}),
+    ],
+)
+def test_every_attribute_is_in_the_tables(prefixes, others):
+    """``others``: those whose names the code puts together."""
+    name = rf"((?:{prefixes})\.[a-z_.]+)"
+    written = set(re.findall(f'"{name}"', EXPORT)) | others
+    assert set(re.findall(f"`{name}`", LISTED)) == written
     assert len(written) > 12
 
 
