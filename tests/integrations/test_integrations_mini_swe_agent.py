@@ -22,7 +22,6 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 import sojourn
 from impatient_environment import ImpatientEnvironment
 from minisweagent.agents.default import DefaultAgent
-from minisweagent.models.litellm_model import LitellmModel
 from old_release import run_with_release
 from sojourn.testing import FakeServer, ToolUse
 from sojourn.wire_events import ProgramStart, ToolStart
@@ -43,6 +42,8 @@ def offline_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def make_agent(server: FakeServer, cwd: Path, *, kind: type = DefaultAgent) -> Any:
+    from minisweagent.models.litellm_model import LitellmModel  # it takes four seconds
+
     settings = {"api_base": server.base_url, "api_key": "x", "num_retries": 0, "max_retries": 0}
     return kind(
         LitellmModel(model_name="openai/m", model_kwargs=settings),
@@ -81,12 +82,12 @@ def test_instrument_reaches_every_agent_once(tmp_path: Path) -> None:
 
 
 def test_uninstrument_reaches_agents_that_exist(tmp_path: Path) -> None:
-    kinds = [DefaultAgent, ImpatientEnvironment, LitellmModel]
     mini_swe_agent.instrument()
     with FakeServer([SUBMIT]) as server:
         only_attached(server.url)
-        agent = mini_swe_agent.attach(make_agent(server, tmp_path))
-        copied = copy.deepcopy(agent)
+        agent = make_agent(server, tmp_path)
+        kinds = [DefaultAgent, ImpatientEnvironment, type(agent.model)]
+        copied = copy.deepcopy(mini_swe_agent.attach(agent))
         mini_swe_agent.uninstrument()
         agent.run("it")
         copied.env.execute({"command": "true"})  # known to nobody, but silent
