@@ -22,31 +22,21 @@ def framework_class(name: str) -> type:
     )
 
 
-REDIS = framework_class("RedisSession")
-
-
-@pytest.mark.parametrize(
-    "session",
-    [
-        lambda: REDIS(session_id="1", client=1),
-        lambda: SimpleNamespace(session_id="1", pool=object()),
-        lambda: Slots(),
-    ],
-)
-def test_a_session_whose_store_has_no_name_is_known_by_class_and_id(session: Callable[[], Any]) -> None:
-    """An application may make a session object and a client for each request."""
-    known_by = conversation_key(session())
-    assert same(session(), session())
-    assert known_by[1:] == (None, False)
-
-
 class Slots:
     """A user's session class that has no attributes to read and takes no weak reference."""
 
     __slots__ = ("session_id",)
 
-    def __init__(self) -> None:
-        self.session_id = "1"
+    def __init__(self, session_id: str, **_: object) -> None:
+        self.session_id = session_id
+
+
+@pytest.mark.parametrize("kind", [framework_class("RedisSession"), SimpleNamespace, Slots])
+def test_a_session_whose_store_has_no_name_is_known_by_class_and_id(kind: Callable[..., Any]) -> None:
+    """An application may make a session object and a client for each request."""
+    sessions = [kind(session_id="1", pool=object()) for _ in range(2)]
+    assert same(*sessions)
+    assert conversation_key(sessions[0])[1:] == (None, False)
 
 
 def test_a_wrapper_has_the_store_inside() -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -177,19 +178,16 @@ def test_the_openinference_spelling(server, tracer):
 
 
 def test_the_openllmetry_spelling_which_comes_after_the_start(server, tracer):
+    @contextmanager
     def span(entity: str, kind: str):
-        return tracer.start_as_current_span(f"{entity}.{kind}")
+        with tracer.start_as_current_span(f"{entity}.{kind}") as begun:
+            begun.set_attributes({"traceloop.span.kind": kind, "traceloop.entity.name": entity})
+            yield
 
-    with span("joke", "workflow") as outer:
-        outer.set_attribute("traceloop.span.kind", "workflow")
-        outer.set_attribute("traceloop.entity.name", "joke")
+    with span("joke", "workflow"):
         ask(server)  # no further span: the request itself looks what the current one has become
-        with span("comedian", "agent") as inner:
-            inner.set_attribute("traceloop.span.kind", "agent")
-            inner.set_attribute("traceloop.entity.name", "comedian")
-            with span("dice", "tool") as dice:
-                dice.set_attribute("traceloop.span.kind", "tool")
-                dice.set_attribute("traceloop.entity.name", "dice")
+        with span("comedian", "agent"):
+            with span("dice", "tool"):
                 time.sleep(0.02)
             ask(server)
     (start,) = told(server, ProgramStart)
