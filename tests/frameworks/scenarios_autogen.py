@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from scenario_types import Scenario, ToolFact, cancel_once, fact, scenarios_of
-from sojourn.testing import ToolUse
+from sojourn.testing import Reply, ToolUse
 from stream_pieces import StreamPiece
 
 ABSENT: dict[str, str] = {}
@@ -93,9 +93,52 @@ async def late(text: str) -> str:
     raise asyncio.TimeoutError
 
 
+# ---- what the model says, and what is reported
+
+
+UPPER, COUNT = ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})
+LIMITED = fact("agent", "alice alice", "count", limit=2)
+THREE_TOOLS = fact("agent", "alice alice", "count", "count", "upper", limit=2)
+FAILING = [ToolUse("broken", {"text": "x"}), ToolUse("late", {"text": "x"}), ToolUse("nosuch"), UPPER]
+FAILED = ToolFact("broken", "error"), ToolFact("late", "timeout"), ToolFact("nosuch", "error")
+WAITED = fact("agent", "alice", ToolFact("wait", "cancelled"), status="cancelled", limit=1)
+CODE = ("python", "print(6 * 7)"), ("sh", "cd . && ls | head -1"), ("python", "raise SystemExit(3)")
+RUN = [ToolFact("code", *how) for how in (("ok", "ls"), ("ok", "python"), ("nonzero", "python"))]
+CODER = fact("team", "coder coder coder", *RUN, limit=6)
+HANDED = fact("team", "alice bob bob", "count", "transfer_to_bob", limit=3)
+AGAIN = fact("team", "plan work check work check done", limit=9)
+HELPED = (
+    fact("boss", "boss boss", "helper", limit=2),
+    fact("helper", "helper helper", "count", parent="boss", limit=2),
+)
+OFFICE = (
+    fact("outer", "boss boss", "office", limit=1),
+    fact("office", "alice bob", parent="outer", limit=2),
+)
+RESEARCH = (
+    fact("boss", "boss boss", "research", limit=2),
+    fact("helper", "helper", parent="boss", limit=1),
+)
+MIND = fact("outer", "mind/alice mind/bob mind carol", limit=2)
+SCENARIOS: list[Scenario] = []
+
+
+def scene(row: str, script: Sequence[Reply], *programs: Any, **more: Any) -> Callable[[Body], Body]:
+    """Decorate the body of a scenario's play."""
+    made = scenarios_of("autogen", "autogen_agentchat", "autogen_ext", "openai")
+
+    def add(body: Body) -> Body:
+        run = scenario_runner(body)
+        SCENARIOS.append(made(row, run, script, *programs, name=body.__name__, **more))
+        return body
+
+    return add
+
+
 # ---- plays
 
 
+@scene("sync", [UPPER, "bob speaks", "alice speaks"], fact("team", "alice bob alice", "upper", limit=3))
 async def round_robin(llm: Any) -> Any:
     from autogen_agentchat.teams import RoundRobinGroupChat
 
@@ -103,15 +146,18 @@ async def round_robin(llm: Any) -> Any:
     return said(await team.run(task="hi"))
 
 
+@scene("async", [COUNT, "two letters"], LIMITED)
 async def reflecting_agent(llm: Any) -> Any:
     return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
 
 
+@scene("stream", [COUNT, "two letters it is"], LIMITED)
 async def streaming_agent(llm: Any) -> Any:
     alice = agent("alice", llm, [count], reflect_on_tool_use=True, model_client_stream=True)
     return said([each async for each in alice.run_stream(task="hi")])
 
 
+@scene("stream", ["one two three"], fact("agent", "alice", status="cancelled", limit=1))
 async def broken_off_stream(llm: Any) -> Any:
     """The consumer leaves the stream at the first word of the answer."""
     from autogen_agentchat.messages import ModelClientStreamingChunkEvent
@@ -124,6 +170,7 @@ async def broken_off_stream(llm: Any) -> Any:
     return each.content.strip()[:1]  # the length of the first piece depends on the network
 
 
+@scene("stream", ["one", "two"], fact("team", "alice bob", status="cancelled", limit=2))
 async def broken_off_team(llm: Any) -> Any:
     """The consumer leaves the stream of a team. AutoGen lets the team continue until it is idle."""
     from autogen_agentchat.teams import RoundRobinGroupChat
@@ -137,16 +184,19 @@ async def broken_off_team(llm: Any) -> Any:
     return said([each])
 
 
+@scene("error", [FAILING, "oh"], fact("agent", "alice alice", *FAILED, "upper", limit=2))
 async def failing_tools(llm: Any) -> Any:
     alice = agent("alice", llm, [broken, late, upper], reflect_on_tool_use=True)
     return said(await alice.run(task="hi"))
 
 
+@scene("error", [COUNT, COUNT], LIMITED._replace(status="error"), raises="RuntimeError")
 async def failing_agent(llm: Any) -> Any:
     """AutoGen fails on a tool call where it asked for text."""
     return said(await agent("alice", llm, [count], reflect_on_tool_use=True).run(task="hi"))
 
 
+@scene("cancel", [ToolUse("wait", {"text": "x"})], WAITED, raises="CancelledError")
 async def cancelled_in_a_tool(llm: Any) -> Any:
     """Cancel the task, not by a ``CancellationToken``, because AutoGen 0.7 never recovers from that."""
     started = asyncio.Event()
@@ -160,10 +210,12 @@ async def cancelled_in_a_tool(llm: Any) -> Any:
     await cancel_once(started, agent("alice", llm, [wait]).run(task="hi"))
 
 
+@scene("parallel", [[UPPER, COUNT, COUNT], "done"], THREE_TOOLS)
 async def two_tools_at_once(llm: Any) -> Any:
     return said(await agent("alice", llm, [upper, count], reflect_on_tool_use=True).run(task="hi"))
 
 
+@scene("parallel", ["same"] * 4, fact("team", "start left right join"))
 async def two_branches_at_once(llm: Any) -> Any:
     from autogen_agentchat.teams import DiGraphBuilder, GraphFlow
 
@@ -176,6 +228,7 @@ async def two_branches_at_once(llm: Any) -> Any:
     return sorted(said(await team.run(task="hi")))
 
 
+@scene("sub_agent", [ToolUse("helper", {"task": "help"}), COUNT, "helped", "done"], *HELPED)
 async def agent_tool(llm: Any) -> Any:
     from autogen_agentchat.tools import AgentTool
 
@@ -183,6 +236,7 @@ async def agent_tool(llm: Any) -> Any:
     return said(await agent("boss", llm, [helper], reflect_on_tool_use=True).run(task="hi"))
 
 
+@scene("sub_agent", [ToolUse("office", {"task": "help"}), "alice speaks", "bob speaks", "done"], *OFFICE)
 async def team_tool(llm: Any) -> Any:
     from autogen_agentchat.teams import RoundRobinGroupChat
     from autogen_agentchat.tools import TeamTool
@@ -194,6 +248,7 @@ async def team_tool(llm: Any) -> Any:
     return said(await outer.run(task="hi"))
 
 
+@scene("sub_agent", [ToolUse("research", {"text": "what"}), "that", "done"], *RESEARCH)
 async def agent_in_a_plain_tool(llm: Any) -> Any:
     """A function that is not async runs an agent, in the thread in which AutoGen calls it."""
     from autogen_ext.models.openai import OpenAIChatCompletionClient
@@ -214,6 +269,7 @@ async def agent_in_a_plain_tool(llm: Any) -> Any:
     return said(await agent("boss", llm, [research], reflect_on_tool_use=True).run(task="hi"))
 
 
+@scene("sub_agent", ["one", "two", "summed up", "three"], MIND)
 async def society_of_mind(llm: Any) -> Any:
     from autogen_agentchat.agents import SocietyOfMindAgent
     from autogen_agentchat.teams import RoundRobinGroupChat
@@ -223,6 +279,7 @@ async def society_of_mind(llm: Any) -> Any:
     return said(await outer.run(task="hi"))
 
 
+@scene("sync", [[COUNT, ToolUse("transfer_to_bob")], "bob speaks", "bob speaks again"], HANDED)
 async def swarm(llm: Any) -> Any:
     from autogen_agentchat.teams import Swarm
 
@@ -230,6 +287,7 @@ async def swarm(llm: Any) -> Any:
     return said(await Swarm([alice, agent("bob", llm)], max_turns=3).run(task="hi"))
 
 
+@scene("sync", ["the plan", "first try", "once again", "second try", "good", "bye"], AGAIN)
 async def graph_flow(llm: Any) -> Any:
     """The answer of ``check`` decides the next node."""
     from autogen_agentchat.teams import GraphFlow
@@ -254,6 +312,7 @@ def graph_with_a_condition(llm: Any) -> tuple[list[Any], Any]:
     return agents, graph.build()
 
 
+@scene("sync", [f"```{kind}\n{text}\n```" for kind, text in CODE], CODER)
 async def code_executor(llm: Any) -> Any:
     """Real Python and a real shell, in a folder of their own."""
     from autogen_agentchat.agents import CodeExecutorAgent
@@ -271,117 +330,3 @@ async def code_executor(llm: Any) -> Any:
             )
             team = RoundRobinGroupChat([agent("coder", llm), computer], max_turns=6)
             return said(await team.run(task="hi"))
-
-
-# ---- the table
-
-
-def scene(row: str, body: Body, *rest: Any, **more: Any) -> Scenario:
-    made = scenarios_of("autogen", "autogen_agentchat", "autogen_ext", "openai")
-    return made(row, scenario_runner(body), *rest, name=body.__name__, **more)
-
-
-UPPER, COUNT = ToolUse("upper", {"text": "hi"}), ToolUse("count", {"text": "hi"})
-CODE = "```{}\n{}\n```"
-
-LIMITED = fact("agent", "alice alice", "count", limit=2)
-
-SCENARIOS = [
-    scene(
-        "sync",
-        round_robin,
-        [UPPER, "bob speaks", "alice speaks"],
-        fact("team", "alice bob alice", "upper", limit=3),
-    ),
-    scene(
-        "sync",
-        swarm,
-        [[COUNT, ToolUse("transfer_to_bob")], "bob speaks", "bob speaks again"],
-        fact("team", "alice bob bob", "count", "transfer_to_bob", limit=3),
-    ),
-    scene(
-        "sync",
-        graph_flow,
-        ["the plan", "first try", "once again", "second try", "good", "bye"],
-        fact("team", "plan work check work check done", limit=9),
-    ),
-    scene(
-        "sync",
-        code_executor,
-        [
-            CODE.format("python", "print(6 * 7)"),
-            CODE.format("sh", "cd . && ls | head -1"),
-            CODE.format("python", "raise SystemExit(3)"),
-        ],
-        fact(
-            "team",
-            "coder coder coder",
-            ToolFact("code", "ok", "ls"),
-            ToolFact("code", "ok", "python"),
-            ToolFact("code", "nonzero", "python"),
-            limit=6,
-        ),
-    ),
-    scene("async", reflecting_agent, [COUNT, "two letters"], LIMITED),
-    scene("stream", streaming_agent, [COUNT, "two letters it is"], LIMITED),
-    scene(
-        "stream", broken_off_stream, ["one two three"], fact("agent", "alice", status="cancelled", limit=1)
-    ),
-    scene("stream", broken_off_team, ["one", "two"], fact("team", "alice bob", status="cancelled", limit=2)),
-    scene(
-        "error",
-        failing_tools,
-        [[ToolUse("broken", {"text": "x"}), ToolUse("late", {"text": "x"}), ToolUse("nosuch"), UPPER], "oh"],
-        fact(
-            "agent",
-            "alice alice",
-            ToolFact("broken", "error"),
-            ToolFact("late", "timeout"),
-            ToolFact("nosuch", "error"),
-            "upper",
-            limit=2,
-        ),
-    ),
-    scene("error", failing_agent, [COUNT, COUNT], LIMITED._replace(status="error"), raises="RuntimeError"),
-    scene(
-        "cancel",
-        cancelled_in_a_tool,
-        [ToolUse("wait", {"text": "x"})],
-        fact("agent", "alice", ToolFact("wait", "cancelled"), status="cancelled", limit=1),
-        raises="CancelledError",
-    ),
-    scene(
-        "parallel",
-        two_tools_at_once,
-        [[UPPER, COUNT, COUNT], "done"],
-        fact("agent", "alice alice", "count", "count", "upper", limit=2),
-    ),
-    scene("parallel", two_branches_at_once, ["same"] * 4, fact("team", "start left right join")),
-    scene(
-        "sub_agent",
-        agent_tool,
-        [ToolUse("helper", {"task": "help"}), COUNT, "helped", "done"],
-        fact("boss", "boss boss", "helper", limit=2),
-        fact("helper", "helper helper", "count", parent="boss", limit=2),
-    ),
-    scene(
-        "sub_agent",
-        team_tool,
-        [ToolUse("office", {"task": "help"}), "alice speaks", "bob speaks", "done"],
-        fact("outer", "boss boss", "office", limit=1),
-        fact("office", "alice bob", parent="outer", limit=2),
-    ),
-    scene(
-        "sub_agent",
-        agent_in_a_plain_tool,
-        [ToolUse("research", {"text": "what"}), "that", "done"],
-        fact("boss", "boss boss", "research", limit=2),
-        fact("helper", "helper", parent="boss", limit=1),
-    ),
-    scene(
-        "sub_agent",
-        society_of_mind,
-        ["one", "two", "summed up", "three"],
-        fact("outer", "mind/alice mind/bob mind carol", limit=2),
-    ),
-]
