@@ -130,7 +130,7 @@ DISK = ("--kv-host-gib=1", "--kv-disk=/d", "--kv-disk-gib=1")
         (("./nowhere",), "not a directory"),
         (("tiny", "--policy", "stokc"), "unknown policy 'stokc'; did you mean 'stock'?"),
         (("tiny", "--sojourn-option", "x"), "not key=value"),
-        (("tiny", "--sojourn-lease-budget", "2"), "expected a share"),
+        (("tiny", "--sojourn-lease-budget", "2"), "lease_budget_fraction is 2.0; expected `float` <= 1.0"),
         (("tiny", "--scheduler-cls", "a.B"), "scheduler-cls"),
         (("tiny", "--port", "none", "--dry-run"), "not a port"),
         (("tiny", "--session-header", "X Run", "--dry-run"), "is 'X Run'; expected `str` matching"),

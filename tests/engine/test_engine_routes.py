@@ -376,5 +376,5 @@ class PlainServer(EngineServer):
         return [
             sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server",
             "--model", self._model_path, "--host", "127.0.0.1", "--port", str(self.port),
-            "--served-model-name", "tiny", self._alias, "--enforce-eager", *SMALL,
+            "--served-model-name", "tiny", "--enforce-eager", *SMALL,
         ]  # fmt: skip

@@ -14,8 +14,7 @@ from sojourn_server.launch.kv_options import (
     KvOffloadOptions,
     PrefillDecodeOptions,
     check_host_memory,
-    check_kv_offload,
-    check_pair,
+    check_machine,
 )
 from sojourn_server.launch.launch_environment import MachineMemory, read_memory, shares_memory_with_gpu
 
@@ -37,7 +36,7 @@ def make_store(root: Path) -> None:
 
 def check(disk: Path, *, version: str = "0.32.0", weights: str = WEIGHTS) -> list[str]:
     wanted = KvOffloadOptions(host_gib="1e-6", disk=str(disk), disk_gib=1e-6)
-    return check_kv_offload(wanted, version, weights)
+    return check_machine(wanted, PrefillDecodeOptions(), version, weights)
 
 
 def test_a_new_folder_and_a_store_of_the_same_kind_are_fine_and_stay_as_they_are(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_more_host_memory_than_there_is_is_refused_and_too_little_is_noted() -> 
 
 def pair(store: Path, **options: Any) -> list[str]:
     wanted = PrefillDecodeOptions(role="decode", store=str(store), buffer_gib=1e-6, **options)
-    return check_pair(wanted, "0.32.0", WEIGHTS)
+    return check_machine(KvOffloadOptions(), wanted, "0.32.0", WEIGHTS)
 
 
 def test_the_store_of_a_pair_is_there(tmp_path: Path) -> None:

@@ -301,7 +301,6 @@ def test_each_engine_of_a_node_has_a_name(node, args, expected):
         ({"listen": "tcp:10.0.0.7"}, "--kv-listen: 'tcp:10.0.0.7' is not an address"),
         ({"listen": "tcp:h:70000"}, "--kv-listen: 'tcp:h:70000' is not an address"),
         ({"listen": "nixl:h:1"}, "--kv-listen: 'nixl:h:1' is not an address"),
-        ({"node": " "}, "--kv-node is ' '"),
         ({"tiers": {"host_gib": "1"}, "role": "decode"}, "prefill engines keep the contexts"),
         ({"tiers": {"host_gib": "1", "disk": "/d"}}, "--kv-disk: the disk of a pair is --kv-store"),
         ({"tiers": {"host_gib": "1", "backend": "vllm"}}, "host memory of a pair is sojourn's"),
@@ -331,7 +330,6 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
             ("--no-enable-prefix-caching",),
             "--no-enable-prefix-caching: stored KV is found by the block hashes",
         ),
-        (("--block-size", "128"), "--block-size is 128: a Full Block of 64 tokens is not a whole number"),
     ],
     ids=str,
 )

@@ -101,7 +101,7 @@ def test_the_users_additional_config_is_kept(spelling):
         (("--additional-config", "{"), "not JSON"),
         (("--additional-config", "[1]"), "expected an object"),
         (("--additional-config.sojourn.policy", "x"), "one JSON object"),
-        (("--additional-config", '{"sojourn": 1}'), "expected an object"),
+        (("--additional-config", '{"sojourn": 1}'), "sojourn is not an object"),
         (("--scheduler_cls=a.B",), "scheduler-cls"),
         (("--model", "x"), "first argument"),
     ],
@@ -316,10 +316,6 @@ def test_the_command_line_shows_no_value_of_the_file(tmp_path):
         ("- port", "is a list; expected"),
         ("port: [", "is not YAML: .* line 1"),
         ("a: \x00", "is not YAML"),
-        ("1: 2", "1 is no flag's name"),
-        ("config: g.yaml", "names another config file"),
-        ("a: {b: 2020-01-01}", "a cannot be JSON: Object of type date"),
-        ("a: &a {b: *a}", "a cannot be JSON: Circular"),
     ],
 )
 def test_an_unusable_file_is_named(tmp_path, text, message):

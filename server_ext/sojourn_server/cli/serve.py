@@ -20,12 +20,7 @@ import typer
 
 from ..launch import serve_command
 from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, flag_name
-from ..launch.kv_options import (
-    KvOffloadOptions,
-    PrefillDecodeOptions,
-    check_kv_offload,
-    check_pair,
-)
+from ..launch.kv_options import KvOffloadOptions, PrefillDecodeOptions, check_machine
 from ..launch.launch_environment import detect_launch_environment
 from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
 from ..policies.preset_store import DEFAULT_PRESET
@@ -129,8 +124,7 @@ def serve(
             is_printed = True
         if tiers.any or pair.any:
             facts = installed_vllm(), known_weights(model_path), engine_workers(command.flags)
-            _print_notes(check_kv_offload(tiers, *facts) if tiers.any else ())
-            _print_notes(check_pair(pair, *facts) if pair.any else ())
+            _print_notes(check_machine(tiers, pair, *facts))
         if dry_run:
             return
         if address is not None:

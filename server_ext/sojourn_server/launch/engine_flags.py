@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,21 +57,17 @@ class EngineFlags:
         """Return the flags of the command line ``args`` and of the file that its ``--config`` names. Raises
         ``InvalidOption`` for an unusable file."""
         rest: list[str] = []
-        path: str | None = None
+        from_file: tuple[str, ...] = ()
         values = iter(args)
         for arg in values:
-            name, equals, value = arg.partition("=")
+            name, equals, path = arg.partition("=")
             if name != "--config":
                 rest.append(arg)
                 continue
-            if path is not None:
-                raise InvalidOption("--config is given twice; vLLM reads one file")
-            path = value if equals else next(values, "")
-            if not path:
-                raise InvalidOption("--config: expected the path of a YAML file")
-            # vLLM ignores the file in --config=FILE.
-            rest += ["--config", path]
-        return cls(tuple(rest), () if path is None else read_config_file(path))
+            path = path if equals else next(values, "")
+            rest += ["--config", path]  # vLLM ignores the file in --config=FILE
+            from_file = read_config_file(path)
+        return cls(tuple(rest), from_file)
 
     @property
     def in_effect(self) -> tuple[str, ...]:
@@ -190,45 +185,34 @@ def read_config_file(path: str) -> tuple[str, ...]:
     """
     flags: list[str] = []
     for key, value in _read_document(path).items():
-        if not isinstance(key, str):
-            raise _config_error(path, f": {key!r} is no flag's name")
-        if key == "config":
-            raise _config_error(path, ": names another config file; expected one file in all")
-        if isinstance(value, bool):
-            if value:
-                flags.append(f"--{key}")
-            elif not key.startswith(("no-", "no_")):
-                flags.append(f"--no-{key}")
+        if value is True:
+            flags.append(f"--{key}")
+        elif value is False:
+            flags += [] if str(key).startswith(("no-", "no_")) else [f"--no-{key}"]
         elif isinstance(value, list):
             flags += [f"--{key}", *map(str, value)] if value else []
-        elif isinstance(value, dict):
-            try:
-                flags.append(f"--{key}={json.dumps(value)}")
-            except (TypeError, ValueError, RecursionError) as error:
-                raise _config_error(path, f": {key} cannot be JSON: {error}") from None
         else:
-            flags.append(f"--{key}={value}")
+            flags.append(f"--{key}={json.dumps(value, default=str) if isinstance(value, dict) else value}")
     return tuple(flags)
 
 
 def _read_document(path: str) -> dict[Any, Any]:
-    if path.rsplit(".", 1)[-1] not in ("yaml", "yml"):
-        raise _config_error(path, ": expected a file named .yaml or .yml")
-    yaml = import_module("yaml")  # vLLM requires it
     try:
-        # An open file, because YAML's errors would quote lines of a text, secrets included.
-        with Path(path).open(encoding="utf-8") as file:
-            document = yaml.safe_load(file)
-    except OSError as error:
-        raise _config_error(path, f": cannot read the file: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _config_error(path, f" is not YAML: {error}") from None
-    if not isinstance(document, dict):
-        what = "is empty" if document is None else f"is a {type(document).__name__}"
-        raise _config_error(path, f" {what}; expected flag: value, one flag a line")
-    return document
-
-
-def _config_error(path: str, text: str) -> InvalidOption:
-    """Return an error with the beginning of ``text`` in one line: messages of YAML errors have several."""
-    return InvalidOption(f"--config {path}" + re.sub(r"\s+", " ", text)[:300])
+        yaml = import_module("yaml")
+    except ModuleNotFoundError:
+        raise InvalidOption(f"--config {path} needs PyYAML, as vLLM does", "pip install pyyaml") from None
+    document, wrong = None, ": expected a file named .yaml or .yml"
+    if path.endswith((".yaml", ".yml")):
+        try:
+            # An open file, because YAML's errors would quote lines of a text, secrets included.
+            with Path(path).open(encoding="utf-8") as file:
+                document = yaml.safe_load(file)
+            what = "is empty" if document is None else f"is a {type(document).__name__}"
+            wrong = f" {what}; expected flag: value, one flag a line"
+        except OSError as error:
+            wrong = f": cannot read the file: {error.strerror}"
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            wrong = " is not YAML: " + " ".join(str(error).split())[:300]
+    if isinstance(document, dict):
+        return document
+    raise InvalidOption(f"--config {path}{wrong}")

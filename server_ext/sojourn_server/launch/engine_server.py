@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -111,7 +110,7 @@ class ServerProcess:
                 raise ServerStartError(
                     f"the server ended with code {self.code} while starting:\n{self.log_tail()}"
                 )
-            if self.is_healthy() and self.is_ours():
+            if self.is_healthy():
                 return
             if elapsed_s > timeout_s:
                 raise ServerStartError(
@@ -123,23 +122,13 @@ class ServerProcess:
         """Check the server's health. False: it says that it is unhealthy, or refuses connections. ``None``:
         unknown, for example because it does not answer in time."""
         try:
-            answer = self.get("/health")
+            # Without TLS. The certificates of ``verify`` would take 20 ms of CPU at each request.
+            answer = httpx.get(f"{self.url}/health", timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False)
         except httpx.ConnectError as error:
             return False if "refused" in str(error) else None
         except httpx.HTTPError:
             return None
         return answer.is_success or (False if answer.status_code in (500, 503) else None)
-
-    def is_ours(self) -> bool:
-        """Whether it is this server that answers, and can be used. May raise ``ServerStartError``."""
-        return True
-
-    def get(self, path: str) -> httpx.Response:
-        """Return the server's answer. Raises ``httpx.HTTPError``."""
-        # Without TLS. The certificates of ``verify`` would take 20 ms of CPU at each request.
-        return httpx.get(
-            self.url + path, headers=self.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False
-        )
 
     def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal ``first``, and wait at most ``grace_s`` for the server's end. Then kill its process
@@ -190,9 +179,6 @@ class EngineServer(ServerProcess):
 
     def __post_init__(self) -> None:
         self._own_log = self.log_path is None
-        self._is_named = "--served-model-name" in self.serve_args
-        # A secret model alias identifies this server. Another server on a reused port does not have it.
-        self._alias = f"sojourn-{secrets.token_hex(6)}"
 
     @property
     def pid(self) -> int | None:
@@ -210,7 +196,7 @@ class EngineServer(ServerProcess):
         answer, end the process and raise ``ServerStartError``."""
         if self.process is not None:
             raise RuntimeError("this server is already started")
-        self.port = self.port or free_port(self.host)
+        self.port = free_port(self.host, self.port)  # else the server on the port would be taken for this one
         if self.log_path is None:
             handle, name = tempfile.mkstemp(prefix="sojourn-serve-", suffix=".log")
             os.close(handle)
@@ -236,32 +222,18 @@ class EngineServer(ServerProcess):
             self.log_path = None
 
     def _command(self) -> list[str]:
-        names = [] if self._is_named else ["--served-model-name", self.model, self._alias]
         policy = [] if self.policy is None else ["--policy", self.policy]
-        return [
-            sys.executable, "-m", "sojourn_server.cli", "serve", self.model, *policy,
-            "--host", "127.0.0.1", "--port", str(self.port), *names, *self.serve_args,
-        ]  # fmt: skip
-
-    def is_ours(self) -> bool:
-        try:
-            models = self.get("/v1/models")
-        except httpx.HTTPError:
-            return False
-        if models.status_code == 401:
-            raise ServerStartError("the server needs an API key; pass api_key")
-        if models.status_code != 200:
-            return False
-        served = {entry["id"] for entry in models.json()["data"]}
-        if self._is_named or self._alias in served:
-            return True
-        raise ServerStartError(
-            f"another server answers on port {self.port}; it serves {', '.join(sorted(served))}"
-        )
+        address = ["--host", "127.0.0.1", "--port", str(self.port)]
+        serve = [sys.executable, "-m", "sojourn_server.cli", "serve", self.model]
+        return [*serve, *policy, *address, *self.serve_args]
 
 
-def free_port(host: str) -> int:
-    """Return a TCP port that is free at ``host`` now. Another process may take it before the server does."""
+def free_port(host: str, port: int = 0) -> int:
+    """Return a TCP port that is free at ``host`` now: ``port``, or any if it is 0. Another process may take
+    it before the server does. Raises ``ServerStartError`` if ``port`` is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as probe:
-        return int(probe.getsockname()[1])
+    try:
+        with socket.create_server((host, port), family=family) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ServerStartError(f"{host}:{port} is taken: {error.strerror}") from None

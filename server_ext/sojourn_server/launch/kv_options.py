@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, IncompatibleStore, blocks_per_full, check_root
+from ..kv_offload.shared_store import IncompatibleStore, check_root
 from ..kv_transfer.peer_transport import parse_address
 from .engine_flags import EngineFlags, InvalidOption, own_flag, parallel_size, refuse
 from .launch_environment import MachineMemory, read_memory
@@ -49,7 +49,6 @@ UNSPLIT_BLOCK_TOKENS = (None, "16", "32", "64")
 """Values of ``--block-size`` (``None``: missing) with which vLLM never splits blocks for an attention kernel.
 It cannot split them in a layout with blocks outermost."""
 _MAX_NAME_CHARS = 64
-_DISK_FLAG, _STORE_FLAG = "--kv-disk", "--kv-store"
 
 
 class _Options:
@@ -72,7 +71,7 @@ class KvOffloadOptions(_Options):
         shown_default="auto on CUDA, else 0",
     )
     disk: str | None = own_flag(
-        _DISK_FLAG,
+        "--kv-disk",
         "Directory for KV evicted from host memory; made if it is missing. Engines of one model may share it",
         is_path=True,
     )
@@ -96,7 +95,7 @@ class PrefillDecodeOptions(_Options):
         "the policy and --kv-host-gib are for these",
     )
     store: str | None = own_flag(
-        _STORE_FLAG, "Existing directory that all engines of the pair share", is_path=True
+        "--kv-store", "Existing directory that all engines of the pair share", is_path=True
     )
     store_gib: float = own_flag(
         "--kv-store-gib", "Capacity of the store, GiB, for all engines that share it", default=16.0
@@ -152,18 +151,6 @@ def auto_host_bytes(available_bytes: int, flags: EngineFlags) -> int:
     return available_bytes // 2 // max(1, ranks)
 
 
-def choose_backend(options: KvOffloadOptions, *, stock: bool, refusal: str) -> tuple[str, str]:
-    """Return (the backend of ``options``, with ``auto`` resolved; why, only for ``auto``). ``refusal``: why
-    only vLLM's connector serves the model; empty if sojourn's does too."""
-    if options.backend != AUTO:
-        return options.backend, ""
-    if options.disk is not None:
-        return "sojourn", "vLLM's has no disk"
-    if stock:
-        return "vllm", "policy stock is vLLM's own scheduler"
-    return ("vllm", refusal) if refusal else ("sojourn", "it serves this model")
-
-
 def offload_transfer_config(
     options: KvOffloadOptions,
     *,
@@ -176,13 +163,11 @@ def offload_transfer_config(
     ``InvalidOption`` for options that are wrong, incomplete or impossible on this engine. ``cpu_build``:
     whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``. ``block_tokens``:
     value of ``--block-size``, if given. ``auto_bytes``: result of ``auto_host_bytes``."""
-    disk, disk_gib, backend = options.disk, options.disk_gib, options.backend
+    disk, disk_gib, host_gib = options.disk, options.disk_gib, host_size_gib(options.host_gib)
+    by_vllm = options.backend == "vllm"
     refuse({
-        f"--tier-backend is {backend!r}; expected sojourn, vllm or {AUTO}":
-            backend not in ("sojourn", "vllm"),
-    })  # fmt: skip
-    host_gib, by_vllm = host_size_gib(options.host_gib), backend == "vllm"
-    refuse({
+        f"--tier-backend is {options.backend!r}; expected sojourn, vllm or {AUTO}":
+            options.backend not in ("sojourn", "vllm"),
         "a disk needs --kv-disk DIRECTORY, --kv-disk-gib GIB and --kv-host-gib GIB":
             (disk is None) != (disk_gib is None),
         "tiers below the device need host memory, which also fills the disk: give --kv-host-gib":
@@ -212,14 +197,14 @@ def offload_transfer_config(
 
 
 def prefill_decode_transfer_config(
-    options: PrefillDecodeOptions, *, hostname: str, port: int | None, block_tokens: str | None = None
+    options: PrefillDecodeOptions, *, hostname: str, port: int | None, host: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``.
 
     ``hostname``: this machine's name. ``port``: port of the engine's HTTP server; ``None`` for a Unix socket.
-    ``block_tokens``: value of ``--block-size``, if given.
+    ``host``: result of ``offload_transfer_config``; empty without host memory.
     """
-    role, node = options.role, hostname if options.node is None else options.node
+    role = options.role
     refuse({
         "--kv-store and related options are for an engine of a pair: add --role prefill or --role decode":
             role is None,
@@ -229,33 +214,22 @@ def prefill_decode_transfer_config(
     })  # fmt: skip
     _check_size("--kv-store-gib", options.store_gib)
     _check_size("--kv-buffer-gib", options.buffer_gib)
-    name = options.named_store(hostname, port)
     try:
         parse_address(options.listen)
     except ValueError as error:
         raise InvalidOption(f"--kv-listen: {error}") from None
-    refuse({f"--kv-node is {node!r}; expected the name of the machine": not node.strip()})
-    try:
-        if block_tokens is not None and block_tokens.isdecimal():
-            blocks_per_full(int(block_tokens), FULL_BLOCK_TOKENS)
-    except ValueError as error:
-        raise InvalidOption(f"--block-size is {block_tokens}: {error}") from None
     extra = {
         "role": role,
-        "node": node,
+        "node": hostname if options.node is None else options.node,
         "listen": options.listen,
         "store": options.store,
-        "store_name": name,
+        "store_name": options.named_store(hostname, port),
         "store_bytes": int(options.store_gib * GIB),
         "buffer_bytes": int(options.buffer_gib * GIB),
     }
+    if host:
+        return _transfer_config(PAIR_CONNECTOR, {**extra, "host": host["kv_connector_extra_config"]})
     return _transfer_config(PREFILL_DECODE_CONNECTOR, extra)
-
-
-def with_host_memory(pair: Mapping[str, Any], host: Mapping[str, Any]) -> dict[str, Any]:
-    """Combine the ``--kv-transfer-config`` of a prefill engine with that of host memory."""
-    pair, host = pair["kv_connector_extra_config"], host["kv_connector_extra_config"]
-    return _transfer_config(PAIR_CONNECTOR, {**pair, "host": host})
 
 
 def _transfer_config(connector: str, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,34 +250,31 @@ def _check_size(flag: str, gib: float) -> None:
 # --- checks of this machine -----------------------------------------------------------------------
 
 
-def check_kv_offload(
-    options: KvOffloadOptions, vllm_version: str | None, weights: str | None, workers: int = 1
+def check_machine(
+    tiers: KvOffloadOptions,
+    pair: PrefillDecodeOptions,
+    vllm_version: str | None,
+    weights: str | None,
+    workers: int = 1,
 ) -> list[str]:
     """Return one-line notes on options that may cause trouble later. Raises ``InvalidOption`` for an option
     that the engine will surely reject. The engine, which alone knows all parts of a store's identity, checks
     everything again. The check writes nothing.
 
-    ``options``: accepted by ``offload_transfer_config``. ``weights``: result of ``known_weights``.
-    ``workers``: of the engine. ``None`` means unknown."""
-    host_gib = host_size_gib(options.host_gib)
-    notes = [] if host_gib is None else check_host_memory(host_gib, read_memory(), "--kv-host-gib")
-    if options.disk is not None:
-        _check_store(_DISK_FLAG, options.disk, vllm_version, weights, workers)
-    return notes
-
-
-def check_pair(
-    options: PrefillDecodeOptions, vllm_version: str | None, weights: str | None, workers: int = 1
-) -> list[str]:
-    """Do for a prefill or decode engine what ``check_kv_offload`` does for host memory and disk."""
-    assert options.store is not None, "prefill_decode_transfer_config has let it through"
-    if not Path(options.store).exists():
-        raise InvalidOption(
-            f"{_STORE_FLAG} {options.store} does not exist; expected the directory that the pair shares",
-            "mount it, or make it with mkdir",
-        )
-    _check_store(_STORE_FLAG, options.store, vllm_version, weights, workers)
-    return check_host_memory(options.buffer_gib, read_memory(), "--kv-buffer-gib")
+    ``weights``: result of ``known_weights``. ``workers``: of the engine. ``None`` means unknown."""
+    sizes = {"--kv-host-gib": host_size_gib(tiers.host_gib)}
+    if pair.store is not None:
+        sizes["--kv-buffer-gib"] = pair.buffer_gib
+        if not Path(pair.store).exists():
+            raise InvalidOption(
+                f"--kv-store {pair.store} does not exist; expected the directory that the pair shares",
+                "mount it, or make it with mkdir",
+            )
+    for flag, folder in (("--kv-disk", tiers.disk), ("--kv-store", pair.store)):
+        if folder is not None:
+            _check_store(flag, folder, vllm_version, weights, workers)
+    memory = read_memory()
+    return [note for flag, gib in sizes.items() if gib for note in check_host_memory(gib, memory, flag)]
 
 
 def check_host_memory(host_gib: float, memory: MachineMemory, flag: str) -> list[str]:

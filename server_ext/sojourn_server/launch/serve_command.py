@@ -24,11 +24,9 @@ from .kv_options import (
     KvOffloadOptions,
     PrefillDecodeOptions,
     auto_host_bytes,
-    choose_backend,
     host_size_gib,
     offload_transfer_config,
     prefill_decode_transfer_config,
-    with_host_memory,
 )
 from .launch_environment import LaunchEnvironment
 from .redaction import redacted
@@ -158,10 +156,9 @@ def build_command(
     """Return the engine's command for ``options``. ``facts``: properties of the machine. ``environ``: the
     caller's environment. Raises ``InvalidOption`` for options, flags or files that cannot be used."""
     flags = EngineFlags.read(options.engine_args)
-    tiers, no_host = _host_by_default(options, flags, facts, environ)
-    options = replace(options, tiers=tiers)
-    _check_flags(options, flags)
-    stock = options.policy == STOCK_POLICY
+    tiers, lines = _resolve_tiers(options, flags, facts, environ)
+    pair, stock, block_tokens = options.pair, options.policy == STOCK_POLICY, flags.value("--block-size")
+    _check_flags(options, tiers, flags)
     env: dict[str, str] = {}
     added: list[str] = []
 
@@ -174,40 +171,38 @@ def build_command(
         if options.reads_hidden_states:
             added += ["--worker-cls", WORKER_CLS]
         flags, merged = flags.pop_json("--additional-config")
-        merged[PLUGIN_NAME] = {
-            **_tool_parser_config(options, flags),
-            **_sojourn_config(options, merged.get(PLUGIN_NAME, {})),
-        }
+        given = merged.get(PLUGIN_NAME, {})
+        if not isinstance(given, dict):
+            raise InvalidOption(f"--additional-config: {PLUGIN_NAME} is not an object")
+        merged[PLUGIN_NAME] = {**_tool_parser_config(options, flags), **given, **_own_settings(options)}
         added += ["--additional-config", json.dumps(merged)]
-    chosen: list[str] = []
-    if options.pair.any:
-        added += ["--kv-transfer-config", json.dumps(_pair_config(options, flags, facts))]
-    elif options.tiers.any:
-        backend, why = _backend(options, flags)
-        if why:
-            connector = "sojourn's" if backend == "sojourn" else "vLLM's"
-            chosen = [f"host memory by {connector} connector (--tier-backend auto): {why}"]
-        config = offload_transfer_config(
-            replace(tiers, backend=backend),
-            cpu_build=facts.cpu_build,
-            stock=stock,
-            block_tokens=flags.value("--block-size"),
-            auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
-        )
+    if pair.any or tiers.any:
+        config: dict[str, Any] = {}
+        if tiers.any:
+            # A pair has not the layout with blocks outermost, since both engines need the same one.
+            config = offload_transfer_config(
+                tiers,
+                cpu_build=facts.cpu_build or pair.any,
+                stock=stock,
+                block_tokens=block_tokens,
+                auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
+            )
+        if pair.any:
+            address = listen_address(flags)
+            port = None if address is None else address[1]
+            config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port, host=config)
         added += ["--kv-transfer-config", json.dumps(config)]
-    stores = options.pair.any or options.tiers.disk is not None
+    stores = pair.any or tiers.disk is not None
     if stores and environ.get("PYTHONHASHSEED") in (None, "random"):
         env["PYTHONHASHSEED"] = "0"  # equal block hashes in every process, and after a restart
     stages = parallel_size(flags, "--pipeline-parallel-size")
     # Under auto the engine does without host memory rather than change the model's groups.
-    on_host_alone = (
-        tiers.any and not options.pair.any and tiers.disk is None and (stages <= 1 or tiers.host_gib == AUTO)
-    )
+    on_host_alone = tiers.any and not stores and (stages <= 1 or tiers.host_gib == AUTO)
     if replace(flags, args=(*added, *flags.args)).kv_connector() in OWN_CONNECTORS and not on_host_alone:
         # Host memory supports several groups of KV caches; a disk, pairs and pipeline parallel do not.
         default(ONE_GROUP)
     # An engine of a pair needs the plugin with any scheduler, to report its status to gateways.
-    env["VLLM_PLUGINS"] = _plugins(not stock or options.pair.any, facts, environ)
+    env["VLLM_PLUGINS"] = _plugins(not stock or pair.any, facts, environ)
     # This changes only the answers: they report how much of the prompt was reused.
     default("--enable-prompt-tokens-details")
 
@@ -236,15 +231,20 @@ def build_command(
         flags=flags,
         # Without byte code files, every process of the engine compiles all imports again.
         unset=("PYTHONDONTWRITEBYTECODE",) if "PYTHONDONTWRITEBYTECODE" in environ else (),
-        warnings=(*no_host, *chosen, *_warnings(options, flags, facts, environ)),
+        warnings=(*lines, *_warnings(options, flags, facts, environ)),
     )
 
 
-def _check_flags(options: ServeOptions, flags: EngineFlags) -> None:
-    """Raise ``InvalidOption`` for a flag that conflicts with one that the options need."""
-    stock, hidden = options.policy == STOCK_POLICY, options.reads_hidden_states
-    own, tiers, uncached = f"policy {options.policy!r}", options.tiers, "--no-enable-prefix-caching"
-    without = _EXCLUDED_WITH_PREFILL_DECODE
+def _check_flags(options: ServeOptions, tiers: KvOffloadOptions, flags: EngineFlags) -> None:
+    """Raise ``InvalidOption`` for options and flags that contradict each other."""
+    stock, hidden, pair = options.policy == STOCK_POLICY, options.reads_hidden_states, options.pair
+    own, ranks = f"policy {options.policy!r}", flags.value("--data-parallel-size")
+    by_hash, by_name = "--no-enable-prefix-caching", "--enable-lora"
+    unfit = {
+        "--speculative-config": "pairs do not support speculative decoding",
+        by_name: "KV of an adapter is identified by the adapter's name and not by its weights",
+        by_hash: _NO_HASHES,
+    }
     refuse({
         # A file may name a model; vLLM prefers the first argument.
         "the model is the first argument, not --model; write: sojourn serve MODEL [flags]":
@@ -256,51 +256,74 @@ def _check_flags(options: ServeOptions, flags: EngineFlags) -> None:
         f"--sojourn-network is for policies that read hidden states; {options.policy!r} reads none":
             not stock and not hidden and options.network_file is not None,
         "policy stock is plain vLLM and takes no --sojourn options":
-            stock and _sojourn_config(options, {}) != {"policy": STOCK_POLICY},
+            stock and _own_settings(options) != {"policy": STOCK_POLICY},
         "tiers set --kv-transfer-config; give either that flag or --kv-host-gib":
             tiers.any and flags.has("--kv-transfer-config"),
-        f"{uncached}: {without[uncached]}; leave out {uncached} or --kv-host-gib":
-            tiers.any and flags.is_set(uncached),
-        f"--enable-lora: {without['--enable-lora']}, and the disk may hold KV of other weights; leave out "
-        "--enable-lora or --kv-disk":
-            tiers.disk is not None and flags.has("--enable-lora"),
+        f"{by_hash}: {_NO_HASHES}; leave out {by_hash} or --kv-host-gib": tiers.any and flags.is_set(by_hash),
+        f"{by_name}: {unfit[by_name]}, and the disk may hold KV of other weights; leave out {by_name} or "
+        "--kv-disk":
+            tiers.disk is not None and flags.has(by_name),
     })  # fmt: skip
+    if pair.any:
+        refuse({
+            "--kv-disk: the disk of a pair is --kv-store":
+                tiers.disk is not None or tiers.disk_gib is not None,
+            "--kv-host-gib and --role decode: prefill engines keep the contexts; give it to these":
+                tiers.any and pair.role == "decode",
+            "--tier-backend vllm and --role: host memory of a pair is sojourn's": tiers.backend == "vllm",
+            "--role sets --kv-transfer-config; give one of the two": flags.has("--kv-transfer-config"),
+            **{
+                f"{flag}: {why}; start an engine of a pair without it": flag in flags.names
+                for flag, why in unfit.items()
+            },
+            f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own":
+                ranks not in (None, "1"),
+        })  # fmt: skip
 
 
-def _host_by_default(
+_NO_HASHES = "stored KV is found by the block hashes of prefix caching"
+
+
+def _resolve_tiers(
     options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> tuple[KvOffloadOptions, list[str]]:
-    """Return (the options of host memory and disk, in which a missing ``--kv-host-gib`` is ``auto`` on CUDA;
-    a line that says why ``auto`` means no host memory, if so). A disk fails like any other option."""
-    tiers, line = options.tiers, "no host memory for KV (--kv-host-gib auto): {}"
-    if host_size_gib(tiers.host_gib) == 0:
-        return replace(tiers, host_gib=None), []
+    """Return (the options of host memory and disk with the backend chosen, lines for the user that say what
+    was chosen by ``auto`` and why). A missing ``--kv-host-gib`` is ``auto`` on CUDA. ``auto`` is no host
+    memory where that cannot be; a disk, which needs it, then fails like any other option."""
+    tiers, stock, line = options.tiers, options.policy == STOCK_POLICY, "no host memory for KV ({}): {}"
+    only_vllm, auto = _only_vllm(options, flags), "--kv-host-gib auto"
     if tiers.host_gib is None:
         on_cuda = not facts.cpu_build and facts.available_bytes is not None
-        is_other = options.policy == STOCK_POLICY or options.pair.any
         other_places = ("--kv-transfer-config", "--kv-offloading-size")  # they set a KV connector
-        if not on_cuda or is_other or any(map(flags.has, other_places)):
-            return tiers, []
-        if facts.unified_memory and tiers.disk is None:
-            return tiers, [line.format("the GPU's memory is this machine's; give a size if you want some")]
-    elif tiers.host_gib != AUTO:
+        if on_cuda and not (stock or options.pair.any or any(map(flags.has, other_places))):
+            if facts.unified_memory and tiers.disk is None:
+                why = "the GPU's memory is this machine's; give a size if you want some"
+                return tiers, [line.format(auto, why)]
+            tiers = replace(tiers, host_gib=AUTO)
+    elif host_size_gib(tiers.host_gib) == 0:
+        tiers = replace(tiers, host_gib=None)
+    backend, because = tiers.backend, ""
+    if backend == AUTO:
+        backend, because = "sojourn", "it serves this model"
+        if tiers.disk is not None:
+            because = "vLLM's has no disk"
+        elif stock and not options.pair.any:
+            backend, because = "vllm", "policy stock is vLLM's own scheduler"
+        elif only_vllm and not options.pair.any:
+            backend, because = "vllm", only_vllm
+    if tiers.host_gib == AUTO:
+        why = options.model_refusal or (only_vllm if backend == "sojourn" else "")
+        if flags.is_set("--no-enable-prefix-caching"):
+            why = _NO_HASHES
+        elif "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+            why = "vLLM allows no KV connector with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
+        if why and tiers.disk is None:
+            return KvOffloadOptions(), [line.format(auto, why)]
+    if not tiers.any:
         return tiers, []
-    why = options.model_refusal
-    if _backend(options, flags)[0] == "sojourn":
-        why = why or _only_vllm(options, flags)
-    if flags.is_set("--no-enable-prefix-caching"):
-        why = _EXCLUDED_WITH_PREFILL_DECODE["--no-enable-prefix-caching"]
-    elif "expandable_segments:True" in environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        why = "vLLM allows no KV connector with expandable_segments in PYTORCH_CUDA_ALLOC_CONF"
-    if why and tiers.disk is None:
-        return replace(tiers, host_gib=None, backend=AUTO), [line.format(why)]
-    return replace(tiers, host_gib=AUTO), []
-
-
-def _backend(options: ServeOptions, flags: EngineFlags) -> tuple[str, str]:
-    return choose_backend(
-        options.tiers, stock=options.policy == STOCK_POLICY, refusal=_only_vllm(options, flags)
-    )
+    connector = "sojourn's" if backend == "sojourn" else "vLLM's"
+    chosen = f"host memory by {connector} connector (--tier-backend auto): {because}"
+    return replace(tiers, backend=backend), [chosen] if because and not options.pair.any else []
 
 
 def _only_vllm(options: ServeOptions, flags: EngineFlags) -> str:
@@ -375,18 +398,10 @@ _ONE_RANK = [f"--data-parallel-{name}" for name in ("rank", "external-lb", "mult
 """Flags of vLLM with which each data-parallel rank has an address of its own."""
 
 
-def _sojourn_config(options: ServeOptions, given: Any) -> dict[str, Any]:
-    budget, max_ttl_s = options.lease_budget_fraction, options.max_hinted_ttl_s
-    refuse({
-        f"--additional-config: {PLUGIN_NAME} is a {type(given).__name__}; expected an object":
-            not isinstance(given, dict),
-        f"--sojourn-lease-budget is {budget}; expected a share of the KV cache, 0 to 1":
-            budget is not None and not 0 <= budget <= 1,
-        f"--sojourn-max-ttl-s is {max_ttl_s}; expected seconds ≥ 0":
-            max_ttl_s is not None and not 0 <= max_ttl_s < float("inf"),
-    })  # fmt: skip
+def _own_settings(options: ServeOptions) -> dict[str, Any]:
+    """Return the plugin settings that the user gives by flags."""
     own = {each.name: getattr(options, each.name) for each in fields(options) if each.metadata}
-    return {**given, **options.extra, **{key: value for key, value in own.items() if value is not None}}
+    return {**options.extra, **{key: value for key, value in own.items() if value is not None}}
 
 
 def _tool_parser_config(options: ServeOptions, flags: EngineFlags) -> dict[str, str]:
@@ -396,46 +411,6 @@ def _tool_parser_config(options: ServeOptions, flags: EngineFlags) -> dict[str, 
     parser, plugin = flags.value("--tool-call-parser") or default, flags.value("--tool-parser-plugin")
     found = {"tool_call_parser": parser, "tool_parser_plugin": plugin}
     return {name: value for name, value in found.items() if value} if parser else {}
-
-
-def _pair_config(options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment) -> dict[str, Any]:
-    """Return the value of ``--kv-transfer-config`` for a prefill or decode engine. Raises ``InvalidOption``
-    if the engine's other options and flags do not fit such an engine."""
-    pair, tiers, address = options.pair, options.tiers, listen_address(flags)
-    port = None if address is None else address[1]
-    refuse({
-        "--kv-disk: the disk of a pair is --kv-store": tiers.disk is not None or tiers.disk_gib is not None,
-        "--kv-host-gib and --role decode: prefill engines keep the contexts; give it to these":
-            tiers.any and pair.role == "decode",
-        "--tier-backend vllm and --role: host memory of a pair is sojourn's": tiers.backend == "vllm",
-    })  # fmt: skip
-    config = prefill_decode_transfer_config(
-        pair, hostname=facts.hostname, port=port, block_tokens=flags.value("--block-size")
-    )
-    if tiers.any:
-        # Not in the layout with blocks outermost, since both engines need the same one.
-        auto_bytes, stock = auto_host_bytes(facts.available_bytes or 0, flags), options.policy == STOCK_POLICY
-        tiers = replace(tiers, backend="sojourn")
-        host = offload_transfer_config(tiers, cpu_build=True, stock=stock, auto_bytes=auto_bytes)
-        config = with_host_memory(config, host)
-    ranks = flags.value("--data-parallel-size")
-    refuse({
-        "--role sets --kv-transfer-config; give one of the two": flags.has("--kv-transfer-config"),
-        **{
-            f"{flag}: {why}; start an engine of a pair without it": flag in flags.names
-            for flag, why in _EXCLUDED_WITH_PREFILL_DECODE.items()
-        },
-        f"--data-parallel-size is {ranks}; an engine of a pair needs a server of its own":
-            ranks not in (None, "1"),
-    })  # fmt: skip
-    return config
-
-
-_EXCLUDED_WITH_PREFILL_DECODE = {
-    "--speculative-config": "pairs do not support speculative decoding",
-    "--enable-lora": "KV of an adapter is identified by the adapter's name and not by its weights",
-    "--no-enable-prefix-caching": "stored KV is found by the block hashes of prefix caching",
-}
 
 
 def _plugins(ours: bool, facts: LaunchEnvironment, environ: Mapping[str, str]) -> str:
