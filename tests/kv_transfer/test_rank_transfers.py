@@ -39,6 +39,8 @@ def test_each_worker_moves_its_part(tmp_path: Path, stores: list[MemoryStore], d
     for ours, theirs in zip(p.ranks, d.ranks, strict=True):
         read = [each.manager.node.counts["blocks_read"] for each in (ours, theirs)]
         assert read == [STORED * (not decode_reads), STORED * decode_reads]
+        # What the decode side has read is not sent back to it.
+        assert theirs.manager.node.counts["blocks_needed"] == STORED + STORED * (not decode_reads) + 1
     p.close()
     d.close()
 

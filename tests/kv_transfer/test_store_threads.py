@@ -11,7 +11,8 @@ import pytest
 from kv_blocks import BLOCK_BYTES, key, keys, payload
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.store_threads import StoreThreads
-from transfer_manager_harness import PATIENCE_S, MemoryStore, eventually
+from transfer_manager_harness import PATIENCE_S, MemoryStore
+from waiting import wait_until
 
 LIMITS = TransferLimits(slots=8, max_waiting_writes=3, patience_s=0.05)
 
@@ -61,7 +62,7 @@ def test_writes_go_in_order_and_a_store_that_hangs_gets_no_more_than_may_wait(
     store.before = hang
     write(threads, 0)
     write(threads, 1)
-    eventually(lambda: len(seen) == 2)
+    wait_until(lambda: len(seen) == 2)
     for number in (2, 3):
         assert threads.has_room
         write(threads, number)
@@ -69,7 +70,7 @@ def test_writes_go_in_order_and_a_store_that_hangs_gets_no_more_than_may_wait(
     assert not threads.knows(key(0)), "it is not there, so it may be written again"
     assert threads.knows(key(3)), "it will be there"
     gate.set()
-    eventually(lambda: threads.counts["write_stored"] == 3)
+    wait_until(lambda: threads.counts["write_stored"] == 3)
     assert threads.has_room
     assert threads.counts["write_failed"] == 1
     assert seen == keys(0, 1, 2, 3)

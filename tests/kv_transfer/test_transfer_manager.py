@@ -36,10 +36,10 @@ from transfer_manager_harness import (
     MemoryStore,
     assert_clean,
     ended,
-    eventually,
     manager,
     threads_of,
 )
+from waiting import wait_until
 
 CONTEXT = keys(*range(8))
 WHOLE = [*CONTEXT, b"tail of t"]
@@ -117,7 +117,7 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     load = here.node.load("a", CONTEXT)
     push = here.node.offer("t", there.addresses[0], CONTEXT)
     prompt = there.node.expect("t")
-    eventually(lambda: there.stats()["slots_used"] == 8)
+    wait_until(lambda: there.stats()["slots_used"] == 8)
     waited = []
 
     def wait() -> None:
@@ -299,10 +299,10 @@ def test_a_peer_that_stops_reading_is_cut_off_and_its_push_has_an_outcome(stuck:
         give_all(push)
         assert stuck.has_stopped.wait(PATIENCE_S)
         if aborts:
-            eventually(lambda: here.node.queued_send_bytes > 0)
+            wait_until(lambda: here.node.queued_send_bytes > 0)
             stuck.send(AbortMessage(transfer="t", reason="the peer does not answer"))
         assert ended(push) == TransferOutcome(0, "the peer does not answer")
-        eventually(lambda: not here.node.peers.conns)
+        wait_until(lambda: not here.node.peers.conns)
         assert here.stats()["counts"]["stalls"] == 1
         assert_clean(here)
     assert threads_of("p") == []
@@ -320,7 +320,7 @@ def test_statistics_are_told_to_whoever_asks_until_it_closes() -> None:
         assert fetch_stats(address) is None
         with socket.socket(socket.AF_UNIX) as lazy:  # whoever does not read holds up nobody
             lazy.connect(address)
-            eventually(lambda: len(answers) == 1)
+            wait_until(lambda: len(answers) == 1)
             assert fetch_stats(address) == {"asked": 4}
     assert not Path(address).parent.exists()
     with pytest.raises(OSError, match="No such file"):

@@ -22,7 +22,7 @@ from toy_transfer_engine import (
     slow_sends,
     through,
 )
-from transfer_manager_harness import eventually
+from waiting import wait_until
 
 Make = Callable[..., ToyEngine]
 
@@ -56,23 +56,6 @@ def test_a_cold_prompt_is_pushed_and_the_decode_side_computes_one_token_of_it(
     assert (first.prefilled, second.prefilled) == (tokens, 1)
 
 
-@pytest.mark.parametrize(("decode_reads", "read_by_d"), [(False, 0), (True, 6)])
-def test_what_is_stored_is_read_by_either_side(
-    make: Make, store: MemoryStore, decode_reads: bool, read_by_d: int
-) -> None:
-    p, d = make("p"), make("d")
-    start = prompt(1, 6 * FULL_TOKENS)
-    through(p, d, start, "before")
-    assert set(full_keys(start)) <= set(store.blocks)
-    first, second = through(p, d, [*start, *prompt(2, 50)], decode_reads=decode_reads)
-    assert (first.prefilled, second.prefilled) == (50, 1)
-    counts = {engine: engine.manager.node.counts for engine in (p, d)}
-    assert counts[d]["blocks_read"] == read_by_d
-    assert counts[p]["blocks_read"] == 6 - read_by_d
-    # What the decode side has read is not sent back to it.
-    assert counts[d]["blocks_needed"] == 6 + (6 + 1 - read_by_d)
-
-
 def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
     p, d = make("p"), make("d")
     taken: list[int] = []
@@ -80,14 +63,9 @@ def test_layers_go_out_while_later_ones_are_computed(make: Make) -> None:
     def watch(layer: int) -> None:
         size = 3 * p.kv.layer_bytes
         if layer + 1 < LAYERS:  # the next layer is not computed before this one has arrived
-            run_out = d.manager.node.counts
-            for _ in range(60_000):
-                if run_out["bytes_taken"] >= (layer + 1) * size:
-                    break
-                d.manager.node.changed.acquire()
-                d.manager.node.changed.wait(0.001)
-                d.manager.node.changed.release()
-            taken.append(run_out["bytes_taken"] // size)
+            counts = d.manager.node.counts
+            wait_until(lambda: counts["bytes_taken"] >= (layer + 1) * size)
+            taken.append(counts["bytes_taken"] // size)
 
     p.after_layer = watch
     first = p.add(Request("r", prompt(1, 150), to_prefill("t", d.address)))
@@ -139,7 +117,7 @@ def test_what_was_computed_from_holes_is_neither_pushed_nor_stored(
     run(lambda: "r" in p.done, p, d)
     assert first.prefilled == 100 + 4 * FULL_TOKENS
     assert p.worker.counts["blocks_not_filled"] == 4 * PER_FULL
-    eventually(lambda: p.manager.node.counts["pushes_failed"] == 1)
+    wait_until(lambda: p.manager.node.counts["pushes_failed"] == 1)
     monkeypatch.undo()
     second = d.add(Request("r", whole, first.answer), max_tokens=3)
     settle(p, d)

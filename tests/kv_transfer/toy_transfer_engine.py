@@ -21,7 +21,7 @@ import pytest
 import transfer_manager_harness
 from fake_cuda import FakeCuda
 from fake_transfer_requests import BLOCK_TOKENS, PER_FULL, Request, to_prefill
-from sojourn_server.kv_offload.block_file import KvIdentity
+from kv_blocks import identity
 from sojourn_server.kv_offload.kv_block_arrays import cpu_block_arrays, cuda_block_arrays
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_transfer.peer_transport import SocketStream
@@ -41,24 +41,12 @@ WRONG = 1 << 60
 """Token in an answer that was computed from wrong KV."""
 
 
-def identity(**changed: Any) -> KvIdentity:
-    fields: dict[str, Any] = {
-        "model": "checksum",
-        "kv_dtype": "uint32",
-        "block_tokens": BLOCK_TOKENS * PER_FULL,
-        "block_bytes": BLOCK_BYTES,
-        "layers": LAYERS,
-        "hash_scheme": "sha256",
-        "vllm_version": "0",
-    }
-    return KvIdentity(**{**fields, **changed})
-
-
 class MemoryStore(transfer_manager_harness.MemoryStore):
     """Full Blocks of this engine's KV."""
 
     def __init__(self, **changed: Any) -> None:
-        super().__init__(identity(**changed))
+        shape = {"block_tokens": BLOCK_TOKENS * PER_FULL, "block_bytes": BLOCK_BYTES, "layers": LAYERS}
+        super().__init__(identity(**shape, **changed))
 
 
 def kv_of(tokens: Sequence[int], layer: int) -> np.ndarray[Any, Any]:

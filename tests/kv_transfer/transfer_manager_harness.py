@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from sojourn_server.kv_offload.shared_store import PutOutcome
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.transfer import Transfer, TransferOutcome
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
+from waiting import wait_until
 
 PATIENCE_S = 60.0
 """Seconds after which a test counts as hung, even on a busy machine."""
@@ -71,18 +71,10 @@ def ended(transfer: Transfer) -> TransferOutcome | None:
     return transfer.outcome
 
 
-def eventually(what: Callable[[], bool]) -> None:
-    """Wait until ``what`` returns true. Fails after ``PATIENCE_S``."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.005)
-
-
 def assert_clean(*managers: TransferManager) -> None:
     """Check that no buffer, lease, place in a queue or transfer leaks."""
     for each in managers:
-        eventually(lambda each=each: each.is_clean)  # type: ignore[misc]
+        wait_until(lambda each=each: each.is_clean)  # type: ignore[misc]
 
 
 def threads_of(name: str) -> list[str]:

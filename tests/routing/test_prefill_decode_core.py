@@ -237,19 +237,6 @@ def test_a_waiting_request_does_not_go_to_a_home_that_lost_the_context_meanwhile
     assert (sent.request_id, sent.prefill_id) == ("d", "p2"), "p1 has 2,000 tokens more to compute"
 
 
-def test_events_that_free_nothing_look_at_no_waiting_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    it = core("p1")
-    it.take(seen("d1", max_running=1), 0.0)
-    for number in range(10):
-        it.take(asked(f"r{number}"), 1.0)
-    for name in ("dispatch", "line_up"):
-        monkeypatch.setattr(PairScheduler, name, lambda *_: pytest.fail("all were looked at"))
-    for event in (routing_events.FirstByteSent("r0", "d1"), NicQueueReported("node-p1", 1.0), seen("p1")):
-        assert it.take(event, 2.0) == []
-
-
 def test_a_stored_conversation_goes_on_at_its_decode_engine_alone() -> None:
     it = core("p1", "d1", "d2")
     sent = only(it.take(asked("a", program="p", only_replica_id="d2"), 1.0))

@@ -206,19 +206,14 @@ def test_a_request_that_is_answered_stays_although_its_engine_reports_no_kv() ->
     assert it.take(kv_lost(it, "p", "t", send.replica_id), 20.0) == []
 
 
-def full_with_one_that_waits() -> RoutingCore:
-    """At ``a``, which is full, a program's next request waits for its home; ``b`` has come meanwhile."""
+def test_a_request_that_waits_for_a_home_without_its_kv_goes_where_there_is_room() -> None:
+    """At ``a``, which is full, a program's next request waits for its home; ``b`` comes meanwhile."""
     it = build_core(send_below_load=1.0, lease_s=1e6)
     it.take(seen("a", capacity_tokens=300), 0.0)
     it.take(asked("p", 100), 0.0)
     it.take(routing_events.RequestFinished("p", 1), 1.0)
     it.take(asked("other", 300), 1.0)
     assert it.take(routing_events.RequestReceived("p/2", "t", 200, "p"), 1.0) == []
-    return it
-
-
-def test_a_request_that_waits_for_a_home_without_its_kv_goes_where_there_is_room() -> None:
-    it = full_with_one_that_waits()
     it.take(seen("b", capacity_tokens=300), 2.0)
     assert sends(it.take(kv_lost(it, "p", "t", "a"), 3.0)) == ["p/2"]
     assert it.programs.get(("t", "p")).home == "b"

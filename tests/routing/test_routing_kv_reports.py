@@ -165,20 +165,3 @@ def test_requests_without_a_program_do_not_wait() -> None:
     assert sends(it.take(routing_events.RequestReceived("plain", "t", 500), 2.0)) == ["plain"]
     assert sends(it.take(routing_events.RequestReceived("session", "t", 500, "s"), 2.0)) == ["session"]
     assert len(it.waiting) == 1
-
-
-def test_a_program_whose_waiting_request_is_given_up_is_resident_no_more() -> None:
-    it = core(LeastDelayRouting(), send_below_load=1.0)
-
-    def residents() -> int:
-        view = it.fleet.get("e0").view()
-        return sum(group.programs for group in it.strategy._groups(view, None, 3.0))
-
-    assert asks(it, "a", "a", 0.0) == "e0"
-    it.take(RequestFinished("a", 1, "e0"), 1.0)
-    it.take(RequestReceived("plain", "t", 1000), 1.5)
-    assert residents() == 0, "whether it comes back is unknown"
-    assert asks(it, "a/2", "a", 2.0) is None
-    assert residents() == 1
-    it.take(RequestFinished("a/2"), 3.0)
-    assert residents() == 0

@@ -211,19 +211,6 @@ def test_the_whole_pool_leased_and_a_long_request_is_admitted_at_once(make_engin
     assert {d["reason"] for d in released} == {"pressure"}
 
 
-def test_leases_stay_within_their_budget(make_engine, clock):
-    engine = make_engine(blocks=65, settings={"lease_budget_fraction": 0.5})
-    for number in range(3):
-        engine.add(f"p{number}", prompt(1 + number, 256), program_id=f"P{number}")
-        engine.run()
-        engine.tell(tool(f"P{number}", 1))
-    stats = engine.ask("stats")
-    assert stats["blocks"]["leased"] == 32
-    keeps = [d for d in engine.ask("decisions")["decisions"] if d["kind"] == "late_keep"]
-    assert keeps[-1]["program_id"] == "P2"
-    assert keeps[-1]["reason"] == "over_budget"
-
-
 def test_a_common_beginning_outlives_its_programs_and_what_they_alone_used_goes_first(make_engine, clock):
     """The end of the last one threw it away, and the next that began alike computed it again."""
     engine = make_engine(blocks=65)
