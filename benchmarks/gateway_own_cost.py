@@ -29,13 +29,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from gateway_processes import child, content_length, free_port, process
+from gateway_processes import child, content_length, gateway
 from result_pages import made_by, marked, show, write_result
 from rich.progress import track
 from sojourn_server.gateway.http.peers import owner_of
 from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT
+from sojourn_server.launch.engine_server import free_port
 from sojourn_server.simulator.report.results_file import Provenance, made_with
 
+HOST = "127.0.0.1"
 PERIOD_S = 0.010
 """Seconds from one request to the next in the cold rounds."""
 WARM_UP = 300
@@ -60,7 +62,7 @@ class Connection:
     """A keep-alive connection with as little Python code as possible around each request."""
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket = socket.create_connection((HOST, port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, program: int) -> None:
@@ -233,25 +235,24 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     with ExitStack() as stack:
-        engine = free_port()
+        engine = free_port(HOST)
         stack.enter_context(child("--engine", str(engine), port=engine))
         paths = {"direct": Way([engine], [])}
 
         def floor(name: str, *words: str) -> None:
-            port = free_port()
+            port = free_port(HOST)
             process_id = stack.enter_context(child("--floor", str(port), *words, port=port))
             paths[name] = Way([port], [process_id])
 
         def gateways(name: str, count: int = 1, peers: bool = False) -> None:
-            ports = [free_port() for _ in range(count)]
+            ports = [free_port(HOST) for _ in range(count)]
             urls = [f"http://127.0.0.1:{port}" for port in ports]
-            running = []
+            pids = []
             for port, url in zip(ports, urls, strict=True):
                 flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port)]
                 flags += ["--log-level", "warning" if count == 1 else "error"]
                 flags += ["--peers", ",".join(urls)] if peers else []
-                running.append(stack.enter_context(process(flags, url, 1)))
-            pids = [one.pid for one in running]
+                pids.append(stack.enter_context(gateway(flags, url, 1)))
             if not peers:
                 paths[name] = Way(ports, pids)
                 return

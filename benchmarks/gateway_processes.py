@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import httpx
@@ -34,62 +34,51 @@ PAGES = {
     b"/v1/models": b'{"object": "list", "data": [{"id": "tiny", "max_model_len": 2048}]}',
 }
 """Path → response body, for every path that a gateway requests from an engine."""
-GATEWAY_READY_S = 180.0
-CHILD_READY_S = 30.0
-
-
-def free_port() -> int:
-    """Return a port that is free at the moment."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
+READY_S = 180.0
 
 
 @contextmanager
-def process(flags: list[str], url: str, replicas: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``sojourn gateway``. Yield the process once the gateway knows ``replicas`` replicas."""
-    command = [sys.executable, "-m", "sojourn_server.cli", "gateway", *flags]
+def running(command: list[str], is_ready: Callable[[], bool]) -> Iterator[int]:
+    """Run a process. Yield its id once it is ready, and end it after the ``with`` block."""
     with tempfile.TemporaryFile() as log:
-        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            end = time.monotonic() + GATEWAY_READY_S
-            while True:
-                try:
-                    known = httpx.get(f"{url}/health", timeout=5, trust_env=False).json()
-                    if known.get("replicas", 0) >= replicas:
-                        break
-                except (httpx.HTTPError, ValueError):
-                    pass
-                if running.poll() is not None or time.monotonic() > end:
+            end = time.monotonic() + READY_S
+            while not is_ready():
+                if process.poll() is not None or time.monotonic() > end:
                     log.seek(0)
-                    raise SystemExit(f"no gateway at {url}:\n{log.read().decode()[-3000:]}")
-                time.sleep(0.2)
-            yield running
+                    raise SystemExit(f"{command} is not ready:\n{log.read().decode()[-3000:]}")
+                time.sleep(0.1)
+            yield process.pid
         finally:
-            running.terminate()
-            running.wait(60)
+            process.terminate()
+            process.wait(60)
 
 
-@contextmanager
-def child(*words: str, port: int) -> Iterator[int]:
-    """Run this file as another process. Yield its process id once it listens on ``port``."""
-    with tempfile.TemporaryFile() as log:
-        running = subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=subprocess.STDOUT)
+def gateway(flags: list[str], url: str, replicas: int) -> AbstractContextManager[int]:
+    """Run ``sojourn gateway``, which is ready once it knows ``replicas`` replicas."""
+
+    def knows_them() -> bool:
         try:
-            end = time.monotonic() + CHILD_READY_S
-            while True:
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except OSError:
-                    if running.poll() is not None or time.monotonic() > end:
-                        log.seek(0)
-                        sys.exit(f"nobody listens at {port}:\n{log.read().decode()[-2000:]}")
-                    time.sleep(0.1)
-            yield running.pid
-        finally:
-            running.kill()
-            running.wait()
+            told = httpx.get(f"{url}/health", timeout=5, trust_env=False).json()
+        except (httpx.HTTPError, ValueError):
+            return False
+        return bool(told.get("replicas", 0) >= replicas)
+
+    return running([sys.executable, "-m", "sojourn_server.cli", "gateway", *flags], knows_them)
+
+
+def child(*words: str, port: int) -> AbstractContextManager[int]:
+    """Run this file as another process, which is ready once it listens on ``port``."""
+
+    def listens() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        return True
+
+    return running([sys.executable, __file__, *words], listens)
 
 
 def serve_engine(port: int) -> None:

@@ -28,11 +28,11 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import httpx
-from gateway_processes import free_port, process
+from gateway_processes import gateway
 from result_pages import marked, opening, show, write_result
 from rich.console import Console
 from slow_link_connector import MEGABYTES_S
-from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.launch.engine_server import EngineServer, free_port
 from sojourn_server.models import resolve_model
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS
 from sojourn_server.simulator.report.results_file import made_with
@@ -299,12 +299,12 @@ def main() -> None:
             list(pool.map(EngineServer.start, engines))
         gateways = {}
         for arm in ARMS:
-            port = free_port()
+            port = free_port("127.0.0.1")
             gateways[arm] = f"http://127.0.0.1:{port}"
             flags = ["--read-side", arm, "--port", str(port)]
             for role, of_role in by_role.items():
                 flags += [f"--{role}", ",".join(engine.url for engine in of_role)]
-            stack.enter_context(process(flags, gateways[arm], len(engines)))
+            stack.enter_context(gateway(flags, gateways[arm], len(engines)))
         rows = rows_of(asyncio.run(measure(engines, gateways, options, console)))
     show(HEAD, [cells(row, options) for row in rows], title=f"{options.pairs} and {options.pairs} engines")
     if options.out is not None:

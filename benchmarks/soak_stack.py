@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -15,9 +14,8 @@ from typing import Any
 
 import httpx
 import psutil
-from gateway_processes import free_port
 from prometheus_client.parser import text_string_to_metric_families
-from sojourn_server.launch.engine_server import EngineServer
+from sojourn_server.launch.engine_server import EngineServer, ServerProcess, free_port
 
 TENANT_KEYS = {"agents": "key-of-agents", "floods": "key-of-floods"}
 ADMIN_KEY = "key-of-the-operator"
@@ -79,7 +77,7 @@ class Engine:
         )  # fmt: skip
         self._policy = policy
         self._logs = folder
-        self._port = free_port()
+        self._port = free_port("127.0.0.1")
         self._lives = 0
         self._server: EngineServer | None = None
 
@@ -156,59 +154,47 @@ class Gateway:
 
     def __init__(self, name: str, engines: list[Engine], folder: Path) -> None:
         self.name = f"gateway {name}"
-        self._port = free_port()
+        self._server = ServerProcess(port=free_port("127.0.0.1"))
         self._engines = len(engines)
         tenants = folder / "tenants.toml"
         lines = [f'{tenant} = ["{key}"]\n' for tenant, key in TENANT_KEYS.items()]
         tenants.write_text("[tenants]\n" + "".join(lines), encoding="utf-8")
         self._command = [
             sys.executable, "-m", "sojourn_server.cli", "gateway",
-            "--engines", ",".join(engine.url for engine in engines), "--port", str(self._port),
+            "--engines", ",".join(engine.url for engine in engines), "--port", str(self._server.port),
             "--tenants", str(tenants), "--admin-key", ADMIN_KEY,
             "--silent-program-s", str(SILENT_PROGRAM_S),
         ]  # fmt: skip
         self._logs = folder
         self._lives = 0
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return self._server.url
 
     @property
     def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._server.process is not None and self._server.code is None
 
     def start(self) -> None:
-        """Start the gateway and wait until it listens. Engines need not run."""
+        """Start the gateway and wait until it has an engine."""
         self._lives += 1
-        with (self._logs / f"{self.name.replace(' ', '-')}-{self._lives}.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        end = time.monotonic() + READY_S
-        while _answers(self.url) is None:
-            if not self.alive or time.monotonic() > end:
-                raise RuntimeError(f"{self.name} did not start")
-            time.sleep(0.2)
+        self._server.log_path = self._logs / f"{self.name.replace(' ', '-')}-{self._lives}.log"
+        self._server.launch(self._command, os.environ)
+        self._server.wait_until_ready(READY_S)
 
     def stop(self, how: str = "SIGTERM") -> None:
         """Stop the gateway with the signal ``how``. Raises ``RuntimeError`` if it still runs ``STOP_BOUND_S``
         seconds later."""
-        process, self._process = self._process, None
-        if process is None or process.poll() is not None:
-            return
-        process.send_signal(signal.SIGKILL if how == "SIGKILL" else signal.SIGTERM)
-        try:
-            process.wait(STOP_BOUND_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise RuntimeError(f"{self.name} had not ended {STOP_BOUND_S:.0f} s after SIGTERM") from None
+        if self.alive:
+            began = time.monotonic()
+            self._server.end(STOP_BOUND_S, signal.SIGKILL if how == "SIGKILL" else signal.SIGTERM)
+            if time.monotonic() > began + STOP_BOUND_S:
+                raise RuntimeError(f"{self.name} had not ended {STOP_BOUND_S:.0f} s after SIGTERM")
 
     def state(self) -> ServerState:
         """Return the gateway's current state."""
-        assert self._process is not None
+        assert self._server.process is not None
         replicas = _get(f"{self.url}/sojourn/v1/replicas", ADMIN_KEY)
         waiting = httpx.get(f"{self.url}/health", timeout=30, trust_env=False).json()["waiting"]
         programs = _get(f"{self.url}/sojourn/v1/programs?limit=1", ADMIN_KEY)["total"]
@@ -220,7 +206,7 @@ class Gateway:
             "replicas missing": self._engines - up,
             "programs too many": max(0, programs - MOST_GATEWAY_PROGRAMS),
         }
-        return ServerState(self.name, counts, process_states(self._process.pid, "gateway"))
+        return ServerState(self.name, counts, process_states(self._server.process.pid, "gateway"))
 
 
 Server = Engine | Gateway

@@ -139,19 +139,11 @@ class Kit:
 
     def run(self, limit_s: float) -> int:
         """Run all parts. Returns the exit status: 1 if a byte was wrong or a part failed."""
-        until = time.monotonic() + limit_s
         with self.part("order"):
-            self.document["order"] = self.order(min(until, time.monotonic() + 0.45 * limit_s))
-        with self.part("copies"):
-            self.document["copies"] = self.copies()
-        with self.part("overlap"):
-            self.document["overlap"] = self.overlap()
-        with self.part("graph"):
-            self.document["graph"] = self.graph()
-        with self.part("pinning"):
-            self.document["pinning"] = self.pinning()
-        with self.part("roofline"):
-            self.document["roofline"] = self.roofline()
+            self.document["order"] = self.order(time.monotonic() + 0.45 * limit_s)
+        for measure in (self.copies, self.overlap, self.graph, self.pinning, self.roofline):
+            with self.part(measure.__name__):
+                self.document[measure.__name__] = measure()
         return int(bool(self.document.get("failed")) or not self.verdict())
 
     def verdict(self) -> bool:
