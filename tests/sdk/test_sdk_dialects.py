@@ -45,7 +45,6 @@ CASES = {
         kv_retention_ttl_seconds=30.0,
         sojourn={"agent_type": "coder", "node": "edit", "heartbeat": True, "tenant": "blue"},
     ),
-    "priority -5": context(priority=-5),
     "priority 0": context(priority=0),
     "priority 7": context(priority=7),
     "priority 2**40": context(priority=2**40),
@@ -58,7 +57,6 @@ CASES = {
     "deadline passed": context(deadline_seconds=0.0, step_id="-1"),
     "final": context(expected_resume=False, sojourn={"final": True}),
     "implicit": context(priority=1, sojourn={"implicit": True}),
-    "orphan that blocks": context(blocks_parent=True),
 }
 
 
