@@ -245,43 +245,54 @@ def rate_of(at_once: Sequence[RunRow], load: float) -> float:
     return round(load * most / 3600.0, 6)
 
 
+Columns = dict[str, Callable[[RunRow], str]]
+"""Head of a column → the cell of a row."""
+POLICY: Columns = {"policy": lambda row: f"`{row.policy}`"}
+TOKENS: Columns = {"output tok/s": lambda row: f"{row.output_tok_per_s:,.0f}"}
+COMPLETION: Columns = {
+    "completion, s": lambda row: "–" if row.completion_s.mean is None else f"{row.completion_s.mean:,.0f}"
+}
+
+
+def columns(rows: Sequence[RunRow], *parts: Columns) -> str:
+    """Return a table with a line for each row."""
+    cells = {head: cell for part in parts for head, cell in part.items()}
+    return marked(list(cells), [[cell(row) for cell in cells.values()] for row in rows])
+
+
+def devices(row: RunRow) -> str:
+    return (
+        f"{row.replicas} replicas of {row.hardware} with {row.model}, a KV pool of "
+        f"{row.pool_blocks * row.block_size:,} tokens each"
+    )
+
+
 def mori_section(rows: Sequence[RunRow]) -> list[str]:
     """Return the page's section with MORI's results: one row per load and policy."""
+    tokens = {(row.workload, row.programs, row.policy): row.output_tok_per_s or 0.0 for row in rows}
+
+    def against(name: str, row: RunRow) -> str:
+        theirs = tokens.get((row.workload, row.programs, name))
+        mine = row.output_tok_per_s or 0.0
+        return "" if row.policy == name else "–" if theirs is None else less(mine, theirs)
+
     first = rows[0]
-    lines = []
-    for row in rows:
-        same = {
-            other.policy: other
-            for other in rows
-            if (other.workload, other.programs) == (row.workload, row.programs)
-        }
-        against = [
-            less(row.output_tok_per_s or 0.0, same[name].output_tok_per_s or 0.0) if name in same else "–"
-            for name in BASELINES
-        ]
-        lines.append(
-            [
-                row.trace,
-                f"{row.programs // (row.replicas or 1)}",
-                f"`{row.policy}`",
-                f"{row.output_tok_per_s:,.0f}",
-                *("" if row.policy == name else cell for name, cell in zip(BASELINES, against, strict=True)),
-                f"{row.ttft_s.mean:.1f}" if row.ttft_s.mean is not None else "–",
-                _busy(row),
-                _changed(row),
-                f"{row.regenerated_tokens / max(1, row.prompt_tokens):.1%}",
-            ]
-        )
-    head = [
-        "load", "a replica", "policy", "output tok/s", *(f"against `{name}`" for name in BASELINES),
-        "TTFT, s", "busy: least, mean", "programs that moved; moves each", "computed again",
-    ]  # fmt: skip
     return [
         "## MORI's DP = 3",
-        f"{first.replicas} replicas of {first.hardware} with {first.model}, a KV pool of "
-        f"{first.pool_blocks * first.block_size:,} tokens each, closed loop, {first.virtual_s:,.0f} virtual "
-        f"s, seed {first.seed}. The paper: {PUBLISHED}.",
-        marked(head, lines),
+        f"{devices(first)}, closed loop, {first.virtual_s:,.0f} virtual s, seed {first.seed}. The paper: "
+        f"{PUBLISHED}.",
+        columns(
+            rows,
+            {"load": lambda row: row.trace},
+            {"a replica": lambda row: f"{row.programs // (row.replicas or 1)}"},
+            POLICY,
+            TOKENS,
+            {f"against `{name}`": partial(against, name) for name in BASELINES},
+            {"TTFT, s": lambda row: "–" if row.ttft_s.mean is None else f"{row.ttft_s.mean:.1f}"},
+            {"busy: least, mean": _busy},
+            MOVED,
+            AGAIN,
+        ),
     ]
 
 
@@ -289,56 +300,32 @@ def at_most_section(rows: Sequence[RunRow]) -> list[str]:
     """Return the page's section on the maximum throughput of the policies."""
     first = rows[0]
     most = max(row.programs_per_hour or 0.0 for row in rows)
-    lines = [
-        [
-            f"`{row.policy}`",
-            f"{row.programs_per_hour:,.1f}",
-            less(row.programs_per_hour or 0.0, most),
-            f"{row.output_tok_per_s:,.0f}",
-            f"{row.completion_s.mean:,.0f}" if row.completion_s.mean is not None else "–",
-            _again(row),
-            _changed(row),
-            _busy(row, spread=True),
-        ]
-        for row in rows
-    ]
-    head = [
-        "policy", "programs/h", "against the best", "output tok/s", "completion, s", "computed again",
-        "programs that moved; moves each", "busy: least to most",
-    ]  # fmt: skip
     return [
         "## All programs present at once",
-        f"{first.replicas} replicas of {first.hardware} with {first.model}, a KV pool of "
-        f"{first.pool_blocks * first.block_size:,} tokens each, {first.programs} programs in all, seed "
-        f"{first.seed}. Programs an hour until the last has ended; the best is taken for the batch-optimal "
-        "order. SAGA pays 30 % of that (its table 8).",
-        marked(head, lines),
+        f"{devices(first)}, {first.programs} programs in all, seed {first.seed}. Programs an hour until the "
+        "last has ended; the best is taken for the batch-optimal order. SAGA pays 30 % of that (its table "
+        "8).",
+        columns(
+            rows,
+            POLICY,
+            {"programs/h": lambda row: f"{row.programs_per_hour:,.1f}"},
+            {"against the best": lambda row: less(row.programs_per_hour or 0.0, most)},
+            TOKENS,
+            COMPLETION,
+            AGAIN,
+            MOVED,
+            SPREAD,
+        ),
     ]
 
 
 def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> list[str]:
     """Return the page's section on programs that finish in time, at ``load`` times the best throughput."""
     means = {row.policy: row.completion_s.mean for row in rows}
-    lines = [
-        [
-            f"`{row.policy}`",
-            _met(row, [OVERALL]),
-            *(
-                _met(row, [name for name in row.slo_attainment or {} if name.startswith(f"{kind}-")])
-                for kind, *_ in TENANTS
-            ),
-            f"{row.completion_s.mean:,.0f}" if row.completion_s.mean is not None else "–",
-            _against_whole(row.policy, means),
-            _busy(row, spread=True),
-            _changed(row),
-            _again(row),
-        ]
-        for row in rows
-    ]
-    head = [
-        "policy", "in time: all", *(f"{kind} tenants" for kind, *_ in TENANTS), "completion, s",
-        "against the whole", "busy: least to most", "programs that moved; moves each", "computed again",
-    ]  # fmt: skip
+
+    def of_kind(kind: str, row: RunRow) -> str:
+        return _met(row, [name for name in row.slo_attainment or {} if name.startswith(f"{kind}-")])
+
     return [
         f"## At {load:.0%} of the best",
         f"Poisson arrivals, {rate_per_s:.3g} programs a second. In time: within 1.5 times what a program "
@@ -346,7 +333,17 @@ def tenant_section(rows: Sequence[RunRow], load: float, rate_per_s: float) -> li
         "of all, 99.1, 99.4 and 98.7 % of heavy, medium and light tenants; vLLM 67.3 %. Its table 4: "
         "completion +96 % without affinity, +31 % without stealing, +8 % without shares, +54 % without its "
         "eviction, +42 % without times-to-live, +19 % without prefetch.",
-        marked(head, lines),
+        columns(
+            rows,
+            POLICY,
+            {"in time: all": lambda row: _met(row, [OVERALL])},
+            {f"{kind} tenants": partial(of_kind, kind) for kind, *_ in TENANTS},
+            COMPLETION,
+            {"against the whole": lambda row: _against_whole(row.policy, means)},
+            SPREAD,
+            MOVED,
+            AGAIN,
+        ),
     ]
 
 
@@ -376,10 +373,6 @@ def _met(row: RunRow, tenants: Sequence[str]) -> str:
     return f"{sum(known) / len(known):.1%}" if known else "–"
 
 
-def _again(row: RunRow) -> str:
-    return f"{row.regenerated_tokens / max(1, row.prompt_tokens):.1%}"
-
-
 def _busy(row: RunRow, *, spread: bool = False) -> str:
     used = row.utilisation
     if used is None:
@@ -391,6 +384,11 @@ def _busy(row: RunRow, *, spread: bool = False) -> str:
 def _changed(row: RunRow) -> str:
     changes = row.replica_changes
     return "–" if changes is None else f"{changes['programs_share']:.1%}; {changes['per_program']:.2f}"
+
+
+AGAIN: Columns = {"computed again": lambda row: f"{row.regenerated_tokens / max(1, row.prompt_tokens):.1%}"}
+MOVED: Columns = {"programs that moved; moves each": _changed}
+SPREAD: Columns = {"busy: least to most": partial(_busy, spread=True)}
 
 
 if __name__ == "__main__":
