@@ -144,8 +144,12 @@ class _OpenScope:
         self._begun = True
         self._token = current_context.set(self._inside)
 
+    def _leave_context(self) -> None:
+        reset_context(self.__dict__.pop("_token"))
+
     def __exit__(self, *error: Any) -> None:
-        reset_context(self._token)
+        if hasattr(self, "_token"):
+            self._leave_context()
         self._scope.__exit__(*error)
 
     def drop(self, result: Any) -> None:
@@ -171,11 +175,11 @@ class GeneratorScope:
     consumer's context."""
 
     def __init__(self, fresh: ScopeFactory) -> None:
-        outside = current_context.get()
         self._scope = fresh()
         self._scope.__enter__()
         self._inside: ExecutionContext = current_context.get()
-        current_context.set(outside)
+        if hasattr(self._scope, "_leave_context"):  # another context may finalise the generator
+            self._scope._leave_context()
 
     def __enter__(self) -> None:
         self._token = current_context.set(self._inside)
@@ -188,11 +192,7 @@ class GeneratorScope:
         """Called before the consumer gets ``item``."""
 
     def close(self, error: BaseException | None) -> None:
-        # The scope's exit resets the context variable, so the consumer's value is set again afterwards. If
-        # another context finalises the generator, the reset fails and is counted.
-        outside = current_context.get()
         self._scope.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-        current_context.set(outside)
 
 
 def _generator(function: Callable[..., Any], fresh: ScopeFactory) -> Callable[..., Any]:

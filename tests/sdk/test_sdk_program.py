@@ -77,10 +77,22 @@ def test_an_abandoned_generator_ends_its_program_as_cancelled(online):
         while True:
             yield
 
+    @sojourn.program
+    async def async_endless():
+        while True:
+            yield sojourn.tool(endless)()
+
+    async def leave_early():
+        async for tool in async_endless():
+            next(tool)
+            break
+        assert sojourn.current_program() is None
+
     for _ in endless():
         break
+    asyncio.run(leave_early())  # which closes the generator in a context of the loop
     gc.collect()
-    assert told(online)[-1].status == "cancelled"
+    assert [end.status for end in told(online, ProgramEnd)] == ["cancelled"] * 3
     assert sojourn.stats()["context_reset_failed"] == 0
 
 
