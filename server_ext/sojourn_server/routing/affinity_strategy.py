@@ -447,12 +447,11 @@ class AffinityStrategy(RoutingStrategy):
                 return
             lane = self._order_lanes(queue, lanes, room=True)[0]
             oldest = queue.first(lane)
-            is_late = self._is_late(oldest, now)
-            if self.reserved is None and oldest.needs_tokens > most and is_late:
+            if self.reserved is None and oldest.needs_tokens > most and self._is_late(oldest, now):
                 self.reserved = best.replica_id
                 continue
             request = oldest
-            if self._order.by_arrival or oldest.needs_tokens > most or not is_late:
+            if self._order.by_arrival or oldest.needs_tokens > most or not self._is_late(oldest, now):
                 request = next(one for one in queue.lanes[lane] if one.needs_tokens <= most)
             route = self._place_or_reject(request, now)
             if route.replica_id is not None:
@@ -505,59 +504,65 @@ class AffinityStrategy(RoutingStrategy):
             elif blocked.needs_tokens:
                 roomy = [one for one in self._fleet.values() if one.view().takes_new]
                 for replica in nlargest(MAX_VICTIM_REPLICAS, roomy, key=lambda one: one.view().room_tokens):
-                    if self._make_room_at(replica, blocked, tenants, now):
+                    if self._make_way_at(replica, blocked, tenants, now):
                         break
 
     def _make_way_at(
         self, replica: Replica, blocked: RoutedRequest, tenants: TenantShares, now: float
-    ) -> None:
-        """Recall requests from a full replica, so that ``blocked``, which waits for it, can be sent there."""
-        capacity = self._fleet.capacity_tokens
-        others = [
-            PreemptibleRequestView(
-                one.request_id, one.tenant, one.context_tokens, one.context_tokens / capacity, one.sent_s
-            )
+    ) -> bool:
+        """Let requests make way for ``blocked`` at a replica, as the policy decides. If ``blocked`` waits for
+        this replica, which is full, requests are recalled from it. If ``blocked`` waits for KV capacity,
+        programs leave the replica. Returns whether any request makes way."""
+        core, fleet, room = self._core, self._fleet, blocked.replica_id is None
+        capacity, needs, missing = fleet.capacity_tokens, blocked.context_tokens, fleet.missing(replica)
+        sizes = {
+            one.request_id: one.context_tokens
             for one in replica.in_flight.values()
             if one.tenant != blocked.tenant and not (one.began or one.recalled or one.displaced_others)
-        ]
-        used = blocked.context_tokens / capacity
-        missing = self._fleet.missing(replica)
-        chosen = self._preempted(blocked, used, missing, others, tenants, now)
-        if chosen:
-            self._displace(chosen, replica, blocked, now)
-            if self._fleet.missing(replica) == (0, 0):
-                self._core.dequeue(blocked)
-                self._core.send(blocked, now)
-
-    def _make_room_at(
-        self, replica: Replica, blocked: RoutedRequest, tenants: TenantShares, now: float
-    ) -> bool:
-        """Let programs leave a replica, so that ``blocked`` has enough KV capacity there. A program with
-        cached KV leaves only for another replica with capacity. Return whether any program leaves."""
-        memory, others = self._fleet.memory_tokens, []
-        for request in self._movable_from(replica):
-            program = request.program
-            assert program is not None
-            if request.tenant == blocked.tenant:
-                continue
-            if program.cached and self.route_away(request, replica.replica_id, now) is None:
-                continue
-            size, sent_s = program.size_tokens, request.sent_s if request.sent is not None else None
-            others.append(
-                PreemptibleRequestView(request.request_id, request.tenant, size, size / memory, sent_s)
-            )
-        used, missing = blocked.needs_tokens / memory, blocked.needs_tokens - replica.view().room_tokens
-        chosen = self._preempted(blocked, used, (missing, 0), others, tenants, now)
+        }
+        if room:
+            capacity, needs, sizes = fleet.memory_tokens, blocked.needs_tokens, {}
+            missing = (needs - replica.view().room_tokens, 0)
+            for one in self._movable_from(replica):
+                program = one.program
+                assert program is not None
+                if one.tenant != blocked.tenant and not (
+                    program.cached and self.route_away(one, replica.replica_id, now) is None
+                ):
+                    sizes[one.request_id] = program.size_tokens
+        others = []
+        for name, size in sizes.items():
+            one = core.requests[name]
+            sent_s = one.sent_s if one.sent is not None else None
+            others.append(PreemptibleRequestView(name, one.tenant, size, size / capacity, sent_s))
+        if not others:
+            return False
+        standings = {
+            tenant: TenantStanding(tenants.shares.get(tenant, 0.0), tenants.used(tenant, room=room))
+            for tenant in {blocked.tenant, *(other.tenant for other in others)}
+        }
+        waited_s = now - blocked.waiting_since_s
+        view = BlockedRequestView(blocked.request_id, blocked.tenant, waited_s, needs / capacity, *missing)
+        try:
+            named = list(self._preemption.preempt_less_urgent(view, others, standings))
+        except Exception as error:
+            raise PolicyCallError(f"the preemption policy failed at request {view.request_id!r}") from error
+        chosen = [core.requests[request_id] for request_id in named if request_id in sizes]
+        if not chosen:
+            return False
         # A request that loses its home is queued after ``blocked`` has its place, even after an error.
         homeless: list[RoutedRequest] = []
         try:
-            if chosen:
-                self._displace(chosen, replica, blocked, now, homeless)
+            self._displace(chosen, replica, blocked, now, homeless if room else None)
+            if room:
                 self.place(blocked, None, now)
+            elif fleet.missing(replica) == (0, 0):
+                core.dequeue(blocked)
+                core.send(blocked, now)
         finally:
             for request in homeless:
                 self.enqueue_again(request)
-        return bool(chosen)
+        return True
 
     def _movable_from(self, replica: Replica) -> list[RoutedRequest]:
         """Return the requests whose programs have their home at this replica and could leave it, at most
@@ -572,33 +577,6 @@ class AffinityStrategy(RoutingStrategy):
             if is_alone and program.moved_at_turn != program.turns and one.only_replica_id is None:
                 found.append(one)
         return found[:MAX_VICTIM_CANDIDATES]
-
-    def _preempted(
-        self,
-        blocked: RoutedRequest,
-        used: float,
-        missing: tuple[int, int],
-        others: list[PreemptibleRequestView],
-        tenants: TenantShares,
-        now: float,
-    ) -> list[RoutedRequest]:
-        """Ask the policy which of ``others`` make way for ``blocked``. ``used``: share of capacity that it
-        will use. ``missing``: tokens and requests in its way."""
-        if not others:
-            return []
-        room = blocked.replica_id is None
-        standings = {
-            tenant: TenantStanding(tenants.shares.get(tenant, 0.0), tenants.used(tenant, room=room))
-            for tenant in {blocked.tenant, *(other.tenant for other in others)}
-        }
-        waited_s = now - blocked.waiting_since_s
-        view = BlockedRequestView(blocked.request_id, blocked.tenant, waited_s, used, *missing)
-        try:
-            named = list(self._preemption.preempt_less_urgent(view, others, standings))
-        except Exception as error:
-            raise PolicyCallError(f"the preemption policy failed at request {view.request_id!r}") from error
-        known = {other.request_id for other in others}
-        return [self._core.requests[request_id] for request_id in named if request_id in known]
 
     def _displace(
         self,
