@@ -28,11 +28,11 @@ class Case(NamedTuple):
 
     needs: tuple[str, ...]
     script: Sequence[Reply]
-    programs: int
     tools: tuple[str, ...]
     """By name, sorted."""
-    nodes: frozenset[str | None]
+    nodes: frozenset[str | None] = frozenset({None})
     """Of the requests."""
+    programs: int = 1
     graph: bool = False
     """A graph is declared."""
     arguments: Callable[[Path], list[str]] = lambda folder: []
@@ -60,36 +60,36 @@ def instances(folder: Path) -> list[str]:
     return [str(folder / "instances"), "--workers", "2"]
 
 
+def bash(text: str, command: str) -> Answer:
+    return Answer(text, (ToolUse("bash", {"command": command}),))
+
+
+MEND = ToolUse("write_file", {"path": "stats.py", "text": "def mean(v):\n    return sum(v) / len(v)\n"})
 CHECK = 'python -c "import stats; assert stats.mean([2, 4]) == 3"'
 CASES = {
     "openai_loop.py": Case(
         ("openai",),
         [ToolUse("clock"), [ToolUse("whoami"), ToolUse("clock")], "noon"],
-        programs=1,
         tools=(),  # read by the server from the answers
-        nodes=frozenset({None}),
     ),
     "mini_swe_agent.py": Case(
         ("minisweagent",),
         [
-            Answer("look", (ToolUse("bash", {"command": "cat stats.py"}),)),
-            Answer("fix", (ToolUse("bash", {"command": "sed -i 's/ - 1//' stats.py && python check.py"}),)),
-            Answer("done", (ToolUse("bash", {"command": DONE}),)),
+            bash("look", "cat stats.py"),
+            bash("fix", "sed -i 's/ - 1//' stats.py && python check.py"),
+            bash("done", DONE),
         ],
-        programs=1,
         tools=("bash", "bash", "bash"),
-        nodes=frozenset({None}),
     ),
     "langchain_coding_agent.py": Case(
         ("langchain", "langchain_openai"),
         [
             ToolUse("read_file", {"path": "not_there.py"}),
             ToolUse("read_file", {"path": "stats.py"}),
-            ToolUse("write_file", {"path": "stats.py", "text": "def mean(v):\n    return sum(v) / len(v)\n"}),
+            MEND,
             ToolUse("shell", {"command": "python -c 'import stats; print(stats.mean([2, 4]))'"}),
             "mended",
         ],
-        programs=1,
         tools=("read_file", "read_file", "shell", "write_file"),
         nodes=frozenset({"model"}),
         graph=True,
@@ -101,10 +101,9 @@ CASES = {
             "read stats.py, then mend it",
             "it may be right as it is",  # so the tests run, and fail
             ToolUse("read_file", {"path": "stats.py"}),
-            ToolUse("write_file", {"path": "stats.py", "text": "def mean(v):\n    return sum(v) / len(v)\n"}),
+            MEND,
             "mended",
         ],
-        programs=1,
         tools=("read_file", "run_tests", "run_tests", "write_file"),
         nodes=frozenset({"plan", "code"}),
         graph=True,
@@ -112,13 +111,9 @@ CASES = {
     ),
     "mini_swe_bench.py": Case(
         ("minisweagent",),
-        [
-            Answer("fix", (ToolUse("bash", {"command": "sed -i 's/ - 1//' stats.py"}),)),
-            Answer("done", (ToolUse("bash", {"command": DONE}),)),
-        ],
+        [bash("fix", "sed -i 's/ - 1//' stats.py"), bash("done", DONE)],
         programs=2,
         tools=("bash",) * 4,
-        nodes=frozenset({None}),
         arguments=instances,
         at_once=True,
     ),
@@ -127,14 +122,12 @@ CASES = {
         ["1", "2", "I give up"],
         programs=6,
         tools=("step",) * 18,
-        nodes=frozenset({None}),
         arguments=lambda folder: ["--tasks=2", "--group=3", "--turns=3", "--concurrency=6", "--latency-s=0"],
         at_once=True,
     ),
     "autogen_team.py": Case(
         ("autogen_agentchat", "autogen_ext"),
         [ToolUse("read_file", {"path": "README.md"}), "a draft", "too long", "shorter", "APPROVED"],
-        programs=1,
         tools=("read_file",),
         nodes=frozenset({"writer", "critic"}),
         graph=True,
@@ -201,15 +194,6 @@ def environment_of(folder: Path) -> dict[str, str]:
     return environment
 
 
-def run(path: Path, server: FakeServer, folder: Path, arguments: list[str]) -> str:
-    line = [sys.executable, str(path), "--url", server.url, *arguments]
-    done = subprocess.run(
-        line, env=environment_of(folder), cwd=folder, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def numbered(script: Sequence[Reply]) -> list[Answer]:
     """The same call ids in every play, since some examples print them."""
     ids = itertools.count(1)
@@ -230,7 +214,12 @@ def played(case: Case, path: Path, folder: Path) -> tuple[str, FakeServer]:
         return answers[turn]
 
     with FakeServer(in_turn if case.at_once else answers) as server:
-        return run(path, server, folder, case.arguments(folder)), server
+        done = subprocess.run(
+            [sys.executable, str(path), "--url", server.url, *case.arguments(folder)],
+            env=environment_of(folder), cwd=folder, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, server
 
 
 @pytest.mark.slow
@@ -247,14 +236,14 @@ def test_an_example_reports_its_run(case: tuple[str, Case], tmp_path: Path) -> N
     assert len(server.requests) == len(silent.requests) == expected.requests
 
     events = server.program_events()
-    starts = [event for event in events if isinstance(event, ProgramStart)]
-    assert len(starts) == expected.programs
-    assert sorted(event.program_id for event in events if isinstance(event, ProgramEnd)) == sorted(
-        event.program_id for event in starts
+    starts, ends, tools, stops = (
+        [event for event in events if isinstance(event, kind)]
+        for kind in (ProgramStart, ProgramEnd, ToolStart, ToolStop)
     )
-    tools = [event for event in events if isinstance(event, ToolStart)]
+    assert len(starts) == expected.programs
+    assert sorted(event.program_id for event in ends) == sorted(event.program_id for event in starts)
     assert tuple(sorted(event.tool for event in tools)) == expected.tools
-    assert sum(isinstance(event, ToolStop) for event in events) == len(tools)
+    assert len(stops) == len(tools)
     # Until the server's dialect is known, a request carries its program in a header alone.
     early = [request for request in server.requests if request.context is None]
     assert all(request.batches_before == 0 for request in early)
