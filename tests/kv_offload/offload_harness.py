@@ -6,7 +6,6 @@ Import it after ``pytest.importorskip("torch")``.
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +21,9 @@ from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_tier import TierLimits
 from sojourn_server.kv_offload.kv_pages import KvPages
-from sojourn_server.kv_offload.offload_jobs import BlockCopy, OffloadJobs
+from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
-from sojourn_server.kv_offload.offload_worker import Copy, DeviceBackend, OffloadWorker
+from sojourn_server.kv_offload.offload_worker import DeviceBackend, OffloadWorker
 from sojourn_server.kv_offload.shared_store import SharedStore
 
 LAYERS = 3
@@ -37,32 +36,20 @@ class WatchedDevice:
 
     def __init__(self, memory: DeviceBackend) -> None:
         self.memory = memory
-        self.block_bytes = memory.block_bytes
         self.before: Callable[[str], None] = lambda name: None
         self.calls: list[str] = []
 
-    def fence(self) -> Any:
-        return self.memory.fence()
+    def __getattr__(self, name: str) -> Any:
+        made = getattr(self.memory, name)
+        if name not in ("to_host", "to_device", "slot"):
+            return made
 
-    def to_host(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        self.calls.append("to_host")
-        self.before("to_host")
-        return self.memory.to_host(copies, after)
+        def watched(*arguments: Any) -> Any:
+            self.calls.append(name)
+            self.before(name)
+            return made(*arguments)
 
-    def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        self.calls.append("to_device")
-        self.before("to_device")
-        return self.memory.to_device(copies, after)
-
-    def hold_compute(self, copy: Any) -> None:
-        self.memory.hold_compute(copy)
-
-    def slot(self, slot: int) -> memoryview:
-        self.before("slot")
-        return self.memory.slot(slot)
-
-    def close(self) -> None:
-        self.memory.close()
+        return watched
 
 
 class Engine:
@@ -165,14 +152,7 @@ class Engine:
         self.lane_is_through("_to_disk")
 
     def lane_is_through(self, lane: str) -> None:
-        through = threading.Event()
-
-        def done() -> int:
-            through.set()
-            return 0
-
-        getattr(self.mover, lane).submit(done)
-        assert through.wait(PATIENCE_S)
+        assert getattr(self.mover, lane).end_of_work().wait(PATIENCE_S)
 
     # -- what a scheduler does
 
@@ -192,29 +172,31 @@ class Engine:
 
     def persist(self, chain: Sequence[bytes], on_device: Mapping[bytes, int]) -> tuple[int, int]:
         """Persist a chain as a gateway does, by asking again until no write is pending."""
-        answers: list[tuple[int, int]] = []
+        told = (0, 1)
 
         def done() -> bool:
-            answers.append(self.planner.persist(chain, on_device, self.now))
-            return not answers[-1][1]
+            nonlocal told
+            told = self.planner.persist(chain, on_device, self.now)
+            return not told[1]
 
         self.steps_until(done)
-        return answers[-1]
+        return told
 
     def ask(self, keys: Sequence[bytes], request_id: str = "r") -> int | None:
         return self.planner.lookup(request_id, as_context(keys), self.now)
 
     def wait_for(self, keys: Sequence[bytes], request_id: str = "r") -> int:
         """Look up keys as a scheduler does, by asking again in each step until there is an answer."""
-        answers: list[int | None] = []
+        found: int | None = None
 
         def answered() -> bool:
-            answers.append(self.ask(keys, request_id))
-            return answers[-1] is not None
+            nonlocal found
+            found = self.ask(keys, request_id)
+            return found is not None
 
         self.steps_until(answered)
-        assert answers[-1] is not None
-        return answers[-1]
+        assert found is not None
+        return found
 
     def load(self, keys: Sequence[bytes], request_id: str = "r") -> None:
         """Load keys into the first blocks, which are cleared before. Fails if any content differs from the

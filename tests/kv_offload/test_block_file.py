@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from pathlib import Path
 
 import pytest
 from faulty_file_system import FILE_BYTES
-from hypothesis import given
-from hypothesis import strategies as st
 from kv_blocks import BLOCK_BYTES, identity, key, payload
 from sojourn_server.kv_offload.block_file import (
     HEADER_BYTES,
@@ -25,13 +21,10 @@ KEY = key(1)
 DIGEST = identity().digest()
 
 
-def write_block(path: Path, name: bytes, digest: bytes, content: list[memoryview]) -> None:
-    replace_file(FileSystem(), path, [memoryview(header(name, digest, content)), *content])
-
-
 def write(path: Path, *, name: bytes = KEY, digest: bytes = DIGEST, data: bytes = payload(KEY)) -> bytes:
     """The content of the file."""
-    write_block(path, name, digest, byte_views([data]))
+    content = byte_views([data])
+    replace_file(FileSystem(), path, [memoryview(header(name, digest, content)), *content])
     return path.read_bytes()
 
 
@@ -100,22 +93,6 @@ def test_a_good_file_of_something_else_is_refused(tmp_path: Path, other: dict[st
     refused(tmp_path / "block.kv", why)
 
 
-@given(
-    cuts_in=st.lists(st.integers(0, 4096), max_size=6),
-    cuts_out=st.lists(st.integers(0, 4096), max_size=6),
-)
-def test_round_trip_whatever_the_cut(
-    tmp_path_factory: pytest.TempPathFactory, cuts_in: list[int], cuts_out: list[int]
-) -> None:
-    path = tmp_path_factory.mktemp("cut") / "block.kv"
-    data = payload(KEY, 4096)
-    write_block(path, KEY, DIGEST, byte_views(pieces(data, cuts_in)))
-    found = bytearray(4096)
-    read_block(FileSystem(), path, KEY, DIGEST, byte_views(pieces(memoryview(found), cuts_out)))
-    assert found == data
-    assert os.listdir(path.parent) == ["block.kv"]
-
-
 def test_the_digest_is_the_same_in_every_process_and_differs_with_every_field() -> None:
     """Pinned: a digest that changed would lose every store there is."""
     assert DIGEST.hex() == "a42f4cdb9a71d04defce67351b798aac"
@@ -127,10 +104,3 @@ def test_the_digest_is_the_same_in_every_process_and_differs_with_every_field() 
     digests.add(identity(tp_size=2, tp_rank=1).digest())
     assert len(digests) == len(changes) + 1
     assert DIGEST not in digests
-
-
-def pieces(data: bytes | memoryview, cuts: list[int]) -> list[memoryview]:
-    """``data`` cut at some places; some pieces may be empty."""
-    edges = [0, *sorted(cuts), len(data)]
-    view = memoryview(data)
-    return [view[first:last] for first, last in itertools.pairwise(edges)]

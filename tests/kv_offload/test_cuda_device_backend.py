@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda
-from sojourn_server.kv_offload.cuda_device_backend import CudaCopy, CudaDeviceBackend
+from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import BlockCopy
 
@@ -77,35 +76,6 @@ def test_no_byte_is_wrong_in_whatever_order_the_device_works(seed: int) -> None:
 def test_without_this_wait_a_byte_is_wrong(missing: str) -> None:
     noticed = sum(wrong_copies(seed, missing) > 0 for seed in range(40))
     assert noticed > 20, f"only {noticed} of 40 lives notice that {missing} wait is missing"
-
-
-def during_the_wait(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
-    """Call ``run`` once, when a thread next begins to wait for a copy."""
-    wait, ran = CudaCopy.wait, list[object]()
-
-    def waiting(self: CudaCopy) -> float:
-        if not ran:
-            ran.append(None)
-            run()
-        return wait(self)
-
-    monkeypatch.setattr(CudaCopy, "wait", waiting)
-
-
-def test_a_load_from_a_slot_that_is_waited_for_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk's thread waits for a slot that is being filled, while another thread queues a load from it."""
-    for seed in range(20):
-        cuda = FakeCuda(seed)
-        layers, pages = device_memory()
-        backend = CudaDeviceBackend(pages, SLOTS, cuda)
-        for layer in layers:
-            layer[:] = np.arange(BLOCKS, dtype=np.uint8)[:, None]
-        backend.to_host([BlockCopy(3, 0)], backend.fence())
-        with monkeypatch.context() as patched:
-            during_the_wait(patched, lambda: backend.to_device([BlockCopy(5, 0)], backend.fence()))  # noqa: B023
-            assert set(bytes(backend.slot(0))) == {3}
-        cuda.run_all()
-        assert all((layer[5] == 3).all() for layer in layers), "a wrong token would follow"
 
 
 def test_the_thread_of_the_model_never_waits() -> None:

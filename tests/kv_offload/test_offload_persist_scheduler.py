@@ -91,19 +91,6 @@ def test_parts_that_lie_on_the_device_in_host_memory_and_on_disk_are_one_context
     assert told["context_tokens"] - told["stored_tokens"] < 2 * BLOCK_TOKENS
 
 
-def test_what_is_written_stays_when_the_program_is_told_to_have_left() -> None:
-    """As its old engine hears it: by the end that exists."""
-    engine = make(disk_blocks=100)
-    turn(engine, "a1", prompt(1, 330), "A")
-    persist(engine)
-    idle(engine)
-    engine.tell({"seq": 1, "type": "program_end", "program_id": "A", "status": "cancelled"})
-    turn(engine, "b1", prompt(2, 560), "B")
-    assert engine.ask("stats")["tiers"]["disk"]["used"] == 20
-    assert engine.ask("program", program_id="A")["status"] == "ended"
-    assert persist(engine)[:2] == ("done", 0), "of which blocks those were is forgotten"
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

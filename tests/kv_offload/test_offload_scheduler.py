@@ -93,29 +93,20 @@ def test_what_belongs_on_disk_is_written_though_there_is_room_and_only_then_goes
 def test_a_write_that_fails_is_not_repeated_until_it_is_ordered_again() -> None:
     planner = OffloadScheduler(TierLimits(host_slots=40, disk_blocks=1000))
     stored(planner, keys(0, 30), 3)
+    assert not planner.has_jobs
     planner.write_to_disk(keys(0, 30), 1)
+    assert planner.has_jobs, "an idle engine runs a step for it"
     tries = 0
     for _ in range(200):
         spills = planner.take_jobs().spills
+        assert not planner.has_jobs, "it is being written, or has failed: to turn in circles helps nobody"
         planner.take_results(OffloadResults(spilled={file.key: CopyResult.FULL for file in spills}))
         tries += len(spills)
     assert tries == 30
     assert planner.host.get(key(0)).rank == 1  # type: ignore[union-attr]
-    assert key(0) not in planner.disk.blocks  # type: ignore[union-attr]
+    assert key(0) not in planner.disk.blocks
     planner.write_to_disk(keys(0, 30), 1)
     assert len(planner.take_jobs().spills) == 30
-
-
-def test_an_idle_engine_is_asked_for_a_step_that_writes_what_was_ordered() -> None:
-    planner = OffloadScheduler(TierLimits(host_slots=40, disk_blocks=100))
-    stored(planner, keys(0, 30))
-    assert not planner.has_jobs
-    planner.write_to_disk(keys(0, 30), 2)
-    assert planner.has_jobs
-    jobs = planner.take_jobs()
-    assert not planner.has_jobs, "it is being written: to turn in circles meanwhile helps nobody"
-    planner.take_results(OffloadResults(spilled={file.key: CopyResult.FAILED for file in jobs.spills}))
-    assert not planner.has_jobs, "and a write that failed is not repeated"
 
 
 def waited_s(planner: OffloadScheduler, request: str, context: list[bytes], now: float) -> float:
@@ -142,33 +133,28 @@ def test_a_disk_that_does_not_answer_holds_one_request_and_not_every_turn() -> N
     assert planner.lookup("other", as_context(contexts[2]), 30.0) is None, "the disk answers, so it is read"
 
 
-def test_who_waits_for_a_read_costs_a_step_no_look_at_its_blocks() -> None:
+def calls_of_a_look_up(planner: OffloadScheduler, context: list[bytes]) -> int:
+    calls, waiting = Counter[str](), as_context(context)
+    sys.setprofile(lambda frame, event, _: calls.update([event]))
+    found = planner.lookup("r", waiting, 1.0)
+    sys.setprofile(None)
+    assert found is None
+    return calls["call"]
+
+
+def test_who_waits_for_a_read_or_for_anothers_load_looks_at_few_of_its_blocks() -> None:
     planner = OffloadScheduler(TierLimits(host_slots=2000, disk_blocks=2000))
     context = keys(0, 2000)
     find(planner, context)
     assert planner.lookup("r", as_context(context), 0.0) is None
     planner.take_jobs()
     planner.take_results(OffloadResults(staged=dict.fromkeys(context[:1000], CopyResult.MOVED)))
-    calls, waiting = Counter[str](), as_context(context)
-    sys.setprofile(lambda frame, event, _: calls.update([event]))
-    found = planner.lookup("r", waiting, 1.0)
-    sys.setprofile(None)
-    assert found is None
-    assert calls["call"] < 100
-
-
-def test_who_waits_for_anothers_load_looks_at_no_more_than_its_beginning() -> None:
+    assert calls_of_a_look_up(planner, context) < 100
     planner = OffloadScheduler(TierLimits(host_slots=2000))
-    context, asked = keys(0, 1000), Counter[str]()
     stored(planner, context)
-    assert planner.lookup("loads", as_context(context), 0.0) == 1000
-    planner.load("loads", context, range(1000))
-    waiting = as_context(context)
-    sys.setprofile(lambda frame, event, _: asked.update([event]))
-    found = planner.lookup("waits", waiting, 0.0)
-    sys.setprofile(None)
-    assert found is None
-    assert asked["call"] < 100
+    assert planner.lookup("loads", as_context(context), 0.0) == 2000
+    planner.load("loads", context, range(2000))
+    assert calls_of_a_look_up(planner, context) < 100
 
 
 def test_a_disk_that_ends_no_write_neither_fills_host_memory_nor_is_given_more() -> None:
@@ -216,11 +202,9 @@ def test_writes_of_an_engine_that_looked_nothing_up_for_long_are_no_hang() -> No
 def test_a_requested_write_is_forgotten_with_its_block() -> None:
     planner = OffloadScheduler(TierLimits(host_slots=10, disk_blocks=1000))
     for start in range(0, 1000, 10):
-        stored(planner, keys(start, 10), RetentionRank.PLAIN)
+        stored(planner, keys(start, 10))
         planner.write_to_disk(keys(start, 10), RetentionRank.PLAIN)
-    assert len(planner.host.requested_writes) == 10
-    assert len(planner.take_jobs().spills) == 10
-    assert not planner.has_jobs
+    assert len(planner.host.requested_writes) == len(planner.take_jobs().spills) == 10
 
 
 def test_requests_that_wait_for_the_disk_leave_half_of_host_memory() -> None:
@@ -254,6 +238,21 @@ def test_a_search_that_runs_out_of_time_makes_nothing_forgotten() -> None:
     [job] = planner.take_jobs().probes
     planner.take_results(OffloadResults(probed={job: (60, True)}))
     assert planner.persist(chain, {}, 2000.0) == (60, 0), "one that is missing was deleted, the end first"
+
+
+@pytest.mark.parametrize("every_s", [0.5, 9.0, 11.0])
+def test_a_context_is_on_disk_in_the_end_however_seldom_one_asks(every_s: float) -> None:
+    """Two parts last seen at different times used to be looked for in turns, for ever."""
+    planner, chain = OffloadScheduler(TierLimits(host_slots=400, disk_blocks=1000)), keys(0, 200)
+    find(planner, chain[:100])
+    for poll in range(12):
+        told = planner.persist(chain, {each: at for at, each in enumerate(chain)}, every_s * (poll + 1))
+        while planner.has_jobs:
+            jobs = planner.take_jobs()
+            results = answered(jobs)
+            results.probed = {job: (len(asked), False) for job, asked in jobs.probes.items()}
+            planner.take_results(results)
+    assert told == (200, 0) or planner.persist(chain, {}, every_s * 13) == (200, 0)
 
 
 def test_a_repeated_look_up_after_a_read_costs_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,23 +389,16 @@ def test_after_a_reset_nothing_is_written_or_read_until_a_restart() -> None:
     assert kept.lookup("r", as_context([key(1)]), 0.0) == 1, "host memory goes on"
 
 
+ACTS = st.tuples(st.sampled_from(["persist", "step", "late", "evict", "fail"]), st.integers(0, 9))
+
+
 @settings(max_examples=150, deadline=None)
-@given(
-    host_slots=st.integers(1, 12),
-    disk_blocks=st.integers(1, 12),
-    acts=st.lists(
-        st.tuples(st.sampled_from(["persist", "step", "late", "evict", "fail"]), st.integers(0, 9)),
-        max_size=40,
-    ),
-)
+@given(host_slots=st.integers(1, 12), disk_blocks=st.integers(1, 12), acts=st.lists(ACTS, max_size=40))
 def test_what_is_told_is_true_and_everything_comes_to_an_end(
     host_slots: int, disk_blocks: int, acts: list[tuple[str, int]]
 ) -> None:
-    kept, chain = (
-        OffloadScheduler(TierLimits(host_slots=host_slots, disk_blocks=disk_blocks, max_spilling=3)),
-        keys(0, 10),
-    )
-    late = OffloadResults()
+    kept = OffloadScheduler(TierLimits(host_slots=host_slots, disk_blocks=disk_blocks, max_spilling=3))
+    chain, late = keys(0, 10), OffloadResults()
     for act, number in acts:
         if act == "persist":
             wanted = chain[: number + 1]

@@ -299,6 +299,22 @@ def test_a_disk_that_hangs_does_not_hold_up_the_end(
     make(tmp_path).load(KEYS[:6])
 
 
+def test_persist_asks_the_store_for_what_it_has_not_just_seen_and_writes_what_another_deleted(
+    tmp_path: Path,
+) -> None:
+    chain = KEYS[:10]
+    a, b = (Engine(tmp_path, blocks=12, slots=20, disk_blocks=12) for _ in range(2))
+    assert a.persist(chain, a.compute(chain)) == (10, 0)
+    a.now += 11.0  # longer than the writes of one move
+    for each in chain[4:7]:
+        next(tmp_path.glob(f"*/*/{each.hex()}.kv")).unlink()
+    assert a.planner.persist(chain, {}, a.now) == (0, 10), "the store is asked"
+    assert a.persist(chain, a.compute(chain)) == (10, 0)
+    b.load(chain)
+    for engine in (a, b):
+        engine.close()
+
+
 def test_each_lane_says_what_it_has_moved(make: Callable[..., Engine], tmp_path: Path) -> None:
     engine = make(tmp_path, spill_below=1.0)
     size = engine.device.block_bytes

@@ -212,6 +212,19 @@ def test_a_request_runs_when_its_blocks_have_arrived(engine: Any, loading: Any) 
     assert nothing_is_left(engine)
 
 
+def test_a_request_whose_load_failed_is_computed_though_it_needs_most_of_the_pool(
+    engine: Any, loading: Any
+) -> None:
+    """If it kept the blocks of the failed load, it would wait for ever."""
+    blocks = {copy.block_id for copy in loading.kv_connector_metadata.jobs.loads["a2"]}
+    assert 2 * len(blocks) > 41 - 10
+    arrive(engine, loading, "a2", without=blocks)
+    assert engine.pool.get_num_free_blocks() == 40
+    turn(engine, "c1", prompt(3, 32), "C")
+    assert planner(engine).counts["discarded"] == len(blocks)
+    assert nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("fails", [False, True], ids=["", "the hook fails"])
 @pytest.mark.parametrize("by_client", [True, False], ids=["aborted", "by a step before its preemption"])
 def test_a_request_that_ends_while_it_loads_keeps_its_blocks(

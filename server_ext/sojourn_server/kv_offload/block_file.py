@@ -19,10 +19,8 @@ A header of 128 bytes, then the payload: the KV of each layer, in order. Numbers
        124     4  CRC-32 of the first 124 bytes
 
 A chain hash identifies tokens, not the model that computed their KV. The header therefore has the digest of
-the ``KvIdentity``, and a file copied from another model's store is refused.
-
-A file is written under a temporary name and then renamed. If the process dies, the block's file is complete
-or absent. If the machine fails, a renamed file may lack bytes; its length or a checksum reveals that.
+the ``KvIdentity``, and a file copied from another model's store is refused. If the machine fails, a renamed
+file may lack bytes; its length or a checksum reveals that.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ _FIELDS = struct.Struct("<8sHHIQ16s64s20x")
 _CHECKSUM = struct.Struct("<I")
 
 # CRC-32 over 2 MiB: zlib 6.8 GB/s, blake2b 1.3 GB/s (EPYC, Python 3.11); blake2b would be the slowest part of
-# a read from the page cache. The checksum detects torn writes and flipped bits, not forgery. It detects an
-# error within 32 bits for certain, and any other with probability 1 - 2^-32. Both functions release the GIL.
+# a read from the page cache. The checksum detects torn writes and flipped bits, not forgery.
 
 
 class BlockCorrupt(OSError):
@@ -83,24 +80,17 @@ class FileSystem:
                 return False
             return all(file.readinto(part) == part.nbytes for part in buffers)
 
-    def replace(self, source: Path, target: Path) -> None:
-        """Rename ``source`` to ``target``, replacing an existing file."""
-        os.replace(source, target)
+    replace = staticmethod(os.replace)
+    stat = staticmethod(os.stat)
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
     def mkdir(self, path: Path) -> None:
-        """Make a folder and its missing parents. No error if the folder exists."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def set_mtime(self, path: Path, mtime_ns: int) -> None:
         os.utime(path, ns=(mtime_ns, mtime_ns))
-
-    def stat(self, path: Path) -> tuple[int, int]:
-        """Return (size in bytes, modification time in nanoseconds)."""
-        status = os.stat(path)
-        return status.st_size, status.st_mtime_ns
 
     def scan(self, path: Path) -> list[tuple[int, int, str]]:
         """Return (modification time, size, path) of the files of all folders in ``path``; no links."""

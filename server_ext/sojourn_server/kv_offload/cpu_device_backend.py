@@ -38,12 +38,11 @@ def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
 
 
 class CpuCopy(NamedTuple):
-    """The result of copies on a CPU, which are already complete."""
+    """Copies on a CPU, which are already complete."""
 
     seconds: float
 
     def wait(self) -> float:
-        """Return the seconds that the copies took."""
         return self.seconds
 
 

@@ -90,6 +90,8 @@ class DiskTier:
         """Number of a job that asks the store → the keys."""
         self._confirming: int | None = None
         """Number of the last job that asked the store for ``persist``."""
+        self._confirmed: set[BlockKey] = set()
+        """Blocks that such jobs have found, until the next ``persist`` whose blocks all are known."""
         self._waits: dict[str, _DiskWait] = {}
         self._silent_since_s: dict[str, float] = {}
         """``"reads"`` (with probes) or ``"writes"`` → time since which the disk has answered none."""
@@ -127,6 +129,7 @@ class DiskTier:
             # If the time ran out, nothing is forgotten.
             keys = self._probing.pop(job)
             self._know(keys[:found])
+            self._confirmed.update(keys[:found] if job == self._confirming else ())
             for key in keys[found:] if next_is_missing else ():
                 self._forget_file(key)
         if results.staged or results.probed:
@@ -192,8 +195,11 @@ class DiskTier:
         """Ask the store for those of ``chain`` that it was last known to have ``CONFIRMED_S`` ago. This marks
         them as just used: writes delete the least recently used files, and the end of a context must not
         displace its beginning. Return the number of blocks asked for."""
-        old = [key for key in chain if self._now - self.blocks.get(key, self._now) > CONFIRMED_S]
-        if old and self._confirming not in self._probing:
+        ages = ((key, self._now - self.blocks.get(key, self._now)) for key in chain)
+        old = [key for key, age_s in ages if age_s > CONFIRMED_S and key not in self._confirmed]
+        if not old:
+            self._confirmed.difference_update(chain)
+        elif self._confirming not in self._probing:
             self._confirming = self._probe(old)
         return len(old)
 
@@ -213,6 +219,7 @@ class DiskTier:
             self._forget_file(next(iter(self.blocks)))
 
     def _forget_file(self, key: BlockKey) -> None:
+        self._confirmed.discard(key)
         if self.blocks.pop(key, None) is not None and (entry := self._host.get(key)) is not None:
             self._host.set_dirty(entry, True)
 
@@ -254,8 +261,7 @@ class DiskTier:
         unknown = self.leading(keys)
         if wait.probe is None and len(keys) - unknown >= self._limits.min_probe_blocks:
             wait.probe = self._probe(keys[unknown:])
-        # The request runs next, so it has priority over idle programs.
-        elif len(keys) > found and self._read(keys, wait, RetentionRank.PLAIN, at_most=RetentionRank.IDLE):
+        elif len(keys) > found and self._read(keys, wait, RetentionRank.PLAIN):
             wait.was_read = True
         else:
             return False
@@ -268,18 +274,17 @@ class DiskTier:
         request needs them. Returns how many of them are being read now; none while the disk hangs."""
         if not self.blocks or self.hangs("reads"):
             return 0
-        return self._read(keys, None, rank, at_most=min(rank, RetentionRank.IDLE))
+        return self._read(keys, None, rank)
 
-    def _read(
-        self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank, *, at_most: RetentionRank
-    ) -> int:
+    def _read(self, keys: Iterable[BlockKey], wait: _DiskWait | None, rank: RetentionRank) -> int:
         """Plan to read the leading ``keys`` from disk, for a request's ``wait`` or ahead of need. Returns how
         many of ``keys`` are being read now, also because of earlier calls.
 
         Skips blocks that host memory has. Stops when there is no room, or at a key that is neither in host
-        memory nor known to be on disk. The new entries have the rank ``rank``. Host memory may evict entries
-        of rank ``at_most`` or below for them."""
-        host, here = self._host, list[HostEntry]()
+        memory nor known to be on disk. The new entries have the rank ``rank``."""
+        host, here, idle = self._host, list[HostEntry](), RetentionRank.IDLE
+        # A request that waits runs next, so it has priority over idle programs.
+        at_most = idle if wait is not None else min(rank, idle)
         pinned = sum(len(other.entries) for other in self._waits.values() if other is not wait)
         room = int(MAX_PINNED_SHARE * host.slots) - pinned if pinned else host.slots
         for key in islice(keys, max(0, room)):

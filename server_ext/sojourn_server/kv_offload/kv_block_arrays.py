@@ -65,13 +65,12 @@ class KvBlockArrays:
         self._backend.close()
 
     def gather(self, layer: int, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
-        """Copy layer number ``layer`` of the engine blocks ``block_ids`` into Layer Blocks (one layer of a
-        Full Block each), and return them. An incomplete last Layer Block is padded with zeros."""
+        """Return copies of Layer Blocks (one layer of a Full Block each): of layer number ``layer`` of the
+        engine blocks ``block_ids``. An incomplete last one is padded with zeros."""
         return self._read([layer], block_ids, after)
 
     def gather_full(self, block_ids: Sequence[int], after: Any = None) -> list[memoryview]:
-        """Return a copy of the Full Block that consists of the engine blocks ``block_ids``, one buffer per
-        layer."""
+        """Return a copy of the Full Block of the engine blocks ``block_ids``, one buffer per layer."""
         return self._read(range(len(self)), block_ids, after)
 
     def scatter(

@@ -468,11 +468,6 @@ class OffloadScheduler:
         return self.host.slots - self.host.room(_WANTED)
 
     @property
-    def loads_ahead(self) -> bool:
-        """Whether any load ahead of need has neither ended nor been cancelled."""
-        return any(name.startswith(AHEAD) and not load.is_cancelled for name, load in self.loads.items())
-
-    @property
     def loading_blocks(self) -> int:
         """Number of device blocks that loads fill. Cheap: it is read in every step."""
         return sum(len(load.block_ids) for load in self.loads.values())

@@ -6,17 +6,14 @@ block after the other. It can be divided into its layers (Layer Blocks) without 
 one buffer per layer or one for all layers. The key of a Full Block is the chain hash of its last engine
 block, which identifies all tokens up to the block's end (DualPath §4.1, A.5).
 
-Folders
--------
     ROOT/
       3f9a0c51d2e47b68/       a store; its name has the first 16 hex digits of the digest of its identity
         manifest.json         the ``KvIdentity`` in full, for people and for errors
         a7/a7c0….kv           a block; its name is the key in hex, its folder the key's first byte
         a7/a7c0….91fe….tmp    a block being written
 
-Equal keys mean equal content. So engines need no lock and no names: a block that two of them write at once
-gets the content of either. A file is written under a temporary name of its own and renamed, so a reader finds
-a whole file or none. A block that another engine deletes is not found, and computed again.
+Equal keys mean equal content. So engines need no lock: a block that two of them write at once gets the
+content of either. A file is renamed once it is written, so a reader finds a whole file or none.
 
 A file's modification time is the time of its last use. When the files exceed the budget, the next writer
 deletes the oldest ones. A block is a little older than its parent, so that the end of a context is deleted
@@ -40,7 +37,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import stat
 import threading
 import time
@@ -71,24 +67,20 @@ TEMPORARY_NS = 3600 * 10**9
 """Age from which a temporary file counts as left by a writer that died."""
 COUNT_NS = 60 * 10**9
 """A writer lists the files again after this time, because other engines write too. Fifty thousand files take
-it a quarter of a second of a core."""
+it a quarter of a second of a core. Until then nothing is written if the disk stays full after deletions,
+because other data takes the room, or if no file can be deleted."""
 COUNT_SHARE = 8
 """A store lists its files again once it has written this part of the room that it found: the files of so
 many engines together exceed the budget by at most one block each."""
 EVICTION_SHARE = 32
 """Part of the files that are deleted at once. The files need not be listed again for each block."""
-DISK_FULL_NS = 60 * 10**9
-"""Time for which nothing is written if the disk stays full after deletions, because other data takes the
-room, or if no file can be deleted."""
 CONTEXT_NS = 600 * 10**9
 """If a block's parent has not been used for so long, the block's whole context is marked as used."""
 MAX_PARENTS = 1 << 16
 """Number of written blocks whose parents a store remembers."""
 
 _KIND = "sojourn KV store"
-_STORE = re.compile(r"[0-9a-f]{16}")
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Error numbers of a full disk or quota."""
 
 
 def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
@@ -119,8 +111,6 @@ class IncompatibleStore(Exception):
 
 
 class PutOutcome(Enum):
-    """Outcome of writing a block to a store."""
-
     STORED = "stored"
     ALREADY = "already"
     """The store already had a block of this key. The given content was ignored."""
@@ -135,7 +125,7 @@ def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None)
     cannot be listed."""
     found: dict[Path, list[tuple[str, Any, Any]]] = {}
     with contextlib.suppress(FileNotFoundError):
-        for name in sorted(filter(_STORE.fullmatch, os.listdir(root))):
+        for name in sorted(os.listdir(root)):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # not a store
                 manifest = json.loads((root / name / MANIFEST).read_bytes())
                 if manifest.get("kind") == _KIND:
@@ -153,9 +143,9 @@ def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None)
 def check_private(store: Path) -> None:
     """Raise ``OSError`` if another user (except root) can change what is in the folder ``store``."""
     me, status = os.geteuid(), store.lstat()
-    if stat.S_ISLNK(status.st_mode) or status.st_uid != me or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder"
-        mode = stat.S_IMODE(status.st_mode)
+    kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder"
+    mode = stat.S_IMODE(status.st_mode)
+    if kind == "a link" or status.st_uid != me or mode & 0o022:
         raise PermissionError(
             errno.EPERM,
             f"{store} is {kind} of user {status.st_uid} with mode {mode:04o}; expected a folder of "
@@ -193,8 +183,8 @@ class SharedStore:
         """Guards the attributes below. Held while files are listed and deleted, for which only writers
         wait."""
         self._left = 0
-        """Number of files that this store may write before it lists the files again."""
-        self._count_again_ns = self._full_until_ns = 0
+        """Number of files that this store may write before it lists the files again; -1 for a full disk."""
+        self._count_again_ns = 0
         self._parents: OrderedDict[bytes, bytes] = OrderedDict()
         if not os.path.lexists(path):
             check_root(path.parent, asdict(identity))
@@ -207,14 +197,14 @@ class SharedStore:
         self._count()
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading ``keys`` the store has. Only the sizes of files are checked. A later read
-        may still find no block, because another engine may delete it."""
+        """Return how many leading ``keys`` the store ``has``."""
         return sum(1 for _ in takewhile(self.has, keys))
 
     def has(self, key: bytes) -> bool:
-        """Return whether the store has a file of the right size for ``key``."""
+        """Return whether the store has a file of the right size for ``key``. A read may still find no block,
+        because another engine may delete it."""
         try:
-            return self._files.stat(self._path(key))[0] == self._file_bytes
+            return self._files.stat(self._path(key)).st_size == self._file_bytes
         except OSError:
             return False
 
@@ -258,14 +248,13 @@ class SharedStore:
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
-            self._full_until_ns = self._clock_ns() + DISK_FULL_NS
+            self._left, self._count_again_ns = -1, self._clock_ns() + COUNT_NS
             return PutOutcome.FULL
         self._mark_used(key, parent)
         return PutOutcome.STORED
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Mark the blocks of ``keys``, in context order, as used now. The end becomes older than the
-        beginning. Keys without a file are ignored."""
+        """Mark the blocks of ``keys`` that exist, in context order, as used now, the end as the oldest."""
         now_ns = self._clock_ns()
         for place, key in enumerate(keys):
             with contextlib.suppress(OSError):  # a wrong order costs little
@@ -283,7 +272,7 @@ class SharedStore:
         context = [key]
         if parent:
             with contextlib.suppress(OSError):  # it may not be stored
-                used_ns = self._files.stat(self._path(parent))[1]
+                used_ns = self._files.stat(self._path(parent)).st_mtime_ns
                 if self._clock_ns() - used_ns < CONTEXT_NS:
                     self._files.set_mtime(self._path(key), used_ns - 1000)
                     context = []
@@ -298,20 +287,15 @@ class SharedStore:
     def _reserve(self) -> bool:
         """Return whether one more file fits in the budget; if necessary, delete the oldest."""
         with self._lock:
-            now_ns = self._clock_ns()
-            if now_ns < self._full_until_ns:
-                return False
-            if self._left < 1 or now_ns >= self._count_again_ns:
+            if not self._left or self._clock_ns() >= self._count_again_ns:
                 self._count()
-                if self._left < 1:
-                    self._full_until_ns = now_ns + DISK_FULL_NS
-            self._left -= 1
-            return self._left >= 0
+            has_room = self._left > 0
+            self._left -= has_room
+            return has_room
 
     def _count(self, *, evict: bool = False) -> int:
         """List all files. Delete temporary files of dead writers, and the oldest blocks if the budget has no
-        room for another or if ``evict`` is set, because other data fills the disk. Return the number of
-        blocks deleted. Raises ``OSError``."""
+        room for another, or with ``evict``, because other data fills the disk. Return how many."""
         began_ns = self._clock_ns()
         blocks: list[tuple[int, int, str]] = []
         used_bytes = 0
@@ -332,7 +316,7 @@ class SharedStore:
                     used_bytes -= size
                     self.blocks -= 1
         room = max(0, self._budget_bytes - used_bytes) // self._file_bytes
-        self._left = min(room, max(1, room // COUNT_SHARE))
+        self._left = min(room, max(1, room // COUNT_SHARE)) or -1
         now_ns = self._clock_ns()
         self._count_again_ns = now_ns + max(COUNT_NS, 20 * (now_ns - began_ns))  # a share may list slowly
         return before - self.blocks

@@ -167,7 +167,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         return self.off
 
     def _is_loading(self, request_id: str) -> bool:
-        """Return whether KV is still written to the request's blocks."""
         return bool(self.planner.is_loading(request_id))
 
     def get_num_new_matched_tokens(
@@ -228,6 +227,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         self._disable(error)
 
     def attempt(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result of a call; ``None`` if it fails."""
         try:
             return call(*args, **kwargs)
         except Exception as error:
@@ -244,19 +244,16 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA, Generic[JobsT, ResultsT]):
         assert isinstance(kv_connector_metadata, StepOrders)
         self._begin_step(kv_connector_metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Do nothing, because ``handle_preemptions`` has given the worker its orders, loads included."""
+    # Do nothing by default, because ``handle_preemptions`` has given the worker its orders, loads included.
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None: ...
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, as in the next two."""
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        pass
+    ) -> None: ...
 
-    def wait_for_save(self) -> None:
-        pass
+    def wait_for_save(self) -> None: ...
 
     def build_connector_worker_meta(self) -> StepReport[ResultsT] | None:
         results = self._worker.take_results() if self._worker is not None else None

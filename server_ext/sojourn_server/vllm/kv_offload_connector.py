@@ -149,8 +149,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         self.planner.take_results(combined)
 
     def _finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # vLLM frees the blocks at once, or if the request still loads, when the load ends as usual. Sojourn
-        # saves useful content when the blocks are reused, or earlier.
+        # vLLM frees the blocks at once, or if the request still loads, when the load ends as usual.
         self.planner.abandon(request.request_id)
         return self._is_loading(request.request_id), None
 
@@ -161,7 +160,8 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
         need count, because results of other jobs may have been lost."""
         planner, paused, now = self.planner, self.is_paused(), self.clock()
         copies = paused and bool(planner.storing_blocks or planner.loads)
-        pending = planner.loads_ahead or (not self.off and (copies or planner.has_jobs))
+        ahead = any(name.startswith(AHEAD) and planner.is_loading(name) for name in planner.loads)
+        pending = ahead or (not self.off and (copies or planner.has_jobs))
         if not (paused and pending):
             self._pause_waits_since_s = None
             return pending
