@@ -230,14 +230,14 @@ def instructions_table(reports: list[dict[str, Any]]) -> str:
         f"`{first['command']}`, once in each environment; {first['machine']}, Python {first['python']}. "
         f"A turn is one LLM request and one tool call. The target was {first['targets']['turn_us']:.0f} µs.",
         "",
-        "| | release | a turn, million instructions | added | share | that is |",
-        "|---|---|--:|--:|--:|--:|",
+        "| | release | added, million instructions | share of a turn | that is |",
+        "|---|---|--:|--:|--:|",
     ]
     for report in reports:
         for name, row in report["frameworks"].items():
             lines.append(
-                f"| {name} | {row['version']} | {row['bare_instructions'] / 1e6:.2f} "
-                f"| {row['added_instructions'] / 1e6:.3f} | {row['added_share']:.2%} "
+                f"| {name} | {row['version']} | {row['added_instructions'] / 1e6:.3f} "
+                f"| {row['added_share']:.2%} "
                 f"| {row['added_us']:.0f} µs |"
             )
     return "\n".join(lines)

@@ -97,9 +97,9 @@ class HostCuda:
 class Kit:
     """Runs the parts of the kit. After each part it writes all results so far."""
 
-    def __init__(self, out: Path, small: bool, steps: int) -> None:
+    def __init__(self, out: Path, small: bool, steps: int, base: str | None) -> None:
         self.cuda = not small
-        self.out, self.steps = out, steps
+        self.out, self.steps, self.base = out, steps, base
         self.device = torch.device("cuda:0" if self.cuda else "cpu")
         self.runtime: Any = HostCuda()
         copy_call = "memmove"
@@ -370,11 +370,7 @@ class Kit:
 
     def roofline(self) -> dict[str, Any]:
         """Return the measured constants of a hardware profile, and the shipped ones for comparison."""
-        small = not self.cuda
-        arguments = argparse.Namespace(
-            smoke=small, base=None, name=None, json=None, output=self.out / f"{self.name}.toml"
-        )
-        return roofline.measure(arguments)
+        return roofline.measure(self.out / f"{self.name}.toml", self.base, smoke=not self.cuda)
 
     # -- results
 
@@ -437,12 +433,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory for the page, JSON and profile")
     parser.add_argument("--small", action="store_true", help="tiny shapes on the CPU")
     parser.add_argument("--steps", type=int, default=100_000, help="steps of the order's lives together")
+    parser.add_argument(
+        "--base", help="whose data sheet the profile has, a name or a file; default: the GPU's"
+    )
     parser.add_argument("--limit-s", type=float, default=540.0, help="seconds for all parts, about")
     arguments = parser.parse_args()
     if not arguments.small and not torch.cuda.is_available():
         sys.exit("error: torch finds no CUDA device; --small tries the kit out on the CPU")
     torch.manual_seed(0)
-    kit = Kit(arguments.out, arguments.small, arguments.steps)
+    kit = Kit(arguments.out, arguments.small, arguments.steps, arguments.base)
     status = kit.run(arguments.limit_s)
     verdict = "no byte is wrong" if not status else "LOOK AT THE PAGE"
     print(f"written to {arguments.out / kit.name}.md; {verdict}")

@@ -1,10 +1,4 @@
-"""Measure a CUDA device with plain torch and write a hardware profile for ``sojourn simulate --hardware``.
-
-    python benchmarks/gpu/roofline.py --output h200-measured.toml --json benchmarks/results/h200.json
-    python benchmarks/gpu/roofline.py --smoke --output smoke.toml       # tiny shapes on the CPU, seconds
-
-It has not yet been run on a GPU. The tests run ``--smoke``, whose figures mean nothing. ``kit.py`` runs this
-as its last part.
+"""The part ``roofline`` of ``kit.py``: measures a CUDA device and writes a profile for ``sojourn simulate``.
 
 Shapes are Llama-3.1-8B's: random bf16 weights, one layer at a time, captured in a CUDA graph as vLLM does,
 so that launching from Python is not measured. An efficiency is a share of the data sheet's FLOP peak or
@@ -23,7 +17,6 @@ Constants that one device without an engine cannot show (steps, requests, expert
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import platform
@@ -53,7 +46,6 @@ from sojourn_server.simulator.latency.latency_profiles import (  # noqa: E402
     ModelShape,
     load_hardware_profile,
     load_model_shape,
-    shipped_profile_names,
 )
 
 BASES = {"A100": "a100-80gb", "H100": "h100", "H200": "h200", "B200": "b200"}
@@ -322,24 +314,25 @@ def profile_toml(
     return "\n".join(lines) + "\n"
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the curves and write the requested files. Returns the curves, the constants derived from
-    them and, under ``shipped``, the same constants of the shipped profile."""
-    cuda = torch.cuda.is_available() and not arguments.smoke
-    if not cuda and not arguments.smoke:
-        sys.exit("error: torch finds no CUDA device; --smoke tries the script out on the CPU")
-    title = torch.cuda.get_device_name(0) if cuda else "smoke test on a CPU: not a measurement"
-    base = _base(arguments.base, title if cuda else "H100")
-    plan = SMOKE if arguments.smoke else FULL
-    model = SMOKE_MODEL if arguments.smoke else load_model_shape("llama-3.1-8b")
+def measure(output: Path, base_name: str | None, smoke: bool) -> dict[str, Any]:
+    """Measure, print the constants and write the profile ``output``. Returns the curves, their constants and,
+    under ``shipped``, those of the data sheet's profile: ``base_name``, a shipped profile or a
+    file; ``None``: the device's. ``smoke``: tiny shapes on the CPU, whose figures mean nothing."""
+    title = "smoke test on a CPU: not a measurement" if smoke else torch.cuda.get_device_name(0)
+    guessed = "h100" if smoke else next((base for part, base in BASES.items() if part in title), None)
+    if base_name is None and guessed is None:
+        raise LatencyProfileError(f"no data sheet known for {title!r}; name one: --base NAME or FILE.toml")
+    base = load_hardware_profile(base_name or guessed or "")
+    plan = SMOKE if smoke else FULL
+    model = SMOKE_MODEL if smoke else load_model_shape("llama-3.1-8b")
     torch.manual_seed(0)
     with torch.inference_mode():
-        bench = Bench(torch.device("cuda" if cuda else "cpu"), plan.repeats)
+        bench = Bench(torch.device("cpu" if smoke else "cuda"), plan.repeats)
         layers = measure_layer(bench, model, plan)
         prefills = measure_prefill_attention(bench, model, plan)
         decodes = measure_decode_attention(bench, model, plan)
         copies = measure_copies(bench, plan)
-    memory_bytes = float(torch.cuda.mem_get_info()[1]) if cuda else None
+    memory_bytes = None if smoke else float(torch.cuda.mem_get_info()[1])
     measured = constants(base, model, layers, prefills, decodes, copies, memory_bytes)
     provenance = {
         "device": title,
@@ -352,10 +345,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     for name, value in measured.items():
         print(f"{name:30} {value:12.5g}   {base.name}: {getattr(base, name):.5g}")
-    text = profile_toml(
-        arguments.name or ("measured" if cuda else "smoke"), title, base, measured, provenance
-    )
-    document = {
+    name = "smoke" if smoke else "measured"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(profile_toml(name, title, base, measured, provenance), encoding="utf-8")
+    load_hardware_profile(str(output))  # raises an error for a profile that it rejects
+    return {
         "measured": provenance,
         "constants": measured,
         "shipped": {name: getattr(base, name) for name in measured},
@@ -364,46 +358,3 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "decode_attention": decodes,
         "copies": copies,
     }
-    if arguments.json is not None:
-        _write(arguments.json, json.dumps(document, indent=2) + "\n")
-    if arguments.output is not None:
-        _write(arguments.output, text)
-        load_hardware_profile(str(arguments.output))  # raises an error for a profile that it rejects
-        print(f"written to {arguments.output}")
-    return document
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure a CUDA device and write a hardware profile.")
-    parser.add_argument("--output", type=Path, help="the profile, TOML")
-    parser.add_argument("--json", type=Path, help="the curves behind it")
-    parser.add_argument("--name", help="the profile's name")
-    parser.add_argument(
-        "--base", help=f"whose data sheet: {', '.join(shipped_profile_names('hardware'))}, or a file"
-    )
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes on the CPU; the figures mean nothing"
-    )
-    return parser.parse_args()
-
-
-def _base(named: str | None, title: str) -> HardwareProfile:
-    guessed = next((base for part, base in BASES.items() if part in title), None)
-    if named is None and guessed is None:
-        sys.exit(f"error: no data sheet known for {title!r}; name one: --base NAME or FILE.toml")
-    try:
-        return load_hardware_profile(named or guessed or "")
-    except LatencyProfileError as error:
-        sys.exit(f"error: {error}")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-if __name__ == "__main__":
-    measure(_arguments())

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -16,13 +12,6 @@ from sojourn_server.simulator.latency.latency_profiles import load_hardware_prof
 from sojourn_server.simulator.latency.latency_selection import load_latency_model
 
 pytest.importorskip("torch")
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "roofline.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +19,9 @@ def script() -> ModuleType:
     return load_script("benchmarks/gpu/roofline.py")
 
 
-def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(tmp_path: Path) -> None:
-    profile, curves = tmp_path / "smoke.toml", tmp_path / "curves.json"
-    result = run("--smoke", "--output", str(profile), "--json", str(curves))
-    assert result.returncode == 0, result.stderr
+def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(script: ModuleType, tmp_path: Path) -> None:
+    profile = tmp_path / "smoke.toml"
+    document = script.measure(profile, None, smoke=True)
     hardware = load_hardware_profile(str(profile))
     assert "not a measurement" in hardware.title
     sources = dict(hardware.sources)
@@ -44,7 +32,6 @@ def test_a_smoke_run_writes_a_profile_that_a_simulation_takes(tmp_path: Path) ->
     assert "linear_efficiency" not in hardware.estimates
     latency, _ = load_latency_model(str(profile), "llama-3.1-8b", kv_pool_tokens=10_000, max_model_len=8000)
     assert latency.step_s(StepWork(1, 1, 1, 1, 1)) > 0
-    document = json.loads(curves.read_text())
     assert [row["tokens"] for row in document["layer"]] == [1, 8, 64]
     assert all(row["attention_s"] > 0 for row in document["decode_attention"])
 
