@@ -76,17 +76,6 @@ def test_disabled_is_the_same_api_doing_nothing(python, server):
     assert server.probes == 0
 
 
-def test_the_url_of_the_environment_is_enough(python, server):
-    code = """
-    import sojourn
-    with sojourn.program("p"):
-        print(sojourn.request_parts()[1]["X-Session-ID"])
-    """
-    said = python(code, env={"SOJOURN_URL": server.url}).stdout.strip()
-    start, end = server.wait_for_events(1)[0], server.events()[-1]
-    assert {start.program_id, end.program_id} == {said}
-
-
 def test_wrap_and_instrument_refuse_what_they_do_not_know():
     with pytest.raises(sojourn.ArgumentError, match="cannot wrap a dict"):
         sojourn.wrap({})

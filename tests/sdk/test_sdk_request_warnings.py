@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import sojourn
@@ -105,48 +106,33 @@ def test_a_warning_that_fails_costs_the_agent_nothing(server):
     assert sojourn.stats()["internal_error"] == 1
 
 
-def unlisted(server, other):
-    here, there = (each.url.removeprefix("http://") for each in (server, other))
-    return (
-        f"3 requests went to {there} and none to {here}, which init() names: "
-        f"they carry no program; if {there} is the same server or a replica, write "
-        f'sojourn.init(url, hosts=["{there}"])'
-    )
-
-
-def test_programs_whose_requests_all_go_to_a_host_that_is_not_listed_are_warned_of_once(server, said):
-    with FakeServer() as other:
-        begin(server)
-        for asked in range(5):
-            with sojourn.program("p"):
-                ask(other.base_url)
-            assert said() == ([unlisted(server, other)] if asked >= 2 else [])
-    assert not server.requests
-    assert all(request.context is None for request in other.requests)
-
-
 @pytest.mark.parametrize(
     ("own", "named_by", "advice"),
     [
-        ("1", "sojourn run", "sojourn run --url http://{there}"),
-        ("0", "SOJOURN_URL", "SOJOURN_URL=http://{there}"),
+        (None, "init()", 'write sojourn.init(url, hosts=["{there}"])'),
+        ("1", "sojourn run", "give sojourn run --url http://{there}"),
+        ("0", "SOJOURN_URL", "give SOJOURN_URL=http://{there}"),
     ],
 )
-def test_a_server_that_init_does_not_name_is_corrected_where_it_was_named(
+def test_requests_that_all_go_to_a_host_that_is_not_listed_are_warned_of_once(
     server, said, monkeypatch, own, named_by, advice
 ):
-    monkeypatch.setenv("SOJOURN_URL", server.url)
-    monkeypatch.setenv("SOJOURN_OWN_PROGRAM", own)
-    here = server.url.removeprefix("http://")
+    if own is not None:
+        monkeypatch.setenv("SOJOURN_URL", server.url)
+        monkeypatch.setenv("SOJOURN_OWN_PROGRAM", own)
+    begin(None if own else server)
     with FakeServer() as other:
-        there = other.url.removeprefix("http://")
-        begin()
-        for _ in range(3):
-            ask(other.base_url)
-    assert said() == [
-        f"3 requests went to {there} and none to {here}, which {named_by} names: they carry no program; "
-        f"if {there} is the same server or a replica, give {advice.format(there=there)}"
-    ]
+        here, there = (each.url.removeprefix("http://") for each in (server, other))
+        text = (
+            f"3 requests went to {there} and none to {here}, which {named_by} names: they carry no program; "
+            f"if {there} is the same server or a replica, {advice.format(there=there)}"
+        )
+        for asked in range(5):
+            with sojourn.program("p") if own is None else nullcontext():
+                ask(other.base_url)
+            assert said() == ([text] if asked >= 2 else [])
+    assert not server.requests
+    assert all(request.context is None for request in other.requests)
 
 
 @pytest.mark.parametrize("elsewhere", [True, False])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import sojourn
-from sdk_records import ask
+from sdk_records import MESSAGES, ask
 from sojourn import listeners, outgoing_request
 from sojourn.listeners import ProgramListener
+from sojourn.testing import FakeServer
 from sojourn.token_usage import TokenUsage, of_answer, of_tail
 
 CHAT = {"prompt_tokens": 12, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 8}}
@@ -49,25 +50,34 @@ class UsageRecorder(ProgramListener):
         self.heard.append((how, request.usage, request.model))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_usage_is_read_only_for_a_listener(server, monkeypatch, stream):
+def anthropic(server: FakeServer, *, raw: bool = False, stream: bool = False) -> None:
+    fields = {"model": "m", "max_tokens": 9, "messages": MESSAGES}
+    with pytest.importorskip("anthropic").Anthropic(api_key="k", base_url=server.url) as client:
+        if stream:
+            with client.messages.stream(**fields) as events:
+                events.get_final_text()
+        else:
+            (client.messages.with_raw_response if raw else client.messages).create(**fields)
+
+
+WAYS = {
+    "chat": lambda server: ask(server.base_url),
+    "stream": lambda server: ask(server.base_url, stream=True, stream_options={"include_usage": True}),
+    # Whose input tokens do not include the cached ones.
+    "messages": anthropic,
+    "raw messages": partial(anthropic, raw=True),
+    "stream of messages": partial(anthropic, stream=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_usage_is_read_only_for_a_listener(online, monkeypatch, way):
     looked = []
-    monkeypatch.setattr(outgoing_request, "of_tail", lambda tail: looked.append(tail) or of_tail(tail))
-    monkeypatch.setattr(
-        outgoing_request, "of_answer", lambda result: looked.append(result) or of_answer(result)
-    )
-    more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-
-    def heard_by(ear: UsageRecorder) -> None:
-        listeners.add_listener(ear)
-        with sojourn.program("p"):
-            ask(server.base_url, **more)
+    for name, read in (("of_tail", of_tail), ("of_answer", of_answer)):
+        monkeypatch.setattr(outgoing_request, name, lambda given, read=read: looked.append(1) or read(given))
+    for wants_usage, usage in ((False, None), (True, TokenUsage(12, 3, 8))):
+        listeners.add_listener(ear := UsageRecorder(wants_usage))
+        way(online)
         listeners.remove_listener(ear)
-
-    sojourn.init(server.url)
-    heard_by(deaf := UsageRecorder(wants_usage=False))
-    assert looked == []
-    heard_by(keen := UsageRecorder(wants_usage=True))
-    assert deaf.heard == [("ended", None, "m")]
-    assert keen.heard == [("ended", TokenUsage(12, 3, 8), "m")]
-    assert len(looked) == 1
+        assert ear.heard == [("ended", usage, "m")]
+        assert len(looked) == wants_usage
