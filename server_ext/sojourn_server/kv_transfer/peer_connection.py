@@ -63,8 +63,6 @@ class PeerConnection:
         self.stream = stream
         self.address = address
         """The dialled address; empty if the peer has dialled."""
-        self.is_identified = False
-        """Whether the handshake has succeeded."""
         self.why_lost: str | None = None
         """Why the connection has ended; ``None`` while it is open."""
         self.unanswered = 0
@@ -157,7 +155,7 @@ class PeerTable:
         """Serve a connection that a peer has opened, until it ends."""
         conn = PeerConnection(self, stream)
         self.conns.add(conn)
-        await self._serve(conn)
+        await self._serve(conn, greets=True)
 
     def drop(self, conn: PeerConnection, why: str) -> None:
         """Close a connection at once. The transfers that need it fail for the reason ``why``."""
@@ -189,7 +187,6 @@ class PeerTable:
             if conn is not None:
                 self.drop(conn, why)
             raise TransferFailed(why) from error
-        conn.is_identified = True
         node.spawn(self._serve(conn))
         return conn
 
@@ -205,14 +202,13 @@ class PeerTable:
                 self._refuse(hello.name, why)
                 await conn.send(RefusedMessage(reason=why))
                 raise EOFError(why)
-            conn.is_identified = True
             await conn.send(WelcomeMessage())
 
-    async def _serve(self, conn: PeerConnection) -> None:
-        """Receive a connection's messages until it ends."""
+    async def _serve(self, conn: PeerConnection, *, greets: bool = False) -> None:
+        """Receive a connection's messages until it ends. ``greets``: the handshake comes first."""
         why = "the connection has ended"
         try:
-            if not conn.is_identified:
+            if greets:
                 await self._greet(conn)
             while conn.why_lost is None:
                 self.node.received(conn, *await conn.receive())

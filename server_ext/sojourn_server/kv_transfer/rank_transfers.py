@@ -18,14 +18,9 @@ from typing import Any
 from .transfer_jobs import TransferJobs
 
 
-def split_addresses(text: str) -> list[str]:
-    """Return the workers' addresses in ``text``, by rank."""
-    return text.split(",")
-
-
 def check_peer_ranks(peer: str, ranks: int) -> None:
     """Raise ``ValueError`` unless ``peer``, an engine's address, lists ``ranks`` workers."""
-    theirs = len(split_addresses(peer))
+    theirs = len(peer.split(","))
     if theirs != ranks:
         raise ValueError(
             f"the decode engine has {theirs} worker{'s' * (theirs > 1)} and this engine {ranks}; expected "
@@ -61,7 +56,7 @@ def jobs_of_rank(jobs: TransferJobs, rank: int, ranks: int) -> TransferJobs:
         return jobs
 
     def address(text: str) -> str:
-        return split_addresses(text)[rank] if text else ""
+        return text.split(",")[rank] if text else ""
 
     return replace(
         jobs,

@@ -329,7 +329,7 @@ class Transfer:
         self._has_begun = False
         self._why_ended: str | None = None
         self._task: asyncio.Task[None] | None = None
-        self._news: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
 
     # -- for the engine's threads -----------------------------------------------------
 
@@ -426,16 +426,15 @@ class Transfer:
                 self.node.warn(message, self.node.name, self.kind, self.name, outcome.why)
 
     async def news(self, patience_s: float | None = None) -> None:
-        """Wait until ``wake`` is called. If a peer has a part in the transfer, raises ``TimeoutError`` after
-        ``patience_s`` (``None``: ``lease_s``)."""
-        self._news = self.node.loop.create_future()
+        """Wait for a call of ``wake`` since the last wait. If a peer has a part in the transfer, raises
+        ``TimeoutError`` after ``patience_s`` (``None``: ``lease_s``)."""
         async with asyncio.timeout(None if self.conn is None else patience_s or self.node.limits.lease_s):
-            await self._news
+            await self._news.wait()
+        self._news.clear()
 
     def wake(self) -> None:
         """Let the coroutine look at its slots again."""
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        self._news.set()
 
     # -- buffers and messages -----------------------------------------------------------
 

@@ -83,7 +83,7 @@ class TransferManager:
         ``None`` if unknown.
         """
         node, reads, storage = self.node, self.node.reads, self.storage
-        block_bytes, sent = node.identity.block_bytes, node.counts["bytes_sent"]
+        block_bytes, queued_s = node.identity.block_bytes, reads.queued_s(node.loop.time())
         # Copies, because other threads count meanwhile.
         merged = Counter(node.counts) + Counter(storage.counts) + Counter(counts)
         return {
@@ -91,13 +91,12 @@ class TransferManager:
             "slots_used": node.buffers.used,
             "leases_waiting": node.buffers.waiting,
             "links": {
-                "storage read": {
-                    "queued_bytes": len(reads) * block_bytes,
-                    "queued_s": reads.queued_s(node.loop.time()),
-                    "moved_bytes": reads.ended * block_bytes,
-                },
-                "storage write": _link(storage.queued_writes * block_bytes, storage.written_bytes),
-                "compute network": _link(node.queued_send_bytes, sent),
+                name: {"queued_bytes": queued_bytes, "queued_s": queued_s, "moved_bytes": moved_bytes}
+                for name, queued_bytes, queued_s, moved_bytes in (
+                    ("storage read", len(reads) * block_bytes, queued_s, reads.ended * block_bytes),
+                    ("storage write", storage.queued_writes * block_bytes, None, storage.written_bytes),
+                    ("compute network", node.queued_send_bytes, None, node.counts["bytes_sent"]),
+                )
             },
             "received_bytes": node.counts["bytes_fetched"] + node.counts["bytes_taken"],
             "block_s": reads.block_s,
@@ -157,10 +156,6 @@ class TransferManager:
             for server in self._servers:
                 server.close()
             await self.node.close()
-
-
-def _link(queued_bytes: int, moved_bytes: int) -> dict[str, float | None]:
-    return {"queued_bytes": queued_bytes, "queued_s": None, "moved_bytes": moved_bytes}
 
 
 def fetch_stats(address: str) -> dict[str, Any] | None:

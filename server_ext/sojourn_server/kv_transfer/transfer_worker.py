@@ -71,8 +71,8 @@ class TransferWorker:
         """Pushes that may be open."""
         self._held: set[str] = set()
         """Finished requests whose blocks vLLM keeps until ``take_sent`` returns them."""
-        self._saves: list[SaveJob] = []
-        self._fills: list[FillJob] = []
+        self._jobs = TransferJobs()
+        """Jobs of this step."""
         self._bad: set[int] = set()
         """Ids of blocks of this step that were not filled."""
         self._reports = TransferResults()
@@ -85,7 +85,7 @@ class TransferWorker:
         """Begin a step's jobs. Call it before the forward pass, and also in steps without a forward pass."""
         self._bad = set(step.not_filled)
         self._streams, self._step_pushes = [], []
-        self._saves, self._fills = step.saves, step.fills
+        self._jobs = step
         for abort in step.aborts:
             self._do("end a push", self._node.give_up, *abort)
         for job in step.fetches:
@@ -139,10 +139,10 @@ class TransferWorker:
         for _, load in self._streams:
             self._do("release blocks", load.end)
         self._save_blocks()
-        for fill in self._fills:
+        for fill in self._jobs.fills:
             source = self._take_source(fill.ask)
             self._fill_lane.submit(partial(self._fill_blocks, fill, source, self._kv.fence()))
-        self._streams, self._step_pushes, self._fills = [], [], []
+        self._streams, self._step_pushes, self._jobs = [], [], TransferJobs()
 
     # -- results ------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class TransferWorker:
         """Hand the store copies of the step's new Full Blocks that it lacks. From the first of a request on
         that it does not take, its blocks are left to a later step; a finished request's are given up."""
         refused = self._reports.stored
-        for save in self._saves:
+        for save in self._jobs.saves:
             is_computed = not self._bad or save.request in self._held
             if save.request not in refused and not (
                 is_computed and self._do("store a block", self._save, save)
