@@ -11,12 +11,7 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
 from rich.console import Console
 from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
-from sojourn_server.demo.demo_report import (
-    arm_figures,
-    document,
-    recomputed_prompt_tokens,
-    table,
-)
+from sojourn_server.demo.demo_report import arm_figures, document, recomputed_prompt_tokens, table
 from sojourn_server.demo.demo_run import ArmRecord, EngineCounters, parse_counts
 
 FACTS = {"pool": "KV for 100 tokens", "pool_blocks": 4, "seed": 0}
@@ -47,13 +42,10 @@ def arm(name: str, *programs: DemoProgramRecord, ttft_s: float = 1.0) -> ArmReco
 
 
 def test_again_is_what_was_there_before() -> None:
-    # The second turn adds 40 new tokens to 110 old ones: all of those 150 had to be computed.
-    assert recomputed_prompt_tokens([turn(100, 0), turn(150, 0)]) == 110
-    assert recomputed_prompt_tokens([turn(100, 0), turn(150, 110)]) == 0
-    assert (
-        recomputed_prompt_tokens([turn(100, 0), turn(150, 96)]) == 14
-    )  # the rest of a block that was not full
-    assert recomputed_prompt_tokens([turn(100, 0), turn(150, 140)]) == 0  # more than expected is no debt
+    # The second turn adds 40 new tokens to 110 old ones. With 96 cached, the rest of a block that was not
+    # full is computed again; more than expected is no debt.
+    for cached, again in ((0, 110), (96, 14), (110, 0), (140, 0)):
+        assert recomputed_prompt_tokens([turn(100, 0), turn(150, cached)]) == again
     assert recomputed_prompt_tokens([turn(100, 32)]) == 0  # a first turn has no past of its own
     assert recomputed_prompt_tokens([]) == 0
 
@@ -117,10 +109,7 @@ def test_an_arm_with_failed_programs_has_no_ratios() -> None:
 def test_the_table_shows_both_arms() -> None:
     stock = arm("stock", program(turn(100, 0), turn(150, 0), ended_s=30.0))
     ours = arm("sojourn", program(turn(100, 0), turn(150, 96), ended_s=10.0))
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
-        console.print(table(document([stock, ours], FACTS)))
-    text = console.export_text()
+    text = printed(document([stock, ours], FACTS))
     assert "3.00" in text
     assert "1/1" in text
     assert "KV for 100 tokens" in text

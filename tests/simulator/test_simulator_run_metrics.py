@@ -163,7 +163,7 @@ def test_a_warm_up_leaves_out_earlier_programs_and_turns_but_not_their_tokens_si
     assert "first 8 s" in row.notes[-1]
 
 
-@pytest.mark.parametrize("since_s", [-1.0, 100.0, 1e9])
+@pytest.mark.parametrize("since_s", [-1.0, 100.0])
 def test_a_warm_up_that_leaves_nothing_is_refused(since_s: float) -> None:
     with pytest.raises(WarmUpError, match=r"since_s is .*less than virtual_s, 100") as refused:
         summarize_run(small_run(), since_s=since_s)
@@ -181,17 +181,10 @@ def test_defects_of_the_run_are_noted() -> None:
 
 
 def test_only_wall_clock_fields_differ_between_machines() -> None:
-    one, other = (
-        synthetic_run_log("stock", 6, virtual_s=600.0),
-        synthetic_run_log("stock", 6, virtual_s=600.0),
-    )
+    one, other = (synthetic_run_log("stock", 6, virtual_s=600.0) for _ in range(2))
     other.wall_s, other.scheduler_s = 99.0, 9.0
     rows = [msgspec.to_builtins(summarize_run(run)) for run in (one, other)]
     assert {name for name in rows[0] if rows[0][name] != rows[1][name]} == set(WALL_CLOCK_FIELDS)
-    for row in rows:
-        for name in WALL_CLOCK_FIELDS:
-            del row[name]
-    assert msgspec.json.encode(rows[0]) == msgspec.json.encode(rows[1])
 
 
 @pytest.mark.parametrize(

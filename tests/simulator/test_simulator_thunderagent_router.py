@@ -66,28 +66,11 @@ class Street:
         return self.take(Tick())
 
 
-def full_street() -> Street:
-    """Room for a thousand tokens; a and b hold 300 and 400, and each a buffer of 100."""
-    street = Street(1000)
-    assert street.arrive("a", 300) == {"a": 0}
-    assert street.arrive("b", 400) == {"b": 0}
-    return street
-
-
 def test_a_new_program_goes_on_at_once_where_it_fits_with_its_buffer() -> None:
     street = Street(1000)
     assert street.arrive("a", 900) == {"a": 0}
     street = Street(1000)
     assert street.arrive("a", 901) == {}
-
-
-def test_the_smallest_acting_program_is_paused_first() -> None:
-    street = full_street()
-    street.finish("a", 500)
-    street.finish("b", 600)
-    street.tick()  # 1100 + 200 > 1000: a goes
-    assert street.arrive("a", 510) == {}
-    assert street.arrive("b", 610) == {"b": 0}
 
 
 def test_marks_count_until_it_fits_and_no_further() -> None:
@@ -121,14 +104,6 @@ def test_resume_prefers_those_who_come_back_then_new_ones_then_idle_ones() -> No
     # 2000 - (700 + 100) = 1200: of new (300 + 100) and idle (600 + 100) both fit; new first.
     assert street.tick() == {"new": 0}
     assert street.arrive("idle", 610) == {"idle": 0}
-
-
-def test_who_can_never_fit_goes_on_after_half_an_hour() -> None:
-    street = Street(1000)
-    street.arrive("huge", 1000)
-    while street.now + CHECK_EVERY_S < FORCE_RESUME_AFTER_S:
-        assert street.tick() == {}
-    assert street.tick() == {"huge": 0}
 
 
 steps = st.lists(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from simulator_run_logs import POLICY_BEHAVIORS, synthetic_run_log, turn_log
 from sojourn_server.cli.explain import turn_table
-from sojourn_server.simulator.report.turn_phases import add_run, ledger, totals, turn_pairs, turn_phases
+from sojourn_server.simulator.report.turn_phases import add_run, ledger, totals, turn_phases
 from sojourn_server.simulator.run_log import ProgramLog, RunLog
 from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
@@ -75,8 +75,8 @@ def test_every_second_of_every_program_is_in_exactly_one_span(name: str) -> None
     for program in run.programs:
         end_s = run.virtual_s if program.finished_s is None else program.finished_s
         at_s = program.turns[0].submitted_s
-        for turn, next_turn in turn_pairs(program.turns):
-            for span in turn_phases(program, turn, next_turn, run.virtual_s):
+        for _, phases in turn_phases(program, run.virtual_s):
+            for span in phases:
                 assert span.start_s == at_s
                 assert span.end_s >= span.start_s
                 at_s = span.end_s

@@ -11,11 +11,6 @@ if TYPE_CHECKING:
     from .latency.latency_models import LatencyModel
 
 
-Event = tuple[float, int, Callable[..., None], tuple[Any, ...], bool]
-"""A scheduled callback: (due time in virtual seconds, sequence number, callback, arguments of the callback,
-whether this is a background event)."""
-
-
 class EventQueue:
     """Virtual clock, and callbacks with due times in virtual seconds since the start of the simulation.
     Callbacks with equal due times run in the order of scheduling. Calling the queue returns ``now_s``, as
@@ -24,7 +19,8 @@ class EventQueue:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._events: list[Event] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...], bool]] = []
+        """(Due time in virtual seconds, sequence number, callback, its arguments, whether in background)."""
         self._count = 0
         self._foreground_events = 0
 

@@ -74,7 +74,11 @@ class ActiveProgram:
     """Whether the program changed engines. It may then have sent a ``tool_start`` to its former engine, so
     that the new engine answers ``missing`` to the ``tool_stop``, which does not count as a defect."""
     unsent_events: list[dict[str, Any]] = field(default_factory=list)
-    """Events from before the program had an engine. Its first request carries them."""
+    """Client events that the current request carries, or the first one if there is none yet."""
+    prompt: list[int] = field(default_factory=list)
+    """Prompt of the current request."""
+    context: dict[str, Any] | None = None
+    """Additional fields of the request's ``agentic_context``; ``None`` without hints."""
 
     @property
     def tenant(self) -> str:
@@ -83,29 +87,6 @@ class ActiveProgram:
     @property
     def agent_type(self) -> str:
         return agent_type_of(self.plan, is_child=self.root is not None)
-
-
-@dataclass(slots=True)
-class UnansweredRequest:
-    """A request that has been sent and is not answered."""
-
-    active: ActiveProgram
-    log: TurnLog
-    prompt: list[int]
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """Client events that the request carries."""
-    context: dict[str, Any] | None = None
-    """Additional fields of the request's ``agentic_context``; ``None`` without hints."""
-    replica: str = ""
-    """Name of the engine that the router chose."""
-    attempt: int = 0
-    """How often the request has been withdrawn from an engine."""
-
-    @property
-    def engine_id(self) -> str:
-        """The request's id in an engine. Each attempt has its own id, because a withdrawn attempt may still
-        be in the engine."""
-        return f"{self.log.request_id}~{self.attempt}" if self.attempt else self.log.request_id
 
 
 class SimulatedClients:
@@ -130,7 +111,6 @@ class SimulatedClients:
         self.outputs = SimulatedOutputs()
         self.active: dict[str, ActiveProgram] = {}
         """Programs that have arrived and are not over."""
-        self._submitted: dict[str, UnansweredRequest] = {}
         self._gateway_event_seq = 0
 
     def begin(self) -> None:
@@ -209,14 +189,14 @@ class SimulatedClients:
             tool=plan.tool(turn),
         )
         active.log.turns.append(log)
-        request_id = log.request_id
-        sent = self._submitted[request_id] = UnansweredRequest(active, log, prompt)
+        active.prompt = prompt
         if active.hints is not None:
-            sent.events, sent.context = active.hints.pop_unsent(now), active.hints.context()
-        deadline_s = (sent.context or {}).get("deadline_seconds")
+            active.unsent_events += active.hints.pop_unsent(now)
+            active.context = active.hints.context()
+        deadline_s = (active.context or {}).get("deadline_seconds")
         self._take(
             ev.RequestReceived(
-                request_id,
+                log.request_id,
                 active.tenant,
                 len(prompt),
                 program_id=plan.instance_id,
@@ -230,24 +210,28 @@ class SimulatedClients:
 
     def _send_to_engine(self, request_id: str, replica: str) -> None:
         """Send a request to an engine, where it arrives after ``call_s`` seconds of the latency model."""
-        sent = self._submitted[request_id]
-        active, attempt = sent.active, sent.attempt
-        sent.replica = replica
+        active = self._sender(request_id)
         active.moved |= active.home not in (None, replica)
         active.home = replica
+        log = active.log.turns[-1]
+        attempt = log.recalls
         if not self._simulation.standalone:
-            sent.log.replica = replica
+            log.replica = replica
 
         def arrive() -> None:
-            if sent.attempt == attempt:
-                sent.log.entered_s = self.event_queue.now_s
+            if log.recalls == attempt:
+                log.entered_s = self.event_queue.now_s
                 self._replicas[replica].submit(add)
 
         def add() -> None:
-            if sent.attempt == attempt:
-                self._add_to_engine(self._replicas[replica], sent)
+            if log.recalls == attempt:
+                self._add_to_engine(self._replicas[replica], active, log)
 
         self._after_call_delay(arrive)
+
+    def _sender(self, request_id: str) -> ActiveProgram:
+        """The program of an unanswered request."""
+        return self.active[request_id.rpartition("/")[0]]
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
         """Call ``what`` after the delay of the API server. Calls keep their order."""
@@ -256,20 +240,18 @@ class SimulatedClients:
         else:
             what()
 
-    def _add_to_engine(self, sim_replica: SimulatedReplica, sent: UnansweredRequest) -> None:
-        active, log = sent.active, sent.log
-        self._apply_events(sim_replica, active, active.unsent_events + sent.events)
-        active.unsent_events, sent.events = [], []  # later attempts carry no events
-        turn = sim_replica.account.live[sent.engine_id] = InFlightTurn(
-            log, active.plan.planned_output(log.turn)
-        )
+    def _add_to_engine(self, sim_replica: SimulatedReplica, active: ActiveProgram, log: TurnLog) -> None:
+        events, active.unsent_events = active.unsent_events, []  # later attempts carry no events
+        self._apply_events(sim_replica, active, events)
+        turn = InFlightTurn(log, active.plan.planned_output(log.turn))
+        sim_replica.account.live[engine_request_id(log)] = turn
         turn.request = sim_replica.engine.add(
-            sent.engine_id,
-            sent.prompt,
+            engine_request_id(log),
+            active.prompt,
             # A client does not know the length of the answer, so the request allows the longest answer.
-            max_tokens=sim_replica.engine.options.max_model_len - len(sent.prompt),
+            max_tokens=sim_replica.engine.options.max_model_len - len(active.prompt),
             program_id=active.plan.instance_id if active.hints is not None else None,
-            context=sent.context,
+            context=active.context,
             arrival_s=log.entered_s or 0.0,
         )
         calls = (ParsedToolCall(run.name, run.cmd) for run in active.plan.tool_runs(log.turn))
@@ -277,26 +259,25 @@ class SimulatedClients:
 
     def _recall(self, request_id: str) -> None:
         """Withdraw a request that has no token yet from its engine. The request waits for an engine again."""
-        sent = self._submitted[request_id]
-        turn = self._replicas[sent.replica].cancel(sent.engine_id)
-        sent.attempt += 1
+        active = self._sender(request_id)
+        assert active.home is not None
+        log = active.log.turns[-1]
+        turn = self._replicas[active.home].cancel(engine_request_id(log))
         if turn is not None:
             self.outputs.pop(id(turn.request.output_token_ids), None)
-        sent.log.entered_s = sent.log.admitted_s = None
-        sent.log.recalls += 1
+        log.entered_s = log.admitted_s = None
+        log.recalls += 1
 
     def first_token(self, turn: InFlightTurn) -> None:
         """Handle the first token of an answer."""
-        request_id = turn.log.request_id
-        self._take(ev.FirstByteSent(request_id, self._submitted[request_id].replica))
+        self._take(ev.FirstByteSent(turn.log.request_id, self.active[turn.log.program_id].home or ""))
 
     def answered(self, turn: InFlightTurn) -> None:
         """Handle a finished turn: start its tools, or end its program."""
         now = self.event_queue.now_s
-        # The router gets the event first, so that the client's next request finds the freed capacity.
-        replica = self._submitted.pop(turn.log.request_id).replica
-        self._take(ev.RequestFinished(turn.log.request_id, turn.log.output_tokens, replica))
         active = self.active[turn.log.program_id]
+        # The router gets the event first, so that the client's next request finds the freed capacity.
+        self._take(ev.RequestFinished(turn.log.request_id, turn.log.output_tokens, active.home or ""))
         number = active.turn
         started = [child for child in active.children if child.parent_turn == number]
         active.awaited = {child.instance_id for child in started if child.blocks_parent}
@@ -423,9 +404,8 @@ class SimulatedClients:
             if isinstance(action, ev.SendRequest):
                 self._send_to_engine(action.request_id, action.replica_id)
             elif isinstance(action, ev.RejectRequest):
-                refused = self._submitted.pop(action.request_id)
                 self._log.notes.append(f"{action.request_id} was refused: {action.message}")
-                self._end_program(refused.active)
+                self._end_program(self._sender(action.request_id))
             elif isinstance(action, ev.ReleaseProgramKv):
                 self._release(action.program_id, action.replica_id)
             elif isinstance(action, ev.RecallRequest):
@@ -448,3 +428,9 @@ def agent_type_of(plan: ProgramPlan, *, is_child: bool = False) -> str:
     """The agent type that clients send. If the trace has no agent type, clients send "sub-agent" if
     ``is_child`` is true, else "agent"."""
     return plan.agent_type or ("sub-agent" if is_child else "agent")
+
+
+def engine_request_id(log: TurnLog) -> str:
+    """A request's id in an engine. Each attempt has its own id, because a withdrawn attempt may still be in
+    the engine."""
+    return f"{log.request_id}~{log.recalls}" if log.recalls else log.request_id

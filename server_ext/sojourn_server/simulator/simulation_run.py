@@ -11,14 +11,16 @@ from sojourn_server.traces.trace_schema import TraceError
 
 from .event_queue import EventQueue
 from .latency.latency_models import DeviceShape, LatencyModel
+from .latency.latency_selection import load_latency_model
 from .run_log import RunLog
 from .simulator_policies import SimulatorPolicy, find_cluster_policy, find_policy
+from .token_accounting import MOVED_CAUSE
+from .workloads.arrival_processes import STAGGER_S, ArrivalProcess, closed_loop, load_programs, open_loop
+from .workloads.program_plans import PlaybackOptions, ProgramPlanner
 
 if TYPE_CHECKING:
     from .simulated_engine import SimulatedEngine
     from .simulation import Simulation
-    from .workloads.arrival_processes import ArrivalProcess
-    from .workloads.program_plans import ProgramPlanner
 
 UNBOUNDED_HOST_TOKENS = 40_000_000
 """Host memory of the policy ``free-io``, in KV tokens: enough for 500 long contexts. The KV pool of
@@ -96,9 +98,14 @@ def run_simulation(
     """
     policy = chosen_policy(spec)
     latency, shape = device_for_run(spec, policy)
-    loop = arrivals or _arrival_process(spec, shape)
+    if arrivals is None:
+        planner = _program_planner(spec, shape)
+        if spec.rate_per_s is None:
+            stagger_s = STAGGER_S / (spec.replicas or 1)
+            arrivals = closed_loop(planner, spec.programs, spec.seed, stagger_s=stagger_s)
+        else:
+            arrivals = open_loop(planner, spec.rate_per_s, spec.programs, spec.seed, burst=spec.burst)
     from .simulation import Simulation
-    from .token_accounting import MOVED_CAUSE
 
     clock = EventQueue()
     engines = [_build_engine(spec, policy, shape, latency, clock) for _ in range(spec.replicas or 1)]
@@ -122,7 +129,7 @@ def run_simulation(
         engines,
         clock,
         latency,
-        loop,
+        arrivals,
         log,
         front=policy.request_router(),
         standalone=spec.replicas is None,
@@ -133,8 +140,8 @@ def run_simulation(
     if prepare is not None:
         prepare(simulation)
     simulation.run()
-    lost = [turn.regenerated for program in log.programs for turn in program.turns]
-    again = sum(tokens for one in lost for cause, tokens in one.items() if cause != MOVED_CAUSE)
+    turns = [turn for program in log.programs for turn in program.turns]
+    again = sum(turn.regenerated_tokens - turn.regenerated.get(MOVED_CAUSE, 0) for turn in turns)
     if policy.bound and again:
         text = f"is no bound here: its memory filled up; {again:,} tokens were computed again"
         log.notes.append(f"{log.policy} {text}")
@@ -183,9 +190,6 @@ def validate_specs(specs: Sequence[RunSpec]) -> list[str]:
 
 def _program_planner(spec: RunSpec, shape: DeviceShape) -> ProgramPlanner:
     """The planner of the workload's programs. Raises ``TraceError``, which names the workload."""
-    from .workloads.arrival_processes import load_programs
-    from .workloads.program_plans import PlaybackOptions, ProgramPlanner
-
     programs = load_programs(spec.workload, spec.seed)
     options = PlaybackOptions(
         # The context limit is the same for every policy.
@@ -203,8 +207,6 @@ def device_for_run(spec: RunSpec, policy: SimulatorPolicy | None = None) -> tupl
     """Latency model and shape of the device of a run with ``policy``. There is no host memory without a
     policy that uses it; then an engine profile may lack its copy bandwidths. Raises
     ``LatencyProfileError``."""
-    from .latency.latency_selection import load_latency_model
-
     return load_latency_model(
         spec.hardware,
         spec.model,
@@ -230,15 +232,6 @@ def _disk_blocks(spec: RunSpec, policy: SimulatorPolicy, shape: DeviceShape) -> 
     if not blocks:
         raise SimulatorError(f"disk_ratio is {spec.disk_ratio:g}, less than one block; expected more, or 0")
     return blocks
-
-
-def _arrival_process(spec: RunSpec, shape: DeviceShape) -> ArrivalProcess:
-    from .workloads.arrival_processes import STAGGER_S, closed_loop, open_loop
-
-    planner = _program_planner(spec, shape)
-    if spec.rate_per_s is None:
-        return closed_loop(planner, spec.programs, spec.seed, stagger_s=STAGGER_S / (spec.replicas or 1))
-    return open_loop(planner, spec.rate_per_s, spec.programs, spec.seed, burst=spec.burst)
 
 
 def _build_engine(

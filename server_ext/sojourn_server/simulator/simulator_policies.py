@@ -48,6 +48,8 @@ class SimulatorPolicy:
     own_tiers: bool = False
     """Whether the engine uses sojourn's connector for host memory and disk, instead of vLLM's.
     ``RunSpec.disk_ratio`` has an effect only then."""
+    needs_host_memory: bool = False
+    """Whether the policy's engine needs host memory to start."""
     bound: Literal["", "host", "device"] = ""
     """The memory that never fills up, if this is a bound; empty for a policy."""
     paper: str = ""
@@ -69,15 +71,6 @@ class SimulatorPolicy:
         """Whether the policy has host memory of a limited size. ``RunSpec.cpu_ratio`` has an effect only
         then."""
         return self.host_cache and not self.bound
-
-    @property
-    def needs_host_memory(self) -> bool:
-        """Whether the policy's engine needs host memory to start."""
-        if self.preset is None:
-            return False
-        is_file = self.preset.endswith(".toml")
-        preset = read_preset(Path(self.preset)) if is_file else load_preset(self.preset)
-        return preset.placement.needs_tiers
 
 
 @cache
@@ -139,8 +132,15 @@ def find_policy(name: str) -> SimulatorPolicy:
 
 
 def _of_preset(name: str, source: str, preset: Preset) -> SimulatorPolicy:
-    below = preset.placement.is_used
-    return SimulatorPolicy(name=name, preset=source, host_cache=below, own_tiers=below, paper=preset.paper)
+    below, needed = preset.placement.is_used, preset.placement.needs_tiers
+    return SimulatorPolicy(
+        name=name,
+        preset=source,
+        host_cache=below,
+        own_tiers=below,
+        needs_host_memory=needed,
+        paper=preset.paper,
+    )
 
 
 DEFAULT_ROUTING = "prefix-affinity"

@@ -70,6 +70,12 @@ class _RoutedProgram:
     def needs_tokens(self) -> int:
         return self.tokens + BUFFER_TOKENS
 
+    @property
+    def resume_order(self) -> tuple[int, int]:
+        """Paused programs resume in this order: first those whose second or a later request waits, then new
+        ones, with no second request yet, then those that run a tool; of each kind the smallest first."""
+        return 1 if self.steps == 1 else 0 if self.reasoning else 2, self.tokens
+
 
 class ThunderAgentRouter(RequestRouter):
     """Router for vLLM engines of equal size, at least one."""
@@ -148,18 +154,12 @@ class ThunderAgentRouter(RequestRouter):
 
     def _resume(self) -> list[str]:
         """Resume programs while they fit. Returns their ids in the order of placement."""
-        remaining_of = {
-            backend: tokens
-            for backend in self._backends
-            if (tokens := self._remaining(backend)) > BUFFER_TOKENS
-        }
+        remaining_of = {backend: self._remaining(backend) for backend in self._backends}
+        remaining_of = {backend: left for backend, left in remaining_of.items() if left > BUFFER_TOKENS}
         remaining = sum(remaining_of.values())
-        candidates = sorted(
-            (known for known in self._programs.values() if known.paused),
-            key=lambda known: (_pause_priority(known), known.tokens),
-        )
         chosen = []
-        for known in candidates:
+        paused = [known for known in self._programs.values() if known.paused]
+        for known in sorted(paused, key=lambda known: known.resume_order):
             if known.needs_tokens <= remaining:
                 remaining -= known.needs_tokens
                 chosen.append(known)
@@ -196,11 +196,3 @@ class ThunderAgentRouter(RequestRouter):
                 known.paused = False
                 forced.append(known.program_id)
         return forced
-
-
-def _pause_priority(known: _RoutedProgram) -> int:
-    """Order in which paused programs resume, lowest number first. 0: the program's second or a later request
-    waits. 1: the program is new, with no second request yet. 2: the program runs a tool."""
-    if known.steps == 1:
-        return 1
-    return 0 if known.reasoning else 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -36,15 +35,15 @@ class TurnPhase(NamedTuple):
         return self.end_s - self.start_s
 
 
-def turn_phases(
-    program: ProgramLog, turn: TurnLog, next_turn: TurnLog | None, run_end_s: float
-) -> list[TurnPhase]:
-    """Phases of a turn, in order. They begin when ``turn`` is sent, and end when ``next_turn`` is sent. If
-    ``next_turn`` is ``None``, they end with the program, or with the run if the program is unfinished."""
-    if next_turn is not None:
-        end_s = next_turn.submitted_s
-    else:
-        end_s = run_end_s if program.finished_s is None else program.finished_s
+def turn_phases(program: ProgramLog, run_end_s: float) -> Iterator[tuple[TurnLog, list[TurnPhase]]]:
+    """Each turn with its phases, in order. They begin when the turn is sent, and end when the next one is
+    sent; those of the last turn end with the program, or with the run if the program is unfinished."""
+    program_end_s = run_end_s if program.finished_s is None else program.finished_s
+    for turn, following in zip_longest(program.turns, program.turns[1:]):
+        yield turn, _phases(turn, program_end_s if following is None else following.submitted_s)
+
+
+def _phases(turn: TurnLog, end_s: float) -> list[TurnPhase]:
     # An admitted turn without an entry time passed no router, so it was in the engine's queue from the start.
     entered_s = turn.entered_s
     if entered_s is None:
@@ -69,17 +68,12 @@ def turn_phases(
 def totals(program: ProgramLog, run_end_s: float) -> dict[str, float]:
     """Seconds of the program by kind of phase. The time before the first turn counts as ``tools``."""
     sums = dict.fromkeys(PHASE_KINDS, 0.0)
-    for turn, next_turn in turn_pairs(program.turns):
-        for span in turn_phases(program, turn, next_turn, run_end_s):
-            sums[span.kind] += span.seconds
+    for _, phases in turn_phases(program, run_end_s):
+        for phase in phases:
+            sums[phase.kind] += phase.seconds
     if program.turns:
         sums["tools"] += program.turns[0].submitted_s - program.arrived_s
     return sums
-
-
-def turn_pairs(turns: list[TurnLog]) -> Iterator[tuple[TurnLog, TurnLog | None]]:
-    """Pairs: each turn, and the turn after it or, for the last turn, ``None``."""
-    return zip_longest(turns, turns[1:])
 
 
 def ledger(program: ProgramLog, run_end_s: float) -> dict[str, Any]:
@@ -87,10 +81,10 @@ def ledger(program: ProgramLog, run_end_s: float) -> dict[str, Any]:
     ``cli.explain.turn_table`` shows. Time at a router counts as queued."""
     records: list[dict[str, Any]] = []
     before: TurnLog | None = None
-    for turn, next_turn in turn_pairs(program.turns):
-        seconds: Counter[str] = Counter()
-        for phase in turn_phases(program, turn, next_turn, run_end_s):
-            seconds[phase.kind] += phase.seconds  # type: ignore[assignment]
+    for turn, phases in turn_phases(program, run_end_s):
+        seconds = dict.fromkeys(PHASE_KINDS, 0.0)
+        for phase in phases:
+            seconds[phase.kind] += phase.seconds
         queued_s = seconds["held back"] + seconds["queued"] + seconds["preempted"]
         tokens = {"prompt": turn.prompt_tokens, "device": turn.device_tokens, "host": turn.host_tokens}
         records.append(
@@ -135,8 +129,7 @@ _SHOWN = (
 
 def _slices(program: ProgramLog, run_end_s: float) -> list[Slice]:
     slices = []
-    for turn, following in turn_pairs(program.turns):
-        phases = turn_phases(program, turn, following, run_end_s)
+    for turn, phases in turn_phases(program, run_end_s):
         inside = [(one.kind, one.start_s, one.end_s) for one in phases if one.kind != "tools"]
         if inside:
             told = ((name, getattr(turn, name)) for name in _SHOWN)

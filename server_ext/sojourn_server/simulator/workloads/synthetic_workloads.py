@@ -231,9 +231,12 @@ def _lengths(steps: int, max_steps: int, rng: random.Random) -> tuple[list[int],
 # -- long outputs -----------------------------------------------------------------------------------
 
 R1_OUTPUT = dist.through_percentiles(
-    (0.05, 225), (0.25, 427), (0.50, 792), (0.75, 1_499),
-    (0.90, 3_432), (0.95, 5_701), (0.99, 12_607), (0.999, 20_833),
-)  # fmt: skip
+    *zip(
+        (0.05, 0.25, 0.50, 0.75, 0.90, 0.95, 0.99, 0.999),
+        (225, 427, 792, 1_499, 3_432, 5_701, 12_607, 20_833),
+        strict=True,
+    )
+)
 """Output tokens in ServeGen's reasoning workload (data/reason/deepseek-r1 of github.com/alibaba/ServeGen at
 f891d11). It has 1,383,669 requests of 73 clients in one day. Each client's published six-hour histograms are
 weighted by its requests. The mean is 1,527."""
