@@ -10,15 +10,14 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import threading
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from functools import lru_cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_handler import HandlerServer, JsonHandler
 from scenario_modules import Model
 from sojourn.config import LLM_PATHS
 from sojourn.testing import Answer, LlmRequest
@@ -56,25 +55,19 @@ def require_engine() -> None:
     pytest.skip(reason)
 
 
-class ScriptedEngine:
+class ScriptedEngine(HandlerServer):
     """``with ScriptedEngine(engine.url, model) as proxy:`` answers LLM requests as ``model`` says."""
 
     def __init__(self, engine_url: str, model: Model) -> None:
+        super().__init__(type("Handler", (_Handler,), {"proxy": self}))
+        self._http.block_on_close = False
+        # In many scenarios the client disconnects during an answer.
+        self._http.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
         self.engine = engine_url.removeprefix("http://")
         self.model = model
         self.requests: list[LlmRequest] = []
         """Requests as the client sent them."""
-        self._http = _Http(("127.0.0.1", 0), _Handler)
-        self._http.proxy = self
-        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._http.server_address[1]}"
-
-    @property
-    def base_url(self) -> str:
-        return f"{self.url}/v1"
+        self.base_url = f"{self.url}/v1"
 
     def scripted(self, request: LlmRequest) -> dict[str, Any]:
         """The request with the next answer's tokens in it."""
@@ -84,15 +77,6 @@ class ScriptedEngine:
         # The tokens end by themselves. A limit below the script's length would cut a tool call in two.
         limits = {name: max(limit, len(ids)) for name in _LIMITS if (limit := request.body.get(name))}
         return {**request.body, **limits, "vllm_xargs": {**given, "replay_ids": list(ids)}}
-
-    def __enter__(self) -> ScriptedEngine:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join(2)
 
 
 def get(url: str, path: str) -> Any:
@@ -120,39 +104,25 @@ def _tokens(engine: str, text: str) -> tuple[int, ...]:
         return tuple(json.loads(connection.getresponse().read())["tokens"])
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    proxy: ScriptedEngine
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors, because in many scenarios the client disconnects during an answer."""
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(JsonHandler):
     disable_nagle_algorithm = True
-    server: _Http
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Silent."""
+    proxy: ScriptedEngine
 
     def do_GET(self) -> None:
         self._pass_on(None)
 
     def do_POST(self) -> None:
-        proxy = self.server.proxy
         data = self.rfile.read(int(self.headers.get("content-length") or 0))
         if not self.path.partition("?")[0].endswith(LLM_PATHS):
             self._pass_on(data)
             return
         headers = {name.lower(): value for name, value in self.headers.items()}
         request = LlmRequest(self.path, headers, json.loads(data))
-        proxy.requests.append(request)
-        self._pass_on(json.dumps(proxy.scripted(request)).encode())
+        self.proxy.requests.append(request)
+        self._pass_on(json.dumps(self.proxy.scripted(request)).encode())
 
     def _pass_on(self, data: bytes | None) -> None:
-        upstream = http.client.HTTPConnection(self.server.proxy.engine, timeout=120)
+        upstream = http.client.HTTPConnection(self.proxy.engine, timeout=120)
         with closing(upstream):
             headers = {k: v for k, v in self.headers.items() if k.lower() not in _NOT_PASSED_ON}
             upstream.request(self.command, self.path, data, headers)
@@ -161,7 +131,9 @@ class _Handler(BaseHTTPRequestHandler):
             if response.headers.get("transfer-encoding") == "chunked":
                 self._stream(response, kept)
             else:
-                self._answer(response.status, kept, response.read())
+                data = response.read()
+                self._head(response.status, {**kept, "content-length": str(len(data))})
+                self.wfile.write(data)
 
     def _stream(self, response: http.client.HTTPResponse, headers: Mapping[str, str]) -> None:
         self._head(response.status, {**headers, "transfer-encoding": "chunked"})
@@ -172,10 +144,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
                 self.wfile.flush()
             self.wfile.write(b"0\r\n\r\n")
-
-    def _answer(self, status: int, headers: Mapping[str, str], data: bytes) -> None:
-        self._head(status, {**headers, "content-length": str(len(data))})
-        self.wfile.write(data)
 
     def _head(self, status: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
