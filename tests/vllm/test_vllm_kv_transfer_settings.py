@@ -125,23 +125,6 @@ def test_each_of_several_workers_has_its_part(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "store").iterdir()} == {"rank0of2", "rank1of2"}
 
 
-@pytest.mark.parametrize(
-    ("parallel", "extra", "said"),
-    [
-        ({"world_size": 4}, {}, "context parallel"),
-        ({"decode_context_parallel_size": 2}, {}, "context parallel"),
-        ({"rank": 1}, {"listen": "tcp:h:65535"}, "at most 65534"),
-        ({}, {"buffer_bytes": FULL_BYTES}, f"{2 * FULL_BYTES}"),
-    ],
-    ids=["prefill contexts", "decode contexts", "ports", "buffers"],
-)
-def test_what_several_workers_cannot_do(
-    tmp_path: Path, parallel: dict[str, int], extra: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(SettingsError, match=said):
-        read(good(tmp_path, **extra), parallel={**TWO, **parallel})
-
-
 def test_nodes_with_other_snapshots_of_a_model_have_kv_of_another_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,21 +171,6 @@ def test_what_is_wrong_is_named_with_what_was_expected(
 ) -> None:
     with pytest.raises(SettingsError, match=what):
         read(good(tmp_path, **changed))
-
-
-@pytest.mark.parametrize(
-    ("shape", "what"),
-    [
-        ({"block_size": 128}, "a Full Block of 64 tokens is not a whole number of engine blocks of 128"),
-        ({"groups": 2}, "2 groups of KV caches"),
-        ({"kv_role": "kv_producer"}, "expected 'kv_both'"),
-        ({"kv_load_failure_policy": "fail"}, "expected 'recompute'"),
-    ],
-    ids=str,
-)
-def test_engines_that_cannot_be_served_are_refused(tmp_path: Path, shape: dict[str, Any], what: str) -> None:
-    with pytest.raises(SettingsError, match=what):
-        read(good(tmp_path), **shape)
 
 
 def test_host_memory_supports_windows_beside_full_attention_and_nothing_else(tmp_path: Path) -> None:
@@ -267,19 +235,32 @@ def spec_of(kind: str, block_size: int = 16, **changed: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "changed"),
+    ("changed", "shape", "what"),
     [
-        ("SlidingWindowSpec", {"sliding_window": 128}),
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}),
-        ("FullAttentionSpec", {"sliding_window": 128}),
+        ({}, {"block_size": 128}, "a Full Block of 64 tokens is not a whole number of engine blocks of 128"),
+        ({}, {"groups": 2}, "2 groups of KV caches"),
+        ({}, {"kv_role": "kv_producer"}, "expected 'kv_both'"),
+        ({}, {"kv_load_failure_policy": "fail"}, "expected 'recompute'"),
+        ({}, {"spec": ("SlidingWindowSpec", {"sliding_window": 128})}, "SlidingWindowSpec do not keep the"),
+        ({}, {"spec": ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64})}, "keep the KV of all"),
+        (
+            {},
+            {"spec": ("FullAttentionSpec", {"sliding_window": 128})},
+            "FullAttentionSpec do not keep the KV",
+        ),
+        ({}, {"parallel": {**TWO, "world_size": 4}}, "context parallel"),
+        ({}, {"parallel": {**TWO, "decode_context_parallel_size": 2}}, "context parallel"),
+        ({"listen": "tcp:h:65535"}, {"parallel": {**TWO, "rank": 1}}, "at most 65534"),
+        ({"buffer_bytes": FULL_BYTES}, {"parallel": TWO}, f"{2 * FULL_BYTES}"),
     ],
     ids=str,
 )
-def test_models_whose_layers_do_not_keep_all_tokens_are_refused(
-    tmp_path: Path, kind: str, changed: dict[str, Any]
+def test_engines_that_cannot_be_served_are_refused(
+    tmp_path: Path, changed: dict[str, Any], shape: dict[str, Any], what: str
 ) -> None:
-    with pytest.raises(SettingsError, match=f"{kind} do not keep the KV of all tokens"):
-        read(good(tmp_path), spec=spec_of(kind, **changed))
+    spec = {"spec": spec_of(shape["spec"][0], **shape["spec"][1])} if "spec" in shape else {}
+    with pytest.raises(SettingsError, match=what):
+        read(good(tmp_path, **changed), **{**shape, **spec})
 
 
 def test_adapters_are_refused_where_kv_is_shared_or_outlives_the_engine(tmp_path: Path) -> None:
