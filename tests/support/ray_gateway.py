@@ -106,24 +106,22 @@ class RayGateway:
         self.seen |= {one.pid: one for one in found}
         return list(found)
 
-    def pids(self, title: str) -> list[int]:
-        """Return the ids of the processes whose command line contains the text ``title``."""
-        found = []
+    def _asked(self, ask: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield each process below the command with its answer. Processes that have ended are left out."""
         for one in self.tree():
             try:
-                if title in " ".join(one.cmdline()):
-                    found.append(one.pid)
+                answer = ask(one)
             except psutil.Error:
                 continue
-        return found
+            yield one, answer
+
+    def pids(self, title: str) -> list[int]:
+        """Return the ids of the processes whose command line contains the text ``title``."""
+        return [one.pid for one, words in self._asked(lambda one: one.cmdline()) if title in " ".join(words)]
 
     def listens_at(self, port: int) -> int:
         """Return the id of the process that listens at this TCP port. Fails if there is none."""
-        for one in self.tree():
-            try:
-                connections = one.net_connections(kind="tcp")
-            except psutil.Error:
-                continue
+        for one, connections in self._asked(lambda one: one.net_connections(kind="tcp")):
             if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in connections):
                 return int(one.pid)
         raise AssertionError(f"nobody listens at {port}")
@@ -131,13 +129,10 @@ class RayGateway:
     def cluster_address(self) -> str:
         """Return the address of this gateway's cluster. Without an address, a Ray driver would connect to any
         cluster on this machine."""
-        for one in self.tree():
-            try:
-                told = [word for word in one.cmdline() if word.startswith("--gcs-address=")]
-            except psutil.Error:
-                continue
-            if told:
-                return str(told[0].partition("=")[2])
+        for _, words in self._asked(lambda one: one.cmdline()):
+            for word in words:
+                if word.startswith("--gcs-address="):
+                    return str(word.partition("=")[2])
         raise AssertionError("no process of Ray's tells an address")
 
     def run(self, script: Path, *arguments: str) -> str:
