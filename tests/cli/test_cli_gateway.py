@@ -53,10 +53,7 @@ def gateway(*flags: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--decode", "http://h:1"], "--decode is given without --prefill"),
         (["--prefill", ",", "--decode", "http://h:1"], "no prefill engines were named"),
         (["--prefill", "http://h:1", "--decode", "h"], "not an engine's address"),
-        (
-            ["--prefill", "http://h:1,http://h:2", "--decode", "http://h:2"],
-            "http://h:2 is given twice",
-        ),
+        (["--prefill", "http://h:1,http://h:2", "--decode", "http://h:2"], "http://h:2 is given twice"),
         (["--prefill", "http://h:1,http://h:1", "--decode", "http://h:2"], "given twice"),
         ([*PAIR, *ENGINES], "--engines and --prefill are both given"),
         ([*PAIR, "--policy", "saga"], "--policy and --prefill are both given"),
@@ -78,9 +75,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         done = gateway(*ENGINES, "--port", str(taken.getsockname()[1]))
     assert done.returncode == 2
     assert "cannot listen on" in done.stderr

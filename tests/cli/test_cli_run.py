@@ -22,9 +22,10 @@ UNUSED = "http://127.0.0.1:9"
 def sojourn_run(
     *command: str, url: str = UNUSED, options: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` with ``options``, and with ``--url`` unless ``url`` is empty."""
     others = ("PYTHONPATH", "SOJOURN_", "ANTHROPIC_", "CLAUDE", "OPENAI_", "OPENCODE_")
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
-    line = [*SOJOURN, "run", "--url", url, *options, "--", *command]
+    line = [*SOJOURN, "run", *(("--url", url) if url else ()), *options, "--", *command]
     return subprocess.run(line, env=env | environment, capture_output=True, text=True, timeout=60)
 
 
@@ -57,18 +58,10 @@ def test_a_server_that_does_not_answer_is_told_of_once() -> None:
 PRINT_URL = ("sh", "-c", 'echo "$SOJOURN_URL"')
 
 
-def run_with(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Without ``--url``."""
-    names = ("PYTHONPATH", "SOJOURN_URL", "OPENAI_BASE_URL")
-    env = {key: value for key, value in os.environ.items() if key not in names}
-    line = [*SOJOURN, "run", "--", *command]
-    return subprocess.run(line, env=env | environment, capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.parametrize("ending", ["/v1", "/v1/", ""])
 def test_the_agents_own_server_is_used_if_it_is_a_sojourn_server(ending: str) -> None:
     with FakeServer() as server:
-        result = run_with(*PRINT_URL, OPENAI_BASE_URL=server.url + ending)
+        result = sojourn_run(*PRINT_URL, url="", OPENAI_BASE_URL=server.url + ending)
     assert (result.returncode, result.stdout) == (0, f"{server.url}\n")
     note = f"note: OPENAI_BASE_URL lacks /v1, so OpenAI's clients get 404; set it to {server.url}/v1\n"
     assert result.stderr == ("" if ending else note)
@@ -334,15 +327,9 @@ def test_keys_and_models_of_the_users_provider_stay_with_it(
 
 
 def test_what_the_user_has_set_for_this_server_stays(clients: str, model_server: str) -> None:
-    own = {
-        "ANTHROPIC_BASE_URL": f"{model_server}/",
-        "ANTHROPIC_MODEL": "lora",
-        "ANTHROPIC_AUTH_TOKEN": "my",
-    }
-    for url in (["--url", model_server], []):
-        line = [*SOJOURN, "run", *url, "--", "claude", "--settings", "x.json"]
-        env = {"HOME": os.environ["HOME"], "PATH": clients, **own}
-        result = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
+    own = {"ANTHROPIC_BASE_URL": f"{model_server}/", "ANTHROPIC_MODEL": "lora", "ANTHROPIC_AUTH_TOKEN": "my"}
+    for url in (model_server, ""):
+        result = sojourn_run("claude", "--settings", "x.json", url=url, PATH=clients, **own)
         assert "ANTHROPIC_MODEL=lora\n" in result.stdout
         assert "ANTHROPIC_AUTH_TOKEN=my\n" in result.stdout
         assert result.stdout.count("--settings") == 1

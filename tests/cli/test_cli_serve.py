@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shlex
 import socket
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import cli_process
 import pytest
 from sojourn_server.cli import console
 from sojourn_server.cli import serve as serve_command
+from sojourn_server.launch.engine_server import free_port
 from sojourn_server.launch.weights_fingerprint import known_weights
 from sojourn_server.policies.costs.engine_profile import EngineProfile, PrefillCurve
 from sojourn_server.policies.costs.step_costs import StepCosts
@@ -170,14 +172,7 @@ def test_a_model_near_to_tiny_is_noted_and_a_hub_id_is_not():
 
 
 def test_flags_of_vllm_and_those_near_to_none_pass(monkeypatch):
-    known = (
-        "--data-parallel-rank=0",
-        "--max-model-len",
-        "8",
-        "--max_num-seqs",
-        "4",
-        "--no-enable-log-requests",
-    )
+    known = ("--data-parallel-rank=0", "--max-model-len", "8", "--max_num-seqs", "4", "--no-enable-lora")
     unknown = ("--max-model", "8", "--hf-overrides.a.b", "1", "--platform-extra", "1", "-tp", "1")
     dry_run("tiny", *known, *unknown)
     monkeypatch.setattr(compat, "package_directory", lambda: None)
@@ -202,47 +197,30 @@ def test_an_untested_vllm_is_refused_but_for_stock(monkeypatch):
 def test_a_port_in_use_fails_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(serve_command, "make_model", lambda model: pytest.fail("loaded"))
     monkeypatch.setattr(serve_command.os, "execve", lambda *a: pytest.fail("started"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        error = failure("tiny", "--host", "127.0.0.1", "--port", str(port))
-    assert str(port) in error.message
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        error = failure("tiny", "--host", "127.0.0.1", "--port", port)
+    assert port in error.message
     assert "--port" in error.next_step
 
 
-def test_the_process_becomes_the_engine(monkeypatch):
-    became = {}
-    monkeypatch.setattr(serve_command, "make_model", lambda model: became.update(made=model))
-    monkeypatch.setattr(
-        serve_command.os, "execve", lambda path, argv, env: became.update(path=path, argv=argv, env=env)
-    )
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    result = invoke("tiny", "--host", "127.0.0.1", "--port", port)
-    assert result.exit_code == 0, result.exception
-    assert became["made"] == "tiny"
-    assert became["argv"][0] == became["path"]
-    assert "PYTHONDONTWRITEBYTECODE" not in became["env"]
-    assert "sojourn" in became["env"]["VLLM_PLUGINS"].split(",")
-
-
-def test_keys_are_shown_nowhere(monkeypatch):
+def test_the_process_becomes_the_engine_and_keys_are_shown_nowhere(monkeypatch):
     key = ["--api-key", "sk-1", "--hf-token=sk-2"]
     assert "sk-" not in invoke("tiny", *key, "--dry-run").output
     became = []
-    monkeypatch.setattr(serve_command, "make_model", lambda model: None)
-    monkeypatch.setattr(serve_command.os, "execve", lambda path, argv, env: became.extend(argv))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    monkeypatch.setattr(serve_command, "make_model", became.append)
+    monkeypatch.setattr(serve_command.os, "execve", lambda *call: became.extend(call))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     with console.console.capture() as said:
-        assert invoke("tiny", "--host", "127.0.0.1", "--port", port, *key).exit_code == 0
+        result = invoke("tiny", "--host", "127.0.0.1", "--port", str(free_port("127.0.0.1")), *key)
+    assert result.exit_code == 0, result.exception
+    made, path, argv, env = became
+    assert (made, argv[0]) == ("tiny", path)
+    assert {"sk-1", "--hf-token=sk-2"} <= set(argv)
+    assert "PYTHONDONTWRITEBYTECODE" not in env
+    assert "sojourn" in env["VLLM_PLUGINS"].split(",")
     assert "--api-key" in said.get()
     assert "sk-" not in said.get()
-    assert {"sk-1", "--hf-token=sk-2"} <= set(became)
 
 
 @pytest.fixture
@@ -377,9 +355,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_port_that_is_checked_is_the_files(file: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         file.write_text(f"port: {port}\nhost: 127.0.0.1\n")
         assert f"cannot listen on 127.0.0.1:{port}" in failure("org/name", "--config", str(file)).message
@@ -413,16 +389,10 @@ def test_a_policy_of_the_file_counts(file: Path) -> None:
     assert (settings["policy"], settings["max_programs"]) == ("mori", 5)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("kv-host-gib: 1", "--kv-host-gib is a flag of sojourn"),
-        ("kv_host_gib: 1", "--kv-host-gib is a flag of sojourn"),
-    ],
-)
-def test_a_file_that_is_not_vllms_is_refused(file: Path, text: str, message: str) -> None:
+@pytest.mark.parametrize("text", ["kv-host-gib: 1", "kv_host_gib: 1"])
+def test_a_file_that_is_not_vllms_is_refused(file: Path, text: str) -> None:
     file.write_text(text)
-    assert message in failure("org/name", "--config", str(file)).message
+    assert "--kv-host-gib is a flag of sojourn" in failure("org/name", "--config", str(file)).message
 
 
 # -- --compute-quota-s ----------------------------------------------------------------------
@@ -466,3 +436,13 @@ def test_a_quota_that_the_engine_would_refuse_is_refused_before_it_starts(
 ) -> None:
     profile = () if pair_s is None else ("--sojourn-profile", written(tmp_path, pair_s))
     assert said in failure("tiny", "--dry-run", "--compute-quota-s", quota, *profile, *more).message
+
+
+def test_without_yaml_the_package_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text("port: 8123\n")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    error = failure("org/name", "--dry-run", "--config", str(file))
+    assert (error.message, error.next_step) == (
+        f"--config {file} needs PyYAML, as vLLM does",
+        "pip install pyyaml",
+    )

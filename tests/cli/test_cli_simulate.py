@@ -198,6 +198,15 @@ def test_steps_are_planned_ahead_on_gpus(
     assert [spec.async_scheduling for spec in planned] == [ahead]
 
 
+@pytest.mark.parametrize(("given", "noted"), [("", True), ("--hours 0.1", False), ("--programs 4", False)])
+def test_a_run_without_bounds_says_that_it_may_be_long(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, given: str, noted: bool
+) -> None:
+    monkeypatch.setattr("sojourn_server.cli.simulate._run_simulations", lambda *_: 1 / 0)
+    said = cli_process.invoke("simulate", str(trace), *given.split()).stderr
+    assert ("A first look: --programs 10 --hours 0.1" in said) is noted
+
+
 # -- outputs -------------------------------------------------------------------------------------
 
 

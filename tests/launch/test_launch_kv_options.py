@@ -19,29 +19,16 @@ GIB = 1 << 30
 HAS = {"available_bytes": 100 * GIB}
 
 
-def build(
-    *args,
-    cpu=True,
-    policy="continuum",
-    environ=None,
-    facts=None,
-    refusal="",
-    only_vllm="",
-    role=None,
-    pair=None,
-    **tiers,
-):
+SERVE = {"policy": "continuum", "model_refusal": "", "only_vllm": ""}
+
+
+def build(*args, cpu=True, environ=None, facts=None, role=None, pair=None, **given):
+    """The command for ``args``; ``given`` are options of the command or of host memory and disk."""
     facts = LaunchEnvironment(python="/python", cpu_build=cpu, has_vllm_cli=True, **(facts or {}))
-    options = ServeOptions(
-        model="m",
-        model_path="m",
-        policy=policy,
-        tiers=KvOffloadOptions(**tiers),
-        pair=PrefillDecodeOptions(**(pair or {"role": role, "store": "/s" if role else None})),
-        model_refusal=refusal,
-        only_vllm=only_vllm,
-        engine_args=args,
-    )
+    serve = {name: given.pop(name, default) for name, default in SERVE.items()}
+    pair = PrefillDecodeOptions(**(pair or {"role": role, "store": "/s" if role else None}))
+    places = {"tiers": KvOffloadOptions(**given), "pair": pair}
+    options = ServeOptions(model="m", model_path="m", engine_args=args, **serve, **places)
     return build_command(options, facts, environ or {})
 
 
@@ -152,14 +139,16 @@ def test_what_cannot_be_served_is_refused(options, said):
         build(**options)
 
 
-def test_host_memory_without_prefix_caching_is_refused():
-    with pytest.raises(InvalidOption, match=r"--no-enable-prefix-caching: .*; leave out .* or --kv-host-gib"):
-        build("--no-enable-prefix-caching", host_gib="1")
-
-
-def test_two_connectors_are_refused():
-    with pytest.raises(InvalidOption, match="either that flag or --kv-host-gib"):
-        build("--kv-transfer-config", "{}", host_gib="1")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--no-enable-prefix-caching"], r"--no-enable-prefix-caching: .*; leave out .* or --kv-host-gib"),
+        (["--kv-transfer-config", "{}"], "either that flag or --kv-host-gib"),
+    ],
+)
+def test_flags_that_contradict_host_memory_are_refused(args, said):
+    with pytest.raises(InvalidOption, match=said):
+        build(*args, host_gib="1")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +181,8 @@ def test_on_cuda_an_engine_takes_its_part_of_half_of_the_free_memory(args, gib):
         ((), {"facts": {**HAS, "unified_memory": True}}, "the GPU's memory is this machine's"),
         (("--no-enable-prefix-caching",), {}, "block hashes of prefix caching"),
         ((), {"environ": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, "expandable_segments"),
-        ((), {"refusal": "m has an encoder"}, "m has an encoder"),
-        ((), {"refusal": "m has an encoder", "host_gib": "auto", "cpu": True}, "m has an encoder"),
+        ((), {"model_refusal": "m has an encoder"}, "m has an encoder"),
+        ((), {"model_refusal": "m has an encoder", "host_gib": "auto", "cpu": True}, "m has an encoder"),
         ((), {"only_vllm": "m keeps a state", "backend": "sojourn"}, "m keeps a state"),
     ],
 )
@@ -294,10 +283,7 @@ def test_each_engine_of_a_node_has_a_name(node, args, expected):
         ({"store": None}, "--role prefill needs --kv-store"),
         ({"store_gib": 0}, "--kv-store-gib is 0; expected a size"),
         ({"buffer_gib": -1}, "--kv-buffer-gib is -1; expected a size"),
-        (
-            {"listen": "10.0.0.7"},
-            "--kv-listen: '10.0.0.7' is not an address; expected unix:PATH or tcp:HOST:PORT",
-        ),
+        ({"listen": "10.0.0.7"}, "--kv-listen: '10.0.0.7' is not an address; expected unix:PATH or tcp:HOST"),
         ({"listen": "tcp:10.0.0.7"}, "--kv-listen: 'tcp:10.0.0.7' is not an address"),
         ({"listen": "tcp:h:70000"}, "--kv-listen: 'tcp:h:70000' is not an address"),
         ({"listen": "nixl:h:1"}, "--kv-listen: 'nixl:h:1' is not an address"),
@@ -322,14 +308,10 @@ def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
         (("-sc", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
         (("-sc.method=ngram",), "--speculative-config: .*; start an engine of a pair without it"),
         (
-            ("--enable-lora",),
+            ("--enable_lora",),
             "--enable-lora: KV of an adapter .* weights; start an engine of a pair without it",
         ),
-        (("--enable_lora",), "--enable-lora: "),
-        (
-            ("--no-enable-prefix-caching",),
-            "--no-enable-prefix-caching: stored KV is found by the block hashes",
-        ),
+        (("--no-enable-prefix-caching",), "--no-enable-prefix-caching: stored KV is found by the block"),
     ],
     ids=str,
 )

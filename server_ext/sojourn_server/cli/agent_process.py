@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -129,7 +130,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
         if not command:
             parser.error("COMMAND is missing")
         exec_agent_command(
-            command, options.url, children=options.children, note=_note_plainly, program_id=options.program
+            command,
+            options.url,
+            children=options.children,
+            note=lambda text: print(f"note: {text}", file=sys.stderr),
+            program_id=options.program,
         )
     except CliError as error:
         print(f"error: {error.message}\nnext: {error.next_step}", file=sys.stderr)
@@ -155,20 +160,14 @@ def framework_names() -> str:
     return ", ".join(name.replace("_", "-") for name in sorted(FRAMEWORKS))
 
 
-def _note_plainly(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
-
-
 def find_command(name: str) -> str:
     """Return the path of the executable ``name``. Raises ``CliError`` with a remedy if there is no such
     executable."""
-    found = shutil.which(name)
-    if found:
+    if found := shutil.which(name):
         return found
-    if Path(name).suffix == ".py" and Path(name).is_file():
+    remedy = "check the spelling and PATH, or install it; the command comes after `--`"
+    if name.endswith(".py") and Path(name).is_file():
         remedy = f"run it with Python: sojourn run -- python {name} …"
-    else:
-        remedy = "check the spelling and PATH, or install it; the command comes after `--`"
     raise CliError(f"there is no command {name!r}", remedy, exit_code=NOT_FOUND)
 
 
@@ -185,19 +184,11 @@ def child_environment(
     given = environment.get("PYTHONPATH")
     # An empty entry means the current directory, but an empty variable means no entries.
     entries = [entry for entry in given.split(os.pathsep) if entry != folder] if given else []
-    fresh = {
-        name: value for name, value in environment.items() if name not in (AGENT, CHILDREN, REPORTED_URL)
-    }
-    if children:
-        fresh[CHILDREN] = "1"
-    if program_id is not None:
-        fresh["SOJOURN_PROGRAM_ID"] = program_id
-    return {
-        OWN_PROGRAM: "1",  # a value that the user has set takes precedence
-        **fresh,
-        "SOJOURN_URL": url,
-        "PYTHONPATH": os.pathsep.join([folder, *entries]),
-    }
+    ours = {"SOJOURN_URL": url, "PYTHONPATH": os.pathsep.join([folder, *entries])}
+    ours |= {CHILDREN: "1"} if children else {}
+    ours |= {} if program_id is None else {"SOJOURN_PROGRAM_ID": program_id}
+    kept = {name: value for name, value in environment.items() if name not in (AGENT, CHILDREN, REPORTED_URL)}
+    return {OWN_PROGRAM: "1", **kept, **ours}  # a value of OWN_PROGRAM that the user has set takes precedence
 
 
 def configured_client(
@@ -260,8 +251,7 @@ def base_url_root(environment: Mapping[str, str], note: Note, variable: str = OP
     if not named:
         return None
     root = _root_of(named)
-    problem = _problem_at(root)
-    if problem is None:
+    if (problem := _problem_at(root)) is None:
         return root
     if root != DEFAULT_URL:
         note(
@@ -321,18 +311,14 @@ def get_page(root: str, path: str = CAPABILITIES_PATH, api_key: str = "") -> tup
     host, port = parts.hostname, parts.port
     if parts.scheme not in ("http", "https") or not host:
         raise http.client.UnknownProtocol(parts.scheme)
-    connection = (
-        http.client.HTTPSConnection(host, port, timeout=PROBE_TIMEOUT_S, context=tls_context())
-        if parts.scheme == "https"
-        else http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
-    )
-    try:
+    connection = http.client.HTTPConnection(host, port, timeout=PROBE_TIMEOUT_S)
+    if parts.scheme == "https":
+        connection = http.client.HTTPSConnection(host, port, timeout=PROBE_TIMEOUT_S, context=tls_context())
+    with closing(connection):
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         connection.request("GET", parts.path + path, headers=headers)
         response = connection.getresponse()
         return response.status, response.read(MAX_ANSWER_BYTES)
-    finally:
-        connection.close()
 
 
 def _note_unless_served(url: str, note: Note, consequence: str) -> bool:

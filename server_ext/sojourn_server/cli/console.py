@@ -6,7 +6,6 @@ import json
 import math
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,9 +53,10 @@ def print_line(text: str) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def print_note(text: str) -> None:
-    """Print a note to the user on stderr. ``text`` has no markup."""
-    console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
+def print_note(*texts: str) -> None:
+    """Print notes to the user on stderr, each in a line. A text has no markup."""
+    for text in texts:
+        console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 class ProgressLines:
@@ -125,13 +125,12 @@ def output_file(path: Any) -> Any:
 def check_free_port(host: str, port: int, next_step: str) -> None:
     """Raise ``CliError`` with ``next_step`` if the port is taken. The server itself would report the error
     later and without a next step. vLLM would first load the model."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise CliError(f"cannot listen on {host or '*'}:{port}: {error.strerror}", next_step) from None
+    from sojourn_server.launch.engine_server import ServerStartError, free_port
+
+    try:
+        free_port(host, port)
+    except ServerStartError as error:
+        raise CliError(str(error), next_step) from None
 
 
 @contextmanager

@@ -74,10 +74,8 @@ def demo(
 ) -> None:
     """Run real coding agents on stock vLLM and on sojourn, and compare the two."""
     if quick and (programs is not None or model is not None):
-        raise CliError(
-            "--quick sets the number of programs and the model; expected neither --programs nor --model",
-            "drop --quick to choose them",
-        )
+        wrong = "--quick sets the number of programs and the model; expected neither --programs nor --model"
+        raise CliError(wrong, "drop --quick to choose them")
     if kv_host_gib is not None and (url is not None or kv_host_gib <= 0):
         raise CliError(
             f"--kv-host-gib {kv_host_gib}: expected a size in GiB above 0, and no --url",
@@ -101,11 +99,10 @@ def demo(
         records = [run.arm(name) for name in names]
         result = demo_report.document(records, run.facts)
         console.print(demo_report.table(result))
-        for arm in records:
-            for program in arm.programs:
-                if program.error:
-                    keep = True
-                    print_line(f"{arm.name}, {program.task}: {program.error}")
+        failed = [(arm.name, one.task, one.error) for arm in records for one in arm.programs if one.error]
+        keep = keep or bool(failed)
+        for arm_name, task, error in failed:
+            print_line(f"{arm_name}, {task}: {error}")
         if json_file:
             write_json(result, json_file)
         if plot:
@@ -154,10 +151,8 @@ class _DemoRun:
         self.tasks = load_tasks(programs)
         if quick:
             self.tasks = [task.shortened(QUICK_TURNS) for task in self.tasks]
-            print_line(
-                f"a smoke run: {QUICK_PROGRAMS} programs of {QUICK_TURNS} turns; about two minutes, most of "
-                "them for server starts"
-            )
+            size = f"{QUICK_PROGRAMS} programs of {QUICK_TURNS} turns"
+            print_line(f"a smoke run: {size}; about two minutes, most of them for server starts")
         contexts = [task.context_tokens for task in self.tasks]
         blocks = pool_blocks(contexts, BLOCK_TOKENS, resident)
         self.flags = serve_args(blocks, model_length(contexts), max_num_seqs)

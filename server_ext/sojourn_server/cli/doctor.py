@@ -39,7 +39,7 @@ from .console import (
     url_option,
     write_json,
 )
-from .live_client import connection_advice, http_client, json_object
+from .live_client import connection_advice, error_of, http_client, json_object
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
@@ -119,7 +119,7 @@ def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
     """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
 
     ``import_engine``: also import the engine's model library, which takes seconds."""
-    from sojourn_server.launch.launch_environment import installed_versions
+    from sojourn_server.launch.launch_environment import installed_versions, read_memory
 
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     versions = installed_versions("sojourn", *_COMPANIONS)
@@ -129,7 +129,9 @@ def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
         said = "not installed as a distribution, so vLLM cannot find the plugin"
         yield Check("sojourn", False, said, f"run {install_command('server')}")
     yield from _engine_checks(import_engine)
-    yield _memory_check()
+    memory, gib = read_memory(), 1 << 30
+    said = f"{memory.available_bytes / gib:.2f} GiB available of {memory.total_bytes / gib:.2f} GiB of "
+    yield Check("memory", True, f"{said}{memory.owner}, for model, KV cache and --kv-host-gib")
     for name in _COMPANIONS:
         version = versions.get(name)
         yield Check(name, True if version else None, version or "not installed; only some commands need it")
@@ -200,14 +202,6 @@ def _is_checkout() -> bool:
     return (Path(__file__).parents[3] / "Makefile").is_file()
 
 
-def _memory_check() -> Check:
-    from sojourn_server.launch.launch_environment import read_memory
-
-    memory, gib = read_memory(), 1 << 30
-    said = f"{memory.available_bytes / gib:.2f} GiB available of {memory.total_bytes / gib:.2f} GiB of "
-    return Check("memory", True, f"{said}{memory.owner}, for model, KV cache and --kv-host-gib")
-
-
 def _model_checks() -> Iterator[Check]:
     from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, model_directory
     from sojourn_server.models.gguf_source import find_gguf
@@ -274,7 +268,7 @@ def server_checks(client: httpx.Client, key_source: str = "--api-key") -> Iterat
 def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
     answer = _ask(client, "GET", CAPABILITIES_PATH)
     if answer.status_code != 200:
-        step = _error(answer).get("next") or "see the server's log"
+        step = error_of(answer).get("next") or "see the server's log"
         if answer.status_code == 404:
             step = "not loaded; start the server with sojourn serve MODEL, or set VLLM_PLUGINS=sojourn"
         yield Check("plugin", False, f"{CAPABILITIES_PATH}: {_error_summary(answer)}", step)
@@ -323,12 +317,13 @@ def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     answer = _ask(client, "GET", STREAM_PATH)
     if answer.status_code == 404:
         return
+    if answer.status_code != 200:
+        yield Check("programs", None, f"not known: {_error_summary(answer)}")
+        return
     try:
         frame = msgspec.json.decode(answer.content, type=LiveFrame)
     except msgspec.DecodeError as error:
-        known = answer.status_code == 200
-        said = f"not a live frame: {error}" if known else f"not known: {_error_summary(answer)}"
-        yield Check("programs", None, said)
+        yield Check("programs", None, f"not a live frame: {error}")
         return
     untracked = untracked_text(frame)
     run = f"sojourn run --url {_base_url(client)} -- python agent.py, or open sojourn.program() in the agent"
@@ -345,16 +340,13 @@ def _tiers_check(document: dict[str, Any]) -> Check:
     """Return the check of the tiers below the device. ``document``: the capabilities of an engine or a
     gateway."""
     tiers, paths, pairs = (document.get(name) for name in ("tiers", "paths", "pairs"))
+    if tiers is None and pairs is not None:  # the answer of a gateway
+        return Check("tiers", True, f"engines of pairs store and read KV: {_count_roles(pairs)}")
+    if tiers is None and paths is not None:
+        where = f"{paths['role']} engine of a pair at node {paths['node']}"
+        return Check("tiers", True, f"a {where} stores and reads KV; its address is {paths['peer']}")
     if tiers is None:
-        ok: bool | None = True
-        if pairs is not None:  # the answer of a gateway
-            said = f"engines of pairs store and read KV: {_count_roles(pairs)}"
-        elif paths is not None:
-            where = f"{paths['role']} engine of a pair at node {paths['node']}"
-            said = f"a {where} stores and reads KV; its address is {paths['peer']}"
-        else:
-            ok, said = None, "none below the device: evicted KV is computed again"
-        return Check("tiers", ok, said)
+        return Check("tiers", None, "none below the device: evicted KV is computed again")
     names = {"host": "host memory", "disk": "disk"}
     sizes = [f"{name} for {_size(tiers[field])}" for field, name in names.items() if tiers.get(field)]
     what = ", ".join([str(tiers.get("connector")), *sizes])
@@ -477,15 +469,9 @@ def _base_url(client: httpx.Client) -> str:
     return str(client.base_url).rstrip("/")
 
 
-def _error(answer: httpx.Response) -> dict[str, Any]:
-    """Return the error in a response body: message and next step, as far as the server gives them."""
-    error = json_object(answer).get("error")
-    return error if isinstance(error, dict) else {"message": error}
-
-
 def _error_summary(answer: httpx.Response) -> str:
     """Return status and message of an error response as text."""
-    message = _error(answer).get("message") or answer.reason_phrase
+    message = error_of(answer).get("message") or answer.reason_phrase
     return str(message) if answer.status_code == _NO_ANSWER else f"{answer.status_code} {message}"
 
 

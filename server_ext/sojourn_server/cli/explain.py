@@ -21,6 +21,8 @@ from .console import DEFAULT_URL, api_key_option, console, json_option, url_opti
 from .live_client import AnswerError, LiveClient
 from .top_view import age_s, age_text, count, cut, duration, printable, untracked_text
 
+Program = Mapping[str, Any]
+"""A program as ``/sojourn/v1/programs/{id}`` of an engine or a gateway answers."""
 _SOURCES: dict[Literal["device", "host", "new", "tail"], str] = {
     "device": "reused",
     "host": "reused, loaded from host memory, disk or another engine",
@@ -141,9 +143,8 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_CANDIDATES], *(["…"] if len(names) > _CANDIDATES else [])])
 
 
-def reuse_line(program: Mapping[str, Any]) -> str:
-    """Return a line that says how many prompt tokens each of the latest turns reused. ``program``: the answer
-    of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+def reuse_line(program: Program) -> str:
+    """Return a line that says how many prompt tokens each of the latest turns reused."""
     turns = [turn for turn in engine_detail(program).get("ledger") or () if turn.get("tokens")]
     parts = []
     for turn in turns[-_TURNS:]:
@@ -154,28 +155,23 @@ def reuse_line(program: Mapping[str, Any]) -> str:
     return f"reused: {'; '.join(parts) or 'no turn has finished yet'}"
 
 
-def _shows_leases(found: Explanation, program: Mapping[str, Any] | None) -> bool:
+def _shows_leases(found: Explanation, program: Program | None) -> bool:
     """Return whether the program's policy grants leases, judged by the server's answers."""
-    if found.before.leased_at_return:
-        return True
-    placed = program is not None and engine_detail(program).get("placed") is not None
-    return not (placed or grants_no_leases(found.decisions))
+    placed = engine_detail(program or {}).get("placed") is not None
+    return found.before.leased_at_return or not (placed or grants_no_leases(found.decisions))
 
 
-def explanation_view(found: Explanation, program: Mapping[str, Any] | None = None) -> RenderableType:
+def explanation_view(found: Explanation, program: Program | None = None) -> RenderableType:
     """Return an explanation as a paragraph, a table, and one line for each decision, piece of advice and
     unknown fact. ``sojourn top`` shows the same view. If the policy grants no leases, the view has no leases.
-    It then shows the tier in which the policy places the program, if any.
-
-    ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway; ``None``: unknown."""
+    It then shows the tier in which the policy places the program, if any. ``program``: ``None``: unknown."""
     leases = _shows_leases(found, program)
     paragraph = Text.assemble((printable(found.program_id), "bold"), f": {printable(found.text)}")
     table = Table("where", "seconds", "tokens", "note", box=None, pad_edge=False)
     before, seconds, tokens = found.before, found.seconds, found.tokens
     if before.gap_s is not None:
         note = before.tool or NO_TOOL_SEEN
-        if leases:
-            note += "; lease held" if before.leased_at_return else "; no lease"
+        note += ("; lease held" if before.leased_at_return else "; no lease") if leases else ""
         table.add_row("gap", f"{before.gap_s:.2f}", "", Text(printable(note)))
         if before.tool_s is not None:
             with_s, without_s = split_gap(before.gap_s, before.tool_s)
@@ -195,7 +191,7 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     ending = _DECODING.get(found.outcome, f"ended: {found.outcome}")
     table.add_row("decoding", f"{seconds['decoding']:.2f}", "", ending)
     lines = []
-    place = engine_detail(program).get("placed") if program is not None else None
+    place = engine_detail(program or {}).get("placed")
     if not leases and place is not None:
         lines.append(f"place: {place}" + (f" ({_PLACES[place]})" if place in _PLACES else ""))
     lines += found.decision_lines
@@ -206,16 +202,14 @@ def explanation_view(found: Explanation, program: Mapping[str, Any] | None = Non
     return Group(paragraph, table, Text("\n".join(map(printable, lines))))
 
 
-def engine_detail(program: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the engine's part of a program. ``program``: the answer of ``/sojourn/v1/programs/{id}`` of an
-    engine or a gateway."""
+def engine_detail(program: Program) -> Program:
+    """Return the engine's part of a program."""
     at_engine = program.get("engine")
     return at_engine if isinstance(at_engine, Mapping) else program
 
 
-def program_state(program: Mapping[str, Any]) -> str:
-    """Return how a program ended, or its status with the words that ``sojourn top`` uses for it. ``program``:
-    the answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+def program_state(program: Program) -> str:
+    """Return how a program ended, or its status with the words that ``sojourn top`` uses for it."""
     program = engine_detail(program)
     if program.get("outcome"):
         outcome = printable(str(program["outcome"]))
@@ -224,22 +218,15 @@ def program_state(program: Mapping[str, Any]) -> str:
     return f"{printable(status)} ({words})" if (words := _STATUS_WORDS.get(status)) else printable(status)
 
 
-def turn_table(program: Mapping[str, Any], last: int = 40) -> str:
-    """Return the ``last`` turns of a program as text, one line per turn, newest first. ``program``: the
-    answer of ``/sojourn/v1/programs/{id}`` of an engine or a gateway."""
+def turn_table(program: Program, last: int = 40) -> str:
+    """Return the ``last`` turns of a program as text, one line per turn, newest first."""
     program = engine_detail(program)
     turns = [turn for turn in program.get("ledger") or () if isinstance(turn, Mapping)]
-    lines = [
-        f"{program_state(program)}, {program.get('turns')} turns, context of "
-        f"{count(program.get('context_tokens') or 0)} tokens",
-        "times and tokens of each turn:",
-        "",
-        _TURN_HEADING,
-    ]
-    lines += [_turn_line(turn) for turn in turns[: -last - 1 : -1]]
-    if not turns:
-        lines.append("no turn has finished yet, or the ledger has forgotten them")
-    return "\n".join(lines)
+    context = count(program.get("context_tokens") or 0)
+    head = f"{program_state(program)}, {program.get('turns')} turns, context of {context} tokens"
+    lines = [_turn_line(turn) for turn in turns[: -last - 1 : -1]]
+    none = ["no turn has finished yet, or the ledger has forgotten them"]
+    return "\n".join([head, "times and tokens of each turn:", "", _TURN_HEADING, *(lines or none)])
 
 
 def _turn_line(turn: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import ipaddress
 import logging
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,10 +146,9 @@ def gateway(
     ):
         if given not in known_values:
             raise CliError(f"{name} is {given!r}", f"expected {', '.join(known_values)}")
-    texts = {"--api-key": api_key, "--engine-key": engine_key, "--admin-key": admin_key}
-    for name, text in {**texts, "--session-header": session_header}.items():
-        if text is not None and not text.strip():
-            raise CliError(f"{name} is empty", "leave it out, or give a value")
+    for name in ("api_key", "engine_key", "admin_key", "session_header"):
+        if context.params[name] is not None and not context.params[name].strip():
+            raise CliError(f"--{name.replace('_', '-')} is empty", "leave it out, or give a value")
     preset = None if in_pairs else _preset(policy, policy_file, allow_policy_modules)
     if preset is not None and waiting_order is not None:
         from sojourn_server.policies.cluster_preset import with_waiting_order
@@ -227,10 +227,9 @@ def _is_prefill_decode(context: typer.Context, prefill: list[str], decode: list[
 
 
 def _is_loopback(host: str) -> bool:
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers | None:
@@ -303,12 +302,12 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
     from sojourn_server.gateway.ray.ray_config import RayConfigError, read_key
 
     try:
-        keys = {
-            name: read_key(getattr(config.keys, name), f"keys.{name}") for name in ("api", "engine", "admin")
-        }
+        api, _, admin = (
+            read_key(getattr(config.keys, one), f"keys.{one}") for one in ("api", "engine", "admin")
+        )
     except RayConfigError as error:
         raise CliError(f"{path}: {error}", "export it where this command is started") from None
-    _tenants(Path(config.tenants) if config.tenants is not None else None, keys["api"], keys["admin"])
+    _tenants(Path(config.tenants) if config.tenants is not None else None, api, admin)
     for name in ("port", "direct_port"):
         if (port := getattr(config, name)) is not None:
             check_free_port(config.host, port, f"choose another {name} in {path}")

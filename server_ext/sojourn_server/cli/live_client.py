@@ -105,11 +105,6 @@ class LiveClient:
         """Return the current live frame: the state of the programs, as ``sojourn top`` shows it."""
         return self._typed(LiveFrame, "a live frame", f"{API}/stream", once=1)
 
-    def program(self, program_id: str) -> dict[str, Any]:
-        """Return one program with the ledger of its turns. Raises ``AnswerError`` if the server does not know
-        it."""
-        return self._json(f"{API}/programs/{quote(program_id, safe='')}")
-
     def explanation(self, program_id: str, turn: int | None = None) -> Explanation:
         """Return the explanation of the turn with number ``turn``, or of the newest turn if ``turn`` is
         ``None``."""
@@ -119,7 +114,7 @@ class LiveClient:
     def find_program(self, program_id: str) -> dict[str, Any] | None:
         """Return one program with the ledger of its turns; ``None`` if the server does not know it."""
         try:
-            return self.program(program_id)
+            return self._json(f"{API}/programs/{quote(program_id, safe='')}")
         except AnswerError as error:
             if error.status == 404:
                 return None
@@ -147,13 +142,12 @@ class LiveClient:
             raise CliError(message, f"{next_step}; or name another server with --url") from None
         if answer.status_code == 200:
             return answer
-        said = json_object(answer).get("error")
-        detail = said if isinstance(said, dict) else {}
+        detail = error_of(answer)
         message = detail.get("message") or answer.reason_phrase or "no reason"
         next_step = detail.get("next") or "see sojourn doctor --url and the server's log"
         if answer.status_code == 401 or (answer.status_code == 403 and "next" not in detail):
             next_step = PASS_KEY
-        elif answer.status_code == 404 and not detail:
+        elif answer.status_code == 404 and not detail.get("message"):
             next_step = "is this a server of sojourn of the same release? see sojourn doctor --url"
         raise AnswerError(
             answer.status_code, f"{self.url}{path}: {answer.status_code} {message}", str(next_step)
@@ -183,3 +177,9 @@ def json_object(answer: httpx.Response) -> dict[str, Any]:
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """Return the error in a response body: message and next step, as far as the server gives them."""
+    error = json_object(answer).get("error")
+    return error if isinstance(error, dict) else {"message": error}

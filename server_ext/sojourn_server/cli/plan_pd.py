@@ -9,12 +9,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.table import Table
 
 from .console import CliError, console, json_option, write_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
         LinkRatioBound,
         NodeLinks,
@@ -113,8 +112,6 @@ def _division(
 
 
 def _bounds(found: PdRatioRange) -> Table:
-    from rich.table import Table
-
     table = Table("link", "bound on P/D", box=None, title="Bound of each link", title_justify="left")
     for bound in found.bounds:
         if math.isinf(bound.least) or bound.most <= 0:
@@ -128,11 +125,8 @@ def _bounds(found: PdRatioRange) -> Table:
 
 
 def _divisions(divisions: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table(
-        box=None, title="Turns a second that each resource allows", title_justify="left", pad_edge=False
-    )
+    title = "Turns a second that each resource allows"
+    table = Table(box=None, title=title, title_justify="left", pad_edge=False)
     for name in ("nodes", "in\nrange", "fullest link"):
         table.add_column(name, vertical="bottom", no_wrap=name != "fullest link")
     for name in ("load", "one\npath", "two\npaths", "prefill", "gain at\nmost"):

@@ -26,9 +26,15 @@ from .console import (
 )
 
 if TYPE_CHECKING:
-    from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
+    from sojourn_server.policies.costs.engine_profile import EngineProfile
     from sojourn_server.replay.completions_client import CompletionsClient
 
+_NEXT_STEPS = {
+    "vocabulary": "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size",
+    "context too long": "give the server's longest context: --max-context TOKENS",
+    "timeout": "raise --budget-s, or measure less: --max-context TOKENS",
+}
+"""Part of an error → next step."""
 _LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0"})
 
 
@@ -62,28 +68,25 @@ def profile(
     json: str | None = json_option("the profile"),
 ) -> None:
     """Measure prefill, decode and copies of a live, idle server."""
-    from sojourn_server.policies.costs.engine_profile import EngineLimits
     from sojourn_server.profiling.offload_break_even import offload_break_even
     from sojourn_server.replay.completions_client import CompletionsClient, RequestError
 
-    given = EngineLimits(
-        max_context_tokens=max_context,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
+    given = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     on_sample = ProgressLines(at_once=True).show
     sampling = {"repeats": repeats, "vocabulary": vocabulary, "budget_s": budget_s, "on_sample": on_sample}
     client = CompletionsClient(url, api_key=api_key or None, timeout_s=budget_s)
     try:
-        result, notes = asyncio.run(_measure(client, model, given, decode, hardware, sampling))
+        result, notes = asyncio.run(_measure(client, model, max_context, given, decode, hardware, sampling))
     except RequestError as error:
-        raise CliError(f"a measurement failed: {error}", _resume_hint(error)) from None
+        step = next(
+            (step for word, step in _NEXT_STEPS.items() if word in str(error)), "see the server's log"
+        )
+        raise CliError(f"a measurement failed: {error}", step) from None
     break_even = offload_break_even(result)
     _show(result)
     longest = break_even.words(result.points[-1][0])
     print_line(f"break-even: copying a context out and in again is faster than computing it {longest}")
-    for note in notes:
-        print_note(note)
+    print_note(*notes)
     if output is not None:
         try:
             write_file(output, result.to_toml(), "the profile is on stdout; save it from there")
@@ -92,16 +95,8 @@ def profile(
             raise
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json is not None:
-        residual_s = result.prefill.residual(result.points)
-        write_json(
-            {
-                **dataclasses.asdict(result),
-                "break_even": break_even.as_json(),
-                "residual_s": residual_s,
-                "notes": notes,
-            },
-            json,
-        )
+        found = {"break_even": break_even.as_json(), "residual_s": result.prefill.residual(result.points)}
+        write_json({**dataclasses.asdict(result), **found, "notes": notes}, json)
     if output is None and json is None:
         print(result.to_toml(), end="")
 
@@ -109,14 +104,15 @@ def profile(
 async def _measure(
     client: CompletionsClient,
     model: str | None,
-    given: EngineLimits,
+    max_context: int | None,
+    given: dict[str, int | None],
     decode: bool,
     hardware: str | None,
     sampling: dict[str, Any],
 ) -> tuple[EngineProfile, list[str]]:
     """Return the measured profile, and notes for the user. ``sampling``: arguments of ``MeasurementRun``."""
     from sojourn_server.launch.launch_environment import installed_versions
-    from sojourn_server.policies.costs.engine_profile import EngineLimits, EngineProfile
+    from sojourn_server.policies.costs.engine_profile import EngineProfile
     from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
     from sojourn_server.profiling.machine_speed import CopyBandwidth, describe_hardware, measure_bandwidth
     from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill, read_limits
@@ -126,16 +122,10 @@ async def _measure(
     async with client:
         served = await client.discover(model)
         reported, reported_block_tokens = await read_limits(client, served)
-        limit, max_context = served.max_context_tokens, given.max_context_tokens
+        limit = served.max_context_tokens
         # The user's limits take precedence, except max_context, which only shortens the measurement.
-        limits = EngineLimits(
-            **{
-                known.name: getattr(given, known.name) or getattr(reported, known.name)
-                for known in dataclasses.fields(EngineLimits)
-                if known.name != "max_context_tokens"
-            },
-            max_context_tokens=limit or max_context,
-        )
+        told = {name: number for name, number in given.items() if number is not None}
+        limits = dataclasses.replace(reported, **told, max_context_tokens=limit or max_context)
         block_tokens = served.block_size or reported_block_tokens or DEFAULT_BLOCK_SIZE
         if limit is None and max_context is None:
             raise CliError(f"{client.url} does not report its longest context", "add --max-context TOKENS")
@@ -201,28 +191,14 @@ def _show(result: EngineProfile) -> None:
     )
     for name in ("what", "µs"):
         table.add_column(name, justify="left" if name == "what" else "right")
-    for name, cost in (
-        ("a step", costs.step_s),
-        ("a token", costs.token_s),
-        ("1,000 attention pairs", costs.pair_s * 1000),
-        ("1,000 tokens of KV read", costs.kv_token_s * 1000),
-        ("a request in it", costs.request_s),
-        ("the server, once for each request", costs.call_s),
-    ):
-        table.add_row(name, f"{cost * 1e6:,.4g}")
+    table.add_row("a step", f"{costs.step_s * 1e6:,.4g}")
+    table.add_row("a token", f"{costs.token_s * 1e6:,.4g}")
+    table.add_row("1,000 attention pairs", f"{costs.pair_s * 1e9:,.4g}")
+    table.add_row("1,000 tokens of KV read", f"{costs.kv_token_s * 1e9:,.4g}")
+    table.add_row("a request in it", f"{costs.request_s * 1e6:,.4g}")
+    table.add_row("the server, once for each request", f"{costs.call_s * 1e6:,.4g}")
     console.print(table)
 
 
 def _rounded(value: Any) -> float | None:
     return None if value is None else float(round(value))
-
-
-def _resume_hint(error: Exception) -> str:
-    text = str(error)
-    if "vocabulary" in text:
-        return "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size"
-    if "context too long" in text:
-        return "give the server's longest context: --max-context TOKENS"
-    if "timeout" in text:
-        return "raise --budget-s, or measure less: --max-context TOKENS"
-    return "see the server's log"

@@ -99,8 +99,7 @@ def replay(
     tally, about = asyncio.run(_run(chosen, options, url, model, dialect, api_key or None))
     document = {"trace": Path(trace).name, **about, **tally.document()}
     console.print(tally.table())
-    for note in tally.notes():
-        print_note(note)
+    print_note(*tally.notes())
     if tally.finished and tally.first_error is not None:
         # The table counts the reasons; this is the server's message for the first failure.
         print_line(f"first failed request: {tally.first_error}")

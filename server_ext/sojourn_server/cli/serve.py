@@ -111,20 +111,19 @@ def serve(
             detect_launch_environment(),
             os.environ,
         )
-        _print_notes(command.warnings)
-        _print_notes(_check_settings(policy, command.flags, role))
+        print_note(*command.warnings, *_check_settings(policy, command.flags, role))
         if config is not None and command.flags.kv_connector() in serve_command.OWN_CONNECTORS:
             no_disk = "without --kv-disk and with --tier-backend auto, which has host memory for most models"
             next_step = f"serve it {no_disk if role is None else 'without --role'}"
             in_one_group = command.flags.is_set(serve_command.ONE_GROUP)
-            _print_notes(check_layers(model_path, config, next_step, in_one_group=in_one_group))
+            print_note(*check_layers(model_path, config, next_step, in_one_group=in_one_group))
         address = serve_command.listen_address(command.flags)
         if dry_run:  # before the checks of this machine, since the command may be for another one
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
         if tiers.any or pair.any:
             facts = installed_vllm(), known_weights(model_path), engine_workers(command.flags)
-            _print_notes(check_machine(tiers, pair, *facts))
+            print_note(*check_machine(tiers, pair, *facts))
         if dry_run:
             return
         if address is not None:
@@ -238,11 +237,11 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
     from sojourn_server.vllm.compat import UnsupportedEngine, check_vllm_version, installed_vllm
 
     version = installed_vllm()
-    if version is None and dry_run:
-        _print_notes(["vLLM is not installed here; the command is for a machine that has it"])
-        return
-    if version is None:
+    if version is None and not dry_run:
         raise missing_vllm()
+    if version is None:
+        print_note("vLLM is not installed here; the command is for a machine that has it")
+        return
     if policy == serve_command.STOCK_POLICY and role is None:
         return  # plain vLLM works with any release
     try:
@@ -278,11 +277,6 @@ def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[s
     if flags.has("--no-enable-prefix-caching"):
         notes.append("without prefix caching every turn is computed in full, and no policy helps")
     return notes
-
-
-def _print_notes(notes: Sequence[str]) -> None:
-    for note in notes:
-        print_note(note)
 
 
 def make_model(name: str) -> str:

@@ -40,6 +40,11 @@ SWEEP_POLICIES = {
     "replicas": CLUSTER_POLICIES,
 }
 """Default policies of sweeps of a number that ``DEFAULT_POLICIES`` do not use."""
+_SPEC_OPTIONS = (
+    "workload", "hardware", "model", "tp", "cpu_ratio", "disk_ratio", "replicas", "seed", "max_gap_s",
+    "human_gaps", "pool_tokens", "max_model_len",
+)  # fmt: skip
+"""Options that are fields of a ``RunSpec`` under the same name."""
 _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 """Options that have an effect on runs loaded with ``--load``."""
 
@@ -118,9 +123,6 @@ def simulate(
     from sojourn_server.simulator.latency.latency_selection import is_engine_profile
     from sojourn_server.simulator.report.results_file import made_with
 
-    for option, number in (("--hours", hours), ("--warm-up-s", warm_up_s)):
-        if number is not None and not math.isfinite(number):
-            raise CliError(f"{option} is {number}; expected a finite number", f"for example {option} 0.5")
     _check_outputs(plot, save)
     swept: ParameterSweep | None = None
     if load is not None:
@@ -141,12 +143,8 @@ def simulate(
             policy = SWEEP_POLICIES.get(sweeping.field, policy) if sweeping is not None else policy
         if async_scheduling is None:  # a file from sojourn profile does not name its device
             async_scheduling = not is_engine_profile(hardware)
-        settings = dict(
-            workload=workload, hardware=hardware, model=model, tp=tp, cpu_ratio=cpu_ratio,
-            disk_ratio=disk_ratio, async_scheduling=async_scheduling, replicas=replicas, seed=seed,
-            max_gap_s=max_gap_s, human_gaps=human_gaps, pool_tokens=pool_tokens, max_model_len=max_model_len,
-            max_context_tokens=max_context,
-        )  # fmt: skip
+        settings = {name: context.params[name] for name in _SPEC_OPTIONS}
+        settings |= {"async_scheduling": async_scheduling, "max_context_tokens": max_context}
         specs = _specs(policy, programs, rate, settings)
         if sweeping is not None:
             if len(loads := {(spec.programs, spec.rate_per_s) for spec in specs}) > 1:
@@ -158,6 +156,12 @@ def simulate(
         specs = [replace(spec, until_s=_until_s(hours, spec)) for spec in specs]
         if explain is not None:
             _check_program(explain, specs[0])
+        if hours is None and not any(is_given(context, name) for name in ("programs", "rate")):
+            # Only the progress lines have the estimate, since the time depends on workload and machine.
+            print_note(
+                "40 programs for a virtual hour may take as long here; the line of progress after "
+                f"{ProgressLines.INTERVAL_S:g} s says how long. A first look: --programs 10 --hours 0.1"
+            )
         result = _run_simulations(specs, jobs, warm_up_s)
         made = made_with(sys.argv)
         if sweeping is not None and not result.missing_runs:
@@ -178,8 +182,8 @@ def simulate(
 def _until_s(hours: float | None, spec: RunSpec) -> float | None:
     if hours is None:
         return None if spec.rate_per_s is not None else 3600.0
-    if hours == 0:
-        raise CliError("--hours is 0; expected more", "for example --hours 0.25")
+    if not 0 < hours < math.inf:
+        raise CliError(f"--hours is {hours:g}; expected a finite number above 0", "for example --hours 0.25")
     return hours * 3600.0
 
 
@@ -206,12 +210,10 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
             number = kind(part)
         except ValueError:
             number = 0
-        if not 0 < number < float("inf"):
-            what = "a whole number" if kind is int else "a number"
-            raise CliError(
-                f"{option} {text}: {part.strip()!r} is not {what} above 0",
-                f"for example {option} {'20,40' if kind is int else '0.1,0.2'}",
-            )
+        if not 0 < number < math.inf:
+            what, such = ("a whole number", "20,40") if kind is int else ("a number", "0.1,0.2")
+            wrong = f"{option} {text}: {part.strip()!r} is not {what} above 0"
+            raise CliError(wrong, f"for example {option} {such}")
         numbers.append(number)
     return numbers
 
@@ -261,29 +263,25 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
-        raise CliError(
-            "simulate runs vLLM's own scheduler, and vLLM is not installed here", install_command("cpu")
-        )
+        missing = "simulate runs vLLM's own scheduler, and vLLM is not installed here"
+        raise CliError(missing, install_command("cpu"))
     from sojourn_server.simulator.simulation_run import validate_specs
     from sojourn_server.simulator.simulation_suite import run_suite
 
     _check_warm_up(warm_up_s, min((spec.until_s for spec in specs if spec.until_s is not None), default=0.0))
-    for note in validate_specs(specs):
-        print_note(note)
+    print_note(*validate_specs(specs))
     print_line(_announcement(specs))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: timeout and supervisors send it
     planned, lines = list(dict.fromkeys(specs)), ProgressLines()
-    parts = [0.0] * len(planned)
+    runs, parts = len(planned), [0.0] * len(planned)
 
     def move(number: int, now: float, finished: int) -> None:
         spec = planned[number]
         parts[number] = min(1.0, now / spec.until_s if spec.until_s is not None else finished / spec.programs)
-        done = max(1e-3, sum(parts) / len(planned))
+        done = max(1e-3, sum(parts) / runs)
+        left = (1.0 / done - 1.0) / 60
         lines.show(
-            lambda passed_s: (
-                f"{100 * done:.0f}% of {len(planned)} runs, "
-                f"about {passed_s * (1.0 / done - 1.0) / 60:,.0f} min left"
-            )
+            lambda passed_s: f"{100 * done:.0f}% of {runs} runs, about {passed_s * left:,.0f} min left"
         )
 
     def end(number: int) -> None:
@@ -292,11 +290,8 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
     try:
         result = run_suite(specs, processes=jobs, since_s=warm_up_s, on_progress=move, on_done=end)
     except BrokenProcessPool:
-        raise CliError(
-            "a simulation's process died; was it short of memory?",
-            "nothing was written; try --jobs 1",
-            exit_code=1,
-        ) from None
+        died = "a simulation's process died; was it short of memory?"
+        raise CliError(died, "nothing was written; try --jobs 1", exit_code=1) from None
     if not result.rows:
         raise CliError("interrupted", "nothing was written; run it again", exit_code=130)
     return result
@@ -382,14 +377,11 @@ def _explain(result: SuiteResult, name: str) -> None:
     from .explain import turn_table
 
     known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))
-    shown = False
-    for log in result.logs:
-        found = [p for p in log.programs if p.program_id == name] or [
-            p for p in log.programs if p.trace_id == name
-        ]
-        for program in found[:1]:
-            print_line(f"{program.program_id} under {log.policy}")
-            print_line(turn_table(ledger(program, log.virtual_s), last=len(program.turns)))
-            shown = True
-    if not shown:
+    if not any(name in (p.program_id, p.trace_id) for log in result.logs for p in log.programs):
         raise _unknown_program(f"no program {name!r} in these runs", known, exit_code=1)
+    for log in result.logs:
+        found = sorted(log.programs, key=lambda p: (p.program_id != name, p.trace_id != name))
+        for program in found[:1]:
+            if name in (program.program_id, program.trace_id):
+                print_line(f"{program.program_id} under {log.policy}")
+                print_line(turn_table(ledger(program, log.virtual_s), last=len(program.turns)))

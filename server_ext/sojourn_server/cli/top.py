@@ -81,14 +81,16 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
 
     from .explain import explanation_view, turn_table
 
-    parts: list[RenderableType] = []
-    program = client.program(program_id)
+    program = client.find_program(program_id)
+    if program is None:
+        return Text("the server does not know this program any more")
+    table = Text(turn_table(program))
     try:
-        parts = [explanation_view(client.explanation(program_id), program), Text("")]
+        return Group(explanation_view(client.explanation(program_id), program), Text(""), table)
     except AnswerError as error:
         if error.status != 404:  # no turn yet, or a server without explanations
             raise
-    return Group(*parts, Text(turn_table(program)))
+    return table
 
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:

@@ -201,6 +201,7 @@ class TopApp(App[None]):
         self._fetch = fetch
         self._explain = explain
         self._url = url
+        self._title: top_view.Line = [(f"sojourn top  {url}", "bold")]
         self._interval_s = interval_s
         self._sort = sort
         self._reverse = False
@@ -219,7 +220,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        self._head([[(f"sojourn top  {self._url}", "bold")], [("asking …", "dim")]])
+        self._head([self._title, [("asking …", "dim")]])
         self.query_one("#filter", Input).display = False
         self.set_focus(self.query_one(ProgramTable))
         self.set_interval(self._interval_s, self._tick)
@@ -260,13 +261,11 @@ class TopApp(App[None]):
         if self._error:
             note = f"no answer for {top_view.duration(time.monotonic() - self._answered_s)}"
         if self._frame is None:
-            next_step, again = (
-                f"next: {self._next_step}",
-                f"asking again every {top_view.duration(self._interval_s)}",
+            again = f"asking again every {top_view.duration(self._interval_s)}"
+            styles = {self._error: top_view.LOSS, f"next: {self._next_step}": "", again: top_view.DIM}
+            self._head(
+                [self._title, *([(top_view.cut(text, width), style)] for text, style in styles.items())]
             )
-            title = [(f"sojourn top  {self._url}", "bold")]
-            error = [(top_view.cut(self._error, width), top_view.LOSS)]
-            self._head([title, error, [(top_view.cut(next_step, width), "")], [(again, top_view.DIM)]])
             return
         table = self.query_one(ProgramTable)
         views = top_view.sorted_programs(
@@ -278,9 +277,8 @@ class TopApp(App[None]):
         place = f"{table.cursor + 1}/{len(views)}" if len(views) > table.size.height else ""
         lines = top_view.header(self._frame, width, url=self._url, note=note, place=place)
         if self._needle:
-            lines.append(
-                [(top_view.cut(f"{len(views)} match “{self._needle}”; Escape shows all", width), "bold")]
-            )
+            matches = f"{len(views)} match “{self._needle}”; Escape shows all"
+            lines.append([(top_view.cut(matches, width), "bold")])
         self._head(lines)
         columns = top_view.heading(width, self._sort, self._reverse, leases=table.leases)
         self.query_one("#heading", _Lines).show([columns])

@@ -58,8 +58,7 @@ def import_(
     count = write_trace(output, imported.programs)
     turns = sum(len(program.turns) for program in imported.programs)
     print_line(f"{output}: {count} programs, {turns} turns")
-    for note in imported.notes:
-        print_note(note)
+    print_note(*imported.notes)
     roots = sum(program.parent is None for program in imported.programs)
     print_line(
         f"What would sojourn bring? sojourn simulate {shlex.quote(str(output))} --programs {min(roots, 40)} "
@@ -84,9 +83,8 @@ def export(
     from sojourn_server.traces.perfetto_trace import PerfettoTrace, write_perfetto
 
     if not perfetto.name.endswith((".json", ".json.gz")):
-        raise CliError(
-            f"--perfetto {perfetto}: expected a name ending in .json or .json.gz", "change the name"
-        )
+        wrong = f"--perfetto {perfetto}: expected a name ending in .json or .json.gz"
+        raise CliError(wrong, "change the name")
     trace = PerfettoTrace()
     if runs:
         notes = _add_saved_runs(trace, runs)
@@ -127,11 +125,15 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
         programs.append(program)
     ends = [turn["arrived_s"] + turn["seconds"]["wall"] for one in programs for turn in one["ledger"]]
     since_s = max(ends, default=0.0) - last_s
+    processes: dict[str | None, int] = {}
     for program in sorted(programs, key=lambda one: [turn["arrived_s"] for turn in one["ledger"][:1]]):
-        add_ledger_program(trace, _process(trace, program.get("tenant")), program, since_s=since_s)
+        tenant = program.get("tenant")
+        process = processes[program["program_id"]] = trace.process(
+            f"tenant {tenant}" if tenant else "programs"
+        )
+        add_ledger_program(trace, process, program, since_s=since_s)
     engine = trace.process(f"engine {client.shown_url}")
-    tenants = {one["program_id"]: one.get("tenant") for one in programs}
-    decisions = _add_decisions(trace, client, engine, tenants, since_s)
+    decisions = _add_decisions(trace, client, engine, processes, since_s)
     return {
         "source": client.shown_url,
         "clock": "engine's monotonic seconds",
@@ -143,15 +145,11 @@ def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict
     }
 
 
-def _process(trace: PerfettoTrace, tenant: str | None) -> int:
-    return trace.process(f"tenant {tenant}" if tenant else "programs")
-
-
 def _add_decisions(
-    trace: PerfettoTrace, client: LiveClient, engine: int, tenants: dict[str, str | None], since_s: float
+    trace: PerfettoTrace, client: LiveClient, engine: int, processes: dict[str | None, int], since_s: float
 ) -> int:
-    """Add the decisions since ``since_s`` of all engines of a server, each to its program's thread. Return
-    the number of decisions."""
+    """Add the decisions since ``since_s`` of all engines of a server, each to its program's thread in
+    ``processes``, others to the process ``engine``. Return the number of decisions."""
     added, first = 0, client.decisions(0, 1)
     for name in (None, *(one for one in first.get("engines", ()) if one != first.get("engine"))):
         number, more = 0, {} if name is None else {"engine": name}
@@ -159,12 +157,9 @@ def _add_decisions(
             answer = client.decisions(number, _DECISIONS_AT_ONCE, **more)
             recent = [one for one in answer["decisions"] if one["at_s"] >= since_s]
             for decision in recent:
-                program_id, pid = decision["program_id"], engine
-                if program_id in tenants:
-                    pid = _process(trace, tenants[program_id])
-                else:
-                    program_id = None
-                trace.add_instant(pid, program_id, decision["kind"], decision["at_s"], decision)
+                process = processes.get(decision["program_id"])
+                thread = None if process is None else decision["program_id"]
+                trace.add_instant(process or engine, thread, decision["kind"], decision["at_s"], decision)
             added += len(recent)
             if len(answer["decisions"]) < _DECISIONS_AT_ONCE or answer["next"] <= number:
                 break

@@ -236,4 +236,4 @@ def free_port(host: str, port: int = 0) -> int:
         with socket.create_server((host, port), family=family) as probe:
             return int(probe.getsockname()[1])
     except OSError as error:
-        raise ServerStartError(f"{host}:{port} is taken: {error.strerror}") from None
+        raise ServerStartError(f"cannot listen on {host or '*'}:{port}: {error.strerror}") from None

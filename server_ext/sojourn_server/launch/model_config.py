@@ -53,18 +53,14 @@ def connector_refusal(model: str, config: Mapping[str, Any]) -> str:
 def only_vllm_refusal(model: str, config: Mapping[str, Any]) -> str:
     """Return why sojourn's KV connectors do not support a model that vLLM's own connector supports; empty if
     its configuration says nothing against them."""
-    kinds = _text_layers(config)[1]
+    kinds, ours = _text_layers(config)[1], "sojourn's KV connectors support"
     if kinds & _STATE_LAYERS:
-        return (
-            f"{model} has layers that keep a state (state-space or linear attention) beside attention; "
-            "sojourn's KV connectors support attention alone"
-        )
-    others = kinds - _ATTENTION
-    if others and len(kinds) > 1:
-        return (
-            f"{model} has layers of the kinds {', '.join(sorted(kinds))}; sojourn's KV connectors support "
-            "full attention, alone or beside sliding windows"
-        )
+        state = "layers that keep a state (state-space or linear attention) beside attention"
+        return f"{model} has {state}; {ours} attention alone"
+    if kinds - _ATTENTION and len(kinds) > 1:
+        listed = ", ".join(sorted(kinds))
+        beside = "full attention, alone or beside sliding windows"
+        return f"{model} has layers of the kinds {listed}; {ours} {beside}"
     return ""
 
 

@@ -342,14 +342,12 @@ def policy_settings(
     """Return the settings that choose the policy, by name. ``flags`` has the values of their flags. For a
     missing flag (``None``), ``extra`` (the values of ``--sojourn-option``) and ``--additional-config`` in
     ``engine_args`` count, in this order."""
-    config: Any = {}
+    other = extra
     if STOCK_POLICY not in (flags["policy"], extra.get("policy")):  # plain vLLM ignores them
         config = EngineFlags.read(engine_args).pop_json("--additional-config")[1].get(PLUGIN_NAME)
-    other = {**(config if isinstance(config, dict) else {}), **extra}
-    return {
-        key: value if value is not None or other.get(key) is None else str(other[key])
-        for key, value in flags.items()
-    }
+        other = {**config, **extra} if isinstance(config, dict) else extra
+    found = {key: str(other[key]) for key in flags if other.get(key) is not None}
+    return {key: found.get(key) if value is None else value for key, value in flags.items()}
 
 
 def absolute_path(path: str | Path) -> str:
@@ -379,9 +377,8 @@ def _entry_command(options: ServeOptions, facts: LaunchEnvironment) -> list[str]
 def _warnings(
     options: ServeOptions, flags: EngineFlags, facts: LaunchEnvironment, environ: Mapping[str, str]
 ) -> tuple[str, ...]:
+    ranks, ours = flags.value("--data-parallel-size"), options.policy != STOCK_POLICY
     in_rust = environ.get(RUST_FRONTEND, "0") != "0"
-    ranks = flags.value("--data-parallel-size")
-    ours = options.policy != STOCK_POLICY
     found = {
         f"{RUST_FRONTEND}: vLLM's server in Rust loads no plugin of ours, so it takes no events, knows no "
         "coding agents, and has neither the live page nor sojourn's metrics; unset it to have them":

@@ -93,18 +93,14 @@ def _commit_of(folder: Path) -> str | None:
     """Return a text with name and commit for an unchanged snapshot in a hub's cache; ``None`` for any other
     folder. In an unchanged snapshot, each weight file is a link to a blob."""
     path = Path(os.path.abspath(folder))
-    if path.is_symlink():
-        path = path.resolve()
-    hub = path.parent.parent
-    if path.parent.name != "snapshots" or not _COMMIT.fullmatch(path.name):
+    path = path.resolve() if path.is_symlink() else path
+    named = re.fullmatch(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})", path.as_posix())
+    if named is None:
         return None
-    if not hub.name.startswith("models--"):
-        return None
-    blobs = (hub / "blobs").resolve()
-    weights = _weight_files(path)
+    blobs, weights = (path.parent.parent / "blobs").resolve(), _weight_files(path)
     if not weights or not all(file.is_symlink() and file.resolve().parent == blobs for file in weights):
         return None
-    return f"{hub.name.removeprefix('models--').replace('--', '/')}@{path.name}"
+    return f"{named[1].replace('--', '/')}@{named[2]}"
 
 
 def weights_digest(folder: Path) -> str:
