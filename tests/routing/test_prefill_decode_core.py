@@ -127,17 +127,6 @@ def test_a_program_that_ended_during_its_last_request_is_not_known_again() -> No
     assert not it.programs
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"kv_tokens": 0}, {"block_s": 0.0}, {"block_s": float("inf")}, {"node": ""}, {"max_running": -1}],
-)
-def test_an_engine_that_cannot_be_is_refused_and_the_one_there_goes_on(wrong: dict[str, Any]) -> None:
-    it = core("p1", "d1")
-    with pytest.raises(ValueError, match="expected"):
-        it.take(seen("d1", "2", **wrong), 1.0)
-    assert only(it.take(asked("a"), 2.0)).replica_id == "d1"
-
-
 def turn(it: RoutingCore, name: str, tokens: int, now: float, program: str = "p") -> SendRequest:
     """A whole turn of a program: its prompt is computed, and the answer has 10 tokens."""
     sent: SendRequest = only(it.take(asked(name, tokens, program), now))

@@ -174,12 +174,13 @@ class RoutingCore:
         }
 
     def take(self, event: AnyRoutingEvent, now: float) -> list[AnyRoutingAction]:
-        """Process an event; return the actions that it causes, in order. Raises ``ValueError`` if a
-        registration is invalid."""
+        """Process an event; return the actions that it causes, in order."""
         self._handlers[type(event)](event, now)
         if self._left:
             for program in self._left:
                 if program.is_idle and (program.is_over or not program.turns) and self.knows(program):
+                    if not program.is_partial:
+                        self.estimator.ended(program, program.last_s)
                     self._forget(program)
             self._left.clear()
         self.strategy.dispatch(now, epoch=isinstance(event, routing_events.Tick))
@@ -557,8 +558,7 @@ class RoutingCore:
         if len(self.programs) > MAX_PROGRAMS:
             idle = (one for one in self.programs.values() if one.is_idle and one is not program)
             if (oldest := next(idle, None)) is not None:
-                del self.programs[oldest.key]
-                self.leave_home(oldest)
+                self._forget(oldest)
 
     def knows(self, program: RoutedProgram) -> bool:
         """Whether a record is that of a known program. A forgotten program may still have open requests."""
@@ -617,10 +617,8 @@ class RoutingCore:
             self._left.append(program)
 
     def _forget(self, program: RoutedProgram) -> None:
-        """Remove a program that has ended, or that was never answered."""
+        """Remove a program, which has no request."""
         del self.programs[program.key]
-        if not program.is_partial:
-            self.estimator.ended(program, program.last_s)
         self.leave_home(program)
 
     def _kv_reported(self, event: KvReported, now: float) -> None:
@@ -683,15 +681,6 @@ class RoutingCore:
     # -- replicas -----------------------------------------------------------------------
 
     def _registered(self, event: ReplicaRegistered, now: float) -> None:
-        sizes = (event.host_tokens, event.max_running, event.max_context_tokens)
-        node, block_s = "-", 1.0
-        if isinstance(event, PairEngineRegistered):
-            node, block_s = event.node, event.block_s
-        if event.capacity_tokens < 1 or min(sizes) < 0 or not node or not 0 < block_s < float("inf"):
-            raise ValueError(
-                f"replica {event.replica_id!r}: {event}; expected capacity_tokens ≥ 1, sizes ≥ 0, the "
-                "name of a node and block_s > 0"
-            )
         known = self.fleet.get(event.replica_id)
         if known is not None and (known.instance, known.seen.role) != (event.instance, event.role):
             self._lose(known, now)
@@ -775,8 +764,7 @@ class RoutingCore:
         silent_s = now - self.limits.silent_program_s
         for program in list(takewhile(lambda one: one.last_s < silent_s, self.programs.values())):
             if program.is_idle:
-                del self.programs[program.key]
-                self.leave_home(program)
+                self._forget(program)
         if self.tenants is not None:
             self.tenants.update(now)
 

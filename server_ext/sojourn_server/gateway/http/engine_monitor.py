@@ -80,7 +80,7 @@ class PairCapabilities(msgspec.Struct, frozen=True):
     """Id of the KV transfer manager, another one after each restart."""
     block_bytes: _Size
     block_tokens: _Size
-    block_s: float | None = None
+    block_s: Annotated[float, Meta(ge=0.0)] | None = None
     """Seconds in which the node's storage NIC reads one Full Block; ``None``: not measured."""
     kv: str = ""
     shape: str = ""
