@@ -156,6 +156,22 @@ def test_an_engine_with_sojourn_reports_its_tiers() -> None:
     assert (off.registered.host_tokens, off.shares_disk) == (0, False)
 
 
+@pytest.mark.parametrize("wrong", [{}, {"node": " "}, {"block_s": -1.0}, {"block_bytes": 0}])
+def test_an_engine_whose_paths_are_invalid_is_in_no_pair(wrong: dict[str, Any]) -> None:
+    paths = {
+        "role": "decode",
+        "peer": "tcp:h:1",
+        "node": "n",
+        "epoch": "e",
+        "block_bytes": 1,
+        "block_tokens": 1,
+    }
+    found = describe_engine({"paths": {**paths, **wrong}}, "", {}, 0)
+    assert (found.unfit.partition(":")[0], found.kind is None) == (
+        ("what it reports of its KV paths is invalid", True) if wrong else ("", False)
+    )
+
+
 @pytest.mark.parametrize(
     "text", ["localhost", "ftp://h", "http://h:99999", "http://h:0", "http://h/v1", "http://u:word@h"]
 )
