@@ -125,10 +125,7 @@ def test_contexts_that_do_not_fit(tmp_path: Path, trace: Path) -> None:
         ("--hours 0", "--hours is 0"),
         ("--hours inf", "--hours is inf; expected a finite number"),
         ("--disk-ratio 4 --policy stock,admit", "disk_ratio is 4, but none of stock, admit has a disk"),
-        (
-            "--disk-ratio 4 --policy mori --cpu-ratio 0",
-            "mori: disk_ratio is 4 and cpu_ratio 0, no host memory",
-        ),
+        ("--disk-ratio 4 --policy mori --cpu-ratio 0", "mori: disk_ratio is 4 and cpu_ratio 0, no host"),
         ("--warm-up-s 7200", "--warm-up-s 7200 leaves nothing of 3600 virtual s"),
         ("--explain p9@0", "name one of 4, such as p"),
     ],
@@ -139,23 +136,16 @@ def test_a_bad_option_is_named(trace: Path, arguments: str, message: str) -> Non
     assert error.exit_code == 2
 
 
-def engine_profile(path: Path, **changes: Any) -> str:
-    limits = EngineLimits(
-        kv_pool_tokens=4096, max_context_tokens=2048, max_num_seqs=8, max_num_batched_tokens=512
-    )
+def engine_profile(path: Path) -> str:
     profile = EngineProfile(
-        model="their-model",
-        hardware="their-box",
-        engine="vllm 0.32.0",
-        block_size=16,
+        model="their-model", hardware="their-box", engine="vllm 0.32.0", block_size=16,
         prefill=PrefillCurve(a_s=0.01, b_s_per_token=1e-4, c_s_per_token2=0.0),
         points=((100, 0.02), (200, 0.03)),
-        limits=limits,
-        steps=StepCosts(
-            step_s=0.01, token_s=1e-4, pair_s=1e-9, kv_token_s=1e-8, request_s=1e-4, call_s=0.002
+        limits=EngineLimits(
+            kv_pool_tokens=4096, max_context_tokens=2048, max_num_seqs=8, max_num_batched_tokens=512
         ),
-        **changes,
-    )
+        steps=StepCosts(0.01, 1e-4, 1e-9, 1e-8, request_s=1e-4, call_s=0.002),
+    )  # fmt: skip
     path.write_text(profile.to_toml())
     return str(path)
 
@@ -186,15 +176,11 @@ def test_steps_are_planned_ahead_on_gpus(
     tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, ahead: bool
 ) -> None:
     planned: list[RunSpec] = []
-
-    def run(specs: list[RunSpec], *rest: Any) -> Any:
-        planned.extend(specs)
-        raise CliError("enough", "stop here")
-
-    monkeypatch.setattr("sojourn_server.cli.simulate._run_simulations", run)
+    run = "sojourn_server.cli.simulate._run_simulations"
+    monkeypatch.setattr(run, lambda specs, *rest: planned.extend(specs) or 1 / 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured.toml").write_text("[prefill]\n")
-    refused(str(trace), "--policy", "stock", *arguments.split())
+    cli_process.invoke("simulate", str(trace), "--policy", "stock", *arguments.split())
     assert [spec.async_scheduling for spec in planned] == [ahead]
 
 

@@ -19,16 +19,12 @@ SMALL = f"simulate {WORKLOAD} --programs 8 --hours 0.02 --pool-tokens 20000 --ma
     ("arguments", "message"),
     [
         ("--sweep seed=1,2", "--sweep seed=1,2: cannot sweep 'seed'; expected one of cpu_ratio, disk_ratio"),
-        (
-            "--sweep cpu_ratio=1,2 --cpu-ratio 1",
-            "--cpu-ratio gives one value of cpu_ratio, and --sweep several",
-        ),
+        ("--sweep cpu_ratio=1,2 --cpu-ratio 1", "--cpu-ratio gives one value of cpu_ratio, and --sweep s"),
         ("--sweep programs=1,2 --programs 40", "remove --programs"),
         ("--sweep rate_per_s=1,2 --rate 1", "remove --rate"),
         ("--sweep cpu_ratio=1,2 --programs 20,40", "--programs and --rate make 2"),
         ("--sweep cpu_ratio=1,2 --save runs.json", "--save cannot distinguish the values of --sweep"),
         ("--sweep cpu_ratio=1,2 --explain p1", "--explain cannot distinguish the values of --sweep"),
-        ("--sweep cpu_ratio=1,2 --policy stock,admit", "cpu_ratio changes nothing for stock, admit"),
         ("--sweep disk_ratio=0,4 --policy stock,lru-offload", "disk_ratio changes nothing for stock, lru"),
         ("--sweep cpu_ratio=0,1 --disk-ratio 4", "disk_ratio is 4 and cpu_ratio 0, no host memory"),
         ("--sweep cpu_ratio=1,2 --policy stok", "did you mean 'stock'?"),

@@ -111,15 +111,7 @@ def machine(root: Path, member: str, groups: dict[str, tuple[int | str, int, int
         ("/a", {"/a": (100, 200, 0)}, (100, 0, True)),
         ("/on/the/host", {"": (400, 100, 0)}, (400, 300, True)),
     ],
-    ids=[
-        "no groups",
-        "cached files",
-        "the parent is full",
-        "the parent's",
-        "above the machine's",
-        "all used",
-        "a container",
-    ],
+    ids=["no groups", "cached", "parent is full", "the parent's", "above machine's", "all used", "container"],
 )
 def test_memory_is_the_machines_or_its_control_groups(
     tmp_path: Path, member: str, groups: Any, expected: Any

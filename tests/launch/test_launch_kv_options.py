@@ -39,17 +39,15 @@ def config(command):
 @pytest.mark.parametrize(
     ("args", "layout"),
     [
-        ((), "BLHNC"),
-        (("--block-size", "64"), "BLHNC"),
-        (("--block-size=128",), None),
-        (("--block-size", "48"), None),
-        (("--block-size", "many"), None),
+        ([], "BLHNC"),
+        (["--block-size", "64"], "BLHNC"),
+        (["--block-size=128"], None),
+        (["--block-size=x"], None),
     ],
 )
 def test_on_cuda_a_block_is_one_run_of_bytes_unless_vllm_may_have_to_split_it(args, layout):
-    assert (
-        config(build(*args, cpu=False, host_gib="1"))["kv_connector_extra_config"].get("kv_layout") == layout
-    )
+    extra = config(build(*args, cpu=False, host_gib="1"))["kv_connector_extra_config"]
+    assert extra.get("kv_layout") == layout
 
 
 @pytest.mark.parametrize(
@@ -246,16 +244,10 @@ def test_a_prefill_engine_has_host_memory(host_gib, expected):
 
 
 def test_options_are_passed_on():
-    command = pair_of(
-        store_gib=2.5,
-        store_name="mine",
-        listen="tcp:10.0.0.7:8500",
-        node="n7",
-        buffer_gib=0.25,
-        environ={"PYTHONHASHSEED": "7"},
-    )
+    told = {"store_name": "mine", "listen": "tcp:10.0.0.7:8500", "node": "n7"}
+    command = pair_of(**told, store_gib=2.5, buffer_gib=0.25, environ={"PYTHONHASHSEED": "7"})
     extra = config(command)["kv_connector_extra_config"]
-    assert (extra["store_name"], extra["listen"], extra["node"]) == ("mine", "tcp:10.0.0.7:8500", "n7")
+    assert told.items() <= extra.items()
     assert (extra["store_bytes"], extra["buffer_bytes"]) == (2.5 * GIB, 0.25 * GIB)
     assert "PYTHONHASHSEED" not in command.env, "the user's own, the same for all engines"
 
