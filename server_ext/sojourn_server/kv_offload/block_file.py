@@ -107,8 +107,8 @@ class FileSystem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvIdentity:
-    """The properties that two engines must have in common to read each other's blocks. Engines that differ in
-    any field use different stores."""
+    """The properties that two engines must have in common to read each other's blocks. Others
+    use different stores."""
 
     model: str
     """Name and revision of the weights, or their fingerprint, and all other model settings that change KV."""

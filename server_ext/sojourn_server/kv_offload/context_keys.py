@@ -68,8 +68,7 @@ class ContextKeys:
 
     def covered(self, has: HasBlock) -> int:
         """Return the length in tokens of the longest available prefix of the context, at least
-        ``start_tokens``. A prefix is available if every block that it needs after ``start_tokens`` is
-        available.
+        ``start_tokens``: one of which every block after ``start_tokens`` that it needs is available.
 
         A missing window block shortens the prefix for all groups. So the groups with windows are checked in
         rounds, until a round shortens nothing. A round takes O(blocks) per group."""
@@ -92,8 +91,7 @@ class ContextKeys:
         return self.covered(has) > self.start_tokens
 
     def missed_windows(self, tokens: int, has: HasBlock) -> list[BlockKey]:
-        """Return the keys of the window blocks that a longer prefix than ``tokens`` tokens needs, if all its
-        other blocks are available."""
+        """Return the window blocks that a prefix of over ``tokens`` tokens lacks, if it lacks no others."""
         if all(group.keeps_all for group in self.groups):
             return []
         end = replace(self, start_tokens=tokens).covered_without_windows(has)

@@ -1,7 +1,6 @@
 """Copies between the KV memory of a CPU engine and host memory.
 
-``CpuDeviceBackend`` is the counterpart of ``cuda_device_backend.CudaDeviceBackend``. Torch is used only to
-view tensors as arrays of bytes.
+``CpuDeviceBackend`` is the counterpart of ``CudaDeviceBackend``. Torch only views tensors as arrays of bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ CHUNK_BLOCKS = 32
 
 
 def block_rows(name: str, cache: Any, blocks: int) -> ByteArray:
-    """Return one layer's KV tensor as an array with one row of bytes for each of ``blocks`` blocks. The array
-    shares the tensor's memory.
+    """Return the memory of one layer's KV tensor as an array with a row of bytes for each of ``blocks``.
 
     Raises ``UnsupportedKvCaches`` if the tensor is not on the CPU, or if a block's bytes are not contiguous.
     """

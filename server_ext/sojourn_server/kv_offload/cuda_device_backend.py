@@ -6,8 +6,7 @@
 
 The thread that runs the model never waits for these copies on the host. To save a block that the next step
 overwrites, it calls ``to_host`` with a fence, then ``hold_compute``, so that the device itself waits. Only
-the transfer threads of ``OffloadWorker`` wait: before they report the end of a copy, and before they read a
-slot that a copy fills.
+the threads of ``OffloadWorker`` wait, before they report a copy's end or read a slot that a copy fills.
 
 Only ``TorchCuda`` imports torch, so that the order of copies can be tested without a device.
 """
@@ -43,8 +42,7 @@ CudaStream = Any
 
 @dataclass(slots=True, eq=False)
 class CudaCopy:
-    """Copies that have begun. Until they are done, this object keeps the arrays of addresses, because the
-    device may still read them."""
+    """Copies that have begun. It keeps the arrays of addresses that the device may still read."""
 
     begun: CudaEvent
     event: CudaEvent
@@ -85,8 +83,7 @@ class CudaDeviceBackend:
         """Addresses of the pinned chunks."""
         self._pin_host_memory()
         self._lock = threading.Lock()
-        """Held while a stream's wait and the copies after it are queued, so that no other thread queues work
-        between them."""
+        """Held while a stream's wait and the copies after it are queued: nothing may come between them."""
         self._store_stream = cuda.new_stream()
         self._load_stream = cuda.new_stream()
         self._filling: dict[int, CudaCopy] = {}
@@ -140,8 +137,7 @@ class CudaDeviceBackend:
         return not pending
 
     def _addresses(self, block_ids: Sequence[int], slots: Sequence[int]) -> Addresses:
-        """Return, for each page of the blocks, its address on the device, the address of its place in the
-        block's slot, and its size."""
+        """Return, for each page of the blocks, its address on the device, that in the slot, and its size."""
         at = np.array(slots, np.int64)
         if at.size and not 0 <= at.min() <= at.max() < len(self._host):
             # A copy by address would reach other memory of the process.
@@ -186,9 +182,8 @@ class TorchCuda:
     """The part of CUDA that copies need, by torch. Any thread may use it. Tests have a stand-in."""
 
     def __init__(self, device: Any, batch_copy: Callable[..., None]) -> None:
-        """``batch_copy``: a function like vLLM's ``swap_blocks_batch``. It takes source addresses,
-        destination addresses and sizes as int64 tensors, and whether sources are stable. It uses the current
-        stream."""
+        """``batch_copy``: a function like vLLM's ``swap_blocks_batch``. It takes ``Addresses`` as
+        int64 tensors, and whether sources are stable. It uses the current stream."""
         import torch
 
         self._torch = torch

@@ -45,8 +45,7 @@ class TierLimits:
     max_spilling: int = 256
     """Maximum number of blocks being written to disk at once, so that a slow disk's queue stays short."""
     max_stage_wait_s: float = MAX_STAGE_WAIT_S
-    """Maximum seconds that a request waits for the store's answer, and again for a disk read. After that it
-    computes the missing blocks."""
+    """Maximum seconds that a request waits for the store's answer, and again for a disk read."""
     min_probe_blocks: int = 8
     """The store is asked if a request misses at least this many blocks."""
 
@@ -110,8 +109,7 @@ class DiskTier:
                 self._silent_since_s.setdefault(lane, now)
 
     def hangs(self, lane: str) -> bool:
-        """Return whether the disk has answered none of the ``"reads"`` or ``"writes"`` under way for
-        ``limits.max_stage_wait_s``."""
+        """Return whether none of the ``"reads"`` or ``"writes"`` was answered for ``max_stage_wait_s``."""
         silent_s = self._now - self._silent_since_s.get(lane, self._now)
         return silent_s >= (self._limits.max_stage_wait_s or MAX_STAGE_WAIT_S)
 
@@ -246,12 +244,10 @@ class DiskTier:
         return False
 
     def search(self, request_id: str, context: ContextKeys, found: int) -> bool:
-        """Look on disk for what a request's context needs besides ``found`` blocks in host memory. Returns
-        whether the request must wait.
+        """Look on disk for what a context needs besides ``found`` blocks. Returns whether it must wait.
 
         The store is asked first, beginning with the first block that has no known copy, so that everything
-        missing is read together. If blocks are read, the entries of all up to the last of them stay pinned
-        until ``end_read``."""
+        missing is read together. The entries up to the last one read stay pinned until ``end_read``."""
         if self.is_closed or self.hangs("reads"):
             return False
         wait = self._waits.setdefault(request_id, _DiskWait())
@@ -317,8 +313,7 @@ class DiskTier:
         self._host.end_fill(entry)
 
     def end_read(self, request_id: str) -> None:
-        """Unpin the blocks that were read for a request, because its load begins. The store is not asked
-        again for this request."""
+        """Unpin the blocks read for a request, whose load begins. The store is not asked for it again."""
         if (wait := self._waits.get(request_id)) is not None:
             self._host.release(wait.entries)
             self._waits[request_id] = _DiskWait(wait.probe)

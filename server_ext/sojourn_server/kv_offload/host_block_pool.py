@@ -20,8 +20,7 @@ class RetentionRank(IntEnum):
     """
 
     WORTHLESS = 0
-    """No request is known to need this copy: its programs have ended, or the device has the block. Not
-    written to disk."""
+    """No request is known to need it: ended programs', or on the device too. Not written to disk."""
     COLD = 1
     """Block of a program that has been idle so long that its KV belongs on disk. The disk has a copy."""
     PLAIN = 2
@@ -105,8 +104,7 @@ class HostBlockPool:
         at_most: RetentionRank | None = None,
     ) -> HostEntry | None:
         """Assign a slot to a new block and return its entry. If no slot is empty, evict the least recently
-        used idle entry of the lowest rank, at most ``at_most`` (default: ``rank``). Return ``None`` if there
-        is no such entry.
+        used idle entry of the lowest rank, at most ``at_most`` (default: ``rank``). ``None`` if none is.
 
         ``job``: number of the job that will fill the slot, ``None`` if the slot already counts as filled."""
         if not self.free:
@@ -150,8 +148,7 @@ class HostBlockPool:
         self.set_rank(entry, entry.rank)
 
     def set_rank(self, entry: HostEntry, rank: RetentionRank) -> None:
-        """Change the rank of an entry, unless it was removed, and make it the most recently used of that
-        rank."""
+        """Make an entry the most recently used of the rank ``rank``, unless it was removed."""
         if not entry.removal_pending:
             self._unsettle(entry)
             entry.rank = rank

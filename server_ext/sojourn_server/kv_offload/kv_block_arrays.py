@@ -56,8 +56,7 @@ class KvBlockArrays:
         return len(self.index)
 
     def fence(self) -> Any:
-        """Return a fence after all work that the calling thread has queued so far. A copy begins once its
-        fence ``after`` has completed."""
+        """Return a fence after all work queued so far. A copy begins once its fence ``after`` is passed."""
         return self._backend.fence()
 
     def close(self) -> None:
@@ -84,8 +83,7 @@ class KvBlockArrays:
         after: Any = None,
         hold: bool = False,
     ) -> list[int]:
-        """Copy layer number ``layer`` of the Full Blocks ``blocks`` into the engine blocks ``block_ids``.
-        Returns the ids that are filled.
+        """Copy layer number ``layer`` of the Full Blocks ``blocks`` into ``block_ids``. Returns those filled.
 
         ``skip``: number of engine blocks at the beginning of ``blocks`` that are not copied. ``part``:
         position of the layer in each of ``blocks``; 0 if they hold only this layer. ``hold``: return without

@@ -3,8 +3,7 @@
 A page is a run of consecutive bytes that belong to one block. A row of pages has one page for each block, at
 equal distances. A layer's KV tensor consists of one or more such rows. The attention backend chooses the
 order of the tensor's dimensions: if heads come before blocks, the layer has one row per head. Pages of
-several layers may be next to each other. One vLLM block may consist of several blocks of the attention
-kernel.
+several layers may be next to each other. A block may consist of several blocks of the attention kernel.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ def page_views(name: str, cache: Any, blocks: int) -> list[Any]:
 
     ``cache``: the layer's KV tensor. Its first dimension counts blocks, or kernel blocks that divide a block
     equally. ``blocks``: number of blocks. ``name``: the layer's name, for errors. Usually there is one row.
-    If heads lie outside the blocks, there is one per head. Raises ``UnsupportedKvCaches`` if the bytes of a
-    page are not consecutive.
+    If heads lie outside the blocks, there is one per head. Raises ``UnsupportedKvCaches`` for gaps.
     """
     import torch
 

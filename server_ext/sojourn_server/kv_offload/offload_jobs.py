@@ -52,8 +52,7 @@ class OffloadJobs:
     ``loads``, and one for each key in ``spills`` and ``stages``. "Host" is host memory."""
 
     settles: bool = False
-    """Whether the worker must first wait for all loads of earlier steps, because one of them was
-    cancelled."""
+    """Whether the worker must first wait for all loads of earlier steps: one was cancelled."""
     awaited: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Number of a store job of an earlier step → its copies. They must end before this step, which overwrites
     their blocks or uses their slots. If the store failed, the worker repeats it."""
@@ -63,8 +62,7 @@ class OffloadJobs:
     """Request id → copies from host to device. They begin after the saves and run in parallel with this step
     and later ones. vLLM runs a request once the worker has reported its load."""
     rejected: dict[str, list[int]] = field(default_factory=dict)
-    """Request id → ids of blocks that it waits for, but that no job fills. The worker reports them as not
-    filled."""
+    """Request id → ids of blocks that it waits for, to be reported as not filled."""
     stores: dict[int, list[BlockCopy]] = field(default_factory=dict)
     """Job number → copies from device to host while the model computes."""
     spills: list[FileCopy] = field(default_factory=list)
@@ -90,7 +88,7 @@ class OffloadResults:
     """Key → result of its copy from disk to host."""
     probed: dict[int, tuple[int, bool]] = field(default_factory=dict)
     """Job number → number of leading keys that the disk has, and whether it lacks the next one. If not, all
-    are there, or the time ran out."""
+    are there or the time ran out."""
     seconds: defaultdict[str, float] = field(default_factory=partial(defaultdict, float))
     """Direction (one of ``TRANSFER_DIRECTIONS``) → seconds of copying since the last report."""
     moved_bytes: Counter[str] = field(default_factory=Counter)
@@ -118,8 +116,7 @@ class RankResults:
 
     def add(self, reports: Iterable[OffloadResults]) -> OffloadResults:
         """Add the reports of one step, at most one from each worker. Return the results of the jobs that all
-        workers have reported now. ``seconds`` and ``waited_s`` are the slowest worker's, ``moved_bytes`` is
-        the sum."""
+        workers have reported now, with the slowest one's ``seconds`` and ``waited_s``, and all bytes."""
         combined = OffloadResults()
         for report in reports:
             for name, combine in _COMBINED.items():

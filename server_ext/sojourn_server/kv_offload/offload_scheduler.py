@@ -24,8 +24,7 @@ from .host_block_pool import HostBlockPool, HostEntry, RetentionRank
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, OffloadJobs, OffloadResults
 
 STORE_BATCH_BLOCKS = 32
-"""Number of blocks per store job. If the device overwrites one of these blocks before the job ends, the step
-waits for the whole job."""
+"""Number of blocks per store job. A step that overwrites one of them waits for the whole job."""
 
 AHEAD = "\0ahead:"
 """Beginning of the names of loads ahead of need. No request id begins with it."""
@@ -36,12 +35,10 @@ _WANTED, _WORTHLESS, _PLAIN = RetentionRank.WANTED, RetentionRank.WORTHLESS, Ret
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """Blocks that are copied to the device for a request, or ahead of need, until all workers have reported
-    the end (``end_loads``)."""
+    """Blocks that are copied to the device, until all workers have reported the end (``end_loads``)."""
 
     entries: list[HostEntry]
-    """The blocks' entries in host memory, pinned. Empty if the load was rejected: the workers then report all
-    of ``block_ids`` as not filled."""
+    """The blocks' entries in host memory, pinned. Empty if the load was rejected: no block is filled."""
     block_ids: Sequence[int]
     is_sent: bool = False
     """Whether ``take_jobs`` has returned it."""
@@ -78,8 +75,7 @@ class OffloadScheduler:
         self.loads: dict[str, Load] = {}
         """Unfinished loads by request, or by name."""
         self._loading: Counter[BlockKey] = Counter()
-        """Keys of the blocks of all loads. Another request that needs these waits for the running load
-        instead of loading them again."""
+        """Keys of the blocks of all loads. Another request that needs them waits for the running load."""
         self._wanted_by: dict[Hashable, Sequence[BlockKey]] = {}
         """Owner → the blocks that it wants, in context order."""
         self.wanted: Counter[BlockKey] = Counter()
@@ -100,8 +96,7 @@ class OffloadScheduler:
         self, key: BlockKey, block_id: int, rank: RetentionRank = _PLAIN, *, may_lower: bool = True
     ) -> bool:
         """Plan to copy a block to host memory, with the rank ``rank``, because this step overwrites it on the
-        device. If host memory already has the block, only set its rank. Returns false if host memory has no
-        room.
+        device. If host memory has the block, only set its rank. Returns false without room.
 
         ``may_lower=False``: do not lower a rank above ``WORTHLESS``. The rank ``WANTED`` is never lowered."""
         entry = self.host.get(key)
@@ -191,16 +186,14 @@ class OffloadScheduler:
 
     def want(self, owner: Hashable, keys: Sequence[BlockKey]) -> None:
         """Keep ``keys``, and no others for this owner, in host memory with the rank ``WANTED`` until
-        ``unwant``, because ``owner`` will load them. This also holds for blocks that reach host memory
-        later."""
+        ``unwant``, because ``owner`` will load them. Also for blocks that come later."""
         self.unwant(owner, RetentionRank.IDLE)
         self._wanted_by[owner] = keys
         self.wanted.update(keys)
         self.set_rank(keys, _WANTED)
 
     def unwant(self, owner: Hashable, rank: RetentionRank) -> bool:
-        """Undo ``want``. Blocks that no other owner wants get the rank ``rank``. Return whether ``owner``
-        wanted any."""
+        """Undo ``want``. Blocks that nobody else wants get ``rank``. Return whether ``owner`` wanted any."""
         keys = self._wanted_by.pop(owner, None)
         if keys is None:
             return False
@@ -214,8 +207,7 @@ class OffloadScheduler:
     def write_to_disk(self, keys: Sequence[BlockKey], rank: RetentionRank) -> None:
         """Request that a context's blocks in host memory are written to disk as soon as the disk allows. Each
         gets the retention rank ``rank`` after its write, or after the write's failure; a block that is
-        already on disk gets the rank now, and so do all while the disk hangs. Without a disk, nothing
-        changes."""
+        already on disk gets the rank now, as do all while the disk hangs. Nothing changes without one."""
         get, on_disk = self.host.get, self.disk.blocks
         for key in reversed(keys):  # the end of the context is evicted first
             if key in on_disk and (entry := get(key)) is not None:
@@ -365,9 +357,8 @@ class OffloadScheduler:
         device blocks that a worker could not fill; it may report them before the others end the load. The
         copies of these blocks in host memory are removed, and those on disk are forgotten.
 
-        Returns (requests that can be computed, and finished ones; requests for which at least one block is
-        missing; name of a load ahead of need → number of its leading blocks that arrived). Cancelled loads
-        are left out."""
+        Returns, of loads that were not cancelled, (requests that can be computed, and finished ones; requests
+        that miss a block; name of a load ahead of need → number of its leading blocks that arrived)."""
         for load in self.loads.values() if not_filled else ():
             load.not_filled.update(not_filled & {*load.block_ids})
         done, incomplete, ahead = set[str](), set[str](), dict[str, int]()
@@ -424,8 +415,7 @@ class OffloadScheduler:
         return jobs
 
     def reject_loads(self) -> OffloadJobs:
-        """Return the jobs of a step whose planning failed: its loads are rejected. Without a rejection, their
-        requests would wait for ever."""
+        """Return the jobs of a step whose planning failed: its loads are rejected, or requests would wait."""
         jobs = OffloadJobs(settles=True)  # a load may have been cancelled
         self._jobs = self.disk.jobs = OffloadJobs()
         for request_id, load in self.loads.items():
@@ -445,16 +435,14 @@ class OffloadScheduler:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether the engine must run a step even without requests, because jobs or writes to disk wait for
-        it."""
+        """Whether the engine must run a step even without requests, for jobs or writes to disk."""
         unsent = any(not load.is_sent for load in self.loads.values())
         # While a block is being written, an idle engine would spin.
         writes = self.host.requested_writes and not self.disk.spilling
         return bool(self._jobs or unsent or self._persisting or writes)
 
     def state(self) -> dict[str, dict[str, int]]:
-        """Return ``{"host": {"used": …, "free": …}, "disk": …, "moves": counts}``, in blocks. Without a disk,
-        ``disk`` is absent."""
+        """Return ``{"host": {"used": …, "free": …}, "disk": as host, "moves": counts}``, in blocks."""
         state = {"host": {"used": len(self.host), "free": self.host.slots - len(self.host)}}
         if self.limits.disk_blocks:
             used = len(self.disk.blocks)
@@ -463,14 +451,8 @@ class OffloadScheduler:
 
     @property
     def pinned_host_blocks(self) -> int:
-        """Number of slots of host memory that cannot be reused now, because a copy uses the slot or a request
-        waits for its block."""
+        """Number of slots that cannot be reused now: a copy uses the slot or a request waits for it."""
         return self.host.slots - self.host.room(_WANTED)
-
-    @property
-    def loading_blocks(self) -> int:
-        """Number of device blocks that loads fill. Cheap: it is read in every step."""
-        return sum(len(load.block_ids) for load in self.loads.values())
 
     @property
     def storing_blocks(self) -> int:

@@ -29,8 +29,7 @@ class Copy(Protocol):
     """Copies that have begun."""
 
     def wait(self) -> float:
-        """Wait until the copies are complete. Returns the seconds that they took, without the time before
-        they began."""
+        """Wait until the copies are complete. Returns the seconds from their beginning."""
 
 
 class DeviceBackend(Protocol):
@@ -48,8 +47,7 @@ class DeviceBackend(Protocol):
         copies have the same slot, the slot gets the content of the last."""
 
     def to_device(self, copies: Sequence[BlockCopy], after: Any) -> Copy:
-        """Queue copies to the device. Each begins once the device has passed fence ``after`` and earlier
-        copies have filled its slot."""
+        """Queue copies to the device. Each begins after fence ``after`` and earlier copies into its slot."""
 
     def hold_compute(self, copy: Any) -> None:
         """Make the device finish ``copy`` before any work that the calling thread queues later."""
@@ -219,8 +217,7 @@ class OffloadWorker:
     def _copy_files(
         self, files: Sequence[FileCopy], direction: str, move: Callable[[SharedStore, FileCopy], CopyResult]
     ) -> None:
-        """Copy blocks between host memory and disk. Each is answered, whatever the device or the store
-        raises."""
+        """Copy blocks between host memory and disk. Each is answered, whatever is raised."""
         assert self._disk is not None
         for file in files:
             began, copy_result = time.perf_counter(), CopyResult.FAILED

@@ -16,13 +16,11 @@ Equal keys mean equal content. So engines need no lock: a block that two of them
 content of either. A file is renamed once it is written, so a reader finds a whole file or none.
 
 A file's modification time is the time of its last use. When the files exceed the budget, the next writer
-deletes the oldest ones. A block is a little older than its parent, so that the end of a context is deleted
-before its beginning.
+deletes the oldest ones. A block is a little older than its parent: the end of a context goes first.
 
 KV reveals prompts and determines a model's answers, so a store belongs to one user. Its folder is made with
 mode 0700 and checked once, when it is opened (``check_private``). A user who can rename folders in the
-store's root can replace the store later. So choose a root that others cannot write, or a sticky one such as
-``/tmp``.
+store's root can replace the store later. So choose one that others cannot write, or a sticky one (``/tmp``).
 
 By default a root with only stores of other identities is refused. After a change of model or block size, a
 second set of blocks on the disk is usually a mistake.
@@ -95,8 +93,8 @@ def blocks_per_full(engine_block_tokens: int, block_tokens: int) -> int:
 
 
 class IncompatibleStore(Exception):
-    """Raised if all stores in the root are for other identities. ``differences``: (field, found, expected) of
-    the store that is most alike."""
+    """Raised if all stores in the root are for other identities. ``differences``: (field, found, expected),
+    of the most similar store."""
 
     advice = "Name another directory, or delete that store if its blocks are no longer wanted."
 
@@ -115,14 +113,12 @@ class PutOutcome(Enum):
     ALREADY = "already"
     """The store already had a block of this key. The given content was ignored."""
     FULL = "full"
-    """The disk, a quota or the budget is full, and the oldest files could not make room. Nothing of the block
-    is left."""
+    """The disk, a quota or the budget is full, and deletions made no room. Nothing of the block is left."""
 
 
 def check_root(root: Path, known: Mapping[str, Any], weights: str | None = None) -> None:
     """Raise ``IncompatibleStore`` if ``root`` has stores, but none with the fields ``known`` of an engine's
-    ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError`` if the root
-    cannot be listed."""
+    ``KvIdentity``, and with a model that begins with ``weights`` and a space. Raises ``OSError``."""
     found: dict[Path, list[tuple[str, Any, Any]]] = {}
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(os.listdir(root)):
@@ -180,8 +176,7 @@ class SharedStore:
         self._files = files or FileSystem()
         self._clock_ns = clock_ns
         self._lock = threading.Lock()
-        """Guards the attributes below. Held while files are listed and deleted, for which only writers
-        wait."""
+        """Guards the attributes below. Held while files are listed and deleted: only writers wait."""
         self._left = 0
         """Number of files that this store may write before it lists the files again; -1 for a full disk."""
         self._count_again_ns = 0
@@ -226,8 +221,7 @@ class SharedStore:
         """Store ``buffers``, in order, as the block of ``key``. If the store has the block, mark it as used.
 
         ``parent``: key of the previous block of the context; empty if there is none or if the end of the
-        context is stored first. The buffers must not change during the call. Raises ``OSError``, after which
-        nothing of the block is left.
+        context is stored first. The buffers must not change meanwhile. Nothing is left after ``OSError``.
         """
         path, payload = self._path(key), byte_views(buffers)
         try:

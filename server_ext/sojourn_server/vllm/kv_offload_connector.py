@@ -111,8 +111,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
             return StepOrders(self.planner.reject_loads())
 
     def end_loads(self, output: KVConnectorOutput) -> set[str]:
-        """Handle ended loads, before vLLM handles ``output``. Return the requests with a failed load, which
-        the caller must queue again.
+        """Handle ended loads, before vLLM handles ``output``. Return those to queue again: their load failed.
 
         Failed and cancelled loads, and those ahead of need, are removed from ``output``, and so are the ids
         of blocks that they did not fill: other requests may have these blocks now, and with several KV cache
@@ -190,8 +189,7 @@ class SojournConnector(KVConnector[OffloadJobs, OffloadResults]):
 
     def turn_off(self, why: str, level: int = logging.ERROR) -> None:
         """Save and find no more blocks, because evictions are not reported, or wrongly. A waiting request
-        still loads the blocks found for it earlier, because they are correct. ``why``: for the log and
-        ``off_because``."""
+        still loads the blocks found for it earlier: they are correct. ``why``: for ``off_because``."""
         if not self.off:
             self.off, self.off_because = True, why
             logger.log(level, "sojourn: tiers below the device are off: %s", why)

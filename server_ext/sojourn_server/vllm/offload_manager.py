@@ -29,8 +29,7 @@ from .kv_cache_groups import KVCacheGroups
 from .kv_offload_connector import SojournConnector
 
 STORE_AHEAD_STEPS = 2
-"""Number of steps of maximum size. The blocks that the device may reuse in these steps are copied to host
-memory in advance."""
+"""Number of steps of maximum size. The blocks that these may reuse are copied in advance."""
 STORE_AHEAD_DEVICE_SHARE = 0.25
 STORE_AHEAD_REFILL_SHARE = 0.25
 """Further copies in advance are made once the device has reused this share of ``_store_ahead_blocks``."""
@@ -44,8 +43,7 @@ client may ask about thousands of programs."""
 _PLAIN = RetentionRank.PLAIN  # a local name: reading an enum member for each block is slow
 
 _RANKS = dict(zip(HOST_EVICTION_ORDER, RetentionRank, strict=False))
-"""Label of a block → its rank in host memory. The ranks below ``WANTED`` are the eviction order of MORI
-§4.3.2."""
+"""Label of a block → its rank in host memory. Those below ``WANTED``: the order of MORI §4.3.2."""
 
 T = TypeVar("T")
 
@@ -104,8 +102,7 @@ class OffloadManager:
     def save(self, blocks: Sequence[KVCacheBlock], owners: BlockOwners) -> None:
         """Copy the cached blocks among ``blocks`` to host memory, because the device is about to reuse
         ``blocks``. Skip blocks that are faster to recompute, and window blocks from which no request is
-        expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have the owners
-        of ``blocks``."""
+        expected to continue. Write blocks of rank ``COLD`` to disk too. ``owners`` must still have theirs."""
         rank_of = self._ranker(owners)
         planner, cold, may_lower = self._planner, RetentionRank.COLD, not self._placement_lowers_ranks
         key_of, is_single = self._groups.key_of, self._groups.is_single
@@ -166,8 +163,7 @@ class OffloadManager:
 
     def remember_turn_end(self, program_id: ProgramId | None, blocks: Iterable[KVCacheBlock]) -> None:
         """Remember the window blocks at the end of a context, from which the next request continues.
-        ``blocks``: the blocks that the context needs, in all groups. ``program_id`` is ``None`` for a request
-        of no program."""
+        ``blocks``: the blocks that the context needs, in all groups. ``program_id``: ``None`` for none."""
         if not self._groups.is_single and not self._connector.off:
             if program_id is not None:
                 self._leaving.pop(program_id, None)
@@ -228,8 +224,7 @@ class OffloadManager:
     @_turns_off
     def admitted(self, program_id: ProgramId, hashes: Sequence[BlockKey]) -> None:
         """Lower the ranks of a program's blocks in host memory, if ``place`` has raised them to ``WANTED``:
-        a request of the program, with these block hashes, was admitted. ``hashes`` is empty for a request
-        that leaves without admission."""
+        a request of the program, with these block hashes, was admitted. ``hashes``: empty if it left."""
         planner = self._planner
         if not planner.unwant(program_id, RetentionRank.IDLE):
             return
@@ -351,15 +346,15 @@ class OffloadManager:
         """Return the costs of a copy to host memory and back. If host memory has no space for ``blocks`` more
         blocks of preempted requests, the time to host memory is ``NO_OFFLOAD_S_PER_TOKEN``."""
         to_host = self._token_s("to_host") if self._room() >= blocks else NO_OFFLOAD_S_PER_TOKEN
-        stores_s = (
-            self._planner.storing_blocks * self._groups.tokens_per_block * (self._token_s("to_host") or 0)
-        )
+        stored_tokens = self._planner.storing_blocks * self._groups.tokens_per_block
+        stores_s = stored_tokens * (self._token_s("to_host") or 0.0)
         return LinkCosts(to_host, self._token_s("to_device"), stores_s)
 
     def load_costs(self) -> LinkCosts:
         token_s = self._token_s("to_device")
-        queued = self._planner.loading_blocks * self._groups.tokens_per_block
-        return LinkCosts(None, token_s, loads_queued_s=queued * (token_s or 0.0))
+        queued = sum(len(load.block_ids) for load in self._planner.loads.values())
+        queued_s = queued * self._groups.tokens_per_block * (token_s or 0.0)
+        return LinkCosts(None, token_s, loads_queued_s=queued_s)
 
     def _token_s(self, lane: str) -> float | None:
         """Return the seconds of copying a token's share of a block in a direction; ``None`` if not known."""
