@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import pytest
@@ -63,6 +64,19 @@ def test_each_call_has_a_process_and_its_reports_come_back() -> None:
 def test_an_error_ends_all_calls(call: Callable[[int], None], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         list(in_fresh_processes(call, [0] * 5, 2, refuse))
+    assert not multiprocessing.active_children()
+
+
+def test_an_interrupt_while_a_process_starts_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = ForkServerProcess.start
+
+    def interrupted(process: ForkServerProcess) -> None:
+        start(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(ForkServerProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(in_fresh_processes(time.sleep, [600.0], 1))
     assert not multiprocessing.active_children()
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -54,9 +55,10 @@ def in_fresh_processes(
         for number, argument in waiting:
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_main, args=(sender, call, argument), daemon=True)
-            process.start()
+            with _blocked(signal.SIGINT, signal.SIGTERM):  # else a process might start and never be ended
+                process.start()
+                running[receiver] = number, process
             sender.close()  # else the end of the process would not end the pipe
-            running[receiver] = number, process
             return
 
     try:
@@ -91,9 +93,16 @@ def _start_server() -> None:
     """Start the server from which processes fork, so that none of them gets the terminal's SIGINT: they
     inherit its mask."""
     resource_tracker.ensure_running()  # it would clear the mask if it started later
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _blocked(signal.SIGINT):
         forkserver.ensure_running()
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Let signals wait for the end of the context."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
