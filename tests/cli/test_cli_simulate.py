@@ -177,7 +177,7 @@ def test_steps_are_planned_ahead_on_gpus(
 ) -> None:
     planned: list[RunSpec] = []
     run = "sojourn_server.cli.simulate._run_simulations"
-    monkeypatch.setattr(run, lambda specs, *rest: planned.extend(specs) or 1 / 0)
+    monkeypatch.setattr(run, lambda specs, *rest: [planned.extend(specs), 1 / 0])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "measured.toml").write_text("[prefill]\n")
     cli_process.invoke("simulate", str(trace), "--policy", "stock", *arguments.split())

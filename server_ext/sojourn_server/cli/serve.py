@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 
@@ -25,6 +25,9 @@ from ..launch.launch_environment import detect_launch_environment
 from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
 from ..policies.preset_store import DEFAULT_PRESET
 from .console import CliError, check_free_port, print_line, print_note
+
+if TYPE_CHECKING:
+    from ..policies.preset import Preset
 
 _OPTION_CLASSES = (serve_command.ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
 _POLICY_OPTIONS = ("policy", "policy_file", "allow_policy_modules")
@@ -77,7 +80,7 @@ def serve(
     role = options["role"]
     policy = options["policy"] or (serve_command.DECODE_POLICY if role == "decode" else DEFAULT_PRESET)
     options["policy"] = policy
-    _check_policy(policy, options["policy_file"])
+    preset = _preset(policy, options["policy_file"], options["allow_policy_modules"])
     _check_engine(policy, role, dry_run=dry_run)
     is_local = model in LOCAL_MODELS
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().is_dir():
@@ -99,7 +102,7 @@ def serve(
                 **_fields_of(serve_command.ServeOptions, options),
                 model=model,
                 model_path=model_path,
-                reads_hidden_states=_uses_hidden_states(options),
+                reads_hidden_states=preset is not None and preset.output_length.reads_hidden_states,
                 model_refusal=connector_refusal(model_path, config or {}),
                 only_vllm=only_vllm_refusal(model_path, config or {}),
                 extra=settings,
@@ -111,7 +114,7 @@ def serve(
             detect_launch_environment(),
             os.environ,
         )
-        print_note(*command.warnings, *_check_settings(policy, command.flags, role))
+        print_note(*command.warnings, *_check_settings(preset, command.flags, role))
         if config is not None and command.flags.kv_connector() in serve_command.OWN_CONNECTORS:
             no_disk = "without --kv-disk and with --tier-backend auto, which has host memory for most models"
             next_step = f"serve it {no_disk if role is None else 'without --role'}"
@@ -202,27 +205,24 @@ def _check_names(engine_args: Sequence[str], own_flags: Sequence[str]) -> None:
             )
 
 
-def _check_policy(policy: str, policy_file: str | None) -> None:
-    from sojourn_server.policies.preset import preset_names
+def _preset(policy: str, file: str | None, allowed_modules: str | None) -> Preset | None:
+    """Return the policy's preset; ``None`` for stock."""
+    from sojourn_server.policies.preset import load_preset, preset_names, read_preset
     from sojourn_server.policies.toml_document import did_you_mean
 
     known = (serve_command.STOCK_POLICY, *preset_names())
-    if policy_file is None and policy not in known:
+    if file is None and policy not in known:
         raise CliError(
             f"unknown policy {policy!r}{did_you_mean(policy, known)}",
             f"choose one of {', '.join(known)}, or give --policy-file",
         )
-
-
-def _uses_hidden_states(options: Mapping[str, Any]) -> bool:
-    from sojourn_server.policies.preset import load_preset, read_preset
-
-    policy, file = options["policy"], options["policy_file"]
     if policy == serve_command.STOCK_POLICY:
-        return False
-    allowed = options["allow_policy_modules"] or ""
-    preset = load_preset(policy) if file is None else read_preset(Path(file), allowed_modules=allowed)
-    return preset.output_length.reads_hidden_states
+        return None
+    return (
+        load_preset(policy)
+        if file is None
+        else read_preset(Path(file), allowed_modules=allowed_modules or "")
+    )
 
 
 def missing_vllm() -> CliError:
@@ -251,18 +251,17 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
         raise CliError(message, next_step) from None
 
 
-def _check_settings(policy: str, flags: EngineFlags, role: str | None) -> list[str]:
+def _check_settings(preset: Preset | None, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
     from sojourn_server.policies.retention_policies import RetentionPolicy
     from sojourn_server.vllm.plugin_settings import PluginSettings, check_scheduling, missing_tiers
 
-    if policy == serve_command.STOCK_POLICY:
+    if preset is None:
         return []
     settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
     settings.profile()
     settings.attention_costs(chunked=not flags.has("--no-enable-chunked-prefill"))
-    preset = settings.preset()
     check_scheduling(preset, flags.value("--scheduling-policy") or "")
     missing = missing_tiers(preset, flags.kv_connector(), allowed=settings.allow_missing_tiers)
     notes = []
