@@ -302,26 +302,25 @@ def test_a_turn_runs_since_its_longest_running_request_does() -> None:
     assert since_s() == math.inf
 
 
-def test_returns_after_an_exchange_raise_the_exchanged_share_and_others_lower_it() -> None:
-    policy = Watched()
-    engine = Engine(policy)
-    shares = []
-    for mark in (None, (WAITING, MoveReason.EXCHANGE), (DEVICE, MoveReason.FUTILE), None):
+def test_the_cost_of_holding_is_the_mean_over_gaps_by_what_computing_again_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(ResidencyPricePlacement(), blocks=200)
+    tiers = engine.program_scheduler.tiers
+    known: dict[str, Any] = {"prefill_share": 0.5, "kv_read_share": 0.0, "mean_running": 4.0}
+    for name, value in known.items():
+        monkeypatch.setattr(type(tiers._reload), name, value)
+    monkeypatch.setattr(type(tiers._reload), "seconds", lambda _, tokens: 5.0 * (tokens > 0))
+    costs = []
+    for gap_s in (4.0, 12.0, 1000.0, 0.0):  # of 20 program-seconds to compute the context again
         engine.a_turn("a", 5)
-        shares.append(policy.views[-1].exchanged_share)
-        if mark is not None:
-            told = len(engine.done), engine.reasons("to_device")
-            order(engine, policy, "a", mark[0], reason=mark[1])
-            if mark[1] is MoveReason.FUTILE:
-                assert engine.tier("a") is DEVICE
-                assert (len(engine.done), engine.reasons("to_device")) == told, "nothing moves"
-                assert engine.counter("sojourn_placements_total", to="device", reason="futile") == 0
-        engine.wait(TICK_S)
-    for _ in range(2):
+        costs.append(tiers._view().hold_cost)
+        engine.wait(gap_s)
+    engine.a_turn("a", 5)
+    assert [*costs, tiers._view().hold_cost] == pytest.approx([0.0, 0.1, 0.2, 1.4 / 3, 0.35])
+    for _ in range(100):
         engine.a_turn("a", 5)
-        shares.append(policy.views[-1].exchanged_share)
-        engine.wait(TICK_S)
-    assert shares == pytest.approx([0.0, 0.0, 0.0, 1 / 8, 15 / 64, 105 / 512])
+    assert 0.0 <= tiers._view().hold_cost < 0.02, "recent returns count"
 
 
 @pytest.mark.parametrize("kept_blocks", [0, 1])

@@ -97,7 +97,7 @@ class World(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES) | st.sampled_from(BY_PRICE),
         load_s=st.sampled_from([None, 0.0, 0.01, 0.1, 1.0]),
         busy=st.sampled_from([(0.0, 0.0), (20.0, 0.5), (3.0, 1.0)]),
-        exchanged=st.sampled_from([0.0, 0.0, 0.9]),
+        hold_cost=st.sampled_from([0.0, 0.0, 0.9]),
         device=st.integers(10, 40),
         host=st.integers(0, 40),
         disk=st.sampled_from([0, 10, 60]),
@@ -117,7 +117,7 @@ class World(RuleBasedStateMachine):
         policy: RelativeIdlenessPlacement | ResidencyPricePlacement,
         load_s: float | None,
         busy: tuple[float, float],
-        exchanged: float,
+        hold_cost: float,
         device: int,
         host: int,
         disk: int,
@@ -125,7 +125,7 @@ class World(RuleBasedStateMachine):
     ) -> None:
         self.policy, self.load_s = policy, load_s
         self.mean_running, self.prefill_share = busy
-        self.exchanged_share = exchanged
+        self.hold_cost = hold_cost
         self.by_price = isinstance(policy, ResidencyPricePlacement)
         self.capacity = {DEVICE: device, HOST: host, DISK: disk}
         self.now = 1000.0
@@ -283,7 +283,7 @@ class World(RuleBasedStateMachine):
             waiting=groups[WAITING],
             mean_running=self.mean_running,
             prefill_share=self.prefill_share,
-            exchanged_share=self.exchanged_share,
+            hold_cost=self.hold_cost,
             last_overdue_promotion_s=self.last_overdue_promotion_s,
         )
 
@@ -304,10 +304,6 @@ class World(RuleBasedStateMachine):
             self.apply(move)
         self.tiers_hold_what_they_can(answer)
         again = self.policy.moves(self.view(), self.now)
-        if self.is_futile:
-            # Marks move nothing, and are the same each time.
-            assert all(self.is_mark(move) for move in again)
-            return
         if self.is_gated and any(
             move.to is WAITING and self.agents[move.program_id].activity is READY for move in answer
         ):
@@ -319,20 +315,8 @@ class World(RuleBasedStateMachine):
             again = self.policy.moves(self.view(), self.now)
         assert again == (), "an answer is complete"
 
-    @property
-    def is_futile(self) -> bool:
-        """Whether all ready programs enter at once."""
-        below = self.capacity[HOST] + self.capacity[DISK]
-        return self.by_price and self.exchanged_share > residency_price.FUTILE_SHARE and not below
-
-    def is_mark(self, move: TierMove) -> bool:
-        """Whether a move only marks a program that stays on the device."""
-        return move.reason is MoveReason.FUTILE and self.agents[move.program_id].tier is DEVICE
-
     def apply(self, move: TierMove) -> None:
         agent = self.agents[move.program_id]
-        if self.is_mark(move):
-            return
         if move.reason is MoveReason.OVERDUE and move.to is DEVICE:
             gap_s = self.policy.overdue_gap_s
             assert gap_s == 0 or not 0 <= self.now - self.last_overdue_promotion_s < gap_s, "one at a time"
@@ -369,8 +353,6 @@ class World(RuleBasedStateMachine):
                 assert move.to is not DEVICE
             elif move.reason is MoveReason.KEPT:
                 assert (agent.tier, agent.pending, move.to) == (DEVICE, True, DEVICE)
-            elif self.is_mark(move):
-                assert (agent.activity, move.to, self.is_futile) == (ACTING, DEVICE, True)
             elif move.to is DEVICE:
                 assert agent.tier is not DEVICE
                 assert agent.activity is READY, "only ready programs are promoted"
@@ -486,10 +468,6 @@ class World(RuleBasedStateMachine):
 
     def tiers_hold_what_they_can(self, answer: tuple[TierMove, ...]) -> None:
         view = self.view()
-        if self.is_futile:
-            assert all(program.activity is not READY for program in view.waiting), "all enter"
-            assert not any(program.pending for program in view.on_device), "none leaves"
-            return
         for group, state in ((view.on_host, view.host), (view.on_disk, view.disk)):
             assert sum(program.context_blocks for program in group) <= state.budget_blocks
         stay = [program for program in view.on_device if not program.pending]

@@ -17,7 +17,7 @@ from sojourn_server.policies.placement.placement_views import (
     TierCapacity,
 )
 from sojourn_server.policies.placement.residency_price import (
-    FUTILE_SHARE,
+    MAX_HOLD_COST,
     MAX_WORTH,
     SMALL_PATIENCE_S,
     URGENT_S,
@@ -49,7 +49,7 @@ def acting(name: str, blocks: int, durations: tuple[float, ...], since_s: float 
 def view_of(
     *programs: ProgramTierView, device: int = 20, host: int = 0, load_s: float | None = None,
     queue_s: float = 0.0, shortage_s: float = NOW, overdue_s: float = float("-inf"),
-    exchanged: float = 0.0,
+    hold_cost: float = 0.0,
 ) -> PlacementView:  # fmt: skip
     groups = {tier: [each for each in programs if each.tier is tier] for tier in Tier}
     return PlacementView(
@@ -58,7 +58,7 @@ def view_of(
         disk=TierCapacity(capacity_blocks=0),
         on_device=groups[DEVICE], on_host=groups[HOST], on_disk=groups[DISK], waiting=groups[WAITING],
         last_shortage_s=shortage_s, last_overdue_promotion_s=overdue_s,
-        exchanged_share=exchanged,
+        hold_cost=hold_cost,
     )  # fmt: skip
 
 
@@ -223,24 +223,18 @@ def test_a_device_without_time_for_one_more_gains_nothing_by_it() -> None:
         assert bool(ResidencyPricePlacement().moves(view, NOW)) is moved
 
 
-def test_where_keeping_is_futile_all_ready_programs_enter_and_acting_ones_are_only_marked() -> None:
-    def moves(exchanged: float = 0.9, **view: Any) -> dict[str, TierMove]:
-        # The ready ones gain 4 programs / 62 blocks; "long" costs 2 / 15 / 60 per block, "short" 2 / 15.
-        return answer(
-            acting("long", 15, (60.0,)), acting("short", 15, (1.0,)), program("r", DEVICE, REASONING, 5),
-            program("back", WAITING, READY, 12, returning=True), program("new", WAITING, READY, 5),
-            program("large", WAITING, READY, 40), exchanged=exchanged, device=40, **view,
+def test_where_computing_again_is_cheap_no_program_waits_for_contexts_or_for_growth() -> None:
+    def entered(hold_cost: float = 0.9, **view: Any) -> set[str]:
+        found = answer(
+            acting("long", 15, (60.0,)), acting("short", 15, (0.1,)),
+            program("r", DEVICE, REASONING, 5, peak=30), program("back", WAITING, READY, 25, returning=True),
+            program("large", WAITING, READY, 40), hold_cost=hold_cost, device=40, **view,
         )  # fmt: skip
+        return {name for name, move in found.items() if move.to is DEVICE}
 
-    found = moves()
-    assert set(found) == {"long", "back", "new", "large"}, "also those beyond the device, none leaves"
-    assert {(move.to, move.when, move.reason) for move in found.values()} == {
-        (DEVICE, MoveTiming.NOW, MoveReason.FUTILE)
-    }
-    for other in (moves(exchanged=FUTILE_SHARE), moves(host=40, load_s=0.01)):
-        assert all(move.reason is not MoveReason.FUTILE for move in other.values())
-    alone = answer(acting("long", 15, (60.0,)), exchanged=0.9)
-    assert alone == {}, "no program waits: an exchange would drop nothing"
+    assert entered() == {"back"}, "in place of both, although one returns at once"
+    for other in (entered(hold_cost=MAX_HOLD_COST), entered(host=1)):
+        assert other == set()
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .workflow_predictor import WorkflowPredictor
 
-EXCHANGED_SHARE_WEIGHT = 1 / 8
-"""Weight of the newest return in ``PlacementView.exchanged_share``, a moving average."""
+HOLD_COST_WEIGHT = 1 / 32
+"""Weight of the newest return in ``PlacementView.hold_cost``. The first 32 returns weigh the same."""
 RELEASE_GAP_S = 10.0
 """Seconds after a release when the next request may be released, even if the engine has not admitted the
 first."""
@@ -96,8 +96,6 @@ class PlacedProgram:
     """Number of cached blocks that the program's last turn left; 0 if the KV was lost."""
     attained_s: float = 0.0
     """Seconds of service at the end of the program's last turn."""
-    exchanged: bool = False
-    """Whether an exchange dropped the program's KV in this gap, or would have."""
     tools_ended_s: float | None = None
     """Time at which the client reported the end of the gap's last tool call; ``None``: not reported."""
     children: dict[ProgramId, PlacedProgram] = field(default_factory=dict)
@@ -153,7 +151,7 @@ class TierManager:
         self._ask_at_s = -math.inf
         """Time at which the policy is asked if no event comes before."""
         self._last_overdue_promotion_s = self._last_shortage_s = -math.inf
-        self._exchanged_share = 0.0
+        self._hold_cost, self._returns = 0.0, 0
         self._turn_s = 0.0
         """Moving average of the seconds of service of a turn; 0.0 before the first."""
         self._released: RequestState | None = None
@@ -178,6 +176,8 @@ class TierManager:
             if parent is not None and program.blocks_parent:
                 parent.children[program.id] = place
                 parent.tools_ended_s, parent.view = None, None
+        if place.returning and place.activity is ProgramActivity.ACTING:
+            self._returned(place, now)
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
         self._first_wait_s = min(self._first_wait_s, request_state.waits_since_s)
@@ -199,9 +199,6 @@ class TierManager:
         place.program.aborted_wait = None
         place.running[request_state.request_id] = request_state
         place.pass_time(now)
-        if place.returning and len(place.running) == 1:
-            self._exchanged_share += EXCHANGED_SHARE_WEIGHT * (place.exchanged - self._exchanged_share)
-            place.exchanged = False
         place.returning, place.view = True, None
         if place.tier is not Tier.DEVICE:
             place.tier, self._event = Tier.DEVICE, True
@@ -396,7 +393,7 @@ class TierManager:
             prefill_share=self._reload.prefill_share,
             kv_read_share=self._reload.kv_read_share,
             growth_observed=self._histories.growth.observed_turns >= MIN_TURNS_SEEN,
-            exchanged_share=self._exchanged_share,
+            hold_cost=self._hold_cost,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_promotion_s,
         )
@@ -417,11 +414,6 @@ class TierManager:
             place.leaves_after = self._state.requests.arrivals
         else:
             place.leaves_after = None
-            if move.reason is MoveReason.FUTILE and place.tier is Tier.DEVICE:
-                place.exchanged = has_kv
-                return
-            if move.reason is MoveReason.EXCHANGE and move.to is Tier.WAITING:
-                place.exchanged = has_kv
             if move.reason is MoveReason.OVER_CAPACITY and move.to is Tier.WAITING and has_kv:
                 self._last_shortage_s = now
             place.tier = move.to
@@ -490,6 +482,16 @@ class TierManager:
         if parent is not None and place.program.id in parent.children:
             parent.view = None
 
+    def _returned(self, place: PlacedProgram, now: float) -> None:
+        """Update ``_hold_cost`` after a gap of the program."""
+        saved_s = max(1.0, self._reload.mean_running) * self._rebuild_s(place)
+        if not saved_s or not self.policy.reads_costs:
+            return
+        headroom = (1.0 - self._reload.prefill_share) * (1.0 - self._reload.kv_read_share)
+        cost = min(1.0, headroom * max(0.0, now - place.last_active_s) / saved_s)
+        self._returns += 1
+        self._hold_cost += max(HOLD_COST_WEIGHT, 1 / self._returns) * (cost - self._hold_cost)
+
     # -- views of programs --------------------------------------------------------------
 
     def _program_view(self, place: PlacedProgram) -> ProgramTierView:
@@ -540,20 +542,24 @@ class TierManager:
         started_s = (tool.started_s for tool in program.tools.values())
         began_s = max(place.last_active_s, min(started_s, default=place.last_active_s))
         began_s = max([began_s, *(child.last_active_s for child in place.children.values())])
-        # To compute again what the next prompt is expected to reuse, without the prefix that another context
-        # on the device has. Not of 0 tokens, since 0 seconds mean that the time is unknown.
-        tokens = max(1, int(program.context_tokens * program.kept_share))
+        return {
+            "gap_durations_s": self._gap_durations_s(place),
+            "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
+            "rebuild_s": self._rebuild_s(place),
+            "return_chance": 1.0 if returns is None else returns,
+            **self._work(program),
+        }
+
+    def _rebuild_s(self, place: PlacedProgram) -> float:
+        """Return the seconds to compute again what the program's next prompt is expected to reuse, without
+        the prefix that another context on the device has; 0.0 if unknown."""
+        # Not of 0 tokens, since 0 seconds mean that the time is unknown.
+        tokens = max(1, int(place.program.context_tokens * place.program.kept_share))
         shared_tokens = min(tokens - 1, place.shared[1] * self._pool.block_size)
         rebuild_s = self._reload.seconds(tokens) if place.context_blocks else 0.0
         if rebuild_s and shared_tokens > 0:
             rebuild_s -= self._reload.seconds(shared_tokens)
-        return {
-            "gap_durations_s": self._gap_durations_s(place),
-            "gap_since_s": place.tools_ended_s if place.tools_ended_s is not None else began_s,
-            "rebuild_s": rebuild_s,
-            "return_chance": 1.0 if returns is None else returns,
-            **self._work(program),
-        }
+        return rebuild_s
 
     def _work(self, program: ProgramState) -> dict[str, Any]:
         """Fields about the service that a program needs, in seconds that its requests run.

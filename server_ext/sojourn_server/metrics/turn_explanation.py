@@ -69,7 +69,6 @@ _WHY_IN = {
     "standstill": "it was ready while nothing ran on the device",
     "absent": "it was ready while the tool of a program on the device had run for too long",
     "exchange": "it was ready while the tool of a program on the device ran",
-    "futile": "many contexts were lost before their programs returned, so none waits for a place",
     "kept": "it was to leave after its turn, and may stay",
     "given_up": "the policy failed or was switched off, and all programs are admitted",
 }
@@ -156,6 +155,25 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Replica that ran the turn, if a gateway answers."""
 
 
+class _Turn(NamedTuple):
+    """A turn of the ledger, and what is known about it."""
+
+    record: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    decisions: Sequence[Mapping[str, Any]]
+    """Decisions about the program from the gap before the turn to the turn's end."""
+    lost: Mapping[str, int]
+    recompute_s: float | None
+    usual_s: float | None
+    """Median time to the first token of the program's other turns; ``None``: there are no others."""
+
+    @property
+    def mostly_waited(self) -> bool:
+        """Whether most of the time to the first token, or of the turn so far, was spent in the queue."""
+        seconds = self.record["seconds"]
+        return bool(seconds["queued"] > max(seconds["prefilling"], _MIN_SHOWN_S))
+
+
 def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     """Explain turn number ``turn``; if ``turn`` is ``None``, the newest turn. Returns ``None`` for a turn
     that is not in the ledger.
@@ -167,32 +185,31 @@ def explain(facts: Mapping[str, Any], turn: int | None) -> Explanation | None:
     if not chosen:
         return None
     record = chosen[-1]
-    seconds: TurnSeconds = record["seconds"]
-    tokens = record["tokens"]
-    lost: dict[str, int] = dict(tokens["lost"]) if tokens is not None else {}
+    lost = record["tokens"]["lost"] if record["tokens"] is not None else {}
     known = [s for one in records if one is not record and (s := _first_token_s(one)) is not None]
     slowest_turn, sentence = _slower_turn(record, records)
     begin_s = record["arrived_s"] - (record["gap_s"] or 0.0) - 0.001
-    end_s = record["arrived_s"] + seconds["wall"]
+    end_s = record["arrived_s"] + record["seconds"]["wall"]
     decisions = [one for one in facts["decisions"] if begin_s <= one["at_s"] <= end_s]
     recompute_s = record["recompute_estimate_s"] if lost else None
+    this = _Turn(record, facts, decisions, lost, recompute_s, median(known) if known else None)
     return Explanation(
         program_id=facts["program_id"],
         turn=record["turn"],
         outcome=record["outcome"],
-        text=_paragraph(record, decisions, lost, recompute_s, median(known) if known else None) + sentence,
+        text=_paragraph(this) + sentence,
         before=GapBefore(record["gap_s"], record["tool_before"], record["leased"], record["tool_s"]),
-        seconds=seconds,
+        seconds=record["seconds"],
         first_token_s=_first_token_s(record),
-        usual_first_token_s=round(median(known), 6) if known else None,
-        tokens=tokens,
+        usual_first_token_s=round(this.usual_s, 6) if this.usual_s is not None else None,
+        tokens=record["tokens"],
         lost_to=record["evictor"],
         recompute_s=recompute_s,
         saved_s=record["saved_estimate_s"],
         decisions=decisions,
         decision_lines=decision_lines(decisions),
-        advice=_advice(record, decisions, lost, recompute_s, facts),
-        unknown=_unknown(facts, record, lost, begin_s),
+        advice=_advice(this),
+        unknown=_unknown(this, begin_s),
         turns=[one["turn"] for one in records],
         slowest_turn=slowest_turn,
     )
@@ -238,19 +255,17 @@ def _first_token_s(record: Mapping[str, Any]) -> float | None:
     return round(float(seconds["queued"] + seconds["prefilling"]), 6)
 
 
-def _unknown(
-    facts: Mapping[str, Any], record: Mapping[str, Any], lost: Mapping[str, int], begin_s: float
-) -> list[str]:
-    unknown = []
-    if "unknown" in lost:
-        unknown.append("why these tokens were lost: the eviction log no longer has the block")
-    if lost and record["evictor"] is None and lost.keys() & {"evicted", "expired", "pressure", "silent"}:
-        unknown.append("which program took the blocks")
-    if facts["decisions_since_s"] is not None and begin_s < facts["decisions_since_s"]:
-        unknown.append("decisions before the oldest that the log keeps")
-    if record["gap_s"] and record["tool_before"] is None:
-        unknown.append("whether a tool ran before the turn: neither the client nor the output named one")
-    return unknown
+def _unknown(turn: _Turn, begin_s: float) -> list[str]:
+    record, lost, kept_s = turn.record, turn.lost, turn.facts["decisions_since_s"]
+    takes = {"evicted", "expired", "pressure", "silent"}
+    whats = {
+        "why these tokens were lost: the eviction log no longer has the block": "unknown" in lost,
+        "which program took the blocks": record["evictor"] is None and lost.keys() & takes,
+        "decisions before the oldest that the log keeps": kept_s is not None and begin_s < kept_s,
+        "whether a tool ran before the turn: neither the client nor the output named one": record["gap_s"]
+        and record["tool_before"] is None,
+    }
+    return [what for what, is_unknown in whats.items() if is_unknown]
 
 
 def split_gap(gap_s: float, tool_s: float) -> tuple[float, float]:
@@ -261,67 +276,28 @@ def split_gap(gap_s: float, tool_s: float) -> tuple[float, float]:
     return with_s, round(gap_s - with_s, 2)
 
 
-def _paragraph(
-    record: Mapping[str, Any],
-    decisions: Sequence[Mapping[str, Any]],
-    lost: Mapping[str, int],
-    recompute_s: float | None,
-    usual_s: float | None,
-) -> str:
-    seconds = record["seconds"]
-    without_leases = grants_no_leases(decisions)
-    first_s = _first_token_s(record)
-    running, in_pair = record["outcome"] == "running", record["outcome"] == _PREFILLED
-    if in_pair:
-        text = f"Turn {record['turn']}: its prompt was computed after {seconds['wall']:.2f} s, and a decode "
-        text += "engine wrote the answer"
-    elif first_s is not None:
-        text = f"Turn {record['turn']}: {first_s:.2f} s to the first token"
-        if usual_s is not None:
-            text += f", in the program's other turns {usual_s:.2f} s (median)"
-    else:
-        text = f"Turn {record['turn']}: no token {'yet ' if running else ''}after {seconds['wall']:.2f} s"
-    sentences = [text]
+def _paragraph(turn: _Turn) -> str:
+    record, seconds, tokens = turn.record, turn.record["seconds"], turn.record["tokens"]
+    running = record["outcome"] == "running"
     waited = []
     if seconds["queued"] >= _MIN_SHOWN_S:
-        waited = [f"It waited {seconds['queued']:.2f} s in the queue: {_why_it_waited(record, decisions)}"]
-    if _mostly_waited(record):
-        sentences += waited
-    if record["gap_s"] is not None:
-        text = f"{record['gap_s']:.2f} s passed between the turns"
-        if record["tool_before"]:
-            text = f"Before it {record['gap_s']:.2f} s passed"
-            if record["tool_s"] is None:
-                text += f", in which the tool {record['tool_before']} ran"
-            else:
-                with_s, without_s = split_gap(record["gap_s"], record["tool_s"])
-                text += (
-                    f": {with_s:.2f} s with a tool ({record['tool_before']}) and {without_s:.2f} s without"
-                )
-        if in_pair:
-            text += ", the decoding of the last answer included"
-        if record["leased"]:
-            text += ", and a lease held the KV when the request came"
-        elif not without_leases:
-            text += ", and no lease held the KV when the request came"
-        sentences.append(text)
-    if not _mostly_waited(record):
-        sentences += waited
-    tokens = record["tokens"]
+        waited = [f"It waited {seconds['queued']:.2f} s in the queue: {_why_it_waited(turn)}"]
+    gap = [_gap(turn)] if record["gap_s"] is not None else []
+    sentences = [_beginning(turn), *(waited + gap if turn.mostly_waited else gap + waited)]
     if tokens is not None:
         reused = tokens["device"] + tokens["host"]
         sentences.append(
             f"Of {tokens['prompt']:,} prompt tokens {reused:,} were reused and "
             f"{tokens['prompt'] - reused:,} computed in {seconds['prefilling']:.2f} s"
         )
-        for cause, count in sorted(lost.items(), key=lambda item: -item[1]):
+        for cause, count in sorted(turn.lost.items(), key=lambda item: -item[1]):
             why = _LOSSES[cause].why
-            if without_leases:
+            if grants_no_leases(turn.decisions):
                 why = why.removesuffix(" while no lease held them")
             by = f" by program {record['evictor']}" if record["evictor"] else ""
             sentences.append(f"{count:,} tokens {why.replace('{by}', by)}")
-        if recompute_s:
-            sentences.append(f"Computing them again took about {recompute_s:.2f} s (estimate)")
+        if turn.recompute_s:
+            sentences.append(f"Computing them again took about {turn.recompute_s:.2f} s (estimate)")
     if record["preemptions"]:
         again = record["recomputed_after_preemption_tokens"]
         times = "once" if record["preemptions"] == 1 else f"{record['preemptions']} times"
@@ -331,6 +307,36 @@ def _paragraph(
     elif seconds["decoding"]:
         sentences.append(f"{record['output_tokens']:,} output tokens took {seconds['decoding']:.2f} s")
     return ". ".join(sentences) + "."
+
+
+def _beginning(turn: _Turn) -> str:
+    """Return how long the turn took to its first token, in words."""
+    record, wall_s, first_s = turn.record, turn.record["seconds"]["wall"], _first_token_s(turn.record)
+    text = f"Turn {record['turn']}: "
+    if record["outcome"] == _PREFILLED:
+        return f"{text}its prompt was computed after {wall_s:.2f} s, and a decode engine wrote the answer"
+    if first_s is None:
+        return f"{text}no token {'yet ' if record['outcome'] == 'running' else ''}after {wall_s:.2f} s"
+    usual = (
+        f", in the program's other turns {turn.usual_s:.2f} s (median)" if turn.usual_s is not None else ""
+    )
+    return f"{text}{first_s:.2f} s to the first token{usual}"
+
+
+def _gap(turn: _Turn) -> str:
+    """Return what the time between two turns was spent on, in words."""
+    record, gap_s, tool = turn.record, turn.record["gap_s"], turn.record["tool_before"]
+    text = f"Before it {gap_s:.2f} s passed" if tool else f"{gap_s:.2f} s passed between the turns"
+    if tool and record["tool_s"] is None:
+        text += f", in which the tool {tool} ran"
+    elif tool:
+        with_s, without_s = split_gap(gap_s, record["tool_s"])
+        text += f": {with_s:.2f} s with a tool ({tool}) and {without_s:.2f} s without"
+    if record["outcome"] == _PREFILLED:
+        text += ", the decoding of the last answer included"
+    if record["leased"] or not grants_no_leases(turn.decisions):
+        text += f", and {'a' if record['leased'] else 'no'} lease held the KV when the request came"
+    return text
 
 
 def _slower_turn(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> tuple[int | None, str]:
@@ -344,24 +350,21 @@ def _slower_turn(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]
     return slowest["turn"], text
 
 
-def _mostly_waited(record: Mapping[str, Any]) -> bool:
-    """Whether most of the time to the first token, or of the turn so far, was spent in the queue."""
-    seconds = record["seconds"]
-    return bool(seconds["queued"] > max(seconds["prefilling"], _MIN_SHOWN_S))
-
-
-def _why_it_waited(record: Mapping[str, Any], decisions: Sequence[Mapping[str, Any]]) -> str:
+def _why_it_waited(turn: _Turn) -> str:
     """Return why the program was not on the device, and the move that brought it back, in words."""
-    queued_s = record["seconds"]["queued"]
+    record, queued_s = turn.record, turn.record["seconds"]["queued"]
     until_s = record["arrived_s"] + queued_s + 0.001
-    moves = [one for one in decisions if str(one["kind"]).startswith("to_") and one["at_s"] <= until_s]
+    moves = [one for one in turn.decisions if str(one["kind"]).startswith("to_") and one["at_s"] <= until_s]
     away = next((one for one in reversed(moves) if one["kind"] != "to_device"), None)
     back = moves[-1] if moves and moves[-1]["kind"] == "to_device" else None
     at_once = back is None or back["at_s"] - record["arrived_s"] < queued_s / 2
     if at_once and (back is not None or away is None):
-        what = "running requests or for blocks"
-        if record["outcome"] == _PREFILLED:
-            what = "running requests, for blocks or for KV from storage"
+        is_half = record["outcome"] == _PREFILLED
+        what = (
+            "running requests, for blocks or for KV from storage"
+            if is_half
+            else "running requests or for blocks"
+        )
         return f"the policy did not keep it out, it waited for {what}"
     why = "the device had no place for it"
     if away is not None:
@@ -385,82 +388,68 @@ _REFUSED_WITH_A_HINT = {
 _MOVES_AWAY = ("to_waiting", "to_host", "to_disk")
 
 
-def _advice(
-    record: Mapping[str, Any],
-    decisions: Sequence[Mapping[str, Any]],
-    lost: Mapping[str, int],
-    recompute_s: float | None,
-    facts: Mapping[str, Any],
-) -> list[Advice]:
-    gap_s = record["gap_s"]
-    avoidable = {
-        cause: count for cause, count in lost.items() if cause not in ("changed", "unread", "unknown")
-    }
+def _advice(turn: _Turn) -> list[Advice]:
+    lost, recompute_s = turn.lost, turn.recompute_s
+    total = max(1, sum(lost.values()))
+    avoidable = sum(lost.values()) - sum(lost.get(one, 0) for one in ("changed", "unread", "unknown"))
     advice: list[Advice] = []
-    if _mostly_waited(record) and any(one["kind"] in _MOVES_AWAY for one in decisions):
+    if turn.mostly_waited and any(one["kind"] in _MOVES_AWAY for one in turn.decisions):
         text = "No hint: it waited for KV memory. More memory, host memory (--kv-host-gib) or fewer programs"
         advice.append(Advice(None, f"{text} at once would have helped."))
-    changed_s = (recompute_s or 0.0) * lost.get("changed", 0) / max(1, sum(lost.values()))
+    changed_s = (recompute_s or 0.0) * lost.get("changed", 0) / total
     if lost.get("changed") and (recompute_s is None or changed_s >= _MIN_SHOWN_S):
         text = "Do not change earlier messages: everything after the first changed token is computed again."
         advice.append(Advice(None, text, round(changed_s, 6) or None))
     if not avoidable:
-        if not advice:
-            text = "Nothing was lost that a hint could have kept."
-            if "unknown" in lost:
-                text = "The cause is unknown."
-            if "changed" in lost:
-                text += (
-                    " The changed tokens are no fault of the cache: the client sent a different beginning "
-                    "(a re-tokenised answer or an edited history)."
-                )
-            advice.append(Advice(None, text))
-        return advice
-    saves_s = recompute_s * sum(avoidable.values()) / sum(lost.values()) if recompute_s else None
-    # Only decisions before the turn, because the last decision may be the one at this turn's end.
-    before = [one for one in decisions if one["at_s"] <= record["arrived_s"]]
-    kept = [one for one in before if "ttl_s" in one and one["turn"] < record["turn"]]
-    granted_s = max((float(one.get("ttl_s", 0.0)) for one in kept), default=0.0)
-    refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
-    if lost.keys() & {"expired", "evicted"} and refused == "final_turn":
         text = (
-            "Send expected_resume false (final in the SDK) only with the last turn: the turn before this one"
+            "The cause is unknown." if "unknown" in lost else "Nothing was lost that a hint could have kept."
         )
-        advice.append(Advice("expected_resume", f"{text} had it, so its KV was not kept."))
-    elif lost.keys() & {"expired", "evicted"} and grants_no_leases(decisions):
-        text = "No hint: this policy grants no leases. More memory or a host tier would have kept it."
-        advice.append(Advice(None, text, saves_s))
-    elif lost.keys() & {"expired", "evicted"} and gap_s is not None:
-        was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
-        if refused:
-            was += f" ({refused})"
-        advice.append(_advice_of_a_ttl(gap_s, facts, was, refused, saves_s))
+        if "changed" in lost:
+            text += (
+                " The changed tokens are no fault of the cache: the client sent a different beginning "
+                "(a re-tokenised answer or an edited history)."
+            )
+        return advice or [Advice(None, text)]
+    saves_s = recompute_s * avoidable / total if recompute_s else None
+    if lost.keys() & {"expired", "evicted"}:
+        advice += _advice_of_a_lease(turn, saves_s)
     losses = [loss for cause, loss in _LOSSES.items() if cause in lost and loss.advice]
     return [*advice, *(Advice(loss.hint, loss.advice, saves_s) for loss in losses)]
 
 
-def _advice_of_a_ttl(
-    gap_s: float, facts: Mapping[str, Any], was: str, refused: str, saves_s: float | None
-) -> Advice:
-    """Return what a hinted TTL would have changed. ``facts``: the engine's answer, which has the maximum of
-    hinted TTLs. ``was``: the granted or refused lease, in words. ``refused``: the reason of the last decision
-    if no lease was granted, else empty."""
-    max_hinted_ttl_s = facts["max_hinted_ttl_s"]
-    instead = "More memory or a host tier would have kept it."
-    if max_hinted_ttl_s is None:
-        return Advice(None, f"No hint: this policy does not use hinted TTLs; {was}. {instead}")
-    if refused in _REFUSED_WITH_A_HINT:
-        return Advice(None, f"No hint: {_REFUSED_WITH_A_HINT[refused]}; {was}. {instead}")
-    if gap_s > max_hinted_ttl_s:
-        return Advice(
-            None,
-            f"No hint: the gap of {gap_s:.2f} s is longer than any hinted TTL of this server "
-            f"({max_hinted_ttl_s:g} s; {facts['max_hinted_ttl_from']}); {was}. {instead}",
+def _advice_of_a_lease(turn: _Turn, saves_s: float | None) -> list[Advice]:
+    """Return what a longer lease would have changed, and why the client could have had one or not."""
+    record, facts, gap_s = turn.record, turn.facts, turn.record["gap_s"]
+    # Only decisions before the turn, because the last decision may be the one at this turn's end.
+    before = [one for one in turn.decisions if one["at_s"] <= record["arrived_s"]]
+    kept = [one for one in before if "ttl_s" in one and one["turn"] < record["turn"]]
+    granted_s = max((float(one["ttl_s"]) for one in kept), default=0.0)
+    refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
+    if refused == "final_turn":
+        text = (
+            "Send expected_resume false (final in the SDK) only with the last turn: the turn before this one"
         )
-    return Advice(
-        "kv_retention_ttl_seconds",
+        return [Advice("expected_resume", f"{text} had it, so its KV was not kept.")]
+    if grants_no_leases(turn.decisions):
+        text = "No hint: this policy grants no leases. More memory or a host tier would have kept it."
+        return [Advice(None, text, saves_s)]
+    if gap_s is None:
+        return []
+    was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
+    was += f" ({refused})" if refused else ""
+    most_s, instead = facts["max_hinted_ttl_s"], "More memory or a host tier would have kept it."
+    if most_s is None:
+        return [Advice(None, f"No hint: this policy does not use hinted TTLs; {was}. {instead}")]
+    if refused in _REFUSED_WITH_A_HINT:
+        return [Advice(None, f"No hint: {_REFUSED_WITH_A_HINT[refused]}; {was}. {instead}")]
+    if gap_s > most_s:
+        text = (
+            f"No hint: the gap of {gap_s:.2f} s is longer than any hinted TTL of this server ({most_s:g} s; "
+        )
+        return [Advice(None, f"{text}{facts['max_hinted_ttl_from']}); {was}. {instead}")]
+    text = (
         f"A hinted TTL of {math.ceil(10 * gap_s) / 10:.1f} s or more (kv_retention_ttl_s in the SDK) would "
-        f"have covered the gap of {gap_s:.2f} s; {was}. "
-        "Other requests could not have used its blocks during that time.",
-        saves_s,
     )
+    text += f"have covered the gap of {gap_s:.2f} s; {was}. "
+    text += "Other requests could not have used its blocks during that time."
+    return [Advice("kv_retention_ttl_seconds", text, saves_s)]

@@ -42,9 +42,6 @@ class MoveReason(str, Enum):
     EXCHANGE = "exchange"
     """A ready program replaces a program on the device whose tool runs. The moves of both programs have this
     reason."""
-    FUTILE = "futile"
-    """Exchanges drop many contexts before their programs return, so ready programs enter at once. For an
-    acting program on the device the move is a mark: it stays, although an exchange would drop it."""
     HOST_FULL = "host_full"
     """A busier program needs the blocks that this program has in host memory."""
     KEPT = "kept"

@@ -141,8 +141,9 @@ class PlacementView:
     """Share of a decode step's time that grows with the contexts of its requests, 0 to 1; 0: unknown."""
     growth_observed: bool = True
     """Whether enough turns were observed to predict how contexts grow. If not, ``peak_blocks`` is a prior."""
-    exchanged_share: float = 0.0
-    """Share of the programs that returned of late whose KV an exchange had dropped, or would have, 0 to 1."""
+    hold_cost: float = 0.0
+    """What holding a context through a gap costs, as a share of what it saves, 0 to 1. Mean over recent
+    returns of headroom · gap ÷ (N · C), each at most 1 (``ResidencyPricePlacement``)."""
     last_shortage_s: float = -math.inf
     """Time at which a program last lost its KV because the tiers were over capacity; ``-inf``: never."""
     last_overdue_promotion_s: float = -math.inf

@@ -22,7 +22,7 @@ from ..costs.reload_estimate import restore_s
 from ..forecasting import growth_reserve
 from . import gittins_index as gittins
 from .placement_plan import PlacementPlan, SortKey, has_elapsed
-from .placement_policy import MAX_EXCHANGES, MoveReason, MoveTiming, QueuedPlacement, TierMove
+from .placement_policy import MAX_EXCHANGES, MoveReason, QueuedPlacement, TierMove
 from .placement_views import PlacementView, ProgramActivity, ProgramTierView, Tier
 
 # Levels of the Waiting queue.
@@ -40,10 +40,10 @@ URGENT_S = 120.0
 """A program is urgent from this many seconds before its deadline until as long after it."""
 URGENT_WORTH = 4.0
 """An urgent program is worth this many times as much as another one."""
-FUTILE_SHARE = 0.4
-"""Keeping contexts is futile if more than this share of them is exchanged before the program returns. On
-simulated loads where keeping pays, the share was 0 to 0.1; where computing again is cheap, above 0.9
-(docs/policy-rules.md, Measured)."""
+MAX_HOLD_COST = 0.2
+"""Without a tier below the device, no program waits for the KV of acting programs, or for room to grow, if
+holding costs more than this share of what it saves (``PlacementView.hold_cost``; docs/policy-rules.md,
+Measured)."""
 SMALL_SHARE = 0.25
 SMALL_PATIENCE_S = 5.0
 """A program whose predicted peak takes at most ``SMALL_SHARE`` of the free blocks waits at most
@@ -213,11 +213,9 @@ class ResidencyPricePlan(PlacementPlan):
 
     def decide(self) -> tuple[TierMove, ...]:
         """Choose all moves, and return them."""
-        if self._keeping_is_futile:
-            self._enter_at_once()
-        elif self.is_settled:
+        if self.is_settled:
             return ()
-        elif self._promote_overdue():
+        if self._promote_overdue():
             while self._fill() or self._demote_overflow():
                 pass
         else:
@@ -226,30 +224,11 @@ class ResidencyPricePlan(PlacementPlan):
 
     # -- entering the device --------------------------------------------------------------------
 
-    @property
-    def _keeping_is_futile(self) -> bool:
-        """Whether the engine's own order serves programs better than places on the device. With a tier below,
-        an exchange is only a copy, and contexts are kept there."""
-        return self._view.exchanged_share > FUTILE_SHARE and not self._below_blocks
-
-    def _enter_at_once(self) -> None:
-        """Promote all ready programs, also those that do not fit: the engine lets them run in the order of
-        their arrival. Acting programs that exchanges would drop stay, and are marked, so that it shows when
-        keeping pays again."""
-        for program in self._candidates():
-            self._promote(program, MoveReason.FUTILE)
-        reserve = self._reserve()
-        room = self._room(reserve)
-        if room >= 0:
-            return
-        here = (*self._staying.values(), *self._entered.values())
-        active = [p.device_blocks for p in here if p.activity is not ProgramActivity.ACTING]
-        price = self._headroom * len(active) / sum(active) if active else 0.0
-        for hold, _, program_id in self._acting_by_hold_value():
-            if room >= 0 or hold >= price:
-                break
-            room += self._reserved_blocks(self._staying[program_id], reserve)
-            self._moved[program_id] = TierMove(program_id, Tier.DEVICE, MoveTiming.NOW, MoveReason.FUTILE)
+    @cached_property
+    def _computing_is_cheap(self) -> bool:
+        """Whether contexts are not worth the blocks that they take. With a tier below, leaving the device is
+        only a copy."""
+        return self._view.hold_cost > MAX_HOLD_COST and not self._below_blocks
 
     @cached_property
     def _in_promotion_order(self) -> list[ProgramTierView]:
@@ -340,7 +319,7 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _may_begin(self, program: ProgramTierView) -> bool:
         """Return whether the rules on a full device and on room in all tiers let a program enter."""
-        if _has_saved_context(program) or not (self._staying or self._entered):
+        if _has_saved_context(program) or not (self._staying or self._entered) or self._computing_is_cheap:
             return True
         idle = self._stands_still and not self._entered
         if not (idle or self._device_has_spare_share(program)):
@@ -437,10 +416,11 @@ class ResidencyPricePlan(PlacementPlan):
 
     def _reserve(self) -> float:
         """Return the share of the predicted growth that is reserved on the device now. 0 if a lower tier has
-        room for the largest context on the device, or if no KV was lost within ``relax_s``."""
+        room for the largest context on the device, if no KV was lost within ``relax_s``, or if computing it
+        again is cheap."""
         largest = max((program.context_blocks for program in self._staying.values()), default=0)
         below = max(self._free[Tier.HOST], self._free[Tier.DISK])
-        return 0.0 if below >= max(1, largest) else self._share
+        return 0.0 if below >= max(1, largest) or self._computing_is_cheap else self._share
 
     def _reserved_blocks(self, program: ProgramTierView, reserve: float) -> float:
         """Return the blocks that count for the program on the device: its present size if ``reserve`` is 0,
@@ -513,7 +493,7 @@ class ResidencyPricePlan(PlacementPlan):
         """Return the progress per block and second that the program's KV in ``tier`` is expected to save.
 
         ``to``: the tier to which the program would move; by default the highest tier with room."""
-        if not program.context_blocks or program.return_chance <= 0.0:
+        if not program.context_blocks or program.return_chance <= 0.0 or self._computing_is_cheap:
             return 0.0
         cost_s = self._cost_s(program, self._tier_below(program, tier=tier) if to is None else to)
         if tier is not Tier.DEVICE:
