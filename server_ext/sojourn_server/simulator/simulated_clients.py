@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sojourn_server.programs.tool_call_parsers import ParsedToolCall
 from sojourn_server.routing import routing_events as ev
 
 from .client_hints import EVENT_SEND_DELAY_S, ClientHints, ClientHistory
-from .run_log import ProgramLog, TurnLog
+from .event_queue import EventQueue
+from .run_log import ProgramLog, RunLog, TurnLog
+from .simulated_gateway import RequestRouter
 from .simulated_replica import SimulatedReplica
 from .token_accounting import InFlightTurn
 from .workloads.arrival_processes import ArrivalProcess
 from .workloads.program_plans import ProgramPlan
-
-if TYPE_CHECKING:
-    from .simulation import Simulation
 
 GATEWAY_EMITTER = "gateway"
 """Emitter name of events that the gateway sends."""
@@ -96,11 +95,25 @@ class SimulatedClients:
     programs of the same agent type.
     """
 
-    def __init__(self, simulation: Simulation, loop: ArrivalProcess, *, with_hints: bool) -> None:
-        """``with_hints``: whether clients send hints and events."""
-        self._simulation, self._loop, self._with_hints = simulation, loop, with_hints
-        self._log, self._front, self.event_queue = simulation.log, simulation.front, simulation.clock
-        self._replicas = {sim_replica.replica: sim_replica for sim_replica in simulation.replicas}
+    def __init__(
+        self,
+        replicas: Sequence[SimulatedReplica],
+        clock: EventQueue,
+        loop: ArrivalProcess,
+        front: RequestRouter,
+        log: RunLog,
+        *,
+        expected_s: Callable[[ProgramPlan], float],
+        call_s: float,
+        standalone: bool,
+        with_hints: bool,
+    ) -> None:
+        """``expected_s``: seconds that a program takes alone on an empty engine. ``call_s``: virtual seconds
+        that requests and events take to reach an engine. ``with_hints``: whether clients send any."""
+        self.event_queue, self._loop, self._front, self._log = clock, loop, front, log
+        self._expected_s, self._call_s = expected_s, call_s
+        self._standalone, self._with_hints = standalone, with_hints
+        self._replicas = {sim_replica.replica: sim_replica for sim_replica in replicas}
         self.history = ClientHistory()
         self.make_hints: Callable[[ProgramPlan, str | None, str], ClientHints] = (
             lambda plan, parent_id, kind: ClientHints(
@@ -115,7 +128,7 @@ class SimulatedClients:
 
     def begin(self) -> None:
         """Register the engines, and schedule the first arrival, the router's ticks and its reports."""
-        for sim_replica in self._simulation.replicas:
+        for sim_replica in self._replicas.values():
             options = sim_replica.engine.options
             # As the real gateway: of vLLM's own connector an engine reports no blocks of host memory.
             host_blocks = options.host_blocks if options.own_tiers else 0
@@ -132,7 +145,7 @@ class SimulatedClients:
         self._schedule_next_arrival(iter(self._loop.initial))
         if self._front.tick_s != float("inf"):
             self._tick()
-        if self._front.reads_residency and self._simulation.replicas[0].engine.adapter is not None:
+        if self._front.reads_residency and self._replicas["r0"].engine.adapter is not None:
             self._repeat(self._poll_residency, RESIDENCY_POLL_S)
 
     # -- programs -------------------------------------------------------------------
@@ -163,7 +176,7 @@ class SimulatedClients:
         active = self.active[plan.instance_id] = ActiveProgram(plan, log, root)
         if root is not None:
             root.family += 1
-        log.expected_s = self._simulation.expected_s(plan)
+        log.expected_s = self._expected_s(plan)
         if self._with_hints:
             active.hints = self.make_hints(plan, log.parent, active.agent_type)
             self._queue_events(active, *active.hints.start_events())
@@ -209,13 +222,13 @@ class SimulatedClients:
         )
 
     def _send_to_engine(self, request_id: str, replica: str) -> None:
-        """Send a request to an engine, where it arrives after ``call_s`` seconds of the latency model."""
+        """Send a request to an engine, where it arrives after ``call_s`` seconds."""
         active = self._sender(request_id)
         active.moved |= active.home not in (None, replica)
         active.home = replica
         log = active.log.turns[-1]
         attempt = log.recalls
-        if not self._simulation.standalone:
+        if not self._standalone:
             log.replica = replica
 
         def arrive() -> None:
@@ -235,8 +248,8 @@ class SimulatedClients:
 
     def _after_call_delay(self, what: Callable[[], None]) -> None:
         """Call ``what`` after the delay of the API server. Calls keep their order."""
-        if call_s := self._simulation.latency.call_s:
-            self.event_queue.schedule_at(self.event_queue.now_s + call_s, what)
+        if self._call_s:
+            self.event_queue.schedule_at(self.event_queue.now_s + self._call_s, what)
         else:
             what()
 

@@ -69,7 +69,17 @@ class Simulation:
             )
             for number, (engine, host) in enumerate(engines)
         ]
-        self.clients = SimulatedClients(self, loop, with_hints=with_hints)
+        self.clients = SimulatedClients(
+            self.replicas,
+            clock,
+            loop,
+            front,
+            log,
+            expected_s=self.expected_s,
+            call_s=latency.call_s,
+            standalone=standalone,
+            with_hints=with_hints,
+        )
         self._stepped_s = 0.0
         """End of the latest step."""
         for sim_replica in self.replicas:
