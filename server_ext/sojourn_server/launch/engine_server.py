@@ -122,13 +122,19 @@ class ServerProcess:
         """Check the server's health. False: it says that it is unhealthy, or refuses connections. ``None``:
         unknown, for example because it does not answer in time."""
         try:
-            # Without TLS. The certificates of ``verify`` would take 20 ms of CPU at each request.
-            answer = httpx.get(f"{self.url}/health", timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False)
+            answer = self.get("/health")
         except httpx.ConnectError as error:
             return False if "refused" in str(error) else None
         except httpx.HTTPError:
             return None
         return answer.is_success or (False if answer.status_code in (500, 503) else None)
+
+    def get(self, path: str) -> httpx.Response:
+        """Return the server's answer. Raises ``httpx.HTTPError``."""
+        # Without TLS. The certificates of ``verify`` would take 20 ms of CPU at each request.
+        return httpx.get(
+            self.url + path, headers=self.headers, timeout=ANSWER_TIMEOUT_S, trust_env=False, verify=False
+        )
 
     def end(self, grace_s: float, first: signal.Signals = signal.SIGTERM) -> None:
         """Send the signal ``first``, and wait at most ``grace_s`` for the server's end. Then kill its process
