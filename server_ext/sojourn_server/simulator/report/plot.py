@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,13 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)))
 
 
-def plot_settings() -> AbstractContextManager[None]:
-    """Context in which matplotlib uses the settings of sojourn's plots instead of the user's."""
-    from matplotlib import style
-
-    context: AbstractContextManager[None] = style.context(STYLE_FILE, after_reset=True)
-    return context
-
-
 def write_plot(rows: Sequence[RunRow], folder: Path, swept: ParameterSweep | None = None) -> list[Path]:
     """Draw ``rows`` into ``metrics.png`` and ``metrics.svg`` in ``folder``, and return their paths. The
     metrics are over the swept value or the load; at a single load they are bars."""
+    from matplotlib import style
+
     files = {}
-    with plot_settings():
+    with style.context(STYLE_FILE, after_reset=True):  # in place of the user's own settings
         figure = _figure(rows, swept)
         for form in ("png", "svg"):
             buffer = io.BytesIO()
