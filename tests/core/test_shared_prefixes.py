@@ -13,6 +13,7 @@ from sojourn.ids import ProgramId
 from sojourn.wire_events import ProgramEnd, ProgramStart
 from sojourn_server.core.context_hashes import PlacedPrefixes, PrefixTree
 from sojourn_server.core.events_and_actions import TurnFinishReason
+from sojourn_server.policies.placement.placement_policy import MoveReason, MoveTiming, TierMove
 from sojourn_server.policies.placement.placement_views import Tier
 from virtual_engine import BLOCK_TOKENS, VirtualEngine, prompt
 from virtual_engine import chain as chain_of
@@ -83,6 +84,22 @@ def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
     requests = [come(f"new {number}", 200 + number) for number in range(6)]
     engine.wait(1.1)
     assert not any(map(engine.program_scheduler.is_parked, requests))
+
+
+def test_a_program_that_returns_needs_no_blocks_for_a_prefix_that_is_there() -> None:
+    """Of 33 blocks, 30 are another program's too. What its context had in a tier of its own does not count."""
+    engine = VirtualEngine("sojourn", blocks=60)
+    for name, number in (("away", 1), ("here", 2)):
+        request = engine.arrive(name, [*SHARED, *prompt(3 * BLOCK_TOKENS, number)])
+        engine.step()
+        engine.admit(request)
+        engine.now += 1.0
+        engine.finish(request)
+    tiers = engine.program_scheduler.tiers
+    tiers._apply(TierMove(ProgramId("away"), Tier.WAITING, MoveTiming.NOW, MoveReason.EXCHANGE), engine.now)
+    engine.arrive("away", [*SHARED, *prompt(4 * BLOCK_TOKENS, 1)])
+    (waiting,) = tiers._view().waiting
+    assert waiting.device_blocks == 4
 
 
 def counted(engine: VirtualEngine) -> int:

@@ -403,7 +403,8 @@ class PlacedLife:
         place = self.places[shown.program_id]
         assert (shown.tier, shown.activity, shown.pending) == (tier, place.activity, place.told is not None)
         assert (shown.returning, shown.context_blocks) == (place.returning, place.context)
-        assert shown.required_blocks == max((each.blocks for each in place.waiting), default=0)
+        context = 0 if tier is DEVICE or not place.waiting else place.context
+        assert shown.required_blocks == max((context, *(each.blocks for each in place.waiting)))
         assert shown.resident_blocks == sum(each.blocks for each in place.running)
         if place.waiting:
             earliest_s = min(each.since_s for each in place.waiting)

@@ -49,8 +49,6 @@ from .request_table import RequestState
 from .scheduler_state import SchedulerState
 from .workflow_predictor import WorkflowPredictor
 
-HOLD_COST_WEIGHT = 1 / 32
-"""Weight of the newest return in ``PlacementView.hold_cost``. The first 32 returns weigh the same."""
 RELEASE_GAP_S = 10.0
 """Seconds after a release when the next request may be released, even if the engine has not admitted the
 first."""
@@ -151,7 +149,6 @@ class TierManager:
         self._ask_at_s = -math.inf
         """Time at which the policy is asked if no event comes before."""
         self._last_overdue_promotion_s = self._last_shortage_s = -math.inf
-        self._hold_cost, self._returns = 0.0, 0
         self._turn_s = 0.0
         """Moving average of the seconds of service of a turn; 0.0 before the first."""
         self._released: RequestState | None = None
@@ -176,8 +173,8 @@ class TierManager:
             if parent is not None and program.blocks_parent:
                 parent.children[program.id] = place
                 parent.tools_ended_s, parent.view = None, None
-        if place.returning and place.activity is ProgramActivity.ACTING:
-            self._returned(place, now)
+        if place.returning and place.activity is ProgramActivity.ACTING and self.policy.reads_costs:
+            self._reload.observe_gap(now - place.last_active_s, self._rebuild_s(place))
         place.waiting.pop(request_state.request_id, None)  # so that the newest request stands last
         place.waiting[request_state.request_id] = request_state
         self._first_wait_s = min(self._first_wait_s, request_state.waits_since_s)
@@ -393,7 +390,7 @@ class TierManager:
             prefill_share=self._reload.prefill_share,
             kv_read_share=self._reload.kv_read_share,
             growth_observed=self._histories.growth.observed_turns >= MIN_TURNS_SEEN,
-            hold_cost=self._hold_cost,
+            hold_cost=self._reload.hold_cost,
             last_shortage_s=self._last_shortage_s,
             last_overdue_promotion_s=self._last_overdue_promotion_s,
         )
@@ -482,16 +479,6 @@ class TierManager:
         if parent is not None and place.program.id in parent.children:
             parent.view = None
 
-    def _returned(self, place: PlacedProgram, now: float) -> None:
-        """Update ``_hold_cost`` after a gap of the program."""
-        saved_s = max(1.0, self._reload.mean_running) * self._rebuild_s(place)
-        if not saved_s or not self.policy.reads_costs:
-            return
-        headroom = (1.0 - self._reload.prefill_share) * (1.0 - self._reload.kv_read_share)
-        cost = min(1.0, headroom * max(0.0, now - place.last_active_s) / saved_s)
-        self._returns += 1
-        self._hold_cost += max(HOLD_COST_WEIGHT, 1 / self._returns) * (cost - self._hold_cost)
-
     # -- views of programs --------------------------------------------------------------
 
     def _program_view(self, place: PlacedProgram) -> ProgramTierView:
@@ -513,13 +500,17 @@ class TierManager:
         def own(blocks: int, shared: int = on_device) -> int:
             return max(1, blocks - shared) if blocks else 0
 
+        wants_blocks = pool.blocks_of(wants_tokens)
+        if wants_blocks and place.tier is not Tier.DEVICE:
+            wants_blocks = max(wants_blocks, place.context_blocks)
+
         return ProgramTierView(
             program_id=program.id,
             tier=place.tier,
             activity=place.activity,
             idleness=place.clock.reading(),
             context_blocks=own(place.context_blocks, in_tier),
-            required_blocks=own(pool.blocks_of(wants_tokens)),
+            required_blocks=own(wants_blocks),
             resident_blocks=own(sum(map(pool.blocks_of, runs_tokens))),
             turn_blocks=own(pool.blocks_of(context_tokens + this_turn)),
             peak_blocks=own(pool.blocks_of(context_tokens + to_the_end)),

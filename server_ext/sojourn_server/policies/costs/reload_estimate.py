@@ -76,6 +76,8 @@ MIN_STEP_TOKENS, MIN_TOKENS_A_REQUEST = 64, 8
 prefill speed."""
 SMOOTHING = 0.1
 """Weight of the newest prefill step in the mean seconds per token."""
+GAP_WEIGHT = 1 / 32
+"""Weight of the newest gap in ``hold_cost``. The first 32 gaps weigh the same."""
 SHARE_WINDOW_S = 60.0
 """Seconds of engine steps over which ``prefill_share`` is averaged, with exponential weights."""
 GROWTH_WINDOW_S = 600.0
@@ -114,6 +116,8 @@ class StepTimeEstimator:
         self._decodes = [0.0] * 6
         """Sums over recent decode steps, in which older steps weigh less: number of steps, context tokens,
         seconds, tokens², seconds², and tokens · seconds."""
+        self.hold_cost, self._gaps = 0.0, 0
+        """What holding a context through a gap costs, as a share of what it saves, each gap at most 1."""
 
     def observe_step(self, tokens: int, seconds: float, requests: int = 1, kv_tokens: int = 0) -> None:
         """Learn from an engine step that computed ``tokens`` tokens of ``requests`` requests in ``seconds``
@@ -135,6 +139,19 @@ class StepTimeEstimator:
             self._s_per_work = sample
         else:
             self._s_per_work += SMOOTHING * (sample - self._s_per_work)
+
+    def observe_gap(self, gap_s: float, rebuild_s: float) -> None:
+        """Learn from a gap after which computing the context again takes ``rebuild_s``; 0: unknown.
+
+        Holding costs what another program would have done on the blocks. It saves each running program the
+        time of computing."""
+        saved_s = max(1.0, self.mean_running) * rebuild_s
+        if not saved_s:
+            return
+        headroom = (1.0 - self.prefill_share) * (1.0 - self.kv_read_share)
+        self._gaps += 1
+        cost = min(1.0, headroom * max(0.0, gap_s) / saved_s)
+        self.hold_cost += max(GAP_WEIGHT, 1 / self._gaps) * (cost - self.hold_cost)
 
     @property
     def kv_read_share(self) -> float:

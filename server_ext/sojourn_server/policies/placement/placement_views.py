@@ -50,7 +50,8 @@ class ProgramTierView:
     context_blocks: int = 0
     """Number of blocks of the program's computed context: its size in a lower tier. 0 if it never ran."""
     required_blocks: int = 0
-    """Blocks of the program's longest waiting prompt; 0 if no request waits."""
+    """Blocks on the device of the program's longest waiting prompt, or off the device of its context if that
+    is longer; 0 if no request waits."""
     resident_blocks: int = 0
     """Blocks of the program's running requests together; 0 if none runs. More than ``context_blocks`` if
     branches run side by side."""
@@ -99,7 +100,9 @@ class ProgramTierView:
     @property
     def device_blocks(self) -> int:
         """Blocks that the program needs on the device now; at least 1."""
-        return max(self.context_blocks, self.required_blocks, self.resident_blocks, 1)
+        # In a lower tier other contexts share other prefixes, which ``context_blocks`` leaves out.
+        comes = self.tier is not Tier.DEVICE and self.required_blocks > 0
+        return max(0 if comes else self.context_blocks, self.required_blocks, self.resident_blocks, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +145,8 @@ class PlacementView:
     growth_observed: bool = True
     """Whether enough turns were observed to predict how contexts grow. If not, ``peak_blocks`` is a prior."""
     hold_cost: float = 0.0
-    """What holding a context through a gap costs, as a share of what it saves, 0 to 1. Mean over recent
-    returns of headroom · gap ÷ (N · C), each at most 1 (``ResidencyPricePlacement``)."""
+    """What holding a context through a gap costs, as a share of what it saves: mean over recent returns of
+    headroom · gap ÷ (N · C), each at most 1."""
     last_shortage_s: float = -math.inf
     """Time at which a program last lost its KV because the tiers were over capacity; ``-inf``: never."""
     last_overdue_promotion_s: float = -math.inf
