@@ -28,7 +28,7 @@ from kept_runs import run_arguments, run_kept
 from msgspec.structs import replace
 from oracle_policies import WORK_ORACLE, know_work
 from result_pages import marked, opening, show, write_result
-from sojourn_server.metrics.summary_statistics import percentile
+from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.simulator.report.results_file import made_with
 from sojourn_server.simulator.report.run_metrics import service_s
 from sojourn_server.simulator.simulation import Simulation
@@ -305,11 +305,11 @@ def setting(run: Run) -> HintSetting:
 
 
 def figures(found: Sequence[Ended]) -> dict[str, float]:
-    times = [one.completion_s for one in found]
+    times = summarise(one.completion_s for one in found)
     in_time = [one for one in found if one.in_time]
     return {
-        "mean": fmean(times),
-        "P95": percentile(sorted(times), 95),
+        "mean": times["mean"] or nan,
+        "P95": times["p95"] or nan,
         "ended": len(in_time),
         "work": sum(one.work_s for one in in_time),
     }

@@ -39,19 +39,15 @@ GaugeRows = Mapping[str, Iterable[tuple[Mapping[str, str], float]]]
 
 
 class _Cell:
-    """What one series of a counter or histogram has grown by. A counter uses ``sum`` alone."""
+    """One series: what a counter or histogram has grown by since the last drain, or a gauge's value. Only
+    histograms use ``buckets``."""
 
-    __slots__ = ("bounds", "buckets", "count", "labels", "sum")
+    __slots__ = ("bounds", "buckets", "labels", "sum")
 
     def __init__(self, labels: dict[str, str], bounds: tuple[float, ...]) -> None:
-        self.labels = labels
-        self.bounds = bounds
-        self.reset()
-
-    def reset(self) -> None:
-        self.buckets = [0] * (len(self.bounds) + 1)
+        self.labels, self.bounds = labels, bounds
+        self.buckets = [0] * (len(bounds) + 1)
         self.sum: float = 0
-        self.count = 0
 
 
 class MetricsRecorder:
@@ -68,7 +64,8 @@ class MetricsRecorder:
         """Tools that became label values. They stay, so that a time series keeps its meaning."""
         self._calls: Counter[str] = Counter()
         """Other tools → number of measurements."""
-        self._cells: dict[str, dict[tuple[str, ...], _Cell]] = {}
+        self._cells: dict[tuple[str, ...], _Cell] = {}
+        """(Name, label values) → cell. A drain empties it."""
         # Cache: arguments of a call → its cell. It holds only calls whose labels are stored unchanged, so
         # tool names that are counted as "other" do not fill it.
         self._cell_at: dict[tuple[Any, ...], _Cell] = {}
@@ -96,7 +93,6 @@ class MetricsRecorder:
         if cell is not None:
             cell.buckets[bisect_left(cell.bounds, value)] += 1
             cell.sum += value
-            cell.count += 1
 
     def drain(self, gauges: GaugeRows | None = None) -> dict[str, Any]:
         """Return and clear all increments since the last drain, with the current ``gauges``, as JSON data.
@@ -105,36 +101,36 @@ class MetricsRecorder:
         "histograms": {name: [[labels, {"buckets": [count per bucket, not cumulative, +Inf last],
         "sum": …, "count": …}], …]}, "gauges": {name: [[labels, value], …]}}``
         """
-        kept_gauges = self._checked(gauges or {})
-        counters: dict[str, Any] = {}
-        histograms: dict[str, Any] = {}
-        for name, cells in self._cells.items():
-            for cell in cells.values():
-                if METRIC_CATALOG[name].kind is MetricKind.COUNTER and cell.sum:
-                    counters.setdefault(name, []).append([cell.labels, cell.sum])
-                elif cell.count:
-                    counts = {"buckets": cell.buckets, "sum": cell.sum, "count": cell.count}
-                    histograms.setdefault(name, []).append([cell.labels, counts])
-                cell.reset()
-        return {"counters": counters, "histograms": histograms, "gauges": kept_gauges}
+        for name, rows in (gauges or {}).items():
+            for labels, value in rows:
+                if (cell := self._cell(name, MetricKind.GAUGE, labels, value)) is not None:
+                    cell.sum = value
+        drained: dict[str, Any] = {f"{kind.value}s": {} for kind in MetricKind}
+        for (name, *_), cell in self._cells.items():
+            spec = METRIC_CATALOG[name]
+            grown: Any = cell.sum
+            if spec.buckets:
+                grown = {"buckets": cell.buckets, "sum": cell.sum, "count": sum(cell.buckets)}
+            drained[f"{spec.kind.value}s"].setdefault(name, []).append([cell.labels, grown])
+        self._cells, self._cell_at = {}, {}
+        return drained
 
-    def _cell(self, name: str, kind: MetricKind, labels: dict[str, str], value: float) -> _Cell | None:
+    def _cell(self, name: str, kind: MetricKind, labels: Mapping[str, str], value: float) -> _Cell | None:
         """Return the cell for these labels; ``None`` for a dropped measurement."""
         at = (name, kind, *labels.items())
         cell = self._cell_at.get(at)
+        # A gauge may be negative.
+        if not (0 <= value < math.inf or (kind is MetricKind.GAUGE and math.isfinite(value))):
+            self._drop("bad_value", f"{name} is or grew by {value}")
+            return None
         if cell is None:
             found = self._resolve(name, kind, labels)
             if found is None:
                 return None
             spec, values = found
-            cells, key = self._cells.setdefault(name, {}), tuple(values.values())
-            cell = cells.get(key) or _Cell(values, spec.buckets)
-            cells[key] = cell
+            cell = self._cells.setdefault((name, *values.values()), _Cell(values, spec.buckets))
             if values == labels:
                 self._cell_at[at] = cell
-        if not 0 <= value < math.inf:
-            self._drop("bad_value", f"{name} grew by {value}")
-            return None
         return cell
 
     def _resolve(
@@ -177,19 +173,6 @@ class MetricsRecorder:
                 self._tools.add(name)
         return name if name in self._tools else OTHER_TOOL
 
-    def _checked(self, gauges: GaugeRows) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        for name, rows in gauges.items():
-            for labels, value in rows:
-                found = self._resolve(name, MetricKind.GAUGE, labels)
-                if found is None:
-                    continue
-                if not math.isfinite(value):
-                    self._drop("bad_value", f"{name} is {value}")
-                    continue
-                kept.setdefault(name, []).append([found[1], value])
-        return kept
-
     def _drop(self, reason: str, detail: str) -> None:
         assert not self.strict, detail
         self.count(METRICS_DROPPED, reason=reason)
@@ -204,12 +187,12 @@ def printable_label(text: str) -> str:
 # --- links of an engine, to storage and to other engines -------------------------------------------
 
 LINK_LABELS = {
-    "storage read": ("storage", "read"),
-    "storage write": ("storage", "write"),
-    "compute network": ("compute", "sent"),
+    "storage read": {"link": "storage", "direction": "read"},
+    "storage write": {"link": "storage", "direction": "write"},
+    "compute network": {"link": "compute", "direction": "sent"},
 }
-"""Link name → values of the labels ``link`` and ``direction``."""
-RECEIVED = ("compute", "received")
+"""Link name → its labels."""
+RECEIVED = {"link": "compute", "direction": "received"}
 
 
 def count_links(
@@ -223,13 +206,11 @@ def count_links(
     """
     if totals is None:
         return {}
-    links = [(_labels(*LINK_LABELS[name]), state) for name, state in totals["links"].items()]
-    for labels, state in links:
+    links = [(LINK_LABELS[name], state) for name, state in totals["links"].items()]
+    for labels, state in [*links, (RECEIVED, {"moved_bytes": totals["received_bytes"]})]:
         recorder.count_total("sojourn_link_bytes_total", state["moved_bytes"], **labels)
-    recorder.count_total("sojourn_link_bytes_total", totals["received_bytes"], **_labels(*RECEIVED))
-    for what, total in totals["counts"].items():
-        if what in PATH_OUTCOMES:
-            recorder.count_total("sojourn_path_outcomes_total", total, what=what)
+    for what in PATH_OUTCOMES & totals["counts"].keys():
+        recorder.count_total("sojourn_path_outcomes_total", totals["counts"][what], what=what)
     used = totals["slots_used"]
     return {
         "sojourn_link_queued_seconds": [
@@ -238,7 +219,3 @@ def count_links(
         "sojourn_link_queued_bytes": [(labels, state["queued_bytes"]) for labels, state in links],
         "sojourn_path_slots": [({"state": "used"}, used), ({"state": "free"}, totals["slots"] - used)],
     }
-
-
-def _labels(link: str, direction: str) -> dict[str, str]:
-    return {"link": link, "direction": direction}
