@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gc_tools import imports, old_objects_passed_over, pass_over_more
+from sojourn_server.launch.kv_options import KvOffloadOptions, offload_transfer_config
 
 BLOCK_TOKENS = 32
 VOCABULARY = 4096
@@ -43,8 +46,20 @@ ON_RAY = {
 }
 """Environment of servers that a gateway starts on Ray."""
 
+SPOIL = "SOJOURN_TEST_SPOIL"
+"""Environment variable with the path of a file. While the file exists, the first received block of a layer is
+zeroed."""
+FAIL = "SOJOURN_TEST_FAIL"
+"""Environment variable with the path of a file. While the file exists, only the first half of received blocks
+is filled."""
+
 EMPTY_STEP_S = 0.005
 """Seconds between steps of an engine in this process whose requests all wait for a clock or a copy."""
+
+NEEDS_SHARED_MEMORY = pytest.mark.skipif(
+    Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 512 << 20,
+    reason="vLLM's several workers need 512 MiB of /dev/shm: docker run --shm-size=1g",
+)
 
 open_engines: set[int] = set()
 """Ids of this process's open engines. Garbage collections must scan them, to free their memory."""
@@ -103,6 +118,15 @@ def with_tiers(**extra: Any) -> dict[str, Any]:
     }
 
 
+def with_vllm_tier(host_bytes: int) -> dict[str, Any]:
+    """The same with vLLM's own offloading, as ``sojourn serve --tier-backend vllm`` sets it up."""
+    from vllm.config import KVTransferConfig
+
+    options = KvOffloadOptions(host_gib=str(host_bytes / (1 << 30)), backend="vllm")
+    config = offload_transfer_config(options, cpu_build=True, stock=False)
+    return {"kv_transfer_config": KVTransferConfig(**config)}
+
+
 def save_tokenizer(model: str, target: str | Path) -> Any:
     """Write a tokenizer with the first ``VOCABULARY`` tokens of a model's tokenizer, and return it. The
     model's own has twelve times as many tokens, which take an engine seconds to load and copy."""
@@ -119,19 +143,16 @@ def save_tokenizer(model: str, target: str | Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(target)
 
 
-@contextmanager
-def one_thread(patch: Any) -> Iterator[None]:
-    """Use one compute thread. Steps of a small model are so short that threads would mostly wait for each
-    other. ``patch`` is pytest's ``MonkeyPatch``; the caller undoes it."""
+def save_random_model(make: Callable[[], Any], target: str | Path, tokenizer: str) -> str:
+    """Write the model that ``make`` returns, in float32 and with the same random weights each time, and a
+    tokenizer. Returns ``target``."""
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        make().to(torch.float32).save_pretrained(target)
+    save_tokenizer(tokenizer, target)
+    return str(target)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from engine_tools import float32_engine, scheduler_of
@@ -19,6 +20,7 @@ WORDS = 4000
 """Number of different tokens in prompts. The smallest vocabulary of the models is slightly larger."""
 
 
+@contextmanager
 def arm(model: str, sojourn: dict[str, Any] | None, blocks: int = BLOCKS, **settings: Any) -> Iterator[Any]:
     """An engine for one arm."""
     if sojourn is not None:
@@ -65,22 +67,19 @@ def gaps_to_the_best(model: str, produced: Sequence[Sequence[int]], **settings: 
     vLLM computes both after the same context, with memory for everything and nothing cached."""
     from vllm import SamplingParams
 
-    arms = arm(model, None, blocks=200, **settings)
-    llm = next(arms)
     gaps = []
-    for n, tokens in enumerate(produced):
-        context, outputs = first_prompt(n), []
-        for turn in range(len(tokens) // OUTPUT_TOKENS):
-            outputs += range(len(context), len(context) + OUTPUT_TOKENS)
-            context += tokens[turn * OUTPUT_TOKENS : (turn + 1) * OUTPUT_TOKENS]
-            context += added_tokens(n, turn)
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-        (answer,) = llm.generate([{"prompt_token_ids": context}], params, use_tqdm=False)
-        for place in outputs:
-            told = answer.prompt_logprobs[place]
-            gaps.append(max(each.logprob for each in told.values()) - told[context[place]].logprob)
-    for _ in arms:
-        pass
+    with arm(model, None, blocks=200, **settings) as llm:
+        for n, tokens in enumerate(produced):
+            context, outputs = first_prompt(n), []
+            for turn in range(len(tokens) // OUTPUT_TOKENS):
+                outputs += range(len(context), len(context) + OUTPUT_TOKENS)
+                context += tokens[turn * OUTPUT_TOKENS : (turn + 1) * OUTPUT_TOKENS]
+                context += added_tokens(n, turn)
+            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+            (answer,) = llm.generate([{"prompt_token_ids": context}], params, use_tqdm=False)
+            for place in outputs:
+                told = answer.prompt_logprobs[place]
+                gaps.append(max(each.logprob for each in told.values()) - told[context[place]].logprob)
     return gaps
 
 
@@ -107,43 +106,38 @@ def generate(
     """
     from vllm import SamplingParams
 
-    arms = arm(model, sojourn, **settings)
-    llm = next(arms)
-    scheduler = scheduler_of(llm)
     alike = max(1, len(adapters), len(images))
     contexts = [first_prompt(n, words=words, adapters=alike) for n in range(programs)]
     loras = [lora_request(adapters, n) for n in range(programs)] if adapters else None
     produced: list[list[int]] = [[] for _ in range(programs)]
-    for turn in range(turns):
-        params = []
-        for n in range(programs):
-            hint = hints(n, turn) if callable(hints) else usual_hint(n)
-            extra = {"agentic_context": hint} if hints else None
-            params.append(
-                SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra)
-            )
-        prompts: list[dict[str, Any]] = [{"prompt_token_ids": context} for context in contexts]
-        for n, prompt in enumerate(prompts) if images else ():
-            prompt["multi_modal_data"] = {"image": images[n % len(images)]}
-        for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)):
-            tokens = list(output.outputs[0].token_ids)
-            produced[n].extend(tokens)
-            contexts[n] = [*contexts[n], *tokens, *added_tokens(n, turn, words=words)]
-    report = None
-    if sojourn is not None:
-        report = {
-            "stats": json.loads(scheduler.sojourn_call("stats", "")),
-            "decisions": json.loads(scheduler.sojourn_call("decisions", '{"limit": 5000}'))["decisions"],
-            "ledger": [
-                row
-                for n in range(programs)
-                for row in json.loads(scheduler.sojourn_call("program", f'{{"program_id": "P{n}"}}'))[
-                    "ledger"
+    with arm(model, sojourn, **settings) as llm:
+        call = getattr(scheduler_of(llm), "sojourn_call", None)
+        for turn in range(turns):
+            params = []
+            for n in range(programs):
+                hint = hints(n, turn) if callable(hints) else usual_hint(n)
+                extra = {"agentic_context": hint} if hints else None
+                params.append(
+                    SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, extra_args=extra)
+                )
+            prompts: list[dict[str, Any]] = [{"prompt_token_ids": context} for context in contexts]
+            for n, prompt in enumerate(prompts) if images else ():
+                prompt["multi_modal_data"] = {"image": images[n % len(images)]}
+            for n, output in enumerate(llm.generate(prompts, params, use_tqdm=False, lora_request=loras)):
+                tokens = list(output.outputs[0].token_ids)
+                produced[n].extend(tokens)
+                contexts[n] = [*contexts[n], *tokens, *added_tokens(n, turn, words=words)]
+        report = None
+        if sojourn is not None:
+            report = {
+                "stats": json.loads(call("stats", "")),
+                "decisions": json.loads(call("decisions", '{"limit": 5000}'))["decisions"],
+                "ledger": [
+                    row
+                    for n in range(programs)
+                    for row in json.loads(call("program", f'{{"program_id": "P{n}"}}'))["ledger"]
                 ]
-            ]
-            if hints is True
-            else [],
-        }
-    for _ in arms:
-        pass
+                if hints is True
+                else [],
+            }
     return produced, report

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from engine_tools import LOUD_BLOCK_BYTES, one_thread, with_tiers
+from engine_tools import LOUD_BLOCK_BYTES, with_tiers
 from fake_cuda import FakeCuda, FakeEvent, FakeStream
 from multi_turn_programs import generate
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
@@ -82,9 +82,8 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
 def test_late_copies_give_the_tokens_of_stock(loud_model, late_copies, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     below = with_tiers(host_bytes=HOST_BYTES, disk=str(tmp_path), disk_bytes=DISK_BYTES)
-    with one_thread(monkeypatch):
-        stock, _ = generate(loud_model, None, hints=False)
-        tokens, report = generate(loud_model, {"policy": "mori"}, hints=True, **below)
+    stock, _ = generate(loud_model, None, hints=False)
+    tokens, report = generate(loud_model, {"policy": "mori"}, hints=True, **below)
     assert tokens == stock
     assert report["stats"]["host_tokens"] > 500
     assert report["stats"]["tiers"]["moves"]["spilled"] > 0
@@ -97,10 +96,9 @@ def test_late_copies_give_the_tokens_of_stock(loud_model, late_copies, tmp_path,
 def test_without_waiting_for_saves_the_tokens_are_wrong(loud_model, late_copies, monkeypatch):
     """Or the copies were not late enough to tell."""
     monkeypatch.setattr(CudaDeviceBackend, "hold_compute", lambda backend, copy: None)
-    with one_thread(monkeypatch):
-        stock, _ = generate(loud_model, None, hints=False)
-        tokens, report = generate(
-            loud_model, {"policy": "mori"}, hints=True, **with_tiers(host_bytes=350 * LOUD_BLOCK_BYTES)
-        )
+    stock, _ = generate(loud_model, None, hints=False)
+    tokens, report = generate(
+        loud_model, {"policy": "mori"}, hints=True, **with_tiers(host_bytes=350 * LOUD_BLOCK_BYTES)
+    )
     assert report["stats"]["host_tokens"] > 500
     assert tokens != stock

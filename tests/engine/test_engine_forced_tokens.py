@@ -1,53 +1,39 @@
-"""Forced tokens on the real engine."""
+"""Forced tokens on the real engine, whatever the sampling, and after preemptions."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from engine_tools import count_preemptions, float32_engine
+from sojourn_server.launch.serve_command import FORCED_TOKENS
 
 pytestmark = pytest.mark.engine
 
-FORCED = "sojourn_server.vllm.forced_tokens:ForcedTokens"
 
-
-@pytest.fixture(scope="module")
-def llm(make_llm):
-    # 100 blocks hold three and a half of the five requests below: the rest is preempted and resumed.
-    return make_llm("stock", num_blocks=100, logits_processors=[FORCED])
-
-
-def forced_params(ids, **more):
+def test_the_output_is_what_was_asked_whatever_the_sampling_and_after_preemptions(tiny_model: str) -> None:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=len(ids), extra_args={"replay_ids": ids}, **more)
-
-
-def token_prompt(first: int, length: int):
-    return {"prompt_token_ids": [100 + (first * 7 + i) % 40_000 for i in range(length)]}
-
-
-def outputs(llm, prompts, params):
-    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def test_the_output_is_what_was_asked_whatever_the_sampling(llm):
-    ids = [[11, 5000, 49151, 3, 3, 3, 77], [400 + i for i in range(60)], [9]]
-    params = [
-        forced_params(ids[0], temperature=0),
-        forced_params(ids[1], temperature=1.5, top_p=0.5, seed=1),
-        forced_params(ids[2], temperature=0, min_tokens=1),
+    wanted: list[tuple[list[int], dict[str, Any]]] = [
+        ([11, 5000, 49151, 3, 3, 3, 77], {"temperature": 0}),
+        ([400 + i for i in range(60)], {"temperature": 1.5, "top_p": 0.5, "seed": 1}),
+        ([9], {"temperature": 0, "min_tokens": 1}),
     ]
-    assert outputs(llm, [token_prompt(i, 40 + i) for i in range(3)], params) == ids
-
-
-def test_ids_survive_preemption(llm):
-    from engine_tools import count_preemptions
-
-    ids = [[(i * 13 + r * 1009) % 49_000 + 10 for i in range(600)] for r in range(5)]
-    with count_preemptions(llm) as preempted:
-        got = outputs(
-            llm,
-            [token_prompt(100 + r * 500, 300) for r in range(5)],
-            [forced_params(i, ignore_eos=True) for i in ids],
-        )
-    assert got == ids
+    # 100 blocks hold three and a half of these: the rest is preempted and resumed.
+    for r in range(5):
+        wanted.append(([(i * 13 + r * 1009) % 49_000 + 10 for i in range(600)], {"ignore_eos": True}))
+    prompts = [{"prompt_token_ids": [100 + (n * 500 * 7 + i) % 40_000 for i in range(300)]} for n in range(8)]
+    params = [SamplingParams(max_tokens=len(i), extra_args={"replay_ids": i}, **more) for i, more in wanted]
+    with (
+        float32_engine(
+            tiny_model,
+            max_model_len=2048,
+            max_num_seqs=8,
+            num_gpu_blocks_override=100,
+            logits_processors=[FORCED_TOKENS],
+        ) as llm,
+        count_preemptions(llm) as preempted,
+    ):
+        said = [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+    assert said == [ids for ids, _ in wanted]
     assert preempted, "the cache was large enough; the test shows nothing"

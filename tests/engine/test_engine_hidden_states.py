@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from engine_tools import said, scheduler_of
+from engine_tools import float32_engine, said, scheduler_of
 from sojourn_server.launch.engine_server import EngineServer
-from sojourn_server.launch.serve_command import WORKER_CLS
+from sojourn_server.launch.serve_command import SCHEDULER_CLS, WORKER_CLS
 from waiting import wait_until
 
 pytestmark = pytest.mark.engine
@@ -46,7 +46,7 @@ def hidden_states_of(llm: Any) -> dict[str, Any]:
 
 @pytest.mark.timeout(600)
 def test_hidden_states_come_out_and_no_token_is_another(
-    make_llm: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sojourn_server.predictors import background_trainer
     from sojourn_server.vllm import hidden_state_capture
@@ -57,14 +57,20 @@ def test_hidden_states_come_out_and_no_token_is_another(
     monkeypatch.setitem(background_trainer.BackgroundTrainer.__init__.__kwdefaults__, "share", 1e6)
     monkeypatch.setattr(background_trainer, "BURST_S", 1e6)
     monkeypatch.setattr(background_trainer, "MAX_QUEUED_MESSAGES", 10_000)
-    settings = {"dtype": "float32", "max_num_batched_tokens": 128}
-    stock = say(make_llm(None, **settings))
-    llm = make_llm("tetris-learned", sojourn={"strict": True}, worker_cls=WORKER_CLS, **settings)
-    ours = say(llm)
-    assert ours == stock
-    assert [len(tokens) for tokens, _ in ours] == LENGTHS
-    wait_until(lambda: hidden_states_of(llm)["network"]["examples"] >= REQUESTS, within_s=200)
-    known = hidden_states_of(llm)
+    shape = {
+        "max_model_len": 2048, "max_num_seqs": 8, "max_num_batched_tokens": 128,
+        "num_gpu_blocks_override": 256,
+    }  # fmt: skip
+    with float32_engine(tiny_model, **shape) as llm:
+        stock = say(llm)
+    ours = {"scheduler_cls": SCHEDULER_CLS, "worker_cls": WORKER_CLS}
+    sojourn = {"policy": "tetris-learned", "strict": True}
+    with float32_engine(tiny_model, **shape, **ours, additional_config={"sojourn": sojourn}) as llm:
+        outputs = say(llm)
+        wait_until(lambda: hidden_states_of(llm)["network"]["examples"] >= REQUESTS, within_s=200)
+        known = hidden_states_of(llm)
+    assert outputs == stock
+    assert [len(tokens) for tokens, _ in outputs] == LENGTHS
     assert known["outputs"] == REQUESTS
     # A state every four steps of each output, but of those from beyond its end.
     assert sum(length // 4 for length in LENGTHS) * 0.5 < known["network"]["examples"] <= sum(LENGTHS)

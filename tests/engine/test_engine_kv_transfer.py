@@ -6,9 +6,11 @@ token hangs on all tokens before it; a test fills blocks with something else, an
 
 from __future__ import annotations
 
+import itertools
 import json
-import shutil
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +20,19 @@ import pytest
 from async_scheduling import asynchronous_scheduling
 from engine_tools import (
     BLOCK_TOKENS,
+    FAIL,
     MOST_OFF,
+    NEEDS_SHARED_MEMORY,
+    SPOIL,
     VOCABULARY,
     float32_engine,
     most_off,
-    one_thread,
     said,
-    save_tokenizer,
+    save_random_model,
+    scheduler_of,
 )
-from instrumented_kv_connector import FAIL, SPOIL, hold_reads, let_reads_go, look
+from sojourn_server.launch.serve_command import SCHEDULER_CLS
+from waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,6 +48,10 @@ SHAPE: dict[str, Any] = {
     "max_num_batched_tokens": 256,
     "num_gpu_blocks_override": 129,
 }
+
+
+NUMBERS = itertools.count()
+"""Of transfers; a number is used once."""
 
 
 class Spoken(NamedTuple):
@@ -87,9 +97,12 @@ def later(first: list[int], answer: list[int], seed: int) -> list[int]:
     return [*first, *answer, *words(seed, 50)]
 
 
+OWN = words(77, 700)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Hashes that are the same in every engine, and one thread each."""
+    """Hashes that are the same in every engine, and a file that spoils blocks."""
     patch = pytest.MonkeyPatch()
     spoil = tmp_path_factory.mktemp("spoil") / "now"
     patch.setenv("PYTHONHASHSEED", "0")
@@ -97,8 +110,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     patch.setenv(FAIL, str(spoil.with_name("fail")))
     patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     patch.setenv("OMP_NUM_THREADS", "1")
-    with one_thread(patch):
-        yield spoil
+    yield spoil
     patch.undo()
 
 
@@ -121,13 +133,55 @@ def failing_fills(settings: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(loud_model: str) -> dict[str, Spoken]:
-    """What one engine says of all of it."""
+    """What one engine says of all of it, and of what nobody stores before a program of its own."""
     with float32_engine(loud_model, **SHAPE) as llm:
         spoken = {name: say(llm, prompt, OUTPUT_TOKENS) for name, prompt in turns().items()}
+        spoken["own"] = say(llm, OWN, OUTPUT_TOKENS)
+        spoken["later own"] = say(llm, later(OWN, spoken["own"].tokens, 1), OUTPUT_TOKENS)
         for seed in (1, 2, 3, 4):
             prompt = later(turns()["700"], spoken["700"].tokens, seed)
             spoken[f"later {seed}"] = say(llm, prompt, OUTPUT_TOKENS)
     return spoken
+
+
+def look(worker: Any) -> dict[str, Any]:
+    """Return the worker's open operations and its counters of transfers."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    traffic = connector._traffic
+    return {
+        "open": connector._worker.open_operations,
+        "clean": traffic.is_clean,
+        "counts": traffic.stats()["counts"],
+        "worker": dict(connector._worker.counts),
+        "reading": len(traffic.node.reads),
+        "waiting": len(connector._worker._sources),
+        "held": traffic.stats()["slots_used"],
+    }
+
+
+def hold_reads(worker: Any) -> None:
+    """Make reads from storage wait until ``let_reads_go``, at most a minute."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store = get_kv_transfer_group()._traffic.storage._store
+    get_into, store.gate = store.get_into, threading.Event()
+
+    def held(*arguments: Any) -> None:
+        store.gate.wait(60.0)
+        get_into(*arguments)
+
+    store.get_into = held
+
+
+def let_reads_go(worker: Any) -> None:
+    """Let the reads that ``hold_reads`` stopped continue."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store = get_kv_transfer_group()._traffic.storage._store
+    del store.get_into
+    store.gate.set()
 
 
 class Pair:
@@ -139,7 +193,6 @@ class Pair:
         self.prefill = prefill
         self.decode = decode
         self.folder = folder
-        self._transfers = 0
 
     def say(self, prompt: list[int], decode_reads: bool = False, peer: str | None = None) -> Spoken:
         return say(self.decode, prompt, OUTPUT_TOKENS, self.prefilled(prompt, decode_reads, peer))
@@ -154,10 +207,9 @@ class Pair:
         return first.params
 
     def to_prefill(self, decode_reads: bool = False, peer: str | None = None) -> dict[str, Any]:
-        self._transfers += 1
         return {
             "do_remote_decode": True,
-            "transfer": f"t{self._transfers}",
+            "transfer": f"t{next(NUMBERS)}",
             "peer": peer or f"unix:{self.folder / 'd.sock'}",
             "decode_reads": decode_reads,
         }
@@ -174,10 +226,7 @@ class Pair:
 
     def until(self, llm: Any, so: Callable[[dict[str, Any]], bool]) -> None:
         """Wait until an engine looks so."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not so(llm.collective_rpc(look)[0]):
-            assert time.monotonic() < deadline, self.looks()
-            time.sleep(0.01)
+        wait_until(lambda: so(llm.collective_rpc(look)[0]), self.looks, PATIENCE_S)
 
     def forget(self) -> None:
         """Nothing is on the devices any more. Blocks that somebody holds could not be forgotten."""
@@ -330,49 +379,43 @@ def test_a_file_that_is_damaged_is_computed(pair: Pair, alone: dict[str, Spoken]
 
 
 def test_host_memory_and_the_default_policy_on_the_prefill_engine(
-    loud_model: str, alone: dict[str, Spoken], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loud_model: str, pair: Pair, alone: dict[str, Spoken], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program's second turn finds in host memory what others have displaced from the device."""
+    """A program's second turn finds in host memory what others have displaced from the device. Another
+    prefill engine of the pair, whose scheduler is in this process."""
     from vllm.config import KVTransferConfig
 
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    usual = transfers(tmp_path, "p")
+    extra = transfers(pair.folder, "p").kv_connector_extra_config
     with_host = KVTransferConfig(
         kv_connector="PairConnector",
         kv_connector_module_path="sojourn_server.vllm.pair_connector",
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={**usual.kv_connector_extra_config, "host": {"host_bytes": 16 * MIB}},
+        kv_connector_extra_config={**extra, "store_name": "h", "host": {"host_bytes": 16 * MIB}},
     )
-    shape: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp"}
     ours = {
-        "scheduler_cls": "sojourn_server.vllm.scheduler.make_scheduler",
+        **SHAPE,
+        "distributed_executor_backend": "mp",
+        "scheduler_cls": SCHEDULER_CLS,
         "additional_config": {"sojourn": {"policy": "sojourn", "strict": True}},
-        **shape,
         "num_gpu_blocks_override": 2048 // BLOCK_TOKENS + 1,
     }
-    with (
-        float32_engine(loud_model, **ours, kv_transfer_config=with_host) as prefill,
-        float32_engine(
-            loud_model, **shape, kv_transfer_config=transfers(tmp_path, "d"), disable_log_stats=False
-        ) as decode,
-    ):
-        both = Pair(prefill, decode, tmp_path, in_process=True)
+    computed = pair.computed_by_decode()
+    with float32_engine(loud_model, **ours, kv_transfer_config=with_host) as prefill:
 
         def turn(program: str, prompt: list[int]) -> Spoken:
-            asked = sampling(1, both.to_prefill())
+            asked = sampling(1, pair.to_prefill())
             asked.extra_args["agentic_context"] = json.dumps({"program_id": program})
             (first,) = prefill.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
-            return say(decode, prompt, OUTPUT_TOKENS, first.kv_transfer_params)
+            return say(pair.decode, prompt, OUTPUT_TOKENS, first.kv_transfer_params)
 
-        assert_same(turn("p", turns()["700"]), alone["700"])
+        assert_same(turn("p", OWN), alone["own"])
         for number in range(3):
             turn(f"q{number}", words(number + 20, 900))
-        prompt = later(turns()["700"], alone["700"].tokens, 1)
-        assert_same(turn("p", prompt), alone["later 1"])
-        assert both.computed_by_decode() == 0
-        core = prefill.llm_engine.engine_core.engine_core.scheduler.sojourn.program_scheduler
-        first, second = core.turns_of("p")
+        assert_same(turn("p", later(OWN, alone["own"].tokens, 1)), alone["later own"])
+        assert pair.computed_by_decode() == computed
+        first, second = scheduler_of(prefill).sojourn.program_scheduler.turns_of("p")
         assert first.outcome == second.outcome == "prefilled"
         assert second.tokens is not None
         assert second.tokens.host >= 700 // BLOCK_TOKENS * BLOCK_TOKENS - second.tokens.device > 300
@@ -392,23 +435,13 @@ def test_steps_planned_ahead_on_both_sides(
     alone: dict[str, Spoken],
     tmp_path: Path,
     settings: Path,
+    planned_ahead: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cold, read by either side and by both, filled in by half, and with spoilt blocks as the negative
     control; several requests at once, so that steps with others are planned before results are known."""
     from async_scheduling_worker import WORKER_CLASS
-    from vllm.v1.engine.core import EngineCore
 
-    ahead = 0
-    step = EngineCore.step_with_batch_queue
-
-    def counted(core: Any) -> Any:
-        nonlocal ahead
-        assert core.batch_queue_size == 2
-        ahead += bool(core.batch_queue)
-        return step(core)
-
-    monkeypatch.setattr(EngineCore, "step_with_batch_queue", counted)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     shape: dict[str, Any] = {**SHAPE, "distributed_executor_backend": "mp", "worker_cls": WORKER_CLASS}
     with (
@@ -455,12 +488,11 @@ def test_steps_planned_ahead_on_both_sides(
         with spoilt_blocks(settings):
             (spoilt,) = through([longer[1]])
         assert spoilt.tokens != alone["later 1"].tokens
-    assert ahead > 100
+    assert planned_ahead["ahead"] > 100
 
 
 def model_of_two_heads(tokenizer: str, target: Path) -> str:
     """A loud model whose keys and values two workers share between them: each has a head of its own."""
-    import torch
     import transformers
 
     config = transformers.LlamaConfig(
@@ -468,19 +500,12 @@ def model_of_two_heads(tokenizer: str, target: Path) -> str:
         num_attention_heads=2, num_key_value_heads=2, head_dim=32,
         initializer_range=0.15, tie_word_embeddings=False,
     )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(target)
-    save_tokenizer(tokenizer, target)
-    return str(target)
+    return save_random_model(lambda: transformers.LlamaForCausalLM(config), target, tokenizer)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1500)
-@pytest.mark.skipif(
-    Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 512 << 20,
-    reason="vLLM's several workers need 512 MiB of /dev/shm: docker run --shm-size=1g",
-)
+@NEEDS_SHARED_MEMORY
 def test_two_workers_on_each_side(
     tiny_model: str, tmp_path: Path, settings: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_tools import VOCABULARY, new_processes, save_tokenizer, with_tiers
+from async_scheduling import asynchronous_scheduling
+from engine_tools import (
+    VOCABULARY,
+    new_processes,
+    save_random_model,
+    save_tokenizer,
+    with_tiers,
+    with_vllm_tier,
+)
 from multi_turn_programs import OUTPUT_TOKENS, arm, first_prompt, gaps_to_the_best, generate, usual_hint
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,8 +36,6 @@ COMMON = {
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "experts": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "sliding windows": ("Mistral", {"sliding_window": 64}),
     "sliding windows and full attention": ("Gemma3Text", {"sliding_window": 64, "sliding_window_pattern": 2}),
     # As large as vLLM's kernels for the CPU need them, and with keys and values of a token so large that a
     # block, which has as many bytes as a state, has few tokens.
@@ -63,22 +69,18 @@ def flags_of_cpu() -> str:
 @pytest.fixture(scope="module")
 def make_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """``make_model(kind)``: the directory of a model of ``KINDS``."""
-    import torch
     import transformers
 
-    made: dict[str, Path] = {}
+    made: dict[str, str] = {}
 
     def make(kind: str) -> str:
         if kind not in made:
             name, more = KINDS[kind]
             config = getattr(transformers, f"{name}Config")(**{**COMMON, **more})
             causal = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-            target = made[kind] = tmp_path_factory.mktemp("model")
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(1)
-                causal(config).to(torch.float32).save_pretrained(target)
-            save_tokenizer(tiny_model, target)
-        return str(made[kind])
+            target = tmp_path_factory.mktemp("model")
+            made[kind] = save_random_model(partial(causal, config), target, tiny_model)
+        return made[kind]
 
     return make
 
@@ -136,29 +138,26 @@ def test_an_adapter_that_is_loaded_again_is_not_answered_from_its_old_kv(
     from vllm.lora.request import LoRARequest
 
     tiers = with_tiers(host_bytes=HOST_BYTES)
-    arms = arm(loud_model, {"policy": "mori"}, enable_lora=True, max_loras=2, **tiers)
-    llm = next(arms)
+    with arm(loud_model, {"policy": "mori"}, enable_lora=True, max_loras=2, **tiers) as llm:
 
-    def say(lora: Any, prompt: int = 0, program: int = 0) -> list[int]:
-        extra = {"agentic_context": usual_hint(program)}
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args=extra)
-        prompts = [{"prompt_token_ids": first_prompt(prompt)}]
-        (answer,) = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
-        return list(answer.outputs[0].token_ids)
+        def say(lora: Any, prompt: int = 0, program: int = 0) -> list[int]:
+            extra = {"agentic_context": usual_hint(program)}
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, extra_args=extra)
+            prompts = [{"prompt_token_ids": first_prompt(prompt)}]
+            (answer,) = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+            return list(answer.outputs[0].token_ids)
 
-    told = [say(LoRARequest("same", 1, make_adapter(tmp_path / "same", 0)))]
-    for seed, in_request in ((1, False), (2, True)):
-        adapter = LoRARequest("same", 1, make_adapter(tmp_path / "same", seed), load_inplace=in_request)
-        if not in_request:
-            llm.llm_engine.add_lora(LoRARequest("same", 1, adapter.lora_path, load_inplace=True))
-        for other in range(1, 9):
-            say(None, other, other)
-        told.append(say(adapter))
-        alone = LoRARequest(f"alone {seed}", 1 + seed, make_adapter(tmp_path / str(seed), seed))
-        assert told[-1] == say(alone, program=10 + seed), f"loaded by a request: {in_request}"
-    assert len({tuple(tokens) for tokens in told}) == 3, "the adapters must differ"
-    for _ in arms:
-        pass
+        told = [say(LoRARequest("same", 1, make_adapter(tmp_path / "same", 0)))]
+        for seed, in_request in ((1, False), (2, True)):
+            adapter = LoRARequest("same", 1, make_adapter(tmp_path / "same", seed), load_inplace=in_request)
+            if not in_request:
+                llm.llm_engine.add_lora(LoRARequest("same", 1, adapter.lora_path, load_inplace=True))
+            for other in range(1, 9):
+                say(None, other, other)
+            told.append(say(adapter))
+            alone = LoRARequest(f"alone {seed}", 1 + seed, make_adapter(tmp_path / str(seed), seed))
+            assert told[-1] == say(alone, program=10 + seed), f"loaded by a request: {in_request}"
+        assert len({tuple(tokens) for tokens in told}) == 3, "the adapters must differ"
 
 
 @pytest.mark.nightly
@@ -299,3 +298,31 @@ def test_windows_beside_full_attention_are_found_in_host_memory(
     )
     ((slots, fit),) = opened
     assert slots == fit
+
+
+def test_windows_beside_full_attention_are_found_in_vllms_host_memory(
+    make_model: Callable[[str], str],
+) -> None:
+    model = make_model("sliding windows and full attention")
+    tokens, _ = generate(model, None, hints=False, blocks=GROUP_BLOCKS)
+    with asynchronous_scheduling():
+        found, report = generate(
+            model, {"policy": "sojourn"}, hints=True, blocks=GROUP_BLOCKS, **with_vllm_tier(HOST_BYTES)
+        )
+    assert found == tokens
+    assert report["stats"]["host_tokens"] > 1000
+    assert report["stats"]["lost_tokens"] == {}
+
+
+def test_states_come_back_from_vllms_host_memory(
+    make_model: Callable[[str], str], in_a_process: Callable[..., Any]
+) -> None:
+    """Our own tiers refuse it. Judged as above, in bfloat16."""
+    model = make_model("states and full attention")
+    tokens, report = in_a_process(
+        generate, model, {"policy": "observe"}, hints=True, blocks=36, dtype="bfloat16",
+        **with_vllm_tier(4 * HOST_BYTES),
+    )  # fmt: skip
+    gaps = in_a_process(gaps_to_the_best, model, tokens, dtype="bfloat16")
+    assert sum(gap > MOST_OFF_BFLOAT16 for gap in gaps) / len(gaps) < 0.02
+    assert report["stats"]["host_tokens"] > 1000

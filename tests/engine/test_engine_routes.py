@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from engine_tools import SMALL_SERVER
-from event_flood_client import CONNECTIONS
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.metrics.metric_catalog import METRIC_CATALOG
@@ -25,9 +26,30 @@ from sojourn_server.vllm.compat import installed_vllm
 
 pytestmark = pytest.mark.engine
 
-
 KEY = "k-9d1f"
-
+CONNECTIONS = 8
+FLOOD = """
+import json, sys, threading, httpx
+url, key, connections = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def flood(n):
+    common = {"type": "tool_start", "tool": "bash"}
+    events = [{**common, "program_id": f"flood{n}-{i}", "seq": i, "call_id": f"c{i}"} for i in range(1000)]
+    batch = json.dumps({"v": 1, "emitter": f"flood{n}", "events": events})
+    with httpx.Client(headers={"authorization": f"Bearer {key}"}, timeout=None, trust_env=False) as http:
+        answered = False
+        while True:
+            try:
+                http.post(url + "/sojourn/v1/events", content=batch)
+            except httpx.HTTPError:
+                continue
+            if not answered:
+                print(n, flush=True)
+            answered = True
+for n in range(connections):
+    threading.Thread(target=flood, args=(n,)).start()
+"""
+"""Floods a server with events until it is killed. A connection sends its next batch when the last one is
+answered, and prints a line at its first answer."""
 
 SMALL = ("--max-model-len", "2048", "--max-num-seqs", "8", "--num-gpu-blocks-override", "256")
 ONE_SERVER = pytest.mark.parametrize("server", [1], ids=["one-api-server"], indirect=True)
@@ -133,27 +155,21 @@ def test_a_program_is_followed_and_each_fact_is_counted_once(server: EngineServe
     # Each call takes a connection of its own: with two API servers both get events, and both poll.
     for p in range(programs):
         program_id = f"routes-{p}/é"
-        seq = iter(range(100))
-        assert report(server, {"type": "program_start", "program_id": program_id, "seq": next(seq)}) == [
-            "applied"
-        ]
+        seq = itertools.count()
+
+        def happened(kind: str, **more: Any) -> dict[str, Any]:
+            return {"type": kind, "program_id": program_id, "seq": next(seq), **more}  # noqa: B023
+
+        assert report(server, happened("program_start")) == ["applied"]
         prompt = f"program {p} " + "word " * 150
         for turn in range(turns):
             prompt += f"turn {turn} " + "more " * 40
             ask_model(server, program_id, prompt)
-            start = {
-                "type": "tool_start",
-                "program_id": program_id,
-                "seq": next(seq),
-                "call_id": "c",
-                "tool": "bash",
-            }
+            start = happened("tool_start", call_id="c", tool="bash")
             assert report(server, start) == ["applied"]
             assert report(server, start) == ["duplicate"]
-            stop = {"type": "tool_stop", "program_id": program_id, "seq": next(seq), "call_id": "c"}
-            assert report(server, {**stop, "duration_s": 0.1}) == ["applied"]
-        end = {"type": "program_end", "program_id": program_id, "seq": next(seq)}
-        assert report(server, end) == ["applied"]
+            assert report(server, happened("tool_stop", call_id="c", duration_s=0.1)) == ["applied"]
+        assert report(server, happened("program_end")) == ["applied"]
 
     program = call(server, "GET", "/sojourn/v1/programs/routes-0%2F%C3%A9").json()
     assert program["program_id"] == "routes-0/é"
@@ -191,21 +207,6 @@ def test_a_program_is_followed_and_each_fact_is_counted_once(server: EngineServe
     assert total(server, "sojourn_program_turns_total") == done
 
 
-CLAUDE_CODE = {
-    "headers": {
-        "X-Claude-Code-Session-Id": "claude-1",
-        "x-claude-code-agent-id": "a7",
-        "anthropic-version": "2023-06-01",
-    },
-    "json": {
-        "model": "tiny",
-        "max_tokens": 4,
-        "stream": True,
-        "system": [{"type": "text", "text": "word " * 100, "cache_control": {"type": "ephemeral"}}],
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "Look around."}]}],
-        "metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "claude-1"})},
-    },
-}
 CODEX = {
     "headers": {
         "session-id": "codex-1",
@@ -227,32 +228,18 @@ CODEX = {
 }
 
 
-@pytest.mark.parametrize(
-    ("path", "request_of", "program_id", "parent_id", "agent_type"),
-    [
-        ("/v1/messages", CLAUDE_CODE, "claude-1/a7", "claude-1", None),
-        ("/v1/responses", CODEX, "codex-2", "codex-1", "collab_spawn"),
-    ],
-    ids=["Claude Code", "Codex"],
-)
-def test_a_coding_agents_sub_agent_is_a_program_with_a_parent(
-    server: EngineServer,
-    path: str,
-    request_of: dict[str, Any],
-    program_id: str,
-    parent_id: str,
-    agent_type: str | None,
-) -> None:
+def test_a_coding_agents_sub_agent_is_a_program_with_a_parent(server: EngineServer) -> None:
+    """``test_engine_gateway.py`` has one of Claude Code."""
     for _ in range(2):
-        answer = call(server, "POST", path, **request_of)
+        answer = call(server, "POST", "/v1/responses", **CODEX)
         assert answer.status_code == 200, answer.text
         assert "error" not in answer.text
-    path = "/sojourn/v1/programs/" + program_id.replace("/", "%2F")
+    path = "/sojourn/v1/programs/codex-2"
     assert eventually(lambda: call(server, "GET", path).json().get("turns") == 2)
     program = call(server, "GET", path).json()
-    assert (program["parent_program_id"], program["agent_type"]) == (parent_id, agent_type)
+    assert (program["parent_program_id"], program["agent_type"]) == ("codex-1", "collab_spawn")
     listed = call(server, "GET", "/sojourn/v1/programs?limit=100").json()["programs"]
-    assert parent_id not in [one["program_id"] for one in listed], "it has sent no request"
+    assert "codex-1" not in [one["program_id"] for one in listed], "it has sent no request"
 
 
 def test_a_turn_that_ends_with_a_stop_string_is_no_abort(server: EngineServer) -> None:
@@ -306,7 +293,7 @@ def test_the_exposition_is_within_the_catalogue(server: EngineServer) -> None:
 
 @ONE_SERVER
 def test_a_flood_of_events_does_not_stop_generation(server: EngineServer) -> None:
-    client = [sys.executable, str(Path(__file__).with_name("event_flood_client.py")), str(server.port), KEY]
+    client = [sys.executable, "-c", FLOOD, server.url, KEY, str(CONNECTIONS)]
     flood = subprocess.Popen(client, stdout=subprocess.PIPE, text=True)
     try:
         assert flood.stdout is not None
@@ -337,15 +324,10 @@ def test_a_hung_engine_is_answered_for_and_loses_no_event(server: EngineServer) 
 
 
 def engine_pid(server: EngineServer) -> int:
-    """The engine core's process; the server is the leader of its group."""
-    shown = subprocess.run(
-        ["ps", "-eo", "pid=,pgid=,comm="], capture_output=True, text=True, check=True
-    ).stdout
-    for line in shown.splitlines():
-        pid, group, name = line.split(None, 2)
-        if int(group) == server.pid and name.startswith("VLLM::EngineCor"):
-            return int(pid)
-    raise AssertionError(f"no engine core in\n{shown}")
+    """The engine core's process."""
+    children = psutil.Process(server.pid).children(recursive=True)
+    [engine] = [child.pid for child in children if child.name().startswith("VLLM::EngineCor")]
+    return engine
 
 
 @pytest.mark.nightly
@@ -353,8 +335,8 @@ def test_a_stock_scheduler_with_the_plugin_says_so(tmp_path: Path) -> None:
     # Somebody sets VLLM_PLUGINS for plain vllm; `sojourn serve --policy stock` would not load us.
     from sojourn_server.models import resolve_model
 
-    with PlainServer(resolve_model("tiny", progress=False), tmp_path / "log") as url:
-        response = httpx.get(f"{url}/sojourn/v1/capabilities", timeout=120, trust_env=False)
+    with PlainServer(resolve_model("tiny", progress=False), tmp_path / "log") as server:
+        response = httpx.get(f"{server.url}/sojourn/v1/capabilities", timeout=120, trust_env=False)
         assert response.status_code == 501
         assert "sojourn serve" in response.json()["error"]["next"]
         time.sleep(2.5)
@@ -367,10 +349,6 @@ class PlainServer(EngineServer):
     def __init__(self, model_path: str, log_path: Path) -> None:
         super().__init__("tiny", env={**ENGINE_ENV, "VLLM_PLUGINS": "sojourn"}, log_path=log_path)
         self._model_path = model_path
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        return self.url
 
     def _command(self) -> list[str]:
         return [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import httpx
+import psutil
 import pytest
 from sojourn_server.launch.engine_server import EngineServer
 from sojourn_server.launch.serve_command import FORCED_TOKENS
@@ -89,17 +87,10 @@ def test_an_id_beyond_the_vocabulary_does_not_take_the_engine_down(server):
 
 
 def test_stock_has_neither_our_scheduler_nor_our_routes(server):
-    group = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _group(pid) == server.pid]
+    main = psutil.Process(server.pid)
+    group = [main, *main.children(recursive=True)]
     assert len(group) >= 3  # the API server, the engine core, the worker
-    for pid in group:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        assert b"scheduler-cls" not in command
-        assert b"additional-config" not in command
+    command = " ".join(word for process in group for word in process.cmdline())
+    assert "scheduler-cls" not in command
+    assert "additional-config" not in command
     assert httpx.get(f"{server.url}/sojourn/v1/capabilities", headers=server.headers).status_code == 404
-
-
-def _group(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None

@@ -3,24 +3,20 @@ and disk."""
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from engine_tools import LOUD_BLOCK_BYTES, one_thread
+from engine_tools import LOUD_BLOCK_BYTES, NEEDS_SHARED_MEMORY
 from multi_turn_programs import BLOCKS, OUTPUT_TOKENS, TURNS, added_tokens, first_prompt, generate, usual_hint
 from sojourn_server.launch.engine_server import EngineServer
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500),
-    pytest.mark.skipif(
-        Path("/dev/shm").exists() and shutil.disk_usage("/dev/shm").free < 512 << 20,
-        reason="vLLM's several workers need 512 MiB of /dev/shm: docker run --shm-size=1g",
-    ),
+    NEEDS_SHARED_MEMORY,
 ]  # fmt: skip
 
 GIB = 1 << 30
@@ -75,14 +71,13 @@ def serve(model: str, policy: str, *flags: str) -> tuple[list[list[int]], dict[s
 # The model has two layers and one head: a stage has half of a block's bytes, a tensor-parallel worker all.
 @pytest.mark.parametrize(("split", "share"), [("tensor", 1.0), ("pipeline", 0.5)])
 def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
-    loud_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str, share: float
+    loud_model: str, tmp_path: Path, split: str, share: float
 ) -> None:
     disk = ("--kv-disk", str(tmp_path), "--kv-disk-gib", str(share * DISK_GIB))
     workers, host_gib = f"--{split}-parallel-size", str(share * HOST_GIB)
     tokens, stats = serve(loud_model, "mori", workers, "2", "--kv-host-gib", host_gib, *disk)
     # By one worker: what two of them add up in another order changes no token in float32.
-    with one_thread(monkeypatch):
-        assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
+    assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
     assert stats["host_tokens"] > 300
     # On a busy machine a block may leave before its copy is made; no other loss is allowed.
     assert stats["lost_tokens"].keys() <= {"evicted"}
@@ -92,11 +87,10 @@ def test_two_workers_give_the_tokens_of_stock_from_host_memory_and_disk(
 
 
 def test_two_workers_give_the_tokens_of_stock_from_the_host_memory_of_vllms_connector(
-    loud_model: str, monkeypatch: pytest.MonkeyPatch
+    loud_model: str,
 ) -> None:
     host = ("--kv-host-gib", str(4 * HOST_GIB), "--tier-backend", "vllm")
     tokens, stats = serve(loud_model, "sojourn", "--tensor-parallel-size", "2", *host)
-    with one_thread(monkeypatch):
-        assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
+    assert tokens == generate(loud_model, None, hints=False, programs=PROGRAMS)[0]
     assert stats["host_tokens"] > 300
     assert stats["lost_tokens"] == {}

@@ -75,14 +75,16 @@ class Client:
             return await answer.json()
 
     async def gateways(self) -> list[str]:
-        """Own addresses of the gateways that answer. Other processes may listen and never answer."""
+        """Own addresses of the gateways that answer. Other processes may listen and never answer, or be
+        gateways of other tests."""
         first, found = self.cluster.config["metrics_port"], []
         for port in range(first, first + MOST_PORTS):
             url = f"http://127.0.0.1:{port}"
-            with suppress(aiohttp.ClientError, TimeoutError):
+            with suppress(aiohttp.ClientError, TimeoutError, AssertionError):
                 async with asyncio.timeout(PROBE_S):
                     await self.get("/health", url)
-                    found.append(url)
+                self.cluster.listens_at(port)
+                found.append(url)
         return found
 
     async def replicas(self, url: str | None = None) -> dict[str, str]:
