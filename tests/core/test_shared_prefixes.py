@@ -87,7 +87,7 @@ def test_new_programs_that_share_a_prefix_are_let_in_together() -> None:
 
 
 def test_a_program_that_returns_needs_no_blocks_for_a_prefix_that_is_there() -> None:
-    """Of 33 blocks, 30 are another program's too. What its context had in a tier of its own does not count."""
+    """Of 33 blocks, 30 are another program's too. What its context had elsewhere does not count."""
     engine = VirtualEngine("sojourn", blocks=60)
     for name, number in (("away", 1), ("here", 2)):
         request = engine.arrive(name, [*SHARED, *prompt(3 * BLOCK_TOKENS, number)])
