@@ -1,4 +1,4 @@
-"""Two real engines on Ray, twenty programs: an engine is killed, and nobody fails.
+"""Twenty programs on two real engines on Ray. One engine is killed; no program fails.
 
 Every run tests the parts: kills on Ray with fake engines in ``tests/gateway/ray``, of a real engine in
 ``test_engine_gateway.py``, and the command of an engine in ``test_gateway_ray_config.py``.

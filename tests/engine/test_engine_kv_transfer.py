@@ -133,7 +133,7 @@ def failing_fills(settings: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(loud_model: str) -> dict[str, Spoken]:
-    """What one engine says of all of it, and of what nobody stores before a program of its own."""
+    """Outputs of one engine for all prompts, and for ``OWN``, which only one test sends."""
     with float32_engine(loud_model, **SHAPE) as llm:
         spoken = {name: say(llm, prompt, OUTPUT_TOKENS) for name, prompt in turns().items()}
         spoken["own"] = say(llm, OWN, OUTPUT_TOKENS)

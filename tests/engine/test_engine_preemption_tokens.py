@@ -65,8 +65,8 @@ class Report(NamedTuple):
 
 
 def say(model: str, policy: Path | None, programs: int = PROGRAMS) -> Report:
-    """Programs of one request each, all at once, of two kinds, of which one writes long; no two begin alike.
-    On stock with ample memory, or with ``policy`` and too little."""
+    """Run programs of one request each, all at once, on stock with ample memory, or with ``policy`` and too
+    little. Some write long outputs, others short ones. No two prompts begin alike."""
     from vllm import SamplingParams
 
     settings: dict[str, Any] = {"max_num_seqs": 80, "num_gpu_blocks_override": AMPLE_BLOCKS}

@@ -68,7 +68,7 @@ class ContextKeys:
 
     def covered(self, has: HasBlock) -> int:
         """Return the length in tokens of the longest available prefix of the context, at least
-        ``start_tokens``: one of which every block after ``start_tokens`` that it needs is available.
+        ``start_tokens``. A prefix is available if all blocks that it needs after ``start_tokens`` are.
 
         A missing window block shortens the prefix for all groups. So the groups with windows are checked in
         rounds, until a round shortens nothing. A round takes O(blocks) per group."""

@@ -193,7 +193,7 @@ class OffloadScheduler:
         self.set_rank(keys, _WANTED)
 
     def unwant(self, owner: Hashable, rank: RetentionRank) -> bool:
-        """Undo ``want``. Blocks that nobody else wants get ``rank``. Return whether ``owner`` wanted any."""
+        """Undo ``want``. Blocks without another owner get ``rank``. Return False if ``owner`` wants nothing."""
         keys = self._wanted_by.pop(owner, None)
         if keys is None:
             return False

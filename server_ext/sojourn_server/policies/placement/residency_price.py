@@ -42,8 +42,7 @@ URGENT_WORTH = 4.0
 """An urgent program is worth this many times as much as another one."""
 MAX_HOLD_COST = 0.2
 """Without a tier below the device, no program waits for the KV of acting programs, or for room to grow, if
-holding costs more than this share of what it saves (``PlacementView.hold_cost``; docs/policy-rules.md,
-Measured)."""
+holding costs more than this share of what it saves (``PlacementView.hold_cost``)."""
 SMALL_SHARE = 0.25
 SMALL_PATIENCE_S = 5.0
 """A program whose predicted peak takes at most ``SMALL_SHARE`` of the free blocks waits at most
