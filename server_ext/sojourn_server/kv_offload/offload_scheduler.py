@@ -193,7 +193,7 @@ class OffloadScheduler:
         self.set_rank(keys, _WANTED)
 
     def unwant(self, owner: Hashable, rank: RetentionRank) -> bool:
-        """Undo ``want``. Blocks without another owner get ``rank``. Return False if ``owner`` wants nothing."""
+        """Undo ``want``. Blocks without another owner get ``rank``. Return False if there was no ``want``."""
         keys = self._wanted_by.pop(owner, None)
         if keys is None:
             return False
