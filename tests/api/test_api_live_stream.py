@@ -76,7 +76,7 @@ class Source:
     async def take(self, changed_within_s: float | None) -> SourceFrame:
         self.asked.append(changed_within_s)
         row = msgspec.structs.replace(BLANK, program_id=f"p{len(self.asked)}", tenant="t")
-        other = msgspec.structs.replace(BLANK, program_id="other", tenant="u")
+        other = msgspec.structs.replace(BLANK, program_id="other", tenant="u", turns=len(self.asked))
         engine = EngineRow(engine="0", now_s=1.0, turns=7)
         return SourceFrame([engine], [row, other], len(self.asked) + 1)
 
@@ -104,18 +104,19 @@ async def test_a_slow_viewer_misses_nothing_and_nobody_is_asked_without_viewers(
     assert (len(source.asked), source.asked.count(None)) == (number, 2)
 
 
-async def test_programs_of_an_engine_that_falls_silent_stay() -> None:
+async def test_programs_of_an_engine_that_falls_silent_stay_as_its_last_frame_had_them() -> None:
     class Silent(Source):
         async def take(self, changed_within_s: float | None) -> SourceFrame:
             found = await super().take(changed_within_s)
-            return found if len(self.asked) < 2 else SourceFrame([], [], 0, frozenset({"0"}))
+            return found if len(self.asked) < 3 else SourceFrame([], [], 0, frozenset({"0"}))
 
     now = [0.0]
     hub = LiveHub(Silent(), clock=lambda: now[0])
-    await hub.once(Audience())
-    now[0] += 10.0
-    rows = json.loads((await hub.once(Audience())).body)["programs"]
-    assert [row[0] for row in rows] == ["p1", "other"]
+    for changed_within_s in (None, 5.0, None, None):
+        answer = await hub.once(Audience(), changed_within_s)
+        now[0] += 10.0
+    rows = json.loads(answer.body)["programs"]
+    assert [(row[0], row[5]) for row in rows] == [("p1", 1), ("other", 2), ("p2", 1)]
     assert {(row[7], row[13]) for row in rows} == {(0, 0)}, "without requests and leases"
 
 

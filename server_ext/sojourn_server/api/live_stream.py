@@ -43,6 +43,8 @@ SEND_TIMEOUT_S = 30.0
 """Seconds in which a viewer must read a frame. After that its connection is closed."""
 MAX_DELTA_S = 86_400
 """Largest ``changed_within_s`` of a request for one frame."""
+MAX_REMEMBERED = 20_000
+"""Maximum number of programs whose last rows are remembered between two full frames."""
 OVERLAP_S = 1.0
 """A delta covers the seconds since the stream's last frame, and this many more. Engines count the seconds
 back from their answer, which comes some time after the poll begins."""
@@ -166,6 +168,8 @@ class LiveHub:
         self._closed = asyncio.Event()
         self._seq = 0
         self._full, self._delta = _Shared(interval_s), _Shared(interval_s)
+        self._last_rows: dict[tuple[str | None, str], ProgramRow] = {}
+        """(Tenant, program) → the newest row that any frame had, since the last full frame."""
 
     async def once(self, audience: Audience, changed_within_s: float | None = None) -> Response:
         """Return a response with one frame: a full frame, or a delta if ``changed_within_s`` is given."""
@@ -248,7 +252,7 @@ class LiveHub:
                 raise shared.error  # who waits in a row waits for one poll
             if shared.frame is None or not is_recent or not covers:
                 await asyncio.sleep(max(0.0, shared.begun_s + shared.pause_s - self._clock()))
-                before, shared.frame, shared.error = self._full.frame, None, None
+                shared.frame = shared.error = None
                 now = shared.begun_s = self._clock()
                 within_s = None if since_s is None else min(MAX_DELTA_S, round(now - since_s, 3))
                 try:
@@ -257,9 +261,7 @@ class LiveHub:
                     shared.error, shared.ended_s = error, self._clock()
                     raise
                 busy_s = time.thread_time()
-                rows = found.programs
-                if since_s is None and found.silent and before is not None:
-                    rows = rows + _last_known(before, found)
+                rows = self._remember(found, is_full=since_s is None)
                 self._seq += 1
                 shared.frame = LiveFrame(
                     seq=self._seq,
@@ -279,17 +281,26 @@ class LiveHub:
             part = audience.filtered(shared.frame)
             return (shared.body if part is shared.frame else msgspec.json.encode(part)), shared.begun_s
 
-
-def _last_known(before: LiveFrame, found: SourceFrame) -> list[ProgramRow]:
-    """Return the rows of silent engines in the full frame ``before``: they have not lost their programs."""
-    there = {(row.tenant, row.program_id) for row in found.programs}
-    return [
-        msgspec.structs.replace(
-            row, requests=0, running=False, lease_blocks=0, lease_until_s=None, lease_reason=None
-        )
-        for row in before.programs
-        if row.engine in found.silent and (row.tenant, row.program_id) not in there
-    ]
+    def _remember(self, found: SourceFrame, *, is_full: bool) -> list[ProgramRow]:
+        """Remember the rows of a poll, and return those of its frame. A full frame also has the last rows of
+        silent engines, which have not lost their programs."""
+        rows = {(row.tenant, row.program_id): row for row in found.programs}
+        if not is_full:
+            self._last_rows |= rows
+            while len(self._last_rows) > MAX_REMEMBERED:
+                del self._last_rows[next(iter(self._last_rows))]
+            return found.programs
+        at_rest = {
+            "requests": 0,
+            "running": False,
+            "lease_blocks": 0,
+            "lease_until_s": None,
+            "lease_reason": None,
+        }
+        silent = [row for at, row in self._last_rows.items() if row.engine in found.silent and at not in rows]
+        last_known = [msgspec.structs.replace(row, **at_rest) for row in silent]
+        self._last_rows = rows | {(row.tenant, row.program_id): row for row in last_known}
+        return found.programs + last_known
 
 
 def _spent_s(engines: Sequence[EngineRow]) -> float:
