@@ -1,37 +1,25 @@
-"""The full-screen view of ``sojourn top``. Only the lines in sight are drawn."""
+"""The full-screen view of ``sojourn top``."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from rich.console import RenderableType
-from rich.segment import Segment
-from rich.style import Style
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.geometry import Region, Size
-from textual.message import Message
 from textual.screen import ModalScreen
-from textual.scroll_view import ScrollView
-from textual.strip import Strip
-from textual.widgets import Footer, Input, Static
+from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets.option_list import Option
 
 from ..metrics.live_frame import LiveFrame
 from . import top_view
 from .cli_error import CliError
 
 Explain = Callable[[str], RenderableType]
-_PLAIN = Style()
-"""Style of every segment without another. With ``NO_COLOR``, textual fails at a segment that has none."""
-
-
-def _strip(line: top_view.Line, width: int, base: Style = _PLAIN) -> Strip:
-    segments = [Segment(text, base + Style.parse(style)) for text, style in line]
-    return Strip(segments).adjust_cell_length(width, base)
 
 
 class _Lines(Static):
@@ -39,90 +27,37 @@ class _Lines(Static):
 
     DEFAULT_CSS = "_Lines { height: auto; }"
 
-    lines: list[top_view.Line]
+    lines: Sequence[top_view.Line] = ()
 
-    def show(self, lines: list[top_view.Line]) -> None:
+    def show(self, lines: Sequence[top_view.Line]) -> None:
         self.lines = lines
         self.update(top_view.as_text([("\n", "")]).join(map(top_view.as_text, lines)))
 
 
-class ProgramTable(ScrollView, can_focus=True):
-    """The programs, one in a line, with a cursor that stays on its program."""
+class ProgramTable(OptionList):
+    """The programs, one in a line, with a cursor that stays on the program that the user moved it to."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", show=False),
-        Binding("down,j", "move(1)", show=False),
-        Binding("pageup", "page(-1)", show=False),
-        Binding("pagedown", "page(1)", show=False),
-        Binding("home,g", "end(0)", show=False),
-        Binding("end,G", "end(1)", show=False),
+        Binding("k", "cursor_up", show=False),
+        Binding("j", "cursor_down", show=False),
+        Binding("g", "first", show=False),
+        Binding("G", "last", show=False),
+        Binding("enter", "app.explain", show=False),
     ]
 
-    DEFAULT_CSS = "ProgramTable { scrollbar-size: 0 0; }"  # a bar would hide the last column at 80 columns
+    _chosen: str | None = None
+    """Id of the program that the user moved the cursor to."""
 
-    class Moved(Message):
-        """The cursor is on another program."""
+    def show(self, lines: dict[str, top_view.Line]) -> None:
+        """Show ``lines``, each with its program's id, instead of the present ones. The cursor is on the first
+        line if the user did not move it, or its program is gone."""
+        with self.prevent(OptionList.OptionHighlighted):
+            self.set_options(Option(top_view.as_text(line), id) for id, line in lines.items())
+            if lines:
+                self.highlighted = self.get_option_index(self._chosen) if self._chosen in lines else 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.views: list[top_view.ProgramView] = []
-        self.empty: top_view.Line = []
-        """Line shown while there is no program."""
-        self.leases = True
-        """Whether the column LEASE is shown."""
-        self._selected: str | None = None
-
-    @property
-    def cursor(self) -> int:
-        """Line of the cursor; 0 if its program is gone."""
-        for place, view in enumerate(self.views):
-            if view.row.program_id == self._selected:
-                return place
-        return 0
-
-    @property
-    def selected(self) -> str | None:
-        """Id of the program under the cursor; ``None`` if there is no program."""
-        return self.views[self.cursor].row.program_id if self.views else None
-
-    def show(self, views: list[top_view.ProgramView]) -> None:
-        """Show ``views`` instead of the present programs."""
-        self.views = views
-        self.virtual_size = Size(max(top_view.MIN_WIDTH, self.size.width), len(views))
-        self.refresh()
-
-    def render_line(self, y: int) -> Strip:
-        _, scrolled = self.scroll_offset
-        place = y + scrolled
-        width = max(top_view.MIN_WIDTH, self.size.width)
-        if not self.views and place == 0:
-            return _strip(self.empty, self.size.width)
-        if place >= len(self.views):
-            return Strip.blank(self.size.width, _PLAIN)
-        base = Style(reverse=True) if place == self.cursor and self.has_focus else _PLAIN
-        strip = _strip(top_view.program_line(self.views[place], width, leases=self.leases), width, base)
-        left = self.scroll_offset.x
-        return strip.crop(left, left + self.size.width)
-
-    def action_move(self, by: int) -> None:
-        self._go(self.cursor + by)
-
-    def action_page(self, by: int) -> None:
-        self._go(self.cursor + by * max(1, self.size.height - 1))
-
-    def action_end(self, last: int) -> None:
-        self._go(len(self.views) if last else 0)
-
-    def _go(self, place: int) -> None:
-        if self.views:
-            place = max(0, min(place, len(self.views) - 1))
-            self._selected = self.views[place].row.program_id
-            self.scroll_to_region(Region(0, place, 1, 1), animate=False)
-            self.refresh()
-            self.post_message(self.Moved())
-
-    def on_click(self, event: Any) -> None:
-        self._go(event.y + self.scroll_offset.y)
+    def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
+        self._chosen = event.option_id
 
 
 class ExplanationScreen(ModalScreen[None]):
@@ -170,10 +105,15 @@ class TopApp(App[None]):
 
     TITLE = "sojourn top"
     ENABLE_COMMAND_PALETTE = False
+    # A bar would hide the last column at 80 columns. On the theme's cursor the states could not be read.
     CSS = """
     Screen { background: $background; }
     #filter { height: 1; border: none; padding: 0; }
-    ProgramTable { height: 1fr; }
+    ProgramTable { height: 1fr; border: none; padding: 0; scrollbar-size: 0 0; background: $background; }
+    ProgramTable:focus { border: none; background-tint: transparent; }
+    ProgramTable > .option-list--option { padding: 0; }
+    ProgramTable > .option-list--option-highlighted { background: $background; }
+    ProgramTable:focus > .option-list--option-highlighted { background: $foreground; color: $background; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
@@ -183,7 +123,7 @@ class TopApp(App[None]):
         Binding("r", "reverse", "Reverse"),
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("p,space", "pause", "Pause", key_display="p"),
-        Binding("e,enter", "explain", "Explain", key_display="e"),
+        Binding("e", "explain", "Explain"),
         Binding("question_mark", "columns", "Columns", key_display="?"),
         Binding("escape", "unfilter", show=False),
     ]
@@ -208,7 +148,7 @@ class TopApp(App[None]):
         self._needle = ""
         self._paused = False
         self._frame: LiveFrame | None = None
-        self._error = self._next_step = ""
+        self._error: CliError | None = None
         self._asking = False
         self._answered_s = time.monotonic()
 
@@ -238,62 +178,70 @@ class TopApp(App[None]):
 
     @work(thread=True, group="frames")
     def _ask(self) -> None:
-        frame, error, next_step = None, "", ""
         try:
-            frame = self._fetch()
-        except CliError as failed:
-            error, next_step = failed.message, failed.next_step
-        self.call_from_thread(self._took, frame, error, next_step)
+            answer: LiveFrame | CliError = self._fetch()
+        except CliError as error:
+            answer = error
+        self.call_from_thread(self._took, answer)
 
-    def _took(self, frame: LiveFrame | None, error: str, next_step: str) -> None:
+    def _took(self, answer: LiveFrame | CliError) -> None:
         self._asking = False
-        self._error, self._next_step = error, next_step
-        if frame is not None:
-            self._frame, self._answered_s = frame, time.monotonic()
+        self._error = answer if isinstance(answer, CliError) else None
+        if not isinstance(answer, CliError):
+            self._frame, self._answered_s = answer, time.monotonic()
         if not self._paused:
             self._draw()
 
     def _draw(self) -> None:
-        if not self.is_running or (self._frame is None and not self._error):
+        if not self.is_running:
             return
-        width = self.size.width
+        if self._frame is None:
+            if self._error is not None:
+                self._draw_error(self._error)
+            return
+        frame, width = self._frame, self.size.width
+        leases = top_view.shows_leases(frame)
+        views = top_view.sorted_programs(frame, sort=self._sort, reverse=self._reverse, needle=self._needle)
+        self.query_one(ProgramTable).show(
+            {view.row.program_id: top_view.program_line(view, width, leases=leases) for view in views}
+        )
+        heading = [top_view.heading(width, self._sort, self._reverse, leases=leases)]
+        if not frame.programs:
+            heading.append(top_view.empty_line(frame, self._url, width))
+        self.query_one("#heading", _Lines).show(heading)
+        self._draw_header()
+
+    def _draw_error(self, error: CliError) -> None:
+        again = f"asking again every {top_view.duration(self._interval_s)}"
+        texts = ((error.message, top_view.LOSS), (f"next: {error.next_step}", ""), (again, top_view.DIM))
+        self._head([self._title, *([(top_view.cut(text, self.size.width), style)] for text, style in texts)])
+
+    def _draw_header(self) -> None:
+        if self._frame is None:
+            return
         note = "PAUSED" if self._paused else ""
         if self._error:
             note = f"no answer for {top_view.duration(time.monotonic() - self._answered_s)}"
-        if self._frame is None:
-            again = f"asking again every {top_view.duration(self._interval_s)}"
-            styles = {self._error: top_view.LOSS, f"next: {self._next_step}": "", again: top_view.DIM}
-            self._head(
-                [self._title, *([(top_view.cut(text, width), style)] for text, style in styles.items())]
-            )
-            return
-        table = self.query_one(ProgramTable)
-        views = top_view.sorted_programs(
-            self._frame, sort=self._sort, reverse=self._reverse, needle=self._needle
-        )
-        table.leases = top_view.shows_leases(self._frame)
-        table.show(views)
-        table.empty = top_view.empty_line(self._frame, self._url, width) if not self._frame.programs else []
-        place = f"{table.cursor + 1}/{len(views)}" if len(views) > table.size.height else ""
-        lines = top_view.header(self._frame, width, url=self._url, note=note, place=place)
+        table, place = self.query_one(ProgramTable), ""
+        if table.highlighted is not None and table.option_count > table.size.height:
+            place = f"{table.highlighted + 1}/{table.option_count}"
+        lines = top_view.header(self._frame, self.size.width, url=self._url, note=note, place=place)
         if self._needle:
-            matches = f"{len(views)} match “{self._needle}”; Escape shows all"
-            lines.append([(top_view.cut(matches, width), "bold")])
+            matches = f"{table.option_count} match “{self._needle}”; Escape shows all"
+            lines.append([(top_view.cut(matches, self.size.width), "bold")])
         self._head(lines)
-        columns = top_view.heading(width, self._sort, self._reverse, leases=table.leases)
-        self.query_one("#heading", _Lines).show([columns])
 
     def _head(self, lines: list[top_view.Line]) -> None:
         self.query_one("#header", _Lines).show(lines)
 
-    def on_program_table_moved(self) -> None:
-        self._draw()
+    def on_option_list_option_highlighted(self) -> None:
+        self._draw_header()
 
     # -- keys ----------------------------------------------------------------------
 
     def action_sort(self) -> None:
         """Sort by the next column."""
-        names = top_view.sortable(leases=self.query_one(ProgramTable).leases)
+        names = top_view.sortable(leases=self._frame is None or top_view.shows_leases(self._frame))
         place = names.index(self._sort) + 1 if self._sort in names else 0
         self._sort = names[place % len(names)]
         self._draw()
@@ -339,6 +287,6 @@ class TopApp(App[None]):
 
     def action_explain(self) -> None:
         """Explain the program under the cursor."""
-        program_id = self.query_one(ProgramTable).selected
-        if program_id is not None:
-            self.push_screen(ExplanationScreen(program_id, self._explain))
+        line = self.query_one(ProgramTable).highlighted_option
+        if line is not None and line.id is not None:
+            self.push_screen(ExplanationScreen(line.id, self._explain))
