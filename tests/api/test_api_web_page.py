@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from sojourn_server.api.web_page import FOLDER
 from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
 from sojourn_server.gateway.http.tenant_keys import TenantKeys
-from sojourn_server.metrics.live_frame import ProgramRow
+from sojourn_server.metrics.live_frame import FRAME_VERSION, ProgramRow
 from sojourn_server.policies.cluster_preset import parse_cluster_preset
 
 
@@ -82,7 +82,8 @@ def test_the_headers_forbid_everything_from_elsewhere(server: TestClient) -> Non
         assert headers["cache-control"] == "no-cache"
 
 
-def test_the_page_reads_the_fields_of_a_row_in_their_order() -> None:
+def test_the_page_reads_frames_of_this_version_and_the_fields_of_a_row_in_their_order() -> None:
     text = (FOLDER / "live_state.js").read_text(encoding="utf-8")
+    assert f"export const FRAME_VERSION = {FRAME_VERSION};" in text
     [listed] = re.findall(r"FIELDS = \[(.*?)\]", text, re.DOTALL)
     assert tuple(re.findall(r'"(\w+)"', listed)) == ProgramRow.__struct_fields__

@@ -21,8 +21,9 @@ import uvicorn
 from api_test_engines import KEY, ScriptedEngine, client_of, engine_answers
 from headless_browser import headless_chromium
 from page_viewer import DRAWN, cells, check_accessible, opened, shot
+from sojourn_server.api import live_stream
 from sojourn_server.cli.top_view import COLUMNS, program_view
-from sojourn_server.metrics.live_frame import EngineRow, ProgramRow
+from sojourn_server.metrics.live_frame import FRAME_VERSION, EngineRow, LiveFrame, ProgramRow
 from sojourn_server.policies.costs.engine_profile import PrefillCurve
 from virtual_engine import VirtualEngine, prompt
 
@@ -253,3 +254,13 @@ def test_a_broken_stream_is_said_and_mended(browser: Any) -> None:
         page.get_by_text("the server ended the stream; trying again").wait_for()
         failing.clear()
         page.wait_for_function("() => document.getElementById('connection').textContent == 'live'")
+
+
+def test_a_page_of_another_release_than_the_server_is_loaded_again_once(
+    browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_stream, "LiveFrame", partial(LiveFrame, v=FRAME_VERSION + 1))
+    with served(Scene([row("agent-1")])) as url, opened(browser, url) as page:
+        page.get_by_text("this page is of another release than the server").wait_for()
+        assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "reload"
+        assert page.locator("#data").is_hidden()

@@ -2,7 +2,8 @@
 
 import { programLabel } from "./text_format.js";
 
-// In the order of ProgramRow (metrics/live_frame.py), which sends a row as an array.
+// The version of the frames that this page reads, and the fields in the order of ProgramRow (metrics/live_frame.py), which sends a row as an array.
+export const FRAME_VERSION = 2;
 export const FIELDS = [
   "program_id", "tenant", "status", "name", "parent_program_id", "turns", "context_tokens", "requests",
   "tool", "since_s", "running", "placed", "device_blocks", "lease_blocks", "lease_until_s", "lease_reason",

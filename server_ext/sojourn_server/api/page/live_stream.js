@@ -123,8 +123,9 @@ export class LiveStream {
   // Gets a single frame, because the server has no free stream.
   async poll(signal, taken) {
     try {
-      this.onFrame(await getJson("stream?once=1", signal));
+      const frame = await getJson("stream?once=1", signal);
       this.onState("live", taken);
+      this.onFrame(frame);
     } catch (error) {
       if (!signal.aborted) this.onState("waiting", error);
     }

@@ -1,6 +1,6 @@
 // The page: connects the live stream to the numbers, the charts, the tables and the dialog.
 
-import { LiveState, STATES, TIERS } from "./live_state.js";
+import { FRAME_VERSION, LiveState, STATES, TIERS } from "./live_state.js";
 import { LiveStream, apiKey, keepKey } from "./live_stream.js";
 import { ProgramDialog } from "./program_dialog.js";
 import { ProgramTable } from "./program_table.js";
@@ -11,6 +11,7 @@ const find = (id) => document.getElementById(id);
 const DRAW_MS = 500; // between two drawings
 const CALM_MS = 5000; // between two drawings of the charts with reduced motion
 const HIDDEN_MS = 60000; // a page that is hidden for this long closes its stream
+const RELOADED_FOR = "sojourn-reloaded-for"; // in the tab's session storage: a frame version
 const SLOW_ANSWER_S = 1;
 const STALE_S = 5;
 const PROGRAM_LAYERS = 8;
@@ -130,9 +131,24 @@ class Page {
   // -- input -----------------------------------------------------------------------------
 
   take(frame) {
+    if (frame.v !== FRAME_VERSION) {
+      this.reload(frame.v);
+      return;
+    }
     this.live.apply(frame);
     this.receivedMs = performance.now();
     this.plan();
+  }
+
+  // The server was upgraded, and its page reads its frames. Once for each version, since a proxy may still have the old page.
+  reload(version) {
+    this.stream.stop();
+    if (sessionStorage.getItem(RELOADED_FOR) === String(version)) {
+      this.connection("outdated");
+      return;
+    }
+    sessionStorage.setItem(RELOADED_FOR, version);
+    location.reload();
   }
 
   connection(state, failure) {
@@ -142,6 +158,7 @@ class Page {
       waiting: `not connected: ${failure?.message}; trying again`,
       denied: "an API key is needed",
       paused: "paused",
+      outdated: "this page is of another release than the server; empty the browser's cache and load the page again",
     };
     this.state = state;
     setText(find("connection"), words[state]);
