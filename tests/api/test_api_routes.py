@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from api_contract import VirtualRpc
 from api_test_engines import (
     BATCH,
     CANARY,
@@ -23,10 +24,11 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from sojourn.wire_codec import MAX_BATCH_BYTES, MAX_BATCH_EVENTS
+from sojourn.wire_events import ProgramEnd
 from sojourn_server.api.api_keys import ApiKeys
 from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, StockEngineError
 from sojourn_server.api.routes import build_router
-from virtual_engine import VirtualEngine
+from virtual_engine import VirtualEngine, prompt
 
 # --- what goes in and out ---------------------------------------------------
 
@@ -69,6 +71,19 @@ def test_a_program_is_asked_for_and_written_to_disk_by_any_id(
     check_error(client.post("/sojourn/v1/programs/" + "x" * 300 + "/persist"), 404)
     check_error(client.post("/sojourn/v1/programs//persist"), 404)
     assert len(engine.calls) == asked
+
+
+def test_an_ended_program_has_nothing_to_write_and_the_answer_says_so() -> None:
+    engine = VirtualEngine()
+    engine.persist = lambda hashes: {"stored_blocks": len(hashes), "pending_blocks": 0}  # type: ignore[method-assign]
+    client = client_of(VirtualRpc(engine))
+    engine.turn("p", prompt(40))
+    persisted = client.post("/sojourn/v1/programs/p/persist").json()
+    assert (persisted["state"], persisted["stored_tokens"]) == ("done", 40)
+    engine.send(ProgramEnd(program_id="p", seq=-1))
+    persisted = client.post("/sojourn/v1/programs/p/persist").json()
+    assert (persisted["state"], persisted["stored_tokens"]) == ("unsupported", 0)
+    assert persisted["reason"] == "the program has ended, and its KV was dropped"
 
 
 def test_decisions_as_json_and_as_lines(client: TestClient, engine: ScriptedEngine) -> None:

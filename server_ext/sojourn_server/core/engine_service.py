@@ -245,7 +245,13 @@ class EngineService:
         program = self._state.programs.get(ProgramId(arguments.program_id))
         if program is None:
             return None
-        progress = self._view.persist(self._state.contexts.get(program.id) or ())
+        hashes = self._state.contexts.get(program.id) or ()
+        progress = self._view.persist(hashes)
+        if not hashes and program.status in OVER_STATUSES:
+            progress = {
+                "reason": f"the program has {program.status.value}, and its KV was dropped",
+                **progress,
+            }
         pending, block_size = progress.get("pending_blocks", 0), self._state.pool.block_size
         reload = self._state.reload
         return answers.PersistProgress(
