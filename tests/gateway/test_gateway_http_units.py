@@ -156,8 +156,18 @@ def test_an_engine_with_sojourn_reports_its_tiers() -> None:
     assert (off.registered.host_tokens, off.shares_disk) == (0, False)
 
 
-@pytest.mark.parametrize("wrong", [{}, {"node": " "}, {"block_s": -1.0}, {"block_bytes": 0}])
-def test_an_engine_whose_paths_are_invalid_is_in_no_pair(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "unfit"),
+    [
+        ({}, ""),
+        *(
+            ({"paths": wrong}, "what it reports of its KV paths is invalid")
+            for wrong in ({"node": " "}, {"block_s": -1.0}, {"block_bytes": 0})
+        ),
+        ({"engines": 2}, "it has data-parallel ranks"),
+    ],
+)
+def test_an_engine_whose_paths_are_invalid_or_shared_is_in_no_pair(wrong: dict[str, Any], unfit: str) -> None:
     paths = {
         "role": "decode",
         "peer": "tcp:h:1",
@@ -166,10 +176,13 @@ def test_an_engine_whose_paths_are_invalid_is_in_no_pair(wrong: dict[str, Any]) 
         "block_bytes": 1,
         "block_tokens": 1,
     }
-    found = describe_engine({"paths": {**paths, **wrong}}, "", {}, 0)
-    assert (found.unfit.partition(":")[0], found.kind is None) == (
-        ("what it reports of its KV paths is invalid", True) if wrong else ("", False)
-    )
+    capabilities = {**wrong, "paths": {**paths, **wrong.get("paths", {})}}
+    found = describe_engine(capabilities, "", {}, 0)
+    assert (found.unfit.startswith(unfit), found.kind is None) == (True, bool(unfit))
+    capabilities["paths"]["epoch"] = "later"
+    again = describe_engine(capabilities, "", {}, 0)
+    has_paths = found.paths is not None
+    assert (found.registered.instance != again.registered.instance) is has_paths, "its KV is lost"
 
 
 @pytest.mark.parametrize(

@@ -88,16 +88,6 @@ async def test_an_engine_that_does_not_fit_is_named_once_and_sent_nothing(
             assert await refused(it) == {}
 
 
-async def test_an_engine_that_is_no_longer_what_it_was_is_sent_nothing_more() -> None:
-    async with pairs(1, 2) as (it, _, decode):
-        decode[0].tells_paths = False
-        await until(lambda: decode[0].name not in known(it))
-        assert decode[0].url in await refused(it)
-        for _ in range(2):
-            assert (await it.chat()).status == 200
-        assert not decode[0].requests
-
-
 @pytest.mark.parametrize("listed", [0, 1])
 async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int) -> None:
     async with pair_engines(1, 2) as (prefill, decode):
@@ -114,28 +104,6 @@ async def test_an_odd_engine_that_was_there_first_keeps_no_pair_out(listed: int)
             await watch.poll_all()
             assert known(it) == {prefill[0].name, good.name}
             assert [*watch.refused()] == [odd.url]
-
-
-async def test_engines_with_ranks_are_not_for_pairs() -> None:
-    async with pair_engines(1, 1) as (prefill, [decode]):
-        decode._capabilities = _with_ranks(decode)  # type: ignore[method-assign]
-        await decode.kill()
-        await decode.start()
-        async with gateway_of(prefill, [decode], taken=1) as it:
-            assert "data-parallel ranks" in (await refused(it))[decode.url]
-
-
-def _with_ranks(engine: PairEngine) -> Any:
-    plain = engine._capabilities
-
-    async def answer(request: Any) -> Any:
-        import json
-
-        from starlette.responses import JSONResponse
-
-        return JSONResponse({**json.loads(bytes((await plain(request)).body)), "engines": 2})
-
-    return answer
 
 
 # -- what becomes of engines --------------------------------------------------------------
@@ -162,14 +130,6 @@ async def test_engines_are_waited_for_and_may_come_in_any_order(caplog: pytest.L
         ]
         assert told[1].startswith(f"{engine.url} takes requests")
         assert sum("no engine answers" in line for line in caplog.messages) == 1, "at the start alone"
-
-
-async def test_a_traffic_manager_that_began_anew_in_the_same_process_is_noticed() -> None:
-    async with pairs(1, 1) as (it, _, [decode]):
-        before = engines_of(it)[decode.name].seen
-        decode.epoch = "e2"
-        await until(lambda: engines_of(it)[decode.name].seen.epoch == "e2")
-        assert engines_of(it)[decode.name].seen.instance != before.instance
 
 
 async def test_an_engine_without_a_description_for_a_while_stays_what_it_was() -> None:
