@@ -61,11 +61,18 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
         found = await ask(op, msgspec.json.encode(parameters).decode(), QUERY_TIMEOUT_S)
         return [msgspec.json.decode(answer) for answer in found]
 
-    async def query_id(op: str, **name: str) -> list[Any]:
-        """Query the engines for one id. ``name`` has one entry: the parameter's name and the id. Return an
-        empty list for an invalid id."""
-        (text,) = name.values()
-        return await query(op, **name) if id_problem(text) is None else []
+    async def query_program(op: str, program_id: str) -> dict[str, Any]:
+        """Query the engines for one program. Raises ``ApiError`` 404 for an unknown or invalid id."""
+        answers = await query(op, program_id=program_id) if id_problem(program_id) is None else []
+        program = merge_program(answers)
+        if program is None:
+            raise ApiError(
+                404,
+                "no program has this id",
+                f"GET {PREFIX}/programs lists the known ones; ended programs are forgotten later, and a "
+                "restart forgets all",
+            )
+        return program
 
     @router.post("/events")
     async def post_events(request: Request) -> Response:
@@ -112,11 +119,13 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
     @router.get("/programs/{program_id:path}/explain")
     async def get_explanation(program_id: str, turn: int | None = Query(None, ge=1)) -> Response:
         """Explain a turn of a program, the newest one by default: seconds, tokens, losses and decisions."""
-        facts = merge_program(await query_id("program", program_id=program_id))
-        if facts is None:
+        try:
+            facts = await query_program("program", program_id)
+        except ApiError as error:
+            if error.status != 404:
+                raise
             # An id may itself end in /explain.
-            whole = merge_program(await query_id("program", program_id=f"{program_id}/explain"))
-            return JSONResponse(_require_program(whole))
+            return JSONResponse(await query_program("program", f"{program_id}/explain"))
         found = explain(facts, turn)
         if found is None:
             kept = ", ".join(str(record["turn"]) for record in [*facts["ledger"], *facts["unfinished"]][-10:])
@@ -132,15 +141,13 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
     @router.get("/programs/{program_id:path}")
     async def get_program(program_id: str) -> JSONResponse:
         """Return one program: status, turns, lease, blocks, and the ledger of its turns."""
-        return JSONResponse(_require_program(merge_program(await query_id("program", program_id=program_id))))
+        return JSONResponse(await query_program("program", program_id))
 
     # POST only, because an id may itself end in /persist, and GET must still find that program.
     @router.post("/programs/{program_id:path}/persist")
     async def post_persist(program_id: str) -> JSONResponse:
         """Write the KV of a program's last turn to the engine's disk. The answer shows the progress."""
-        return JSONResponse(
-            _require_program(merge_program(await query_id(PERSIST_OPERATION, program_id=program_id)))
-        )
+        return JSONResponse(await query_program(PERSIST_OPERATION, program_id))
 
     @router.get("/stats")
     async def get_stats() -> JSONResponse:
@@ -194,17 +201,6 @@ def build_router(engine: EngineRpc, keys: ApiKeys, events: EventIntake | None = 
         return openapi_response("engine")
 
     return router
-
-
-def _require_program(program: dict[str, Any] | None) -> dict[str, Any]:
-    if program is None:
-        raise ApiError(
-            404,
-            "no program has this id",
-            f"GET {PREFIX}/programs lists the known ones; ended programs are forgotten later, and a restart "
-            "forgets all",
-        )
-    return program
 
 
 def _authenticated_route_class(keys: ApiKeys) -> type[APIRoute]:
