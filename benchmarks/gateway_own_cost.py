@@ -248,11 +248,11 @@ def main() -> None:
             ports = [free_port(HOST) for _ in range(count)]
             urls = [f"http://127.0.0.1:{port}" for port in ports]
             pids = []
-            for port, url in zip(ports, urls, strict=True):
-                flags = ["--engines", f"http://127.0.0.1:{engine}", "--port", str(port)]
+            for port in ports:
+                flags = ["--engines", f"http://127.0.0.1:{engine}"]
                 flags += ["--log-level", "warning" if count == 1 else "error"]
                 flags += ["--peers", ",".join(urls)] if peers else []
-                pids.append(stack.enter_context(gateway(flags, url, 1)))
+                pids.append(stack.enter_context(gateway(flags, port, 1)))
             if not peers:
                 paths[name] = Way(ports, pids)
                 return

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import subprocess
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
-import httpx
+from sojourn_server.launch.engine_server import ServerProcess, ServerStartError
 
 ANSWER = json.dumps(
     {
@@ -38,47 +38,34 @@ READY_S = 180.0
 
 
 @contextmanager
-def running(command: list[str], is_ready: Callable[[], bool]) -> Iterator[int]:
-    """Run a process. Yield its id once it is ready, and end it after the ``with`` block."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+def running(command: list[str], port: int, replicas: int = 0) -> Iterator[int]:
+    """Run a server on ``port``, and end it after the ``with`` block. Yield its process id once it answers; a
+    gateway, once it knows ``replicas`` replicas. Raises ``ServerStartError``."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(port=port, log_path=Path(folder) / "log")
         try:
-            end = time.monotonic() + READY_S
-            while not is_ready():
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise SystemExit(f"{command} is not ready:\n{log.read().decode()[-3000:]}")
+            server.launch(command, os.environ)
+            server.wait_until_ready(READY_S)
+            end_s = time.monotonic() + READY_S
+            while replicas and server.get("/health").json()["replicas"] < replicas:
+                if time.monotonic() > end_s:
+                    raise ServerStartError(f"the gateway knows too few engines:\n{server.log_tail()}")
                 time.sleep(0.1)
-            yield process.pid
+            assert server.process is not None
+            yield server.process.pid
         finally:
-            process.terminate()
-            process.wait(60)
+            server.end(60.0)
 
 
-def gateway(flags: list[str], url: str, replicas: int) -> AbstractContextManager[int]:
+def gateway(flags: list[str], port: int, replicas: int) -> AbstractContextManager[int]:
     """Run ``sojourn gateway``, which is ready once it knows ``replicas`` replicas."""
-
-    def knows_them() -> bool:
-        try:
-            told = httpx.get(f"{url}/health", timeout=5, trust_env=False).json()
-        except (httpx.HTTPError, ValueError):
-            return False
-        return bool(told.get("replicas", 0) >= replicas)
-
-    return running([sys.executable, "-m", "sojourn_server.cli", "gateway", *flags], knows_them)
+    command = [sys.executable, "-m", "sojourn_server.cli", "gateway", "--port", str(port), *flags]
+    return running(command, port, replicas)
 
 
 def child(*words: str, port: int) -> AbstractContextManager[int]:
-    """Run this file as another process, which is ready once it listens on ``port``."""
-
-    def listens() -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except OSError:
-            return False
-        return True
-
-    return running([sys.executable, __file__, *words], listens)
+    """Run this file as another process."""
+    return running([sys.executable, __file__, *words], port)
 
 
 def serve_engine(port: int) -> None:

@@ -301,10 +301,10 @@ def main() -> None:
         for arm in ARMS:
             port = free_port("127.0.0.1")
             gateways[arm] = f"http://127.0.0.1:{port}"
-            flags = ["--read-side", arm, "--port", str(port)]
+            flags = ["--read-side", arm]
             for role, of_role in by_role.items():
                 flags += [f"--{role}", ",".join(engine.url for engine in of_role)]
-            stack.enter_context(gateway(flags, gateways[arm], len(engines)))
+            stack.enter_context(gateway(flags, port, len(engines)))
         rows = rows_of(asyncio.run(measure(engines, gateways, options, console)))
     show(HEAD, [cells(row, options) for row in rows], title=f"{options.pairs} and {options.pairs} engines")
     if options.out is not None:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
-import httpx
+from sojourn_server.launch.engine_server import ServerProcess, free_port
+from waiting import wait_until
 
 _WITH_CONSTANTS = """
 import json, runpy, sys
@@ -27,7 +23,7 @@ runpy.run_module("sojourn_server.cli", run_name="__main__")
 """
 
 
-class GatewayProcess:
+class GatewayProcess(ServerProcess):
     """Context manager that starts a gateway for the engines ``urls``, waits until it knows all of them, and
     stops it at the end. Its output goes to ``log_path``; ``flags`` are added to its command line."""
 
@@ -36,55 +32,31 @@ class GatewayProcess:
     ) -> None:
         """``constants`` has values of module constants in the gateway, by their names below
         ``sojourn_server``, for example ``{"routing.affinity_strategy.MIN_ENGINE_WAIT_S": 0.5}``."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
-        self.log_path = log_path
+        super().__init__(port=free_port("127.0.0.1"), log_path=log_path)
         self._engines = len(urls)
         self._command = [
             sys.executable, "-c", _WITH_CONSTANTS, json.dumps(dict(constants or {})),
             "gateway", "--engines", ",".join(urls), "--port", str(self.port), *flags,
         ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        assert self.process is not None
+        return self.process.pid
 
     @property
     def has_ended(self) -> bool:
-        assert self._process is not None
-        return self._process.poll() is not None
+        return self.code is not None
 
     def __enter__(self) -> GatewayProcess:
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"}
-            )
-        end = time.monotonic() + 60
-        while True:
-            try:
-                answer = httpx.get(f"{self.url}/health", timeout=5, trust_env=False)
-                if answer.status_code == 200 and answer.json()["replicas"] >= self._engines:
-                    return self
-            except httpx.HTTPError:
-                pass
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise AssertionError(f"the gateway did not start:\n{self.log_path.read_text()[-3000:]}")
-            time.sleep(0.05)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
+        self.launch(self._command, {**os.environ, "COLUMNS": "200"})
         try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.wait_until_ready(60.0)
+            wait_until(lambda: self.get("/health").json()["replicas"] >= self._engines, self.log_tail)
+        except BaseException:
+            self.end(0.0)
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end(20.0)
