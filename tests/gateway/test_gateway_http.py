@@ -289,27 +289,6 @@ async def test_an_error_of_ours_is_answered_as_one_and_its_request_is_over(
         assert (await it.chat("p")).status == 200
 
 
-# -- tenants ----------------------------------------------------------------------
-
-KEYS = {"key-a": "a", "key-b": "b"}
-
-
-async def test_keys_are_checked_and_tenants_told_apart() -> None:
-    async with engines(1) as fakes, world(fakes, tenants=KEYS, admin_key="root") as it:
-        assert (await it.chat("p")).status == 401
-        assert (await it.chat("p", key="wrong")).status == 401
-        assert (await it.chat("p", key="key-a")).status == 200
-        headers = {"X-Api-Key": "key-b"}
-        async with it.http.post(f"{it.url}/v1/messages", json={}, headers=headers) as answer:
-            assert answer.status == 200
-        assert len(fakes[0].requests) == 2
-        assert [p["tenant"] for p in (await it.get("/sojourn/v1/programs", "key-a"))["programs"]] == ["a"]
-        assert (await it.get("/sojourn/v1/programs", "key-b"))["programs"] == []
-        assert len((await it.get("/sojourn/v1/programs", "root"))["programs"]) == 1
-        assert (await it.get("/sojourn/v1/stats", "key-a"))["error"]["message"].startswith("this shows every")
-        assert "engines" in await it.get("/sojourn/v1/stats", "root")
-
-
 # -- events -----------------------------------------------------------------------
 
 
@@ -344,32 +323,6 @@ async def test_where_engines_check_keys_a_wrong_one_ends_no_program() -> None:
         assert await it.home("p") is not None
         assert (await it.events({**end, "seq": 2}, key="right"))[0]["outcome"] == "applied"
         assert await it.home("p") is None
-
-
-async def test_a_program_that_moves_takes_its_state_along() -> None:
-    async with engines(2, shared_disk=True) as fakes, world(fakes, admin_key="root") as it:
-        home = (await it.chat("p")).headers["X-Sojourn-Replica"]
-        old, new = sorted(fakes, key=lambda fake: fake.name != home)
-        old.persist_looks = 2
-        await it.events(
-            {"type": "program_start", "program_id": "p", "seq": 0, "agent_type": "coder"},
-            {"type": "tool_start", "program_id": "p", "seq": 1, "call_id": "c", "tool": "bash"},
-            {"type": "tool_stop", "program_id": "p", "seq": 2, "call_id": "c", "duration_s": 1.0},
-            {"type": "tool_start", "program_id": "p", "seq": 3, "call_id": "d", "tool": "edit"},
-        )
-        await it.drain(home)
-        assert (await it.chat("p")).headers["X-Sojourn-Replica"] == new.name
-        await until(lambda: new.of("p") == ["program_start", "tool_start"])
-        assert [event["call_id"] for event in new.events if event["type"] == "tool_start"] == ["d"]
-        assert new.events[0]["age_s"] >= 0
-        await until(lambda: old.of("p")[-1] == "program_end")
-        assert old.persisted == ["p"] * 3
-        moves = (await it.get("/sojourn/v1/moves", "root"))["moves"]
-        assert [(m["moved_from"], m["moved_to"], m["kv"]) for m in moves] == [(old.name, new.name, "shared")]
-        assert [(m["reason"], m["left_because"]) for m in moves] == [("least_loaded", "drain")]
-        # Later events find it where it is.
-        await it.events({"type": "tool_stop", "program_id": "p", "seq": 4, "call_id": "d", "duration_s": 1.0})
-        assert new.of("p")[-1] == "tool_stop"
 
 
 async def test_only_an_operator_drains_and_switches_the_policy() -> None:

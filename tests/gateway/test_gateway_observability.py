@@ -79,8 +79,8 @@ async def test_decisions_are_of_one_replica_and_name_it() -> None:
         assert answer.headers["X-Sojourn-Replica"] == fakes[0].name
 
 
-async def test_a_key_that_is_not_known_has_one_code_and_counts() -> None:
-    async with world([], tenants=KEYS) as it:
+async def test_keys_are_checked_and_one_that_is_not_known_has_one_code_and_counts() -> None:
+    async with engines(1) as [fake], world([fake], tenants=KEYS, admin_key="root") as it:
         series = 'sojourn_gateway_refused_total{code="invalid_api_key"}'
         assert await metric(it, series) == 0
         assert (await (await it.chat("p")).json())["error"]["code"] == "invalid_api_key"
@@ -91,6 +91,12 @@ async def test_a_key_that_is_not_known_has_one_code_and_counts() -> None:
         async with it.http.post(f"{it.url}/v1/chat/completions", data=b"[]", headers=headers) as answer:
             assert answer.status == 400
         assert await metric(it, 'sojourn_gateway_refused_total{code="bad_request"}') >= 1
+        assert (await it.chat("p", key="wrong")).status == 401
+        assert not fake.requests
+        async with it.http.post(f"{it.url}/v1/messages", json={}, headers={"X-Api-Key": "key-b"}) as answer:
+            assert answer.status == 200
+        assert (await it.get("/sojourn/v1/stats", "key-a"))["error"]["message"].startswith("this shows every")
+        assert "engines" in await it.get("/sojourn/v1/stats", "root")
 
 
 def test_the_admin_key_is_no_tenants() -> None:

@@ -70,25 +70,7 @@ def of(fakes: list[FakeEngine], name: str | None) -> FakeEngine:
     return next(fake for fake in fakes if name is not None and name.split("/")[0] == fake.name)
 
 
-def graph(number: int, nodes: int = 1000) -> dict[str, Any]:
-    """One of about 100 bytes a node."""
-    return {"nodes": [{"id": f"{number}-{node}-" + "x" * 80} for node in range(nodes)], "edges": []}
-
-
 # -- events that ride ----------------------------------------------------------------
-
-
-async def test_another_tenants_program_is_not_ended_by_events_that_ride() -> None:
-    hint = riding("mine", {**END, "program_id": "victim"}, {**TOOL, "program_id": "mine"})
-    async with engines(1) as fakes, world(fakes, tenants=TENANTS) as it:
-        await it.chat("victim", key="ka")
-        assert (await it.chat(key="kb", temperature=0.5, **hint)).status == 200
-        assert rode(fakes[0]) == []
-        await until(lambda: fakes[0].of("bob/mine") == ["tool_start"])
-        assert fakes[0].requests[-1]["vllm_xargs"]["other"] == 1
-        assert fakes[0].requests[-1]["temperature"] == 0.5
-        assert await it.home("victim") == fakes[0].name
-        assert fakes[0].of("alice/victim") == []
 
 
 async def test_events_that_may_ride_leave_the_body_as_it_came() -> None:
@@ -124,26 +106,6 @@ async def test_events_beyond_those_that_an_engine_takes_of_a_request_go_there_ap
 
 
 # -- who has been told -----------------------------------------------------------------
-
-
-async def test_a_restarted_engine_gets_its_programs_and_graphs_again() -> None:
-    async with engines(1) as fakes, world(fakes) as it:
-        await it.chat("p")
-        small = graph(0, nodes=2)
-        report = {"type": "aeg", "program_id": "p", "graph_hash": "h"}
-        await it.events({**START, "program_id": "p"}, {**report, "seq": 1, "graph": small})
-        await fakes[0].kill()
-        await until(lambda: it.gateway.monitor.missing())
-        fakes[0].events.clear()
-        await fakes[0].restart()
-        await until(lambda: not it.gateway.monitor.missing())
-        await it.chat("p")
-        assert fakes[0].of("p") == ["program_start", "aeg"], "the request waited for that"
-        assert fakes[0].events[1]["graph"] == small
-        fakes[0].events.clear()
-        await it.chat("q")
-        await it.events({**report, "program_id": "q", "seq": 2})
-        assert [event.get("graph") for event in fakes[0].events] in ([None], [small])
 
 
 async def test_a_request_does_not_wait_long_for_an_engine_that_does_not_listen() -> None:
@@ -235,57 +197,6 @@ async def test_ranks_of_one_engine_get_no_release_for_a_move_between_them(
         assert "program_end" not in fake.of("p")
 
 
-class _Late:
-    """A world whose old replicas are told early, and a program's home as the test says."""
-
-    def __init__(self, it: World, patch: pytest.MonkeyPatch) -> None:
-        self._home: str | None = None
-        self.looks = 0
-        """Number of times that it was asked for the program's home."""
-        patch.setattr(it.gateway.routing_backend.core, "home", self.home)
-        self.events = it.gateway.events
-        self.key = ("default", "p")
-
-    def home(self, *key: str) -> str | None:
-        self.looks += 1
-        return self._home
-
-    def left(self, fake: FakeEngine, home: FakeEngine | None) -> None:
-        self._home = home.name if home is not None else None
-        self.events.leave(self.key, fake.name)
-
-    async def prepare(self, fake: FakeEngine, reason: str) -> None:
-        self._home = fake.name
-        await self.events.prepare(self.key, routing_events.SendRequest("r", fake.name, reason), None)
-
-
-async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.05)
-    async with engines(2) as fakes, world(fakes) as it:
-        late = _Late(it, monkeypatch)
-        late.left(fakes[0], fakes[1])
-        late.left(fakes[1], fakes[0])  # it came back before any request of it went
-        await until(lambda: not late.events.leaving)
-        await until(lambda: fakes[1].of("p") == ["program_end"])
-        assert fakes[0].of("p") == []
-
-
-async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.02)
-    async with engines(2, shared_disk=True) as fakes, world(fakes) as it:
-        late = _Late(it, monkeypatch)
-        monkeypatch.setattr(it.gateway.routing_backend, "is_waiting", lambda tenant, program_id: True)
-        late.left(fakes[0], fakes[1])
-        await until(lambda: late.looks >= 3)
-        assert fakes[0].of("p") == []
-        # It went to its second home only after the first was gone: the KV is where it was before both.
-        await late.prepare(fakes[1], "lost")
-        assert fakes[0].persisted == ["p"]
-        await until(lambda: fakes[0].of("p") == ["program_end"])
-
-
 # -- how much is kept and said ------------------------------------------------------------
 
 
@@ -320,6 +231,13 @@ async def test_an_end_that_an_engine_does_not_know_or_take_names_its_program() -
 # -- any order ----------------------------------------------------------------------------
 
 
+GRAPH = AegGraph(nodes=[AegNode(id="n" * 100) for _ in range(10)], edges=[])
+PERSISTED = {
+    "program_id": "p", "state": "done", "reason": None, "turns": 1, "context_tokens": 16,
+    "stored_tokens": 16, "pending_tokens": 0, "compute_s": None,
+}  # fmt: skip
+
+
 class Answer:
     """An answer as aiohttp gives it."""
 
@@ -346,6 +264,7 @@ class View:
         self.started = False
         self.running: set[str] = set()
         self.stopped: list[str] = []
+        self.graph: AegGraph | None = None
 
     def apply(self, emitter: str, event: AnyEvent) -> None:
         if (emitter, event.seq) in self.numbers:
@@ -358,6 +277,8 @@ class View:
         elif isinstance(event, ToolStop):
             self.running.discard(event.call_id)
             self.stopped.append(event.call_id)
+        elif isinstance(event, AegReport):
+            self.graph = event.graph
 
 
 class Fleet:
@@ -376,6 +297,8 @@ class Fleet:
         self.rejects = ""
         """Program whose events engines reject."""
         self.posts = 0
+        self.persisted: list[str] = []
+        """Engines that have written KV to their common disk."""
         self.replicas = self.monitor = self
         self.engine_key, self.names = None, ProgramIdMapper(())
         mine: Any = self
@@ -386,7 +309,7 @@ class Fleet:
 
     def description_of(self, engine: str) -> EngineDescription:
         registered = routing_events.ReplicaRegistered("", str(self.instances[engine]), 100)
-        return EngineDescription(registered, speaks_sojourn=True)
+        return EngineDescription(registered, shares_disk=True, speaks_sojourn=True)
 
     def home(self, tenant: str, program_id: str) -> str | None:
         return self.homes.get(program_id)
@@ -397,11 +320,17 @@ class Fleet:
     def tell(self, event: object) -> None:
         pass
 
+    def is_waiting(self, tenant: str, program_id: str) -> bool:
+        return False
+
     def get(self, name: str | None) -> ReplicaAddress | None:
         return ReplicaAddress(name, name) if name is not None else None
 
     def request(self, method: str, url: str, *, data: Any, **more: Any) -> Answer:
         engine, how = url[0], self.deaf.get(url[0])
+        if url.endswith("/persist"):
+            self.persisted.append(engine)
+            return Answer(200, msgspec.json.encode(PERSISTED))
         batch = decode_batch(data if isinstance(data, bytes) else data.read())
         events = [decode_event(raw) for raw in batch.events]
         self.posts += 1
@@ -425,7 +354,8 @@ class Fleet:
 async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events are posted or ride, programs move, engines restart, do not answer, or lose their answers."""
+    """Events are posted or ride, programs move, engines restart, do not answer, or lose their answers. Of a
+    graph that both programs have, a client may send the hash alone once it has sent the whole."""
     monkeypatch.setattr(program_events, "ANSWER_TIMEOUT_S", 0.0)
     draw, fleet = random.Random(seed), Fleet()
     truth = {name: View() for name in ("p", "q")}
@@ -434,8 +364,9 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
     def event_of(name: str) -> AnyEvent:
         nonlocal seq
         seq += 1
-        kind = draw.choice(["start", "tool", "tool", "stop", "stop", "beat"])
+        kind = draw.choice(["start", "tool", "tool", "stop", "stop", "beat", "graph"])
         running = sorted(truth[name].running)
+        is_known = any(one.graph is not None for one in truth.values())
         event: AnyEvent = Heartbeat(program_id=name, seq=seq)
         if kind == "start":
             event = ProgramStart(program_id=name, seq=seq)
@@ -443,7 +374,11 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
             event = ToolStart(program_id=name, seq=seq, call_id=f"c{seq}", tool="bash")
         elif kind == "stop" and running:
             event = ToolStop(program_id=name, seq=seq, call_id=draw.choice(running), duration_s=1.0)
+        elif kind == "graph":
+            event = AegReport(program_id=name, seq=seq, graph_hash="h", graph=GRAPH)
         truth[name].apply("e", event)
+        if kind == "graph" and is_known and draw.random() < 0.5:
+            return msgspec.structs.replace(event, graph=None)
         return event
 
     async def turn(name: str, attached: AttachedEvents | None) -> None:
@@ -458,7 +393,8 @@ async def test_an_engine_that_listens_knows_a_programs_state_before_its_turn(
                 fleet.views[home].setdefault(event.program_id, View()).apply("e", event)
             fleet.events.record_attached(attached, "", home)
         if home not in fleet.deaf:
-            assert (view.started, view.running) == (truth[name].started, truth[name].running)
+            right = truth[name]
+            assert (view.started, view.running, view.graph) == (right.started, right.running, right.graph)
             assert len(view.stopped) == len(set(view.stopped))
 
     for _ in range(80):
@@ -510,10 +446,9 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
         batch = EventBatch(v=1, emitter="e", events=[msgspec.Raw(encode(one)) for one in events])
         await fleet.events.forward_batch(batch, "", None)
 
-    graph = AegGraph(nodes=[AegNode(id="n" * 100) for _ in range(10)], edges=[])
     for seq in range(1000):
         await post(ProgramStart(program_id=f"p{seq}", seq=seq))
-        report = AegReport(program_id="q", seq=2 * seq, graph_hash=f"h{seq}", graph=graph)
+        report = AegReport(program_id="q", seq=2 * seq, graph_hash=f"h{seq}", graph=GRAPH)
         await post(report, ToolStart(program_id="q", seq=2 * seq + 1, call_id=f"c{seq}", tool="sh"))
     assert len(fleet.events.programs) == 100
     assert 100 < sum(len(one.unsent) for one in fleet.events.programs.values()) <= 150
@@ -527,3 +462,33 @@ async def test_of_programs_and_their_events_the_newest_are_kept(monkeypatch: pyt
     fleet.now_s += SILENT_PROGRAM_S + 1.0
     await post(Heartbeat(program_id="q", seq=9999), ToolStart(program_id="r", seq=1, call_id="c", tool="sh"))
     assert len(fleet.events.programs) <= 2, "the others are silent"
+
+
+# -- a former home is told that it may drop KV --------------------------------------------
+
+
+async def test_a_program_that_is_back_is_not_ended_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.05)
+    fleet = Fleet()
+    for former, home in ("ab", "ba"):  # it came back before any request of it went
+        fleet.views[former]["p"], fleet.homes["p"] = View(), home
+        fleet.events.leave(("", "p"), former)
+    await until(lambda: not fleet.events.leaving)
+    await until(lambda: "p" not in fleet.views["b"])
+    assert "p" in fleet.views["a"]
+
+
+async def test_an_old_replica_keeps_kv_while_a_request_waits_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(program_events, "RELEASE_DELAY_S", 0.02)
+    fleet, looks = Fleet(), list[Any]()
+    monkeypatch.setattr(fleet, "is_waiting", lambda *key: looks.append(key) or True)
+    fleet.views["a"]["p"], fleet.homes["p"] = View(), "b"
+    fleet.events.leave(("", "p"), "a")
+    await until(lambda: len(looks) >= 3)
+    assert "p" in fleet.views["a"]
+    # It went to its second home only after the first was gone: the KV is where it was before both.
+    await fleet.events.prepare(("", "p"), routing_events.SendRequest("r", "b", "lost"), None)
+    assert fleet.persisted == ["a"]
+    await until(lambda: "p" not in fleet.views["a"])

@@ -226,18 +226,29 @@ async def test_an_unreadable_hint_names_no_program(bad: Any) -> None:
 # -- events and moves -------------------------------------------------------------
 
 
-async def test_each_program_moves_with_its_kv_and_events() -> None:
+async def test_a_program_that_moves_takes_its_state_and_kv_along_and_no_other_tenants() -> None:
     options = {"preset": IN_TURN, "tenants": TENANTS, "admin_key": "root"}
     async with engines(2, shared_disk=True) as fakes, world(fakes, **options) as it:
         of = await homes(it, fakes)
-        await it.events(TOOL, key="ka")
-        await it.events({**TOOL, "call_id": "d"}, key="kb")
-        await it.drain(of["alice"].name)
-        assert (await it.chat("p", key="ka")).headers["X-Sojourn-Replica"] == of["bob"].name
-        assert of["alice"].persisted == ["alice/p"]
-        await until(lambda: of["alice"].of("alice/p") == ["tool_start", "program_end"])
-        await until(lambda: of["bob"].of("alice/p") == ["tool_start"])
-        assert of["bob"].of("bob/p") == ["tool_start"], "the other's goes on as it was"
-        assert it.gateway.routing_backend.core.home("bob", "p") == of["bob"].name
-        assert [move["program_id"] for move in (await it.get("/sojourn/v1/moves", "ka"))["moves"]] == ["p"]
+        old, new = of["alice"], of["bob"]
+        old.persist_looks = 2
+        ended = {**TOOL, "type": "tool_stop", "seq": 2, "duration_s": 1.0}
+        start = {"type": "program_start", "program_id": "p", "seq": 0, "agent_type": "coder"}
+        await it.events(start, TOOL, ended, {**TOOL, "seq": 3, "call_id": "d"}, key="ka")
+        await it.events(TOOL, key="kb")
+        await it.drain(old.name)
+        assert (await it.chat("p", key="ka")).headers["X-Sojourn-Replica"] == new.name
+        await until(lambda: new.of("alice/p") == ["program_start", "tool_start"])
+        begun, running = (event for event in new.events if event["program_id"] == "alice/p")
+        assert (begun["age_s"] >= 0, running["call_id"]) == (True, "d")
+        await until(lambda: old.of("alice/p")[-1] == "program_end")
+        assert old.persisted == ["alice/p"] * 3
+        assert new.of("bob/p") == ["tool_start"], "the other's goes on as it was"
+        assert it.gateway.routing_backend.core.home("bob", "p") == new.name
+        [move] = (await it.get("/sojourn/v1/moves", "ka"))["moves"]
+        moved = {"program_id": "p", "moved_from": old.name, "moved_to": new.name}
+        assert (moved | {"kv": "shared", "left_because": "drain"}).items() <= move.items()
         assert (await it.get("/sojourn/v1/moves", "kb"))["moves"] == []
+        # Later events find it where it is.
+        await it.events({**ended, "seq": 4, "call_id": "d"}, key="ka")
+        assert new.of("alice/p")[-1] == "tool_stop"
