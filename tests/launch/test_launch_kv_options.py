@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 from sojourn_server.launch.engine_flags import InvalidOption
@@ -19,17 +20,26 @@ GIB = 1 << 30
 HAS = {"available_bytes": 100 * GIB}
 
 
-SERVE = {"policy": "continuum", "model_refusal": "", "only_vllm": ""}
+HOST = "n1.example"
+HOST_1 = {"host_gib": "1"}
+DISK = {"disk": "/d", "disk_gib": 1}
+PAIR = {"role": "prefill", "store": "/kv"}
+NOT_IN_A_PAIR = "start an engine of a pair without it"
 
 
-def build(*args, cpu=True, environ=None, facts=None, role=None, pair=None, **given):
-    """The command for ``args``; ``given`` are options of the command or of host memory and disk."""
-    facts = LaunchEnvironment(python="/python", cpu_build=cpu, has_vllm_cli=True, **(facts or {}))
-    serve = {name: given.pop(name, default) for name, default in SERVE.items()}
-    pair = PrefillDecodeOptions(**(pair or {"role": role, "store": "/s" if role else None}))
-    places = {"tiers": KvOffloadOptions(**given), "pair": pair}
-    options = ServeOptions(model="m", model_path="m", engine_args=args, **serve, **places)
-    return build_command(options, facts, environ or {})
+def build(*args, cpu=True, environ=None, facts=None, **given):
+    """The command for ``args``. ``given``: options of the command, of host memory and disk, or of a pair."""
+    machine = LaunchEnvironment(
+        python="/python", cpu_build=cpu, has_vllm_cli=True, hostname=HOST, plugins=("a",), **(facts or {})
+    )
+    tiers, pair = (
+        kind(**{each.name: given.pop(each.name) for each in fields(kind) if each.name in given})
+        for kind in (KvOffloadOptions, PrefillDecodeOptions)
+    )
+    options = {"model": "m", "model_path": "m", "policy": "continuum", **given}
+    return build_command(
+        ServeOptions(**options, tiers=tiers, pair=pair, engine_args=args), machine, environ or {}
+    )
 
 
 def config(command):
@@ -114,42 +124,6 @@ def test_auto_takes_vllms_connector_where_ours_does_not_serve_the_model_and_says
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"disk": "/d", "disk_gib": 1}, "--kv-host-gib"),
-        ({"backend": "vllm"}, "--kv-host-gib"),
-        ({"host_gib": "1", "disk": "/d"}, "--kv-disk-gib"),
-        ({"disk_gib": 1}, "a disk needs --kv-disk DIRECTORY, --kv-disk-gib GIB and --kv-host-gib GIB"),
-        ({"host_gib": "0", "disk": "/d", "disk_gib": 1}, "give --kv-host-gib"),
-        ({"host_gib": "nan"}, "--kv-host-gib is nan"),
-        ({"host_gib": "-1"}, "--kv-host-gib is -1"),
-        ({"host_gib": "much"}, "--kv-host-gib is 'much'; expected GiB, auto or 0"),
-        ({"host_gib": "auto", "policy": "stock", "backend": "sojourn"}, "choose a policy"),
-        ({"host_gib": "auto", "role": "decode"}, "prefill engines keep"),
-        ({"host_gib": "1", "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
-        ({"host_gib": "1", "backend": "lmcache"}, "expected sojourn, vllm or auto"),
-        ({"host_gib": "1", "backend": "vllm", "disk": "/d", "disk_gib": 1}, "host memory only"),
-        ({"host_gib": "1", "policy": "stock", "backend": "sojourn"}, "choose a policy"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(options, said):
-    with pytest.raises(InvalidOption, match=said):
-        build(**options)
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (["--no-enable-prefix-caching"], r"--no-enable-prefix-caching: .*; leave out .* or --kv-host-gib"),
-        (["--kv-transfer-config", "{}"], "either that flag or --kv-host-gib"),
-    ],
-)
-def test_flags_that_contradict_host_memory_are_refused(args, said):
-    with pytest.raises(InvalidOption, match=said):
-        build(*args, host_gib="1")
-
-
-@pytest.mark.parametrize(
     ("args", "gib"),
     [
         ((), 50),
@@ -171,9 +145,9 @@ def test_on_cuda_an_engine_takes_its_part_of_half_of_the_free_memory(args, gib):
     [
         ((), {"cpu": True}, None),
         ((), {"host_gib": "0"}, None),
-        ((), {"host_gib": "0.0", "role": "decode"}, None),
+        ((), {"host_gib": "0.0", "role": "decode", "store": "/s"}, None),
         ((), {"policy": "stock"}, None),
-        ((), {"role": "prefill"}, None),
+        ((), {"role": "prefill", "store": "/s"}, None),
         (("--kv-transfer-config.kv_connector", "NixlConnector"), {}, None),
         (("--kv-offloading-size=8",), {}, None),
         ((), {"facts": {**HAS, "unified_memory": True}}, "the GPU's memory is this machine's"),
@@ -199,18 +173,11 @@ def test_auto_can_be_given_where_host_memory_is_the_devices_memory(options):
 
 # -- an engine of a pair ----------------------------------------------------------------------
 
-HOST = "n1.example"
-
-
-def pair_of(*args, role="prefill", store="/kv", cpu=True, policy="observe", environ=None, tiers=None, **pair):
-    facts, pair = {"plugins": ("a",), "hostname": HOST}, {"role": role, "store": store, **pair}
-    return build(*args, cpu=cpu, policy=policy, environ=environ, facts=facts, pair=pair, **(tiers or {}))
-
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("policy", ["observe", "stock"])
 def test_a_role_and_a_store_are_enough(role, policy):
-    command = pair_of("--port", "8123", role=role, policy=policy)
+    command = build("--port", "8123", role=role, store="/kv", policy=policy)
     told = config(command)
     assert told["kv_connector_extra_config"] == {
         "role": role,
@@ -233,19 +200,19 @@ def test_a_role_and_a_store_are_enough(role, policy):
     [("2", {"host_bytes": 2 * GIB}), ("auto", {"host_bytes": "auto", "host_bytes_max": 0})],
 )
 def test_a_prefill_engine_has_host_memory(host_gib, expected):
-    command = pair_of(tiers={"host_gib": host_gib}, policy="sojourn", cpu=False)
+    command = build(**PAIR, host_gib=host_gib, cpu=False)
     told = config(command)
     assert command.argv.count("--kv-transfer-config") == 1
     assert "--disable-hybrid-kv-cache-manager" in command.argv, "transfers support one group"
     assert (told["kv_connector"], told["kv_load_failure_policy"]) == ("PairConnector", "recompute")
     extra = told["kv_connector_extra_config"]
     assert extra.pop("host") == expected, "in vLLM's layout, which the decode engine has too"
-    assert extra == config(pair_of())["kv_connector_extra_config"]
+    assert extra == config(build(**PAIR))["kv_connector_extra_config"]
 
 
 def test_options_are_passed_on():
     told = {"store_name": "mine", "listen": "tcp:10.0.0.7:8500", "node": "n7"}
-    command = pair_of(**told, store_gib=2.5, buffer_gib=0.25, environ={"PYTHONHASHSEED": "7"})
+    command = build(**PAIR, **told, store_gib=2.5, buffer_gib=0.25, environ={"PYTHONHASHSEED": "7"})
     extra = config(command)["kv_connector_extra_config"]
     assert told.items() <= extra.items()
     assert (extra["store_bytes"], extra["buffer_bytes"]) == (2.5 * GIB, 0.25 * GIB)
@@ -263,50 +230,67 @@ def test_options_are_passed_on():
     ],
 )
 def test_each_engine_of_a_node_has_a_name(node, args, expected):
-    name = config(pair_of(*args, node=node))["kv_connector_extra_config"]["store_name"]
+    name = config(build(*args, **PAIR, node=node))["kv_connector_extra_config"]["store_name"]
     assert name == expected
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"role": None}, "for an engine of a pair: add --role"),
-        ({"role": "both"}, "--role is 'both'; expected prefill or decode"),
-        ({"store": None}, "--role prefill needs --kv-store"),
-        ({"store_gib": 0}, "--kv-store-gib is 0; expected a size"),
-        ({"buffer_gib": -1}, "--kv-buffer-gib is -1; expected a size"),
-        ({"listen": "10.0.0.7"}, "--kv-listen: '10.0.0.7' is not an address; expected unix:PATH or tcp:HOST"),
-        ({"listen": "tcp:10.0.0.7"}, "--kv-listen: 'tcp:10.0.0.7' is not an address"),
-        ({"listen": "tcp:h:70000"}, "--kv-listen: 'tcp:h:70000' is not an address"),
-        ({"listen": "nixl:h:1"}, "--kv-listen: 'nixl:h:1' is not an address"),
-        ({"tiers": {"host_gib": "1"}, "role": "decode"}, "prefill engines keep the contexts"),
-        ({"tiers": {"host_gib": "1", "disk": "/d"}}, "--kv-disk: the disk of a pair is --kv-store"),
-        ({"tiers": {"host_gib": "1", "backend": "vllm"}}, "host memory of a pair is sojourn's"),
-        ({"tiers": {"host_gib": "1"}, "policy": "stock"}, "needs our scheduler"),
+        (DISK, "--kv-host-gib"),
+        ({"backend": "vllm"}, "--kv-host-gib"),
+        ({**HOST_1, "disk": "/d"}, "--kv-disk-gib"),
+        ({"disk_gib": 1}, "a disk needs --kv-disk DIRECTORY, --kv-disk-gib GIB and --kv-host-gib GIB"),
+        ({"host_gib": "0", **DISK}, "give --kv-host-gib"),
+        ({"host_gib": "nan"}, "--kv-host-gib is nan"),
+        ({"host_gib": "-1"}, "--kv-host-gib is -1"),
+        ({"host_gib": "much"}, "--kv-host-gib is 'much'; expected GiB, auto or 0"),
+        ({**HOST_1, "disk": "/d", "disk_gib": -1}, "--kv-disk-gib is -1"),
+        ({**HOST_1, "backend": "lmcache"}, "expected sojourn, vllm or auto"),
+        ({**HOST_1, **DISK, "backend": "vllm"}, "host memory only"),
+        ({**HOST_1, "policy": "stock", "backend": "sojourn"}, "choose a policy"),
+        ({"host_gib": "auto", "policy": "stock", "backend": "sojourn"}, "choose a policy"),
+        (
+            {**HOST_1, "args": ["--no-enable-prefix-caching"]},
+            "--no-enable-prefix-caching: .*; leave out .* or --kv-host-gib",
+        ),
+        ({**HOST_1, "args": ["--kv-transfer-config", "{}"]}, "either that flag or --kv-host-gib"),
+        # an engine of a pair
+        ({**PAIR, "role": None}, "for an engine of a pair: add --role"),
+        ({**PAIR, "role": "both"}, "--role is 'both'; expected prefill or decode"),
+        ({**PAIR, "store": None}, "--role prefill needs --kv-store"),
+        ({**PAIR, "store_gib": 0}, "--kv-store-gib is 0; expected a size"),
+        ({**PAIR, "buffer_gib": -1}, "--kv-buffer-gib is -1; expected a size"),
+        (
+            {**PAIR, "listen": "10.0.0.7"},
+            "--kv-listen: '10.0.0.7' is not an address; expected unix:PATH or tcp:HOST",
+        ),
+        ({**PAIR, "listen": "tcp:10.0.0.7"}, "--kv-listen: 'tcp:10.0.0.7' is not an address"),
+        ({**PAIR, "listen": "tcp:h:70000"}, "--kv-listen: 'tcp:h:70000' is not an address"),
+        ({**PAIR, "listen": "nixl:h:1"}, "--kv-listen: 'nixl:h:1' is not an address"),
+        ({**PAIR, **HOST_1, "role": "decode"}, "prefill engines keep the contexts"),
+        ({**PAIR, "host_gib": "auto", "role": "decode"}, "prefill engines keep"),
+        ({**PAIR, **HOST_1, "disk": "/d"}, "--kv-disk: the disk of a pair is --kv-store"),
+        ({**PAIR, **HOST_1, "backend": "vllm"}, "host memory of a pair is sojourn's"),
+        ({**PAIR, **HOST_1, "policy": "stock"}, "needs our scheduler"),
+        # which would refuse to start, minutes later
+        ({**PAIR, "args": ["--kv-transfer-config", "{}"]}, "give one of the two"),
+        (
+            {**PAIR, "args": ["--data-parallel-size", "2"]},
+            "an engine of a pair needs a server of its own",
+        ),
+        ({**PAIR, "args": ["--speculative-config", "{}"]}, f"--speculative-config: .*; {NOT_IN_A_PAIR}"),
+        ({**PAIR, "args": ["-sc", "{}"]}, f"--speculative-config: .*; {NOT_IN_A_PAIR}"),
+        ({**PAIR, "args": ["-sc.method=ngram"]}, f"--speculative-config: .*; {NOT_IN_A_PAIR}"),
+        ({**PAIR, "args": ["--enable_lora"]}, f"--enable-lora: KV of an adapter .*; {NOT_IN_A_PAIR}"),
+        (
+            {**PAIR, "args": ["--no-enable-prefix-caching"]},
+            "--no-enable-prefix-caching: stored KV is found by the block",
+        ),
     ],
     ids=str,
 )
 def test_what_cannot_be_is_refused_with_what_was_expected(options, said):
+    args = options.get("args", ())
     with pytest.raises(InvalidOption, match=said):
-        pair_of(**options)
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        (("--kv-transfer-config", "{}"), "give one of the two"),
-        (("--data-parallel-size", "2"), "an engine of a pair needs a server of its own"),
-        (("--speculative-config", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
-        (("-sc", "{}"), "--speculative-config: .*; start an engine of a pair without it"),
-        (("-sc.method=ngram",), "--speculative-config: .*; start an engine of a pair without it"),
-        (
-            ("--enable_lora",),
-            "--enable-lora: KV of an adapter .* weights; start an engine of a pair without it",
-        ),
-        (("--no-enable-prefix-caching",), "--no-enable-prefix-caching: stored KV is found by the block"),
-    ],
-    ids=str,
-)
-def test_engines_that_would_refuse_to_start_are_refused_at_once(args, said):
-    with pytest.raises(InvalidOption, match=said):
-        pair_of(*args)
+        build(*args, **{name: one for name, one in options.items() if name != "args"})
