@@ -25,15 +25,7 @@ from sojourn.wire_codec import (
 )
 from sojourn.wire_events import AegReport, ProgramEnd, ToolStart, ToolStop
 from sojourn_server.core.request_hints import read_identity
-from sojourn_server.kv_offload.block_file import (
-    HEADER_BYTES,
-    BlockCorrupt,
-    FileSystem,
-    KvIdentity,
-    header,
-    read_block,
-    replace_file,
-)
+from sojourn_server.kv_offload.shared_store import HEADER_BYTES, BlockCorrupt, KvIdentity, SharedStore, header
 from sojourn_server.kv_transfer.peer_transport import parse_address
 from sojourn_server.kv_transfer.transfer_request import parse_transfer_params
 from sojourn_server.kv_transfer.transfer_wire import HEAD_BYTES, PeerWireError, decode, decode_head
@@ -160,11 +152,6 @@ def written(write: Callable[[Path], Any]) -> bytes:
         return (Path(folder) / "example").read_bytes()
 
 
-def write_example_block(path: Path) -> None:
-    content = [memoryview(PAYLOAD)]
-    replace_file(FileSystem(), path, [memoryview(header(KEY, IDENTITY.digest(), content)), *content])
-
-
 def with_header_checksum(data: bytes) -> bytes:
     """Return the bytes with a valid checksum in the header."""
     if len(data) < HEADER_BYTES:
@@ -173,9 +160,12 @@ def with_header_checksum(data: bytes) -> bytes:
     return data[: HEADER_BYTES - 4] + checksum + data[HEADER_BYTES:]
 
 
-def read_store_file(path: Path) -> Any:
-    found = bytearray(len(PAYLOAD))
-    read_block(FileSystem(), path, KEY, IDENTITY.digest(), [memoryview(found)])
+def read_store_file(data: bytes, folder: Path) -> Any:
+    store, found = SharedStore(folder / "store", IDENTITY, budget_bytes=1 << 20), bytearray(len(PAYLOAD))
+    path = store.path / KEY[:1].hex() / f"{KEY.hex()}.kv"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    store.get_into(KEY, [found])
     assert found == PAYLOAD, "a block with other bytes was taken for this one"
     return bytes(found)
 
@@ -289,8 +279,8 @@ ENGINE_DECODERS: dict[str, Decoder] = {
         errors=(ValueError,),
     ),
     "block file": Decoder(
-        decode=in_file(read_store_file),
-        examples=(written(write_example_block),),
+        decode=read_store_file,
+        examples=(header(KEY, IDENTITY.digest(), [PAYLOAD]) + PAYLOAD,),
         wrap=with_header_checksum,
         errors=(BlockCorrupt,),
     ),

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kv_blocks import BLOCK_BYTES, identity, payload
-from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
-from sojourn_server.kv_offload.shared_store import PutOutcome, SharedStore
+from sojourn_server.kv_offload.shared_store import HEADER_BYTES, FileSystem, PutOutcome, SharedStore
 
 FILE_BYTES = HEADER_BYTES + BLOCK_BYTES
 

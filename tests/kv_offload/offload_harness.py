@@ -16,7 +16,6 @@ import torch
 from block_contexts import as_context
 from fake_cuda import FakeCuda
 from kv_blocks import identity
-from sojourn_server.kv_offload.block_file import HEADER_BYTES, FileSystem
 from sojourn_server.kv_offload.cpu_device_backend import CpuDeviceBackend, block_rows
 from sojourn_server.kv_offload.cuda_device_backend import CudaDeviceBackend
 from sojourn_server.kv_offload.disk_tier import TierLimits
@@ -24,7 +23,7 @@ from sojourn_server.kv_offload.kv_pages import KvPages
 from sojourn_server.kv_offload.offload_jobs import OffloadJobs
 from sojourn_server.kv_offload.offload_scheduler import OffloadScheduler
 from sojourn_server.kv_offload.offload_worker import DeviceBackend, OffloadWorker
-from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_offload.shared_store import HEADER_BYTES, FileSystem, SharedStore
 
 LAYERS = 3
 PATIENCE_S = 20.0

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from faulty_file_system import (
+    FILE_BYTES,
     WRITES,
     FailAt,
     FaultyFiles,
@@ -22,15 +23,17 @@ from faulty_file_system import (
     put,
 )
 from kv_blocks import identity, keys, payload
-from sojourn_server.kv_offload.block_file import BlockCorrupt
 from sojourn_server.kv_offload.shared_store import (
     COUNT_NS,
     MANIFEST,
     TEMPORARY_NS,
+    BlockCorrupt,
     IncompatibleStore,
+    KvIdentity,
     PutOutcome,
     SharedStore,
     blocks_per_full,
+    header,
 )
 
 STORED, ALREADY, FULL = PutOutcome
@@ -166,6 +169,80 @@ def test_random_engines_on_one_folder(seed: int, tmp_path: Path) -> None:
     life.rest()
     expected = {*map(str, PutOutcome), "read", "died", "FileNotFoundError", "BlockCorrupt", "OSError"}
     assert life.done >= expected, f"too quiet: {expected - life.done}"
+
+
+# -- the file of a block
+
+
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> tuple[SharedStore, Path, bytes]:
+    """A store, the file of its block ``KEYS[0]``, and its good content. The tests write others into it."""
+    store = open_store(tmp_path_factory.mktemp("block"))
+    put(store, KEYS[0])
+    (path,) = store.path.glob("*/*.kv")
+    return store, path, path.read_bytes()
+
+
+def refused(block: tuple[SharedStore, Path, bytes], content: bytes, why: str = "") -> None:
+    store, path, _ = block
+    path.write_bytes(content)
+    with pytest.raises(BlockCorrupt, match=rf"{path} .*{why}"):
+        get(store, KEYS[0])
+    assert not path.exists(), "it would never be written again"
+
+
+def test_the_format_is_what_it_was() -> None:
+    """A store outlives releases: whoever changes these bytes raises FORMAT_VERSION."""
+    assert header(bytes(range(20)), b"d" * 16, [b"pay", b"load"]).hex() == (
+        "736a726e4b560d0a" + "0100" + "1400" + "156a2c42" + "0700000000000000" + "64" * 16
+        + bytes(range(20)).hex() + "00" * 44 + "00" * 20 + "60eeedbb"
+    )  # fmt: skip
+
+
+def test_every_byte_of_a_file_is_guarded(block: tuple[SharedStore, Path, bytes]) -> None:
+    store, path, good = block
+    for position in range(FILE_BYTES):
+        refused(block, good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :])
+    path.write_bytes(good)
+    assert get(store, KEYS[0]) == payload(KEYS[0])
+
+
+def test_a_file_cut_off_anywhere_is_refused(block: tuple[SharedStore, Path, bytes]) -> None:
+    *_, good = block
+    for length in range(FILE_BYTES):
+        refused(block, good[:length], "cut off, or longer")
+        # As a machine leaves it that died before the data was on the disk: the length right, the rest zeros.
+        if good[:length].ljust(FILE_BYTES, b"\0") != good:
+            refused(block, good[:length].ljust(FILE_BYTES, b"\0"))
+    refused(block, good + b"\0", "cut off, or longer")
+
+
+@pytest.mark.parametrize(
+    ("key", "model"),
+    [
+        (KEYS[1], identity()),
+        (KEYS[0][:31], identity()),  # the header pads keys with zeros
+        (KEYS[0] + b"\0", identity()),
+        (KEYS[0], identity(kv_dtype="fp8")),
+    ],
+)
+def test_a_good_file_of_something_else_is_refused(
+    block: tuple[SharedStore, Path, bytes], key: bytes, model: KvIdentity
+) -> None:
+    content = payload(KEYS[0])
+    refused(block, header(key, model.digest(), [content]) + content, "another")
+
+
+def test_the_digest_is_the_same_in_every_process_and_differs_with_every_field() -> None:
+    """Pinned: a digest that changed would lose every store there is."""
+    assert identity().digest().hex() == "a42f4cdb9a71d04defce67351b798aac"
+    changes = {
+        "model": "smol@1", "kv_dtype": "fp8", "block_tokens": 32, "block_bytes": 1, "layers": 4,
+        "hash_scheme": "xxhash", "vllm_version": "0.33.0", "tp_size": 2,
+    }  # fmt: skip
+    digests = {identity(**{name: value}).digest() for name, value in changes.items()}
+    digests |= {identity().digest(), identity(tp_size=2, tp_rank=1).digest()}
+    assert len(digests) == len(changes) + 2
 
 
 # -- what is kept, for whom

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_blocks import identity, payload
-from sojourn_server.kv_offload.block_file import Buffer, KvIdentity, byte_views
-from sojourn_server.kv_offload.shared_store import PutOutcome
+from sojourn_server.kv_offload.shared_store import Buffer, KvIdentity, PutOutcome
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
 from sojourn_server.kv_transfer.transfer import Transfer, TransferOutcome
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
@@ -39,19 +38,19 @@ class MemoryStore:
             found += 1
         return found
 
-    def get_into(self, key: bytes, buffers: Sequence[Buffer]) -> None:
+    def get_into(self, key: bytes, buffers: Sequence[bytearray | memoryview]) -> None:
         self.before("get", key)
         if key not in self.blocks or key in self.broken:
             raise FileNotFoundError(key.hex())
         found = self.blocks[key]
-        for view in byte_views(buffers):
-            view[:], found = found[: view.nbytes], found[view.nbytes :]
+        for view in buffers:
+            view[:], found = found[: len(view)], found[len(view) :]
 
     def put(self, key: bytes, buffers: Sequence[Buffer], *, parent: bytes = b"") -> PutOutcome:
         self.before("put", key)
         if key in self.blocks:
             return PutOutcome.ALREADY
-        self.blocks[key] = b"".join(bytes(view) for view in byte_views(buffers))
+        self.blocks[key] = b"".join(buffers)
         self.parents[key] = parent
         return PutOutcome.STORED
 

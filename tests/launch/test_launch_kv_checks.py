@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sojourn_server.kv_offload.block_file import KvIdentity
-from sojourn_server.kv_offload.shared_store import SharedStore
+from sojourn_server.kv_offload.shared_store import KvIdentity, SharedStore
 from sojourn_server.launch.engine_flags import InvalidOption
 from sojourn_server.launch.kv_options import (
     GIB,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from sojourn_server.kv_offload.block_file import KvIdentity
+from sojourn_server.kv_offload.shared_store import KvIdentity
 
 LAYERS = 3
 BLOCK_BYTES = 96

@@ -15,9 +15,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 
-from .block_file import BlockCorrupt
 from .offload_jobs import BlockCopy, BlockKey, CopyResult, FileCopy, OffloadJobs, OffloadResults
-from .shared_store import PutOutcome, SharedStore
+from .shared_store import BlockCorrupt, PutOutcome, SharedStore
 from .transfer_thread import TransferThread
 
 SEARCH_S = 0.5

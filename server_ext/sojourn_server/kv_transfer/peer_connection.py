@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from ..kv_offload.block_file import KvIdentity
+from ..kv_offload.shared_store import KvIdentity
 from .peer_transport import SocketStream
 from .staging_buffers import TransferLimits
 from .transfer_wire import (

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ..kv_offload.block_file import KvIdentity
+from ..kv_offload.shared_store import KvIdentity
 from ..metrics.rate_limited_log import RateLimitedLog
 from .peer_connection import PeerConnection, PeerTable, TransferFailed
 from .peer_transport import SocketStream

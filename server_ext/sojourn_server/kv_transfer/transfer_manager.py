@@ -21,8 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ..kv_offload.block_file import KvIdentity
-from ..kv_offload.shared_store import SharedStore
+from ..kv_offload.shared_store import KvIdentity, SharedStore
 from .peer_transport import dial, listen
 from .staging_buffers import TransferLimits
 from .store_threads import StoreThreads

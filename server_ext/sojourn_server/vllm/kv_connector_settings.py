@@ -17,9 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from ..kv_offload.block_file import HEADER_BYTES, KvIdentity
 from ..kv_offload.disk_tier import MAX_STAGE_WAIT_S, TierLimits
-from ..kv_offload.shared_store import FULL_BLOCK_TOKENS, SharedStore, blocks_per_full
+from ..kv_offload.shared_store import (
+    FULL_BLOCK_TOKENS,
+    HEADER_BYTES,
+    KvIdentity,
+    SharedStore,
+    blocks_per_full,
+)
 from ..kv_transfer.peer_transport import parse_address
 from ..kv_transfer.rank_transfers import rank_address
 from ..kv_transfer.staging_buffers import TransferLimits
