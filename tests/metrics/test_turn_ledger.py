@@ -106,26 +106,6 @@ def test_the_common_prefix_of_chained_hashes(a: list[int], b: list[int]) -> None
 
 # -- seconds ----------------------------------------------------------------------------
 
-HALVES = st.integers(0, 1000).map(lambda n: n / 2)
-
-
-@given(HALVES, st.lists(HALVES, min_size=3, max_size=3), st.integers(0, 3))
-def test_the_seconds_add_up_however_far_a_turn_came(
-    arrived_s: float, steps_s: list[float], reached: int
-) -> None:
-    record = TurnRecord("p", 1, "r", arrived_s)
-    now = arrived_s
-    for name, step_s in zip(("admitted_s", "first_token_s"), steps_s, strict=False):
-        if reached:
-            now += step_s
-            setattr(record, name, now)
-            reached -= 1
-    record.finished_s = now + steps_s[2]
-    parts = record.seconds()
-    wall = parts.pop("wall")
-    assert wall == record.finished_s - arrived_s == sum(parts.values())
-    assert min(parts.values()) >= 0
-
 
 def test_an_aborted_turn_in_the_queue_only_queued() -> None:
     engine = VirtualEngine()
@@ -224,15 +204,6 @@ def test_preempted_tokens_are_counted_apart() -> None:
     assert engine.counter("sojourn_lost_tokens_total", cause="preempted") == 40
     assert engine.counter("sojourn_prompt_tokens_total") == 40
     assert engine.program_scheduler.state.ledger.totals.recomputed_after_preemption_tokens == 40
-
-
-def test_what_another_program_computed_is_reused_not_new() -> None:
-    engine = VirtualEngine()
-    engine.turn("q", TOKENS)
-    engine.turn("p", LONGER)
-    [record] = engine.program_scheduler.state.ledger.of_program("p")
-    assert record.tokens is not None
-    assert (record.tokens.device, record.tokens.new) == (40, 12)
 
 
 # -- a long random life --------------------------------------------------------------------
