@@ -52,37 +52,30 @@ async def send(it: World, shape: Shape, key: str | None = None, base: str = "") 
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-async def test_each_session_is_a_program_and_its_sub_agents_are_children(client: str) -> None:
-    async with engines(3) as fakes, world(fakes, preset='extends = "sojourn"') as it:
+async def test_each_session_is_its_tenants_program_and_its_sub_agents_are_children(client: str) -> None:
+    tenants = {"ka": "alice", "kb": "bob"}
+    async with engines(3) as fakes, world(fakes, preset='extends = "sojourn"', tenants=tenants) as it:
         shapes = session_of(client)
-        at = [await send(it, shape) for shape in shapes]
+        at = [await send(it, shape, "ka") for shape in shapes]
         programs = it.gateway.routing_backend.core.programs
         root, agent = shapes[0].program, shapes[2].program
-        assert {key[1]: one.parent for key, one in programs.items()} == {root: None, agent: ("default", root)}
+        assert {key: one.parent for key, one in programs.items()} == {
+            ("alice", root): None,
+            ("alice", agent): ("alice", root),
+        }
         assert len({at[0], at[1], at[4]}) == 1, "each turn where the session's KV is"
         assert at[2] == at[3]
-        sent = [headers for fake in fakes for headers in fake.headers if headers["x-session-id"] == agent]
-        assert [one.get("x-parent-session-id") for one in sent] == [shapes[2].parent] * 2
+        await send(it, shapes[0], "kb")
+        sent = [headers for fake in fakes for headers in fake.headers]
+        of_agent = [headers for headers in sent if headers["x-session-id"] == f"alice/{agent}"]
+        assert [one["x-parent-session-id"] for one in of_agent] == [f"alice/{shapes[2].parent}"] * 2
         if client != "OpenCode":
-            assert [one.get("x-root-session-id") for one in sent] == [root] * 2
+            assert [one["x-root-session-id"] for one in of_agent] == [f"alice/{root}"] * 2
         if client == "Codex":
-            assert sent[0]["x-sojourn-agent-type"] == "collab_spawn"
-
-
-@pytest.mark.parametrize("client", CLIENTS)
-async def test_no_client_header_names_a_program_to_an_engine_of_several_tenants(client: str) -> None:
-    async with engines(1) as (fake,), world([fake], tenants={"ka": "alice", "kb": "bob"}) as it:
-        for shape in session_of(client):
-            await send(it, shape, "ka")
-        await send(it, session_of(client)[0], "kb")
-        names = [headers["x-session-id"] for headers in fake.headers]
-        root, agent = (session_of(client)[number].program for number in (0, 2))
-        assert set(names) == {f"alice/{root}", f"alice/{agent}", f"bob/{root}"}
-        parents = {headers["x-parent-session-id"] for headers in fake.headers[2:4]}
-        assert parents == {f"alice/{root}"}
-        others = {
-            name for headers in fake.headers for name, value in headers.items() if value in (root, agent)
-        }
+            assert of_agent[0]["x-sojourn-agent-type"] == "collab_spawn"
+        names = {headers["x-session-id"] for headers in sent}
+        assert names == {f"alice/{root}", f"alice/{agent}", f"bob/{root}"}
+        others = {name for headers in sent for name, value in headers.items() if value in (root, agent)}
         assert others <= {"x-client-request-id"}, "only what names no program"
 
 
