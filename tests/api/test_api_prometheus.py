@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from sojourn_server.api import prometheus_bridge
 from sojourn_server.api.engine_rpc import EngineError
@@ -20,20 +21,20 @@ from sojourn_server.metrics.metric_catalog import ENGINE_LABEL, METRIC_CATALOG, 
 from sojourn_server.metrics.metrics_recorder import MetricsRecorder
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+Gauges = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class CountingEngine:
     """An engine that does nothing but keep a recorder; answers across a pause, as over a socket."""
 
-    def __init__(self, engine_id: str = "0") -> None:
+    def __init__(self) -> None:
         self.recorder = MetricsRecorder(strict=True)
-        self.gauges: dict[str, list[tuple[dict[str, str], float]]] = {}
-        self.engine_id = engine_id
+        self.gauges: Gauges = {}
         self.errors: list[Exception] = []
         self.polled = 0
 
     def engine_ids(self) -> Sequence[str]:
-        return [self.engine_id]
+        return ["0"]
 
     async def call(self, op: str, payload: str) -> list[str]:
         assert op == "drain_metrics"
@@ -46,22 +47,24 @@ class CountingEngine:
         return [answer]
 
 
-def scrape(registry: CollectorRegistry) -> Series:
-    text = generate_latest(registry).decode()
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
+def families_of(text: str) -> dict[str, Metric]:
+    found = {family.name: family for family in text_string_to_metric_families(text)}
+    return {name: family for name, family in found.items() if not name.endswith("_created")}
+
+
+def scrape(page: CollectorRegistry | str) -> Series:
+    text = page if isinstance(page, str) else generate_latest(page).decode()
+    samples = [sample for family in families_of(text).values() for sample in family.samples]
+    return {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in samples}
 
 
 def value(series: Series, name: str, **labels: str) -> float:
     return series[name, tuple(sorted({ENGINE_LABEL: "0", **labels}.items()))]
 
 
-def fill(recorder: MetricsRecorder) -> None:
-    """One of everything the catalogue has."""
+def fill(recorder: MetricsRecorder) -> Gauges:
+    """Count one of everything the catalogue has. Return the gauges."""
+    gauges: Gauges = {}
     for spec in METRIC_CATALOG.values():
         labels = {
             name: sorted(allowed)[0] if isinstance(allowed, frozenset) else "text"
@@ -71,24 +74,29 @@ def fill(recorder: MetricsRecorder) -> None:
             recorder.count(spec.name, 3, **labels)
         elif spec.kind is MetricKind.HISTOGRAM:
             recorder.observe(spec.name, 0.5, **labels)
+        else:
+            gauges[spec.name] = [(labels, 1)]
+    return gauges
 
 
-async def test_one_engine_one_server() -> None:
+async def test_what_the_engine_has_counted_is_on_the_page() -> None:
     engine, registry = CountingEngine(), CollectorRegistry()
     bridge = PrometheusBridge(registry)
     engine.recorder.count("sojourn_prompt_tokens_total", 640, result="device")
     for gap_s in (0.01, 0.06, 3.0, 5000.0):
         engine.recorder.observe("sojourn_tool_gap_seconds", gap_s, tool="bash")
-    engine.gauges = {"sojourn_leases": [({}, 2)]}
+    engine.gauges = {"sojourn_programs": [({"state": "acting"}, 3), ({"state": "ended"}, 1)]}
     await drain_once(engine, bridge)
     engine.recorder.count("sojourn_prompt_tokens_total", 60, result="device")
+    engine.gauges = {"sojourn_programs": [({"state": "ended"}, 4)]}
     await drain_once(engine, bridge)
     await drain_once(engine, bridge)
 
     series = scrape(registry)
     assert value(series, "sojourn_prompt_tokens_total", result="device") == 700
     assert value(series, "sojourn_prompt_tokens_total", result="lost") == 0
-    assert value(series, "sojourn_leases") == 2
+    assert value(series, "sojourn_programs", state="ended") == 4
+    assert value(series, "sojourn_programs", state="acting") == 0, "a row that is gone"
     bucket = "sojourn_tool_gap_seconds_bucket"
     assert value(series, bucket, tool="bash", le="0.05") == 1
     assert value(series, bucket, tool="bash", le="0.1") == 2
@@ -100,20 +108,9 @@ async def test_one_engine_one_server() -> None:
 
 async def test_the_exposition_says_exactly_what_the_catalogue_lists() -> None:
     engine, registry = CountingEngine(), CollectorRegistry()
-    fill(engine.recorder)
-    engine.gauges = {
-        spec.name: [
-            ({name: sorted(v)[0] if isinstance(v, frozenset) else "x" for name, v in spec.labels.items()}, 1)
-        ]
-        for spec in METRIC_CATALOG.values()
-        if spec.kind is MetricKind.GAUGE
-    }
+    engine.gauges = fill(engine.recorder)
     await drain_once(engine, PrometheusBridge(registry))
-    families = {
-        family.name: family
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
-        if not family.name.endswith("_created")
-    }
+    families = families_of(generate_latest(registry).decode())
     assert set(families) == {name.removesuffix("_total") for name in METRIC_CATALOG}
     for name, spec in METRIC_CATALOG.items():
         family = families[name.removesuffix("_total")]
@@ -127,18 +124,6 @@ async def test_the_exposition_says_exactly_what_the_catalogue_lists() -> None:
             for key, text in labels.items():
                 allowed = spec.labels[key]
                 assert not isinstance(allowed, frozenset) or text in allowed
-
-
-async def test_a_gauge_row_that_is_gone_reads_zero() -> None:
-    engine, registry = CountingEngine(), CollectorRegistry()
-    bridge = PrometheusBridge(registry)
-    engine.gauges = {"sojourn_programs": [({"state": "acting"}, 3), ({"state": "ended"}, 1)]}
-    await drain_once(engine, bridge)
-    engine.gauges = {"sojourn_programs": [({"state": "ended"}, 4)]}
-    await drain_once(engine, bridge)
-    series = scrape(registry)
-    assert value(series, "sojourn_programs", state="acting") == 0
-    assert value(series, "sojourn_programs", state="ended") == 4
 
 
 # --- polling ----------------------------------------------------------------
@@ -200,21 +185,15 @@ def test_two_server_processes_add_up_in_multiprocess_mode(tmp_path: Path) -> Non
     serve([5, 9])
     serve([4])
     text = run(SCRAPER, tmp_path, "")
-    series: Series = {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+    series = scrape(text)
     assert value(series, "sojourn_client_silent_total") == 9
     assert value(series, "sojourn_tool_gap_seconds_count", tool="bash") == 3
     assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="1.6") == 0
     assert value(series, "sojourn_tool_gap_seconds_bucket", tool="bash", le="3.2") == 3
     assert value(series, "sojourn_tool_gap_seconds_sum", tool="bash") == 9
     assert value(series, "sojourn_leases") == 4  # the most recent, not the sum and not one per process
-    names = {family.name for family in text_string_to_metric_families(text)}
-    assert {
-        n.removesuffix("_total") for n, s in METRIC_CATALOG.items() if s.kind is not MetricKind.GAUGE
-    } <= names
+    kept = [name for name, spec in METRIC_CATALOG.items() if spec.kind is not MetricKind.GAUGE]
+    assert {name.removesuffix("_total") for name in kept} <= families_of(text).keys()
 
 
 def run(code: str, directory: Path, stdin: str) -> str:
