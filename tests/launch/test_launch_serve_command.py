@@ -30,6 +30,13 @@ def build(*args, facts=CUDA, environ=None, **options):
     return build_command(ServeOptions(engine_args=args, **options), facts, environ or {})
 
 
+def write(folder, text):
+    pytest.importorskip("yaml")
+    path = folder / "f.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
 def value(command, flag):
     return EngineFlags(command.argv).value(flag)
 
@@ -68,14 +75,24 @@ def test_the_worker_class_exists():
     assert f"class {class_name}(HiddenStateWorkerMixin, " in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("spelling", [("--additional-config", "X"), ("--additional_config=X",)])
-def test_the_users_additional_config_is_kept(spelling):
-    theirs = json.dumps({"other": [1], "sojourn": {"policy": "theirs", "k": 1}})
-    command = build(*[part.replace("X", theirs) for part in spelling], "--seed", "4")
-    assert json.loads(value(command, "--additional-config")) == {
-        "other": [1],
-        "sojourn": {"policy": "continuum", "k": 1},
-    }
+THEIRS = {"other": [1], "sojourn": {"policy": "theirs", "k": 1}}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--additional-config", json.dumps(THEIRS)),
+        (f"--additional_config={json.dumps(THEIRS)}",),
+        json.dumps({"additional-config": THEIRS}),
+        f"additional_config: '{json.dumps(THEIRS)}'",
+    ],
+    ids=["flag", "flag=", "file", "text in a file"],
+)
+def test_the_users_additional_config_is_kept(given, tmp_path):
+    args = ("--config", write(tmp_path, given)) if isinstance(given, str) else given
+    command = build(*args, "--seed", "4")
+    kept = json.loads(command.flags.value("--additional-config"))
+    assert kept == {"other": [1], "sojourn": {"policy": "continuum", "k": 1}}
     assert sum(arg.startswith("--additional") for arg in command.argv) == 1
     assert command.argv[-2:] == ("--seed", "4")
 
@@ -94,6 +111,11 @@ def test_the_users_additional_config_is_kept(spelling):
 def test_what_cannot_be_merged_is_refused(args, said):
     with pytest.raises(InvalidOption, match=said):
         build(*args)
+
+
+def test_keys_of_the_additional_config_in_a_file_are_refused_too(tmp_path):
+    with pytest.raises(InvalidOption, match="one JSON object"):
+        build("--config", write(tmp_path, "additional-config.other: 1"))
 
 
 @pytest.mark.parametrize(
@@ -253,13 +275,6 @@ def test_no_port(port):
 # -- a --config file counts like flags on the command line ------------------------------------
 
 
-def write(folder, text):
-    pytest.importorskip("yaml")
-    path = folder / "f.yaml"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
 def test_keys_become_flags(tmp_path):
     file = write(
         tmp_path,
@@ -272,18 +287,6 @@ def test_keys_become_flags(tmp_path):
     )  # fmt: skip
 
 
-def test_the_files_additional_config_is_kept(tmp_path):
-    given = {"other": {"a": 1}, "sojourn": {"queue_patience_s": 5}}
-    for text in (json.dumps({"additional-config": given}), f"additional_config: '{json.dumps(given)}'"):
-        command = build("--config", write(tmp_path, text), facts=CPU)
-        assert json.loads(command.flags.value("--additional-config") or "") == {
-            "other": {"a": 1},
-            "sojourn": {"queue_patience_s": 5, "policy": "continuum"},
-        }
-    with pytest.raises(InvalidOption, match="as one JSON object"):
-        build("--config", write(tmp_path, "additional-config.other: 1\n"), facts=CPU)
-
-
 def test_the_command_line_shows_no_value_of_the_file(tmp_path):
     command = build("--config", write(tmp_path, "api-key: secret\n"), facts=CPU)
     assert "secret" not in " ".join(command.argv)
@@ -291,28 +294,23 @@ def test_the_command_line_shows_no_value_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("name", "content", "message"),
     [
-        ("", "is empty; expected flag: value"),
-        ("port", "is a str; expected flag: value"),
-        ("- port", "is a list; expected"),
-        ("port: [", "is not YAML: .* line 1"),
-        ("a: \x00", "is not YAML"),
+        ("f.yaml", b"", " is empty; expected flag: value"),
+        ("f.yaml", b"port", " is a str; expected flag: value"),
+        ("f.yaml", b"- port", " is a list; expected"),
+        ("f.yaml", b"port: [", " is not YAML: .* line 1"),
+        ("f.yaml", b"a: \x00", " is not YAML"),
+        ("f.yaml", b"a: \xe9\n", " is not YAML"),
+        ("missing.yml", None, ": cannot read the file: No such file"),
+        ("f.json", b"{}", ": expected a file named .yaml"),
+        ("", None, ": expected a file named .yaml"),
     ],
 )
-def test_an_unusable_file_is_named(tmp_path, text, message):
-    file = write(tmp_path, text)
-    with pytest.raises(InvalidOption, match=f"--config {file}:? {message}"):
-        EngineFlags.read(("--config", file))
-
-
-def test_a_missing_file_is_named(tmp_path):
-    file = str(tmp_path / "missing.yml")
-    with pytest.raises(InvalidOption, match=f"{file}: cannot read the file: No such file"):
-        EngineFlags.read(("--config", file))
-    for folder in (f"{tmp_path}/x.json", str(tmp_path)):
-        with pytest.raises(InvalidOption, match=f"{folder}: expected a file named .yaml"):
-            EngineFlags.read(("--config", folder))
-    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
-    with pytest.raises(InvalidOption, match=r"latin\.yaml is not YAML"):
-        EngineFlags.read(("--config", str(tmp_path / "latin.yaml")))
+def test_an_unusable_file_is_named(tmp_path, name, content, message):
+    pytest.importorskip("yaml")
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidOption, match=f"--config {file}{message}"):
+        EngineFlags.read(("--config", str(file)))
