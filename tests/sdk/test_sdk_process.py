@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
-import time
 from operator import attrgetter
 
 import pytest
 import sojourn
 from sdk_records import context_of, told
-from sdk_settings import PATH as SUPPORT
 from sojourn.aeg import Aeg
 from sojourn.testing import FakeServer
 from sojourn.user_hints import NO_HINTS
 from sojourn.wire_codec import decode_event
-from sojourn.wire_events import Heartbeat, ProgramEnd, ProgramStart, ToolStart
-from waiting import wait_until
+from sojourn.wire_events import ProgramEnd, ProgramStart, ToolStart
 
 
 def script(server, body):
@@ -130,64 +124,6 @@ def test_the_sender_imports_nothing_which_a_fork_could_cut_in_half(python, serve
     print(sorted(set(sys.modules) - before))
     """
     assert python(code).stdout.strip() == "[]"
-
-
-# -- Heartbeats stop when a process ends or is stopped.
-
-
-QUICK = """
-import os, signal, sys, time
-for number in (signal.SIGHUP, signal.SIGTERM):
-    # Under nohup, or in the background of a shell, processes ignore some of these.
-    signal.signal(number, {handler})
-import sojourn
-from sdk_settings import resolve_with
-sojourn.config.Config.resolve = resolve_with(heartbeat_s=0.05, linger_s=0)
-sojourn.init({url!r})
-"""
-
-
-@pytest.fixture
-def beating(server):
-    """Start a process with a heartbeat every 50 ms and wait for three of them."""
-    started = []
-
-    def start(body, handler="signal.SIG_DFL"):
-        code = QUICK.format(url=server.url, handler=handler) + textwrap.dedent(body)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH", ""), SUPPORT))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(process)
-        assert process.stdout.readline() == "up\n"
-        wait_until(lambda: sum(isinstance(e, Heartbeat) for e in server.events()) >= 3)
-        return process
-
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_process_falls_silent_and_reports_no_end(server, beating, number):
-    process = beating("p = sojourn.program('p').make().start(); print('up', flush=True); time.sleep(60)")
-    process.send_signal(number)
-    assert process.wait(30) == -number, "the signal does what it always did"
-
-    def silent():
-        """Whether eight heartbeat intervals pass without an event."""
-        before = len(server.events())
-        time.sleep(0.4)
-        return len(server.events()) == before
-
-    wait_until(silent)
-    assert not any(isinstance(e, ProgramEnd) for e in server.events())
 
 
 # -- a program handed to worker processes: they work for it, open children of it, and do not end it

@@ -25,26 +25,6 @@ def test_a_program_starts_and_ends(online):
     assert [start.seq, end.seq] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ValueError, "error"),
-        (KeyboardInterrupt, "cancelled"),
-        (asyncio.CancelledError, "cancelled"),
-        (SystemExit, "error"),
-        (lambda _: SystemExit(1), "error"),
-        (lambda _: SystemExit(0), "ok"),  # as click and typer end each command
-        (lambda _: SystemExit(), "ok"),
-    ],
-)
-def test_the_end_says_how_and_the_exception_is_the_users_own(online, error, status):
-    mine = error("mine")
-    with pytest.raises(type(mine)) as caught, sojourn.program():
-        raise mine
-    assert caught.value is mine
-    assert told(online)[-1].status == status
-
-
 def test_an_explicit_id_is_kept_and_may_come_back(online):
     for _ in range(2):
         with sojourn.program(id="issue-42") as p:

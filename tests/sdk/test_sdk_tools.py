@@ -43,6 +43,10 @@ def test_a_call_is_timed_and_named(online):
         (subprocess.TimeoutExpired("x", 1), "timeout"),
         (asyncio.CancelledError(), "cancelled"),
         (KeyboardInterrupt(), "cancelled"),
+        (SystemExit("mine"), "error"),
+        (SystemExit(1), "error"),
+        (SystemExit(0), "ok"),  # as click and typer end each command
+        (SystemExit(), "ok"),
         # Control flow of LangGraph, CrewAI and mini-swe-agent: by name, and the base classes count.
         (type("NodeInterrupt", (type("GraphInterrupt", (Exception,), {}),), {})(), "cancelled"),
         (type("HumanFeedbackPending", (Exception,), {})(), "cancelled"),
@@ -50,12 +54,11 @@ def test_a_call_is_timed_and_named(online):
         (type("Submitted", (type("InterruptAgentFlow", (Exception,), {}),), {})(), "ok"),
     ],
 )
-def test_the_exception_sets_the_status_and_passes_unchanged(online, error, status):
-    with sojourn.program():
-        with pytest.raises(type(error)) as caught, sojourn.tool_call("t"):
-            raise error
-        assert caught.value is error
-    assert calls(online)[-1].status == status
+def test_the_exception_sets_how_the_call_and_the_program_ended(online, error, status):
+    with pytest.raises(type(error)) as caught, sojourn.program(), sojourn.tool_call("t"):
+        raise error
+    assert caught.value is error
+    assert ends(online) == [status, "error" if status == "timeout" else status]
 
 
 def test_a_call_may_run_again_and_inside_itself(online):
