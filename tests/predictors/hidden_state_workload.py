@@ -59,5 +59,5 @@ def off(student: LengthTrainer, held_back: list[Output]) -> float:
             guesses = student.observe_and_predict([(output.request_id, written)], state.unsqueeze(0), POINTS)
             guessed = guesses[output.request_id][POINTS // 2]
             errors.append(abs(math.log((output.tokens - written) / guessed)))
-        student.output_aborted(output.request_id)
+        student.ended(output.request_id, None)
     return sum(errors) / len(errors)

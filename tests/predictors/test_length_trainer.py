@@ -73,7 +73,7 @@ def test_it_says_nothing_before_it_has_learned_anything() -> None:
     said = []
     for output in outputs(60, seed=5):
         said.append(bool(fresh.observe_and_predict([("asked", 0)], state(), POINTS)))
-        fresh.output_aborted("asked")
+        fresh.ended("asked", None)
         teach(fresh, output)
     first = said.index(True)
     assert first > 10
@@ -84,10 +84,10 @@ def test_it_says_nothing_before_it_has_learned_anything() -> None:
 def test_outputs_that_were_broken_off_or_are_unknown_teach_nothing() -> None:
     made = LengthTrainer(HIDDEN)
     made.observe_and_predict([("a", 1), ("b", 1)], state(rows=2), POINTS)
-    made.output_aborted("a")
+    made.ended("a", None)
     made.ended("a", 100)
     made.ended("unknown", 100)
-    made.output_aborted("unknown")
+    made.ended("unknown", None)
     assert made.examples == 0
     made.ended("b", 100)
     assert made.examples == 1
@@ -112,7 +112,7 @@ def test_states_that_are_not_finite_are_skipped_and_counted_and_change_no_other_
     assert "bad" not in ready._running
     assert ready.observe_and_predict([("bad", 9)], spoilt[1:2], POINTS) == {}
     for name in ("a", "b"):
-        ready.output_aborted(name)
+        ready.ended(name, None)
 
 
 def test_weights_that_are_no_numbers_any_more_begin_anew_and_learn_again() -> None:

@@ -172,12 +172,14 @@ class BackgroundTrainer:
         alternate."""
         while not self._stopping:
             trains = trainer.due and allowed_s > 0.0
-            message = self._next(wait_s=0.0 if trains else 0.05 if trainer.due else 1.0)
+            message = None
+            with contextlib.suppress(queue.Empty):
+                message = self._messages.get(timeout=0.0 if trains else 0.05 if trainer.due else 1.0)
             now_s, used_s = time.monotonic(), time.thread_time()
             allowed_s = min(allowed_s + self._share * (now_s - woke_s), BURST_S)
             woke_s = now_s
             if isinstance(message, _OutputEnded):
-                self._learn(message)
+                trainer.ended(*message)
             elif isinstance(message, _HiddenStatesObserved):
                 if allowed_s < -CREDIT_S or (trainer.due and not trained):
                     self.missed += 1
@@ -197,18 +199,6 @@ class BackgroundTrainer:
                 saved_s = now_s
                 self._save()
         self._save()
-
-    def _next(self, wait_s: float) -> _HiddenStatesObserved | _OutputEnded | None:
-        try:
-            return self._messages.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-
-    def _learn(self, message: _OutputEnded) -> None:
-        if message.tokens is None:
-            self._trainer.output_aborted(message.request_id)
-        else:
-            self._trainer.ended(message.request_id, message.tokens)
 
     def _predict(self, message: _HiddenStatesObserved) -> None:
         predicted = self._trainer.observe_and_predict(message.requests, message.states, self._points)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from ..programs.windowed_history import recent_entry
 from .length_network import LengthNetwork, bin_of, quantiles_of_bins
 
 MAX_STATES_PER_REQUEST = 16
@@ -52,14 +52,10 @@ class LengthTrainer:
 
     def __init__(self, hidden_size: int, *, network: LengthNetwork | None = None, seed: int = 0) -> None:
         self.hidden_size = hidden_size
-        self.network = network if network is not None else LengthNetwork(hidden_size, seed=seed)
         self._seed = seed
         self._generator = torch.Generator().manual_seed(seed)
         self._random = random.Random(seed)
-        self._optimizer = torch.optim.AdamW(
-            self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
-        )
-        self._running: OrderedDict[str, _RunningOutput] = OrderedDict()
+        self._running: dict[str, _RunningOutput] = {}
         self._max_running_outputs = MAX_RUNNING_STATES_BYTES // (4 * hidden_size * MAX_STATES_PER_REQUEST)
         most = max(BATCH_SIZE, min(MAX_EXAMPLES, MAX_EXAMPLES_BYTES // (4 * hidden_size)))
         # The operating system allocates these pages only when they are written.
@@ -68,14 +64,12 @@ class LengthTrainer:
         self._bins = torch.empty(most, dtype=torch.long)
         self.examples = 0
         """Number of examples received so far; the newest are kept."""
-        self.is_pretrained = network is not None
-        """Whether predictions are made before any training, because a trained network was loaded."""
-        self.batches = 0
         self.skipped = 0
         """Number of hidden states left out because they were not finite."""
         self._due = 0.0
         """Number of batches still to be trained, possibly fractional, since an example adds part of a
         batch."""
+        self._begin(network)
 
     @property
     def kept(self) -> int:
@@ -109,16 +103,17 @@ class LengthTrainer:
             probabilities = torch.softmax(self.network(states[rows], written), dim=1)
             predicted = quantiles_of_bins(probabilities, points)
         if not bool(torch.isfinite(predicted).all()):
-            self._reset_network()
+            self._begin()
             return {}
         return {
             requests[row][0]: tuple(lengths) for row, lengths in zip(rows, predicted.tolist(), strict=True)
         }
 
-    def ended(self, request_id: str, tokens: int) -> None:
-        """Learn from an output that has ended with ``tokens`` tokens."""
+    def ended(self, request_id: str, tokens: int | None) -> None:
+        """Learn from an output that has ended with ``tokens`` tokens; ``None``: its length is unknown, since
+        it was aborted."""
         output = self._running.pop(request_id, None)
-        if output is None:
+        if output is None or tokens is None:
             return
         before = [place for place, written in enumerate(output.written) if written < tokens]
         if not before:
@@ -133,10 +128,6 @@ class LengthTrainer:
             self._due + len(before) * MEAN_EXAMPLE_USES / BATCH_SIZE,
             MEAN_EXAMPLE_USES * len(self._states) / BATCH_SIZE,
         )
-
-    def output_aborted(self, request_id: str) -> None:
-        """Drop the states of an output that was aborted, since its length is unknown."""
-        self._running.pop(request_id, None)
 
     def train(self) -> float | None:
         """Train one batch if one is due. Returns its loss in nats; ``None`` if no batch was due, or if the
@@ -153,18 +144,12 @@ class LengthTrainer:
         self._optimizer.step()
         self.batches += 1
         if not bool(torch.isfinite(loss)):
-            self._reset_network()
+            self._begin()
             return None
         return float(loss.detach())
 
     def _keep(self, request_id: str, written: int, state: torch.Tensor) -> None:
-        output = self._running.get(request_id)
-        if output is None:
-            output = self._running[request_id] = _RunningOutput()
-            if len(self._running) > self._max_running_outputs:
-                self._running.popitem(last=False)
-        else:
-            self._running.move_to_end(request_id)
+        output = recent_entry(self._running, request_id, _RunningOutput, self._max_running_outputs)
         output.seen += 1
         if len(output.states) < MAX_STATES_PER_REQUEST:
             output.states.append(state.clone())
@@ -175,11 +160,13 @@ class LengthTrainer:
         if place < MAX_STATES_PER_REQUEST:
             output.states[place], output.written[place] = state.clone(), written
 
-    def _reset_network(self) -> None:
-        """Start again with new weights, since weights that are not finite never recover."""
-        self.network = LengthNetwork(self.hidden_size, seed=self._seed)
+    def _begin(self, network: LengthNetwork | None = None) -> None:
+        """Start with ``network``, or with new weights: those that are not finite never recover."""
+        self.is_pretrained = network is not None
+        """Whether predictions are made before any training, because a trained network was loaded."""
+        self.network = network or LengthNetwork(self.hidden_size, seed=self._seed)
         self._optimizer = torch.optim.AdamW(
             self.network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )
-        self.is_pretrained, self.batches = False, 0
+        self.batches = 0
         self._due = self.kept * MEAN_EXAMPLE_USES / BATCH_SIZE
