@@ -316,8 +316,8 @@ def test_a_random_life_drops_no_metric_and_adds_up() -> None:
 def test_the_eviction_log_keeps_the_newest(hashes: list[int], capacity: int) -> None:
     log = EvictionLog(capacity)
     order: list[int] = []
-    for at, block in enumerate(hashes):
-        log.add([block], EvictedBlock(LossCause.EVICTED, None, None, float(at)))
+    for block in hashes:
+        log.add([block], EvictedBlock(LossCause.EVICTED, None))
         order = [h for h in order if h != block] + [block]
     assert len(log) == min(capacity, len(order))
     for block in range(31):

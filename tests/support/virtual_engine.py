@@ -189,9 +189,8 @@ class VirtualEngine(EngineView):
             if block in self.cached:
                 self.cached.discard(block)
                 self.program_scheduler.owners.remove_evicted([block])
-                self.program_scheduler.state.eviction_log.add(
-                    [block], EvictedBlock(LossCause.EVICTED, None, by, self.now)
-                )
+                evicted = EvictedBlock(LossCause.EVICTED, by)
+                self.program_scheduler.state.eviction_log.add([block], evicted)
 
     # -- clients --------------------------------------------------------------------
 

@@ -300,13 +300,12 @@ class ProgramScheduler:
         request_state.record = TurnRecord(
             program.id,
             program.turns + (not is_repeated),
-            event.request_id,
+            client_request_id,
             now,
             tool_before=tool_before,
             gap_s=gap_s,
             tool_s=tool_s,
             leased=program.id in self.leases,
-            client_request_id=client_request_id,
         )
 
     def _become_side_request(self, program: ProgramState, request_state: RequestState, now: float) -> None:
@@ -433,7 +432,7 @@ class ProgramScheduler:
         record, client_request_id = request_state.record, None
         if record is not None:
             self._close_record(record, event, now)
-            client_request_id = record.client_request_id
+            client_request_id = record.request_id
         program.live_requests.discard(event.request_id)
         self.predictor.eviction_key_changed(program)
         if is_current and not failed:
@@ -684,7 +683,7 @@ class ProgramScheduler:
                 state.last_shortage_s = now
             known = state.release_reasons.get(owner) if owner is not None else None
             cause = known or LossCause.EVICTED
-            state.eviction_log.add(hashes, EvictedBlock(cause, owner, evictor, now, event.score))
+            state.eviction_log.add(hashes, EvictedBlock(cause, evictor, event.score))
             lost, blocks = {"tier": "device", "cause": cause.value}, len(hashes)
             self.recorder.count("sojourn_evictions_total", blocks, **lost)
             self.recorder.count("sojourn_evicted_bytes_total", blocks * self.pool.block_bytes, **lost)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import msgspec
 
@@ -42,17 +42,14 @@ class LossCause(str, Enum):
     UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True)
-class EvictedBlock:
+class EvictedBlock(NamedTuple):
     """Why a cached block was evicted, and by which program."""
 
     cause: LossCause
-    owner: str | None
     evictor: str | None
     """Program whose request took the block, if known."""
-    at_s: float
     score: tuple[float, ...] | None = None
-    """Eviction score of the block's owner at ``at_s``; ``None`` if the eviction policy has no scores. Blocks
+    """Eviction score of the block's owner at the time; ``None`` if the eviction policy has no scores. Blocks
     with the lowest score are evicted first."""
 
 
@@ -221,7 +218,7 @@ class TurnRecord:
 
     program_id: str
     turn: int
-    request_id: str
+    request_id: str | None
     arrived_s: float
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -240,8 +237,6 @@ class TurnRecord:
     tool_s: float | None = None
     gap_s: float | None = None
     leased: bool = False
-    client_request_id: str | None = None
-    """``TurnEntry.request_id``, by which the client finds the turn."""
     lease_ttl_s: float | None = None
     outcome: str = "running"
 
@@ -267,7 +262,6 @@ class TurnRecord:
         reused = tokens.device + tokens.host if tokens is not None else 0
         entry = {name: getattr(self, name, None) for name in TurnEntry.__annotations__}
         entry |= {
-            "request_id": self.client_request_id,
             "arrived_s": round(self.arrived_s, 6),
             "tool_s": None if self.tool_s is None else round(self.tool_s, 6),
             "seconds": {name: round(cast("float", one), 6) for name, one in self.seconds().items()},
