@@ -27,7 +27,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import httpx
@@ -83,46 +82,25 @@ def plan_round(seed: int, number: int, load_s: float) -> list[Action]:
 
 
 class Client:
-    """A process of ``soak_clients.py``, and counts of the words that the process reported."""
+    """A process of ``soak_clients.py``, whose reports go to the file ``log``."""
 
-    def __init__(self, kind: str, url: str, tenant: str, seed: str, seconds: float) -> None:
-        self.words: Counter[str] = Counter()
+    def __init__(self, kind: str, server: Server, tenant: str, seed: str, seconds: float, log: Path) -> None:
         command = [
-            sys.executable, str(CLIENTS), kind, url, "--key", TENANT_KEYS[tenant], "--seed", seed,
+            sys.executable, str(CLIENTS), kind, server.url, "--key", TENANT_KEYS[tenant], "--seed", seed,
             "--seconds", f"{max(1.0, seconds):.1f}",
         ]  # fmt: skip
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        self._reader = Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self.words[line.strip()] += 1
-
-    @property
-    def code(self) -> int | None:
-        """The exit code; ``None`` while the process runs."""
-        return self._process.poll()
+        self._log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL and wait for its end."""
-        self._process.kill()
-        self._process.wait()
-        self._reader.join(10)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the process to end. Return whether it has ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, seconds))
-            self._reader.join(10)
-            return True
-        return False
+        self.process.kill()
+        self.process.wait()
 
     def report(self) -> Counter[str]:
-        """Return the number of reports of each word, without the marks ``+`` and ``-``."""
-        return Counter({word: count for word, count in self.words.items() if word[:1] not in "+-"})
+        """Return how often the process has reported each word."""
+        return Counter(self._log.read_text(encoding="utf-8").splitlines())
 
 
 # -- the run ----------------------------------------------------------------------------------------
@@ -133,6 +111,7 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace, folder: Path, console: Console) -> None:
         self.options = options
+        self.folder = folder
         self.record = Record(options.seed, options.settle)
         self.engines = {name: Engine(name, options.policy, folder) for name in "ab"}
         engines = list(self.engines.values())
@@ -151,7 +130,7 @@ class Soak:
         for server in away if self.record.rounds else ():
             self.record.failed(number, f"{server.name} was found dead and is started anew")
             with suppress(RuntimeError):
-                server.stop("SIGKILL")
+                server.end_by("SIGKILL")
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda server: server.start(), away))
 
@@ -210,70 +189,56 @@ class Soak:
             for client in (*agents.values(), *others):
                 client.kill()
                 did.update(client.report())
+            for mark in [word for word in did if word[0] in "+-"]:
+                del did[mark]
 
     def _act(self, number: int, did: Counter[str], agents: dict[str, Client], others: list[Client]) -> None:
         load_s, seed = self.options.load, f"{self.options.seed}/{number}"
         actions = plan_round(self.options.seed, number, load_s)
         began, started = time.monotonic(), 0
         restarts: list[Future[None]] = []
+        by_name = {server.name: server for server in self.servers}
         with ThreadPoolExecutor(2) as pool:
             while (passed := time.monotonic() - began) < load_s:
                 for name, gateway in self.gateways.items():
-                    if name not in agents or agents[name].code is not None:
-                        if name in agents:
-                            did.update(self._reported(number, agents.pop(name)))
+                    if name in agents and agents[name].process.poll() is not None:
+                        self._ended(number, did, agents.pop(name))
+                    if name not in agents:
                         started += 1
                         agents[name] = Client(
-                            "agents", gateway.url, "agents", f"{seed}/{started}", load_s - passed
-                        )
+                            "agents", gateway, "agents", f"{seed}/{started}", load_s - passed,
+                            self.folder / f"agents-{number}-{started}.log",
+                        )  # fmt: skip
                 while actions and actions[0].at_s <= passed:
                     action = actions.pop(0)
                     if action.what == "kill agents" and action.how in agents:
-                        did.update(self._killed(agents.pop(action.how)))
+                        did.update(killed(agents.pop(action.how)))
                     elif action.what == "flood":
-                        url = next(one.url for one in self.servers if one.name == action.how)
-                        others.append(Client("flood", url, "floods", seed, 0.1 * load_s))
+                        log = self.folder / f"flood-{number}-{len(others)}.log"
+                        server = by_name[action.how]
+                        others.append(Client("flood", server, "floods", seed, 0.1 * load_s, log))
                         did["floods of events"] += 1
                     elif action.what.startswith("restart"):
-                        server = self.engines["b"] if action.what == "restart engine" else self.gateways["b"]
-                        restarts.append(pool.submit(self._restart, server, action.how))
+                        server = by_name[f"{action.what.removeprefix('restart ')} b"]
+                        restarts.append(pool.submit(restart, server, action.how))
                         did[f"{server.name} ended by {action.how}"] += 1
                 time.sleep(0.1)
-        for restart in restarts:
-            restart.result()
+        for each in restarts:
+            each.result()
         end = time.monotonic() + CLIENTS_END_S
         for name, client in [*agents.items()]:
-            if client.wait(end - time.monotonic()):
-                did.update(self._reported(number, agents.pop(name)))
-            else:
+            try:
+                client.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
                 self.record.failed(number, f"agents did not end within {CLIENTS_END_S:.0f} s")
+            else:
+                self._ended(number, did, agents.pop(name))
 
-    def _reported(self, number: int, client: Client) -> Counter[str]:
-        """Return the reports of agents that ended by themselves. Record a failure if their exit code is not
-        0."""
-        client.wait(10)
-        if client.code:
-            self.record.failed(number, f"agents ended with code {client.code}")
-        return client.report()
-
-    @staticmethod
-    def _killed(client: Client) -> Counter[str]:
-        """Kill agents. Return their reports, and where their programs were then."""
-        client.kill()
-        words = client.words
-        killed = {
-            "agents' processes killed": 1,
-            "programs killed in a tool call": words["+tool"] - words["-tool"],
-            "programs killed in a stream": words["+stream"] - words["-stream"],
-        }
-        return client.report() + Counter(killed)
-
-    @staticmethod
-    def _restart(server: Server, how: str) -> None:
-        try:
-            server.stop(how)
-        finally:
-            server.start()
+    def _ended(self, number: int, did: Counter[str], client: Client) -> None:
+        """Count the reports of agents that ended by themselves. An exit code other than 0 is a failure."""
+        if code := client.process.returncode:
+            self.record.failed(number, f"agents ended with code {code}")
+        did.update(client.report())
 
     def _silence(self) -> tuple[list[ServerState], list[str]]:
         """Wait until everything is released, at most ``--silence`` seconds. Return the servers' states, and
@@ -297,6 +262,23 @@ class Soak:
                 told = time.monotonic()
                 self._tell(f"  not back after {told - began:.0f} s: {'; '.join(left)}")
             time.sleep(1.0)
+
+
+def killed(client: Client) -> Counter[str]:
+    """Kill agents. Return their reports, and where their programs were then."""
+    client.kill()
+    found = client.report()
+    found["agents' processes killed"] = 1
+    found["programs killed in a tool call"] = found["+tool"] - found["-tool"]
+    found["programs killed in a stream"] = found["+stream"] - found["-stream"]
+    return found
+
+
+def restart(server: Server, how: str) -> None:
+    try:
+        server.end_by(how)
+    finally:
+        server.start()
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
