@@ -4,8 +4,8 @@
 
 Every run starts a new server on its own port. The code of ``sojourn replay`` drives it with forced tokens;
 ``sojourn profile`` measures the first stock server after its run. The simulator runs the same programs in the
-same order with the same gaps, on the fitted profile and the servers' limits. Both sides return one record per
-turn, and one function computes the figures of both.
+same order with the same gaps, on the fitted profile and the servers' limits. Both sides return the tally of a
+replay, which computes the figures of both.
 
 A single run is only one sample. A request that arrives slightly earlier may find KV that is evicted a moment
 later, and then everything after it differs. Both sides therefore run several times, and their medians are
@@ -31,15 +31,18 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from engine_and_simulator import replay, simulate
 from result_pages import show
 from rich.console import Console
-from sojourn_server.metrics.summary_statistics import summarise
-from sojourn_server.traces.prompt_builder import TurnPlan, plan_turns, recomputed_tokens
+from sojourn_server.replay.completions_client import CompletionsClient
+from sojourn_server.replay.replay_driver import ReplayOptions
+from sojourn_server.replay.replay_report import ReplayTally
+from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_schema import TraceError, TraceProgram, TraceToolRun, TraceTurn
 
 if TYPE_CHECKING:
@@ -118,32 +121,6 @@ SMOKE = Scenario(
 )
 
 
-class TurnMeasurement(NamedTuple):
-    """Measurements of one turn, on either side."""
-
-    program: str
-    turn: int
-    sent_s: float
-    """Time of sending, in seconds after the run's start."""
-    ttft_s: float
-    latency_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    """Prompt tokens found in the cache at the first admission."""
-    output_tokens: int
-
-
-@dataclass(slots=True)
-class RunMeasurements:
-    """Measurements of one run, on either side."""
-
-    turns: list[TurnMeasurement] = field(default_factory=list)
-    completions_s: list[float] = field(default_factory=list)
-    """Seconds from each program's arrival to its last token."""
-    wall_s: float = 0.0
-    preemptions: int = 0
-
-
 def programs_of(scenario: Scenario) -> list[TraceProgram]:
     """Return the programs that both sides run, in order. Each fits into the engine's longest context.
 
@@ -187,11 +164,6 @@ def orderly_programs(count: int, every_s: float) -> list[TraceProgram]:
     return programs
 
 
-def plans_of(programs: Iterable[TraceProgram], scenario: Scenario) -> dict[str, list[TurnPlan]]:
-    """Return the lengths of each program's turns, by program id."""
-    return {program.program_id: plan_turns(program, scenario.token_scale) for program in programs}
-
-
 # -- the real world -------------------------------------------------------------------------------
 
 
@@ -224,60 +196,42 @@ def profile(scenario: Scenario, url: str, into: Path) -> None:
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 
-def play_on_engine(
-    scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int, profile_file: Path
-) -> RunMeasurements:
-    """Run the programs once on a new server, and return the measurements. The first stock server is profiled
-    after its run. Raises ``BenchmarkError`` if a program does not finish as planned."""
-    from sojourn_server.demo.demo_run import read_counts
-
-    with server_of(scenario, policy) as server:
-        before = read_counts(server.url)
-        played = asyncio.run(_replay(scenario, programs, server.url, at_once))
-        played.preemptions = round(read_counts(server.url).since(before).preemptions)
-        if policy == "stock" and not profile_file.exists():
-            profile(scenario, server.url, profile_file)
-    return played
-
-
-async def _replay(
-    scenario: Scenario, programs: list[TraceProgram], url: str, at_once: int
-) -> RunMeasurements:
-    from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.program_announcer import ProgramAnnouncer
-    from sojourn_server.replay.replay_driver import Replay, ReplayOptions
-
-    options = ReplayOptions(
+def replay_options(scenario: Scenario, at_once: int) -> ReplayOptions:
+    return ReplayOptions(
         concurrency=at_once,
         stagger_s=scenario.stagger_s,
         token_scale=scenario.token_scale,
         force_tokens=True,
         block_size=scenario.block_size,
     )
-    async with CompletionsClient(url) as client:
-        served = await client.discover(None)
-        # Warm up: first requests include one-time costs. They share no blocks with the programs.
-        for length in (64, 200, 400):
-            await client.complete(served.name, list(range(300, 300 + length)), 8)
-        announcer = ProgramAnnouncer(url if served.speaks_sojourn else None)
-        try:
-            tally = await Replay(programs, client, served, announcer, options).run()
-        finally:
-            announcer.close()
+
+
+def play_on_engine(
+    scenario: Scenario, programs: list[TraceProgram], policy: str, at_once: int, profile_file: Path
+) -> dict[str, float]:
+    """Run the programs once on a new server, and return the figures. The first stock server is profiled
+    after its run. Raises ``BenchmarkError`` if a program does not finish as planned."""
+    from sojourn_server.demo.demo_run import read_counts
+
+    with server_of(scenario, policy) as server:
+        before = read_counts(server.url)
+        asyncio.run(warm_up(server.url))
+        tally = asyncio.run(replay(server.url, programs, replay_options(scenario, at_once)))
+        preemptions = round(read_counts(server.url).since(before).preemptions)
+        if policy == "stock" and not profile_file.exists():
+            profile(scenario, server.url, profile_file)
     if len(tally.finished) < len(programs) or tally.notes():
         why = tally.notes() or dict(tally.errors) or [p.reason for p in tally.programs if not p.finished]
         raise BenchmarkError(f"the replay went wrong: {why} {tally.first_error or ''}")
-    played = RunMeasurements(wall_s=tally.wall_s)
-    played.completions_s = [p.completion_s for p in tally.finished if p.completion_s is not None]
-    for outcome in tally.turns:
-        done = outcome.completion
-        played.turns.append(
-            TurnMeasurement(
-                outcome.program_id, outcome.turn, outcome.sent_s, done.ttft_s, done.latency_s,
-                done.prompt_tokens, done.cached_tokens or 0, done.output_tokens,
-            )
-        )  # fmt: skip
-    return played
+    return figures(tally, preemptions)
+
+
+async def warm_up(url: str) -> None:
+    """Send requests that share no blocks with the programs, because first requests include one-time costs."""
+    async with CompletionsClient(url) as client:
+        served = await client.discover(None)
+        for length in (64, 200, 400):
+            await client.complete(served.name, list(range(300, 300 + length)), 8)
 
 
 # -- the simulator --------------------------------------------------------------------------------------
@@ -327,16 +281,14 @@ def play_in_simulator(
     at_once: int,
     profile_file: Path,
     repeat: int = 0,
-) -> RunMeasurements:
-    """Run the programs once in virtual time, and return the measurements. With ``repeat`` 0, step times are
+) -> dict[str, float]:
+    """Run the programs once in virtual time, and return the figures. With ``repeat`` 0, step times are
     not random. Any other ``repeat`` is part of the seed of random step times.
 
     Raises ``BenchmarkError`` if the simulator reports a fault of its own.
     """
     from sojourn_server.simulator.simulated_clients import SimulatedOutputs
-    from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-    from sojourn_server.simulator.workloads.arrival_processes import finite_closed_loop
-    from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
+    from sojourn_server.simulator.simulation_run import RunSpec
 
     def prepare(simulation: Any) -> None:
         (replica,) = simulation.replicas
@@ -347,57 +299,33 @@ def play_in_simulator(
             # A replay's forced tokens contain no tool calls. Its server learns of tools from events only.
             replica.engine.adapter.reader = SimulatedOutputs()
 
-    planner = ProgramPlanner(programs, PlaybackOptions(token_scale=scenario.token_scale))
-    log = run_simulation(
-        RunSpec(
-            policy=policy, workload=scenario.workload, hardware=str(profile_file), programs=at_once,
-            until_s=None, seed=scenario.seed,
-        ),
-        arrivals=finite_closed_loop(planner, at_once, stagger_s=scenario.stagger_s),
-        prepare=prepare,
+    spec = RunSpec(
+        policy=policy, workload=scenario.workload, hardware=str(profile_file), programs=at_once,
+        until_s=None, seed=scenario.seed,
     )  # fmt: skip
+    log, tally = simulate(spec, programs, replay_options(scenario, at_once), prepare)
     if log.notes or log.hook_failures or log.refused_hints:
         raise BenchmarkError(
             f"the simulation went wrong: {log.notes}, {log.hook_failures} failed hooks, "
             f"{log.refused_hints} refused hints"
         )
-    played = RunMeasurements(wall_s=max(program.finished_s for program in log.programs))
-    for program in log.programs:
-        played.completions_s.append(program.completion_s)
-        for turn in program.turns:
-            played.preemptions += turn.preemptions
-            played.turns.append(
-                TurnMeasurement(
-                    program.trace_id, turn.turn, turn.submitted_s, turn.first_token_s - turn.submitted_s,
-                    turn.finished_s - turn.submitted_s, turn.prompt_tokens, turn.device_tokens,
-                    turn.output_tokens,
-                )
-            )  # fmt: skip
-    return played
+    preemptions = sum(turn.preemptions for program in log.programs for turn in program.turns)
+    return figures(tally, preemptions)
 
 
 # -- figures -----------------------------------------------------------------------------------------
 
 
-def figures(
-    played: RunMeasurements, plans: Mapping[str, Sequence[TurnPlan]], block_size: int
-) -> dict[str, float]:
-    """Return the compared figures of a run. ``plans`` maps a program id to the lengths of the program's
-    turns."""
-    completion = summarise(played.completions_s)
-    turns = played.turns
-    again = (recomputed_tokens(plans[t.program], t.turn, t.cached_tokens, block_size) for t in turns)
-    prompt = sum(t.prompt_tokens for t in turns)
+def figures(tally: ReplayTally, preemptions: int) -> dict[str, float]:
+    """Return the compared figures of a run on either side."""
+    told = tally.document()
+    sums = ("regenerated_tokens", "computed_tokens", "prompt_tokens", "output_tokens", "wall_s")
     return {
-        "completion_mean_s": completion["mean"] or 0.0,
-        "completion_p95_s": completion["p95"] or 0.0,
-        "ttft_mean_s": statistics.fmean(t.ttft_s for t in turns) if turns else 0.0,
-        "regenerated_tokens": sum(again),
-        "computed_tokens": prompt - sum(t.cached_tokens for t in turns),
-        "prompt_tokens": prompt,
-        "output_tokens": sum(t.output_tokens for t in turns),
-        "preemptions": played.preemptions,
-        "wall_s": played.wall_s,
+        "completion_mean_s": told["completion_s"]["mean"] or 0.0,
+        "completion_p95_s": told["completion_s"]["p95"] or 0.0,
+        "ttft_mean_s": told["ttft_s"]["mean"] or 0.0,
+        **{name: told[name] for name in sums},
+        "preemptions": preemptions,
     }
 
 
@@ -430,7 +358,6 @@ def measure(scenario: Scenario, profile_file: Path) -> list[dict[str, Any]]:
     Raises ``BenchmarkError`` and ``ServerStartError``.
     """
     programs = programs_of(scenario)
-    plans = plans_of(programs, scenario)
     cells = [(at_once, policy) for at_once in scenario.loads for policy in scenario.policies]
     found: dict[tuple[int, str, str], list[dict[str, float]]] = defaultdict(list)
 
@@ -438,8 +365,7 @@ def measure(scenario: Scenario, profile_file: Path) -> list[dict[str, Any]]:
         # Every second repeat reverses the order, so that no policy always gets the warmer machine.
         for at_once, policy in cells if repeat % 2 == 0 else reversed(cells):
             started = time.perf_counter()
-            played = play_on_engine(scenario, programs, policy, at_once, profile_file)
-            run = figures(played, plans, scenario.block_size)
+            run = play_on_engine(scenario, programs, policy, at_once, profile_file)
             found[at_once, policy, "real"].append(run)
             console.print(
                 f"{policy} at {at_once}, run {repeat + 1}: completion {run['completion_mean_s']:.1f} s, "
@@ -448,8 +374,8 @@ def measure(scenario: Scenario, profile_file: Path) -> list[dict[str, Any]]:
             )
     for at_once, policy in cells:
         for repeat in range(scenario.lab_repeats):
-            played = play_in_simulator(scenario, programs, policy, at_once, profile_file, repeat)
-            found[at_once, policy, "lab"].append(figures(played, plans, scenario.block_size))
+            run = play_in_simulator(scenario, programs, policy, at_once, profile_file, repeat)
+            found[at_once, policy, "lab"].append(run)
     return [
         {
             "policy": policy,

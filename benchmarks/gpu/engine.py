@@ -38,6 +38,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from engine_agents import SHAPE, AloneSpeed, make_model, run_agents, simulate_agents, started, warm_up

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_and_simulator import replay, simulate
 from engine_loads import Arm, Load, Setup
 from sojourn_server.metrics.summary_statistics import summarise
 from sojourn_server.replay.completions_client import CompletionsClient
-from sojourn_server.replay.program_announcer import ProgramAnnouncer
-from sojourn_server.replay.replay_driver import Replay, ReplayOptions
+from sojourn_server.replay.replay_driver import ReplayOptions
 from sojourn_server.traces.prompt_builder import plan_turns
 from sojourn_server.traces.trace_schema import TraceProgram
 
@@ -183,6 +183,15 @@ async def warm_up(url: str, setup: Setup) -> AloneSpeed:
     )
 
 
+def replay_options(programs: Sequence[TraceProgram], load: Load, setup: Setup) -> ReplayOptions:
+    return ReplayOptions(
+        concurrency=len(programs),
+        stagger_s=setup.stagger_s,
+        force_tokens=load.forced,
+        block_size=setup.block_tokens,
+    )
+
+
 def run_agents(
     server: EngineServer,
     arm: Arm,
@@ -193,14 +202,14 @@ def run_agents(
 ) -> dict[str, Any]:
     """Let the agents of a load run on an arm. Return the figures; ``failed`` if requests failed."""
     before = _counters(server)
-    replay = asyncio.run(_replay(server.url, programs, load, setup))
+    options = replay_options(programs, load, setup)
+    tally = asyncio.run(replay(server.url, programs, options, setup.limit_s))
     after = _counters(server)
     for _ in range(3):  # sojourn publishes its counters at intervals
         earlier, after = after, _counters(server, wait_s=1.0)
         if earlier == after:
             break
     moved = Counter({key: after[key] - before.get(key, 0.0) for key in after})
-    tally = replay.tally
     alone_s = {program.program_id: speed.completion_s(program) for program in programs}
     document = tally.document()
     ended = {p.program_id: p.completion_s for p in tally.finished if p.completion_s is not None}
@@ -223,31 +232,6 @@ def run_agents(
     if document["errors"] or not document["turns"]:
         document["failed"] = f"{document['first_error'] or 'no turn ended'}"[:300]
     return document
-
-
-async def _replay(url: str, programs: Sequence[TraceProgram], load: Load, setup: Setup) -> Replay:
-    options = ReplayOptions(
-        concurrency=len(programs),
-        stagger_s=setup.stagger_s,
-        force_tokens=load.forced,
-        block_size=setup.block_tokens,
-    )
-    async with CompletionsClient(url) as client:
-        served = await client.discover(None)
-        announcer = ProgramAnnouncer(url if served.speaks_sojourn else None)
-        replay = Replay(programs, client, served, announcer, options)
-        running, began_s = asyncio.ensure_future(replay.run()), time.monotonic()
-        try:
-            ended, _ = await asyncio.wait({running}, timeout=setup.limit_s)
-            if ended:
-                running.result()
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            announcer.close()
-    # A run that reaches its limit sets no duration.
-    replay.tally.wall_s = replay.tally.wall_s or time.monotonic() - began_s
-    return replay
 
 
 def _counters(server: EngineServer, wait_s: float = 0.0) -> Counter[str]:
@@ -276,9 +260,7 @@ def simulate_agents(
 ) -> dict[str, Any]:
     """Run the agents in virtual time. Return figures like those of ``run_agents``."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from sojourn_server.simulator.simulation_run import RunSpec, run_simulation
-    from sojourn_server.simulator.workloads.arrival_processes import finite_closed_loop
-    from sojourn_server.simulator.workloads.program_plans import PlaybackOptions, ProgramPlanner
+    from sojourn_server.simulator.simulation_run import RunSpec
 
     spec = RunSpec(
         policy=str(arm.simulated),
@@ -294,22 +276,13 @@ def simulate_agents(
         until_s=None,
         seed=seed,
     )
-    planner = ProgramPlanner(programs, PlaybackOptions())
-    log = run_simulation(spec, arrivals=finite_closed_loop(planner, len(programs), stagger_s=setup.stagger_s))
-    ended = [program for program in log.programs if program.finished_s is not None]
-    turns = [turn for program in ended for turn in program.turns]
+    log, tally = simulate(spec, programs, replay_options(programs, load, setup))
+    figures = ("programs_finished", "turns", "completion_s", "ttft_s", "tpot_s", "prompt_tokens")
+    told = tally.document()
+    turns = [turn for program in log.programs if program.finished_s is not None for turn in program.turns]
     return {
         "programs": len(programs),
-        "programs_finished": len(ended),
-        "turns": len(turns),
-        "completion_s": summarise(program.completion_s for program in ended),
-        "ttft_s": summarise(turn.first_token_s - turn.submitted_s for turn in turns),
-        "tpot_s": summarise(
-            (turn.finished_s - turn.first_token_s) / (turn.output_tokens - 1)
-            for turn in turns
-            if turn.output_tokens > 1
-        ),
-        "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+        **{name: told[name] for name in figures},
         "tokens_by_source": {
             "device": sum(turn.device_tokens for turn in turns),
             "host": sum(turn.host_tokens for turn in turns),
