@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sojourn_server.replay.completions_client import Completion, CompletionsClient
-from sojourn_server.replay.program_announcer import ProgramAnnouncer
-from sojourn_server.replay.replay_driver import Replay, ReplayOptions
+from sojourn_server.replay.replay_driver import Replay, ReplayOptions, reporting
 from sojourn_server.replay.replay_report import ReplayedProgram, ReplayedTurn, ReplayTally
 from sojourn_server.traces.prompt_builder import plan_turns, recomputed_tokens
 from sojourn_server.traces.trace_schema import TraceProgram
@@ -25,17 +24,16 @@ async def replay(
     """Replay the programs on a server, for at most ``limit_s`` seconds."""
     async with CompletionsClient(url) as client:
         served = await client.discover(None)
-        announcer = ProgramAnnouncer(url if served.speaks_sojourn else None)
-        made = Replay(programs, client, served, announcer, options)
-        running, began_s = asyncio.ensure_future(made.run()), time.monotonic()
-        try:
-            ended, _ = await asyncio.wait({running}, timeout=limit_s)
-            if ended:
-                running.result()
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            announcer.close()
+        made = Replay(programs, client, served, options)
+        with reporting(url if served.speaks_sojourn else None):
+            running, began_s = asyncio.ensure_future(made.run()), time.monotonic()
+            try:
+                ended, _ = await asyncio.wait({running}, timeout=limit_s)
+                if ended:
+                    running.result()
+            finally:
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
     # A run that reaches its limit sets no duration.
     made.tally.wall_s = made.tally.wall_s or time.monotonic() - began_s
     return made.tally
@@ -73,13 +71,10 @@ def simulate(
 
 def completion_of(turn: TurnLog) -> Completion:
     """Return what a client of the simulated engine measures. Cached tokens are those found on the device."""
-    decoded_s, after_first = turn.finished_s - turn.first_token_s, turn.output_tokens - 1
     return Completion(
         ttft_s=turn.first_token_s - turn.submitted_s,
         latency_s=turn.finished_s - turn.submitted_s,
-        tpot_s=decoded_s / after_first if after_first else None,
         prompt_tokens=turn.prompt_tokens,
         output_tokens=turn.output_tokens,
         cached_tokens=turn.device_tokens,
-        output_ids=None,
     )

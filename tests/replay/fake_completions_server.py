@@ -24,7 +24,6 @@ class FakeServer(HandlerServer):
         self.obeys_replay = True
         self.sojourn = False
         self.facts: dict[str, str] = {}
-        self.root: str | None = None
         self.seconds_per_token = 0.0
         self.status: int | None = None
         self.__dict__.update(quirks)
@@ -55,13 +54,7 @@ class FakeServer(HandlerServer):
         if self._refused(handler):
             return
         if handler.path == "/v1/models":
-            entry: dict[str, Any] = {
-                "id": self.model,
-                "owned_by": "fake",
-                "max_model_len": self.max_model_len,
-            }
-            if self.root is not None:
-                entry["root"] = self.root
+            entry = {"id": self.model, "owned_by": "fake", "max_model_len": self.max_model_len}
             handler.answer({"data": [entry]})
         elif handler.path == "/version":
             handler.answer({"version": "1.2"})

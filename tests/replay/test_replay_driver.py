@@ -15,7 +15,6 @@ from sojourn_server.cli import build_app
 from sojourn_server.cli.console import CliError
 from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.replay.completions_client import CompletionsClient
-from sojourn_server.replay.program_announcer import ProgramAnnouncer
 from sojourn_server.replay.replay_driver import Replay, ReplayOptions
 from sojourn_server.replay.replay_report import FORCING_IGNORED, ReplayTally
 from sojourn_server.traces.trace_schema import TraceProgram, TraceToolRun, TraceTurn
@@ -43,7 +42,7 @@ def append_only(name: str, turns: int = 3, **fields: Any) -> TraceProgram:
 async def run(server: FakeServer, programs: list[TraceProgram], **options: Any) -> ReplayTally:
     async with CompletionsClient(server.url) as client:
         served = await client.discover(None)
-        return await Replay(programs, client, served, ProgramAnnouncer(), ReplayOptions(**options)).run()
+        return await Replay(programs, client, served, ReplayOptions(**options)).run()
 
 
 async def test_a_server_with_a_perfect_cache_computes_nothing_again() -> None:
@@ -122,19 +121,16 @@ async def test_a_call_is_reported_as_long_as_it_ran_not_as_long_as_the_gap(
             seen.append(seconds)
         await really_sleep(0)
 
-    class Announcer(ProgramAnnouncer):
-        @asynccontextmanager
-        async def tool(self, name: str, tool_class: str | None) -> AsyncIterator[None]:
-            seen.append(f"{name} starts")
-            yield
-            seen.append(f"{name} ends")
+    @asynccontextmanager
+    async def tool_call(name: str, tool_class: str | None) -> AsyncIterator[None]:
+        seen.append(f"{name} starts")
+        yield
+        seen.append(f"{name} ends")
 
+    monkeypatch.setattr("sojourn.tool_call", tool_call)
+    monkeypatch.setattr("sojourn_server.replay.replay_driver.asyncio.sleep", sleep)
     with FakeServer() as server:
-        async with CompletionsClient(server.url) as client:
-            programs = [TraceProgram(program_id="a", turns=(turn, then))]
-            served = await client.discover(None)
-            monkeypatch.setattr("sojourn_server.replay.replay_driver.asyncio.sleep", sleep)
-            await Replay(programs, client, served, Announcer(), ReplayOptions(speed=4.0)).run()
+        await run(server, [TraceProgram(program_id="a", turns=(turn, then))], speed=4.0)
     assert seen == ["search starts", tool_sleep_s, "search ends", *([rest_s] if rest_s else [])]
 
 

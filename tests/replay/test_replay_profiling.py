@@ -21,7 +21,6 @@ from sojourn_server.profiling.machine_speed import measure_bandwidth
 from sojourn_server.profiling.offload_break_even import offload_break_even
 from sojourn_server.profiling.prefill_measurement import MeasurementRun, lengths_up_to, measure_prefill
 from sojourn_server.replay.completions_client import Completion
-from sojourn_server.traces import atomic_files
 from typer.testing import CliRunner
 
 
@@ -95,11 +94,9 @@ class ModelledClient:
         return Completion(
             ttft_s=seconds,
             latency_s=seconds,
-            tpot_s=None,
             prompt_tokens=len(prompt),
             output_tokens=1,
             cached_tokens=self.cached,
-            output_ids=None,
         )
 
 
@@ -199,17 +196,11 @@ def test_it_says_at_the_start_how_long_it_may_take_and_then_about_how_long(said:
     assert "prefill of 1,000 tokens" in lines[1]
 
 
-def test_a_profile_that_cannot_be_written_goes_to_stdout(
-    tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(atomic_files, "write_atomically", full)
-    with FakeServer(max_model_len=4001) as server:
-        result = invoke("--url", server.url, "--repeats", "2", "-o", str(tmp_path / "profile.toml"))
+def test_a_profile_that_cannot_be_written_goes_to_stdout(said: io.StringIO) -> None:
+    with FakeServer(max_model_len=401) as server:
+        result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "-o", "/dev/full")
     assert isinstance(result.exception, CliError), result.exception
-    assert "profile.toml: No space left on device" in f"{result.exception}{result.exception.next_step}"
+    assert "/dev/full: No space left on device" in f"{result.exception}{result.exception.next_step}"
     assert result.exception.next_step.startswith("the profile is on stdout")
     assert result.exception.exit_code == 1
     assert EngineProfile.from_toml(result.stdout).points

@@ -50,11 +50,9 @@ class ModelledEngine:
         return Completion(
             ttft_s=ttft_s,
             latency_s=ttft_s + decode * (tpot_s or 0.0),
-            tpot_s=tpot_s,
             prompt_tokens=len(prompt),
             output_tokens=max_tokens,
             cached_tokens=cached,
-            output_ids=None,
         )
 
 

@@ -119,8 +119,7 @@ async def _run(
 ) -> tuple[ReplayTally, dict[str, Any]]:
     from sojourn_server.launch.redaction import without_userinfo
     from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.program_announcer import ProgramAnnouncer
-    from sojourn_server.replay.replay_driver import Replay
+    from sojourn_server.replay.replay_driver import Replay, reporting
 
     async with CompletionsClient(url, api_key=api_key) as client:
         served = await client.discover(model)
@@ -131,21 +130,16 @@ async def _run(
                 f"{client.url} does not answer /sojourn/v1/capabilities",
                 "start it with sojourn serve, or use --dialect vllm",
             )
-        announcer = ProgramAnnouncer(client.url if dialect == "sojourn" else None, api_key)
-        try:
-            with console.status("replay") as status:
+        told = client.url if dialect == "sojourn" else None
+        with reporting(told, api_key), console.status("replay") as status:
 
-                def show(tally: ReplayTally) -> None:
-                    ended, turns = len(tally.programs), len(tally.turns)
-                    failed = ended - len(tally.finished)
-                    status.update(
-                        f"replay: {ended} of {len(programs)} programs, {turns} turns, {failed} failed"
-                    )
+            def show(tally: ReplayTally) -> None:
+                ended, turns = len(tally.programs), len(tally.turns)
+                failed = ended - len(tally.finished)
+                status.update(f"replay: {ended} of {len(programs)} programs, {turns} turns, {failed} failed")
 
-                run = Replay(programs, client, served, announcer, options, on_progress=show)
-                tally = await run.run()
-        finally:
-            announcer.close()
+            run = Replay(programs, client, served, options, on_progress=show)
+            tally = await run.run()
     about = {
         "url": without_userinfo(client.url),
         "model": served.name,

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 import httpx
 import msgspec
-
-from sojourn_server.metrics.vllm_metrics_page import whole
+from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
 
 from ..metrics.live_frame import PROBE_ID
+from ..metrics.vllm_metrics_page import whole
 
 
 class ServerError(Exception):
@@ -47,8 +47,6 @@ class ServedModel:
     """Name and version of the engine, as far as the server reports them."""
     capabilities: Mapping[str, Any] = field(default_factory=dict)
     """What sojourn's plugin says of the engine; empty without the plugin."""
-    root: str | None = None
-    """Folder or hub id from which the server loaded the model; ``None`` if the server does not report it."""
 
     @property
     def block_size(self) -> int | None:
@@ -64,30 +62,26 @@ class Completion:
     """Seconds from sending the request to the first token."""
     latency_s: float
     """Seconds from sending the request to the last token."""
-    tpot_s: float | None
-    """Mean seconds per output token after the first; ``None`` with fewer than two tokens."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None
     """Number of prompt tokens from the prefix cache; ``None`` if the server does not report it."""
-    output_ids: tuple[int, ...] | None
+    output_ids: tuple[int, ...] | None = None
     """Token ids of the output; ``None`` if the server does not return them."""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first; ``None`` with fewer than two tokens."""
+        later = self.output_tokens - 1
+        return (self.latency_s - self.ttft_s) / later if later > 0 else None
 
 
 class CompletionsClient:
     """An async client for ``/v1/completions``. Use it in an ``async with`` statement. ``url`` is the server's
     root, with or without ``/v1``."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 3600.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 3600.0) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._clock = clock
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(
             headers=headers,
@@ -111,32 +105,30 @@ class CompletionsClient:
         Raises ``ServerError`` if the server cannot be used, or does not serve ``model``."""
         answer = await self.get("/v1/models")
         try:
-            served = answer.json()["data"]
-            names = [str(entry["id"]) for entry in served]
+            models = {str(entry["id"]): entry for entry in answer.json()["data"]}
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ServerError(
                 f"{self.url}/v1/models does not answer like an OpenAI-compatible server",
                 "check --url: expected the server's root, for example http://127.0.0.1:8000",
             ) from None
-        if not names:
+        if not models:
             raise ServerError(f"{self.url} serves no model", "start it with a model: sojourn serve MODEL")
-        if model is not None and model not in names:
+        name = next(iter(models)) if model is None else model
+        if name not in models:
             raise ServerError(
-                f"{self.url} does not serve the model {model!r}",
-                f"use --model with one of: {', '.join(names)}",
+                f"{self.url} does not serve the model {name!r}",
+                f"use --model with one of: {', '.join(models)}",
             )
-        entry = served[names.index(model)] if model is not None else served[0]
-        limit, root = entry.get("max_model_len"), entry.get("root")
-        owner, version = entry.get("owned_by") or "unknown", (await self._json("/version")).get("version")
-        capabilities = await self._capabilities()
-        described = capabilities.get("engine") if capabilities else None
+        owner, version = models[name].get("owned_by"), (await self._json("/version")).get("version")
+        plugin = await self._json(CAPABILITIES_PATH)
+        wires, described = plugin.get("wire"), plugin.get("engine")
+        speaks_sojourn = plugin.get("name") == "sojourn" and isinstance(wires, list) and WIRE_VERSION in wires
         return ServedModel(
-            name=model or names[0],
-            max_context_tokens=limit if isinstance(limit, int) else None,
-            speaks_sojourn=capabilities is not None,
-            engine=f"{owner} {version}" if version is not None else str(owner),
-            capabilities=described if isinstance(described, dict) else {},
-            root=root if isinstance(root, str) else None,
+            name=name,
+            max_context_tokens=whole(models[name].get("max_model_len")),
+            speaks_sojourn=speaks_sojourn,
+            engine=" ".join(str(part) for part in (owner or "unknown", version) if part is not None),
+            capabilities=described if speaks_sojourn and isinstance(described, dict) else {},
         )
 
     async def complete(
@@ -166,7 +158,7 @@ class CompletionsClient:
         # The id says that this is no request of an agent.
         ours = {"Content-Type": "application/json", "X-Request-Id": f"{PROBE_ID}-{uuid4().hex}"}
         all_headers, path = ours | dict(headers or {}), f"{self.url}/v1/completions"
-        started = self._clock()
+        started = time.monotonic()
         first = last = 0.0
         usage: dict[str, Any] = {}
         output_ids: list[int] = []
@@ -182,7 +174,7 @@ class CompletionsClient:
                     if "error" in event:
                         raise RequestError("error in stream", str(event["error"])[:300])
                     if event.get("choices"):
-                        last = self._clock()
+                        last = time.monotonic()
                         first = first or last
                         output_ids += event["choices"][0].get("token_ids") or ()
                     usage = event.get("usage") or usage
@@ -200,7 +192,6 @@ class CompletionsClient:
         return Completion(
             ttft_s=first - started,
             latency_s=last - started,
-            tpot_s=(last - first) / (output_tokens - 1) if output_tokens > 1 else None,
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             cached_tokens=cached_tokens,
@@ -229,16 +220,6 @@ class CompletionsClient:
                 "check --url: expected the root of an OpenAI-compatible server",
             )
         return answer
-
-    async def _capabilities(self) -> dict[str, Any] | None:
-        """Return the capabilities of the server's sojourn plugin; ``None`` without it or with another wire
-        version."""
-        from sojourn.wire_codec import CAPABILITIES_PATH, WIRE_VERSION
-
-        document = await self._json(CAPABILITIES_PATH)
-        wires = document.get("wire")
-        known = document.get("name") == "sojourn" and isinstance(wires, list) and WIRE_VERSION in wires
-        return document if known else None
 
     async def _json(self, path: str) -> dict[str, Any]:
         """Return the JSON object at ``path``; empty without one."""

@@ -11,26 +11,27 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import sojourn
 from sojourn.shell_command import is_shell_tool
 
-from sojourn_server.traces.prompt_builder import (
+from ..traces.prompt_builder import (
     DEFAULT_VOCABULARY,
     PromptBuilder,
     PromptPlan,
     TurnPlan,
     recomputed_tokens,
 )
-from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator
-from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn, replayed_id
-
+from ..traces.token_ids import FIRST_ID, TokenIdGenerator
+from ..traces.trace_schema import TraceProgram, TraceTurn, replayed_id
 from .completions_client import CompletionsClient, RequestError, ServedModel
-from .program_announcer import ProgramAnnouncer
 from .replay_report import ReplayedProgram, ReplayedTurn, ReplayTally
 
 DEFAULT_BLOCK_SIZE = 16
@@ -77,30 +78,43 @@ class ReplayOptions:
             raise ValueError("speed and token scale must be above 0")
 
 
+@contextmanager
+def reporting(url: str | None, api_key: str | None = None) -> Iterator[None]:
+    """Report the programs and tool calls of a replay to the server at ``url``, as an agent with the SDK does.
+    ``None``: report nothing, so that all requests are unrelated to the server."""
+    if url is None:
+        sojourn.shutdown()  # also if SOJOURN_URL is set
+    else:
+        # For this process, so that the SDK's events bypass proxies, as ``CompletionsClient`` does.
+        os.environ["no_proxy"] = "*"
+        sojourn.init(url, api_key=api_key, dialect="sojourn")
+    try:
+        yield
+    finally:
+        sojourn.flush()
+        sojourn.shutdown()
+
+
 class Replay:
-    """Replays programs against one server. Call ``run()`` once. ``tally`` may be read during the run. After
-    each turn and each program, ``on_progress`` is called with the tally."""
+    """Replays programs against one server. Call ``run()`` once, inside ``reporting``. ``tally`` may be read
+    during the run. After each turn and each program, ``on_progress`` is called with the tally."""
 
     def __init__(
         self,
         programs: Sequence[TraceProgram],
         client: CompletionsClient,
         served: ServedModel,
-        announcer: ProgramAnnouncer,
         options: ReplayOptions,
         *,
         on_progress: Callable[[ReplayTally], None] = lambda tally: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tally = ReplayTally()
         self._client = client
         self._served = served
-        self._announcer = announcer
         self._options = options
         self.block_size = options.block_size or served.block_size or DEFAULT_BLOCK_SIZE
         """Tokens per KV block of the server. Reusable tokens are counted in whole blocks."""
         self._on_progress = on_progress
-        self._clock = clock
         self._started_s = 0.0
         self._ids = TokenIdGenerator(options.vocabulary)
         # A server remembers ended programs, so a second replay of the same trace needs other ids.
@@ -116,9 +130,9 @@ class Replay:
 
     async def run(self) -> ReplayTally:
         """Replay all programs and return the tally. Failed requests are counted, not raised."""
-        self._started_s = self._clock()
+        self._started_s = time.monotonic()
         await (self._open_loop() if self._options.arrivals else self._closed_loop())
-        self.tally.wall_s = self._clock() - self._started_s
+        self.tally.wall_s = time.monotonic() - self._started_s
         return self.tally
 
     async def _closed_loop(self) -> None:
@@ -172,9 +186,9 @@ class Replay:
         fitting, reason = self._count_fitting_turns(outline.plans)
         if not fitting:
             return ReplayedProgram(program.program_id, reason=reason)
-        started = self._clock()
+        started = time.monotonic()
         agent_type = program.agent_type or program.group or program.source or "replay"
-        async with self._announcer.program(agent_type, program_id, parent_id):
+        async with sojourn.program(agent_type, id=program_id, parent=parent_id, agent_type=agent_type):
             for index, turn in enumerate(program.turns[:fitting]):
                 try:
                     await self._turn(builder, index, program.program_id)
@@ -188,7 +202,7 @@ class Replay:
         return ReplayedProgram(
             program.program_id,
             finished=True,
-            completion_s=self._clock() - started,
+            completion_s=time.monotonic() - started,
             clipped=fitting < len(program.turns),
             turns=fitting,
         )
@@ -209,7 +223,7 @@ class Replay:
     async def _turn(self, builder: PromptBuilder, index: int, program_id: str) -> None:
         plan = builder.plans[index]
         prompt = builder.prompt(index)
-        body, headers = self._announcer.request_parts()
+        body, headers = sojourn.request_parts()
         forced = builder.planned_output(index) if self._options.force_tokens else None
         most_tokens = plan.output_tokens
         if forced is not None and not self._options.oracle_lengths:
@@ -220,7 +234,7 @@ class Replay:
             body = {**body, "stop_token_ids": [STOP_ID]}
         if forced is not None:
             body = {**body, "vllm_xargs": {**body.get("vllm_xargs", {}), "replay_ids": forced}}
-        sent_s = self._clock() - self._started_s
+        sent_s = time.monotonic() - self._started_s
         # Forced outputs are known. The first turn checks that the server forces them.
         asks_ids = forced is None or index == 0
         answer = await self._client.complete(
@@ -241,7 +255,7 @@ class Replay:
         idle_s, run = turn.idle_s, turn.tool_run
         if run is not None and turn.gap_kind != "human":
             tool_s = idle_s if run.s is None else min(run.s, idle_s)
-            async with self._announcer.tool(run.name, run.cmd if is_shell_tool(run.name) else None):
+            async with sojourn.tool_call(run.name, tool_class=run.cmd if is_shell_tool(run.name) else None):
                 await asyncio.sleep(tool_s / self._options.speed)
             idle_s -= tool_s
         await asyncio.sleep(idle_s / self._options.speed)
