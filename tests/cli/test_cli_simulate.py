@@ -362,7 +362,7 @@ def test_an_interrupt_keeps_the_runs_that_have_finished(
 
         return run_suite(*arguments, on_done=done, **options)
 
-    monkeypatch.setattr("sojourn_server.simulator.simulation_suite.run_suite", interrupted)
+    monkeypatch.setattr("sojourn_server.cli.simulate.run_suite", interrupted)
     out, saved = tmp_path / "out.json", tmp_path / "saved.json.gz"
     options = f"--policy stock,admit,continuum,mori --programs 1 --explain p0 --save {saved}"
     command = ["simulate", str(trace), "--hours", "0.01", "--jobs", "1", "--json", str(out)]

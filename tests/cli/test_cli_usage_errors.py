@@ -69,7 +69,7 @@ def test_no_words_still_show_the_help() -> None:
 
 
 def test_ctrl_c_ends_a_start_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sojourn_server.cli.build_app", interrupted)

@@ -23,8 +23,8 @@ TASKS = {task.name: task for task in load_tasks()}
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Parent of the command's temporary directories."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("sojourn_server.demo.scripted_tokens.Tokenizer", lambda model: ByteTokenizer())
-    monkeypatch.setattr("sojourn_server.models.resolve_model", lambda model: model)
+    monkeypatch.setattr("sojourn_server.cli.demo.Tokenizer", lambda model: ByteTokenizer())
+    monkeypatch.setattr("sojourn_server.cli.serve.resolve_model", lambda model: model)
     return tmp_path
 
 
@@ -39,7 +39,7 @@ def run_one(engine: EchoEngine, *options: str) -> Result:
 @pytest.fixture
 def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first task is one whose tests do not sleep."""
-    monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", lambda count: [TASKS["ledger"]])
+    monkeypatch.setattr("sojourn_server.cli.demo.load_tasks", lambda count: [TASKS["ledger"]])
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_quick_is_four_short_programs_and_says_that_it_measures_nothing(
     places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = [TASKS[name] for name in ("ledger", "waypoint", "gridtext", "ledger")]  # no test of these sleeps
-    monkeypatch.setattr("sojourn_server.demo.demo_tasks.load_tasks", lambda count: fast[:count])
+    monkeypatch.setattr("sojourn_server.cli.demo.load_tasks", lambda count: fast[:count])
     started: list[EngineServer] = []
     with EchoEngine() as engine:
         monkeypatch.setattr(EngineServer, "start", lambda server: started.append(server))

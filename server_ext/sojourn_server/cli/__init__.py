@@ -1,5 +1,7 @@
-"""The ``sojourn`` command, with one file per sub-command. A sub-command imports its dependencies only when it
-runs.
+"""The ``sojourn`` command, with one file per sub-command. ``main`` imports only the one that runs.
+
+``sojourn --help`` imports them all. So what needs an extra or takes a second (vLLM, Ray, the gateway's server) is
+imported inside functions.
 
 Without the extra ``server`` only ``sojourn run`` works. Start reading at ``build_app``.
 """
@@ -11,7 +13,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -44,8 +46,8 @@ EXTRAS = {
 """Package → the extra of sojourn that installs it."""
 
 
-def build_app() -> typer.Typer:
-    """Return the Typer application with every sub-command registered."""
+def build_app(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """Return the Typer application with the sub-commands ``names``."""
     import typer
 
     from .console import Commands
@@ -66,7 +68,7 @@ def build_app() -> typer.Typer:
         ),
     ) -> None: ...
 
-    for name in COMMANDS:
+    for name in names:
         function = name.replace("-", "_")
         module = import_module(f"{__name__}.{function}")
         command = getattr(module, function)
@@ -164,7 +166,8 @@ def _run() -> None:
 
     try:
         with exit_on_cli_error():
-            build_app()()
+            named = [name for name in sys.argv[1:2] if name in COMMANDS]
+            build_app(named or COMMANDS)()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or find_spec(package) is not None:

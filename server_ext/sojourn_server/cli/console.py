@@ -20,6 +20,8 @@ from sojourn.config import with_scheme
 from sojourn.errors import InputError
 from typer.core import TyperGroup
 
+from ..launch.engine_server import ServerStartError, free_port
+from ..traces.atomic_files import write_atomically
 from .cli_error import CliError as CliError
 
 console = Console(stderr=True)
@@ -125,7 +127,6 @@ def output_file(path: Any) -> Any:
 def check_free_port(host: str, port: int, next_step: str) -> None:
     """Raise ``CliError`` with ``next_step`` if the port is taken. The server itself would report the error
     later and without a next step. vLLM would first load the model."""
-    from sojourn_server.launch.engine_server import ServerStartError, free_port
 
     try:
         free_port(host, port)
@@ -156,7 +157,6 @@ def write_json(document: Any, target: str) -> None:
 
 def write_file(path: Path, text: str, next_step: str = PLACE_STEP) -> None:
     """Write a file atomically. Raises ``CliError`` if it cannot be written."""
-    from sojourn_server.traces.atomic_files import write_atomically
 
     try:
         write_atomically({path: text.encode()})

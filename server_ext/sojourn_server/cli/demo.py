@@ -13,19 +13,25 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from sojourn.errors import install_command
 
+from ..demo import demo_report
+from ..demo.demo_agent import prepare_environment
+from ..demo.demo_run import BLOCK_TOKENS, ArmRecord, run_arm, serve_args
+from ..demo.demo_tasks import load_tasks
+from ..demo.live_view import LiveView
+from ..demo.scripted_tokens import Tokenizer, model_length, pool_blocks
+from ..launch.engine_server import EngineServer, ServerStartError
+from ..launch.launch_environment import installed_versions
 from ..launch.redaction import redacted, without_userinfo
 from ..policies.preset import load_preset
 from ..policies.preset_store import DEFAULT_PRESET
+from ..simulator.report.results_file import machine
 from .console import CliError, console, json_option, output_file, print_line, url_option, write_json
 from .serve import make_model, missing_vllm
-
-if TYPE_CHECKING:
-    from sojourn_server.demo.demo_run import ArmRecord
 
 ARMS = ("stock", "sojourn")
 FULL_PROGRAMS = 8
@@ -84,8 +90,6 @@ def demo(
     load_preset(policy)
     names = _checked_arms(arms, url)
     _check_installed(plot, starts_engine=url is None)
-    from sojourn_server.demo import demo_report
-    from sojourn_server.demo.demo_agent import prepare_environment
 
     directory = Path(tempfile.mkdtemp(prefix="sojourn-demo-"))
     prepare_environment(directory, url)
@@ -134,11 +138,6 @@ class _DemoRun:
 
     def prepare(self, programs: int, max_num_seqs: int, resident: float, quick: bool) -> None:
         """Load what all arms need: model, libraries and tasks, and size the KV pool."""
-        from sojourn_server.demo.demo_run import BLOCK_TOKENS, serve_args
-        from sojourn_server.demo.demo_tasks import load_tasks
-        from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
-        from sojourn_server.launch.launch_environment import installed_versions
-        from sojourn_server.simulator.report.results_file import machine
 
         path = make_model(self.model)
         try:
@@ -183,7 +182,6 @@ class _DemoRun:
         if self.url is not None:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             return self._measure(name, self.url.rstrip("/").removesuffix("/v1"), place, headers)
-        from sojourn_server.launch.engine_server import EngineServer, ServerStartError
 
         stages = {""}
 
@@ -216,9 +214,6 @@ class _DemoRun:
 
     def _measure(self, name: str, url: str, directory: Path, headers: dict[str, str]) -> ArmRecord:
         import httpx
-
-        from sojourn_server.demo.demo_run import run_arm
-        from sojourn_server.demo.live_view import LiveView
 
         print_line(f"arm {name}: {len(self.tasks)} programs; pool: {self.facts['pool']}")
         try:

@@ -28,6 +28,10 @@ from sojourn.wire_codec import (
     encode,
 )
 
+from ..launch.launch_environment import installed_versions, read_memory
+from ..metrics.live_frame import PROBE_ID, LiveFrame
+from ..models import LOCAL_MODELS, ModelError, is_cached, model_directory
+from ..models.gguf_source import find_gguf
 from ..vllm import compat
 from .console import (
     DEFAULT_URL,
@@ -40,6 +44,7 @@ from .console import (
     write_json,
 )
 from .live_client import connection_advice, error_of, http_client, json_object
+from .top_view import age_s, age_text, printable, untracked_text
 
 _TIMEOUT_S = 20.0
 _IMPORT_TIMEOUT_S = 120.0
@@ -119,7 +124,6 @@ def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
     """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
 
     ``import_engine``: also import the engine's model library, which takes seconds."""
-    from sojourn_server.launch.launch_environment import installed_versions, read_memory
 
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     versions = installed_versions("sojourn", *_COMPANIONS)
@@ -203,8 +207,6 @@ def _is_checkout() -> bool:
 
 
 def _model_checks() -> Iterator[Check]:
-    from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, model_directory
-    from sojourn_server.models.gguf_source import find_gguf
 
     for name in LOCAL_MODELS:
         if is_cached(name):
@@ -311,8 +313,6 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
 
 def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     """Yield one check: whether agents' programs arrive. Yields nothing for a server without live frames."""
-    from ..metrics.live_frame import LiveFrame
-    from .top_view import age_s, age_text, printable, untracked_text
 
     answer = _ask(client, "GET", STREAM_PATH)
     if answer.status_code == 404:
@@ -363,7 +363,6 @@ def _size(tier: dict[str, Any]) -> str:
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
-    from ..metrics.live_frame import PROBE_ID
 
     name = "cached tokens"
     body = {"model": model, "prompt": "Hello", "max_tokens": 1}

@@ -18,13 +18,20 @@ import typer
 from sojourn.config import local_url
 from sojourn.errors import InputError, install_command
 
+from ..gateway.http.replica_addresses import parse_engine_url
+from ..gateway.ray.ray_config import RayConfig, RayConfigError, read_config, read_key, set_ray_environment
+from ..policies import cluster_preset
+from ..policies.cluster_preset import ClusterPreset, with_waiting_order
+from ..policies.preset import preset_names
+from ..policies.preset_store import PresetError
+from ..routing.routing_events import PairRole
+from ..routing.routing_from_preset import PrefillDecodeRules
+from ..routing.routing_limits import RoutingLimits
 from .console import CliError, check_free_port, is_given, print_line, print_note
 
 if TYPE_CHECKING:
     from sojourn_server.gateway.http.peers import Peers
     from sojourn_server.gateway.http.tenant_keys import TenantKeys
-    from sojourn_server.gateway.ray.ray_config import RayConfig
-    from sojourn_server.policies.cluster_preset import ClusterPreset
 
 _ENGINES = "sojourn gateway --engines http://HOST:PORT,http://HOST:PORT"
 _PAIRS = "sojourn gateway --prefill http://HOST:PORT --decode http://HOST:PORT,http://HOST:PORT"
@@ -151,8 +158,6 @@ def gateway(
             raise CliError(f"--{name.replace('_', '-')} is empty", "leave it out, or give a value")
     preset = None if in_pairs else _preset(policy, policy_file, allow_policy_modules)
     if preset is not None and waiting_order is not None:
-        from sojourn_server.policies.cluster_preset import with_waiting_order
-
         preset = with_waiting_order(preset, waiting_order)
     if tenants is not None and api_key is not None and not is_given(context, "api_key"):
         # The environment variable may be set for the SDK, which sends the key.
@@ -169,9 +174,6 @@ def gateway(
 
     from sojourn_server.gateway.http.gateway_app import GatewayOptions, build_gateway
     from sojourn_server.gateway.http.gateway_server import GatewayServer, uvicorn_settings
-    from sojourn_server.routing.routing_events import PairRole
-    from sojourn_server.routing.routing_from_preset import PrefillDecodeRules
-    from sojourn_server.routing.routing_limits import RoutingLimits
 
     limits = RoutingLimits(most_waiting=max_waiting, wait_s=wait_s, silent_program_s=silent_program_s)
     max_bytes = max_body_mib << 20
@@ -251,7 +253,6 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
 
 def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
     """Return the addresses in ``texts``. A text has one address, or several separated by commas."""
-    from sojourn_server.gateway.http.replica_addresses import parse_engine_url
 
     try:
         return [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
@@ -274,7 +275,6 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
     # Do not look for ray.serve, because that would import Ray, which reads the environment on import.
     if find_spec("ray") is None:
         raise CliError("not installed: ray", install_command("gateway,ray"))
-    from sojourn_server.gateway.ray.ray_config import read_config, set_ray_environment
 
     config = read_config(path)
     if config.in_pairs:
@@ -299,7 +299,6 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
 
 def _check_local_cluster(config: RayConfig, path: Path) -> None:
     """Raise ``CliError`` for settings that a cluster on this machine would reject after Ray has started."""
-    from sojourn_server.gateway.ray.ray_config import RayConfigError, read_key
 
     try:
         api, _, admin = (
@@ -314,9 +313,6 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
 
 
 def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:
-    from sojourn_server.policies import cluster_preset
-    from sojourn_server.policies.preset import preset_names
-    from sojourn_server.policies.preset_store import PresetError
 
     try:
         if policy_file is None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from ..simulator.parity_replay import replay_recording
 from .console import CliError, console, json_option, write_json
 
 
@@ -17,7 +18,6 @@ def parity(
     json: str | None = json_option("the report"),
 ) -> None:
     """Replay a recording of a live engine; every decision must be the same."""
-    from sojourn_server.simulator.parity_replay import replay_recording
 
     report = replay_recording(recording, allow_unfinished=allow_unfinished)
     console.print(report)

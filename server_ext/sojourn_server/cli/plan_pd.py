@@ -6,19 +6,19 @@ Also shows the speed-up if decode nodes read KV from storage too, so that storag
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 
+from ..policies.prefill_decode.prefill_decode_ratio import (
+    LinkRatioBound,
+    NodeLinks,
+    PdRatioRange,
+    link_utilisation,
+    pd_ratio_range,
+)
 from .console import CliError, console, json_option, write_json
-
-if TYPE_CHECKING:
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import (
-        LinkRatioBound,
-        NodeLinks,
-        PdRatioRange,
-    )
 
 _GBIT = 1e9 / 8
 
@@ -54,7 +54,6 @@ def plan_pd(
     json: str | None = json_option("the plan"),
 ) -> None:
     """Ratios of prefill to decode nodes for which no link but storage is the bottleneck."""
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import NodeLinks, pd_ratio_range
 
     links = NodeLinks(
         devices=devices,
@@ -90,7 +89,6 @@ def _division(
     """Return one division of the nodes. ``read_per_s``: turns per second that one storage NIC reads;
     ``computed_per_s``: turns per second that one prefill node computes. Load is even, nothing waits, and
     decoding is no bottleneck."""
-    from sojourn_server.policies.prefill_decode.prefill_decode_ratio import link_utilisation
 
     loads = link_utilisation(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])

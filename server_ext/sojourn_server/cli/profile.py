@@ -6,11 +6,21 @@ import asyncio
 import dataclasses
 import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import typer
+from rich.table import Table
 
+from ..launch.launch_environment import installed_versions
+from ..policies.costs.engine_profile import EngineProfile
+from ..profiling.cost_fitting import fit_prefill_curve, fit_step_costs
+from ..profiling.machine_speed import CopyBandwidth, describe_hardware, measure_bandwidth
+from ..profiling.offload_break_even import offload_break_even
+from ..profiling.prefill_measurement import MeasurementRun, measure_prefill, read_limits
+from ..profiling.step_measurement import StepMeasurement
+from ..replay.completions_client import CompletionsClient, RequestError
+from ..replay.replay_driver import DEFAULT_BLOCK_SIZE
 from .console import (
     CliError,
     ProgressLines,
@@ -24,10 +34,6 @@ from .console import (
     write_file,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from sojourn_server.policies.costs.engine_profile import EngineProfile
-    from sojourn_server.replay.completions_client import CompletionsClient
 
 _NEXT_STEPS = {
     "vocabulary": "use smaller token ids: --vocabulary N, with N at most the model's vocabulary size",
@@ -68,8 +74,6 @@ def profile(
     json: str | None = json_option("the profile"),
 ) -> None:
     """Measure prefill, decode and copies of a live, idle server."""
-    from sojourn_server.profiling.offload_break_even import offload_break_even
-    from sojourn_server.replay.completions_client import CompletionsClient, RequestError
 
     given = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     on_sample = ProgressLines(at_once=True).show
@@ -111,13 +115,6 @@ async def _measure(
     sampling: dict[str, Any],
 ) -> tuple[EngineProfile, list[str]]:
     """Return the measured profile, and notes for the user. ``sampling``: arguments of ``MeasurementRun``."""
-    from sojourn_server.launch.launch_environment import installed_versions
-    from sojourn_server.policies.costs.engine_profile import EngineProfile
-    from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
-    from sojourn_server.profiling.machine_speed import CopyBandwidth, describe_hardware, measure_bandwidth
-    from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill, read_limits
-    from sojourn_server.profiling.step_measurement import StepMeasurement
-    from sojourn_server.replay.replay_driver import DEFAULT_BLOCK_SIZE
 
     async with client:
         served = await client.discover(model)
@@ -171,7 +168,6 @@ async def _measure(
 
 
 def _show(result: EngineProfile) -> None:
-    from rich.table import Table
 
     table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
     for name in ("tokens", "measured, s", "fitted, s", "tokens / s"):

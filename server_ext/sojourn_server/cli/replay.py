@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from ..launch.redaction import without_userinfo
+from ..replay.completions_client import CompletionsClient
+from ..replay.replay_driver import Replay, ReplayOptions, first_programs, reporting
+from ..replay.replay_report import ReplayTally
+from ..simulator.workloads.arrival_processes import load_programs
+from ..traces.trace_schema import TraceProgram
 from .console import (
     PASS_KEY,
     CliError,
@@ -20,11 +26,6 @@ from .console import (
     url_option,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from sojourn_server.replay.replay_driver import ReplayOptions
-    from sojourn_server.replay.replay_report import ReplayTally
-    from sojourn_server.traces.trace_schema import TraceProgram
 
 _TOO_LONG = "cut programs with --max-context N, shrink them with --token-scale, or serve a longer context"
 _NEXT_STEPS = {
@@ -74,8 +75,6 @@ def replay(
     json: str | None = json_option("the result"),
 ) -> None:
     """Replay a trace of agent runs against any OpenAI-compatible server."""
-    from sojourn_server.replay.replay_driver import ReplayOptions, first_programs
-    from sojourn_server.simulator.workloads.arrival_processes import load_programs
 
     if dialect not in ("auto", "sojourn", "vllm"):
         raise CliError(f"--dialect {dialect} is unknown", "use auto, sojourn or vllm")
@@ -117,9 +116,6 @@ async def _run(
     dialect: str,
     api_key: str | None,
 ) -> tuple[ReplayTally, dict[str, Any]]:
-    from sojourn_server.launch.redaction import without_userinfo
-    from sojourn_server.replay.completions_client import CompletionsClient
-    from sojourn_server.replay.replay_driver import Replay, reporting
 
     async with CompletionsClient(url, api_key=api_key) as client:
         served = await client.discover(model)

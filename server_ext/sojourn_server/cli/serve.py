@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 import typer
 
@@ -23,11 +23,15 @@ from ..launch.engine_flags import EngineFlags, InvalidOption, engine_workers, fl
 from ..launch.kv_options import KvOffloadOptions, PrefillDecodeOptions, check_machine
 from ..launch.launch_environment import detect_launch_environment
 from ..launch.model_config import check_layers, connector_refusal, only_vllm_refusal, read_model_config
+from ..launch.weights_fingerprint import known_weights
+from ..models import CHAT_TEMPLATE, LOCAL_MODELS, ModelError, is_cached, model_directory, resolve_model
+from ..policies.preset import Preset, load_preset, preset_names, read_preset
 from ..policies.preset_store import DEFAULT_PRESET
+from ..policies.retention_policies import RetentionPolicy
+from ..policies.toml_document import did_you_mean
+from ..vllm import compat
+from ..vllm.plugin_settings import PluginSettings, check_scheduling, missing_tiers
 from .console import CliError, check_free_port, print_line, print_note
-
-if TYPE_CHECKING:
-    from ..policies.preset import Preset
 
 _OPTION_CLASSES = (serve_command.ServeOptions, KvOffloadOptions, PrefillDecodeOptions)
 _POLICY_OPTIONS = ("policy", "policy_file", "allow_policy_modules")
@@ -62,10 +66,6 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged."""
-    from sojourn_server.launch.weights_fingerprint import known_weights
-    from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, model_directory
-    from sojourn_server.policies.toml_document import did_you_mean
-    from sojourn_server.vllm.compat import installed_vllm
 
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
@@ -125,7 +125,7 @@ def serve(
             sys.stdout.write(command.as_shell() + "\n")
             is_printed = True
         if tiers.any or pair.any:
-            facts = installed_vllm(), known_weights(model_path), engine_workers(command.flags)
+            facts = compat.installed_vllm(), known_weights(model_path), engine_workers(command.flags)
             print_note(*check_machine(tiers, pair, *facts))
         if dry_run:
             return
@@ -182,10 +182,9 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
 def _check_names(engine_args: Sequence[str], own_flags: Sequence[str]) -> None:
     """Raise ``CliError`` for a flag that neither sojourn nor vLLM has, if it is similar to one that exists.
     vLLM would refuse it only after its imports. Its flags are read from its source, without an import."""
-    from sojourn_server.vllm.compat import package_directory
 
     known, cutoff = set(own_flags), 0.9
-    if (vllm := package_directory()) is not None:
+    if (vllm := compat.package_directory()) is not None:
         cutoff = 0.8  # otherwise 0.9, since --moe-backend of vLLM is near to --tier-backend
         # Fields of dataclasses, and flags by their names. The place of cli_args.py depends on the release.
         for file in (vllm / "engine/arg_utils.py", *(vllm / "entrypoints").glob("**/cli_args.py")):
@@ -207,8 +206,6 @@ def _check_names(engine_args: Sequence[str], own_flags: Sequence[str]) -> None:
 
 def _preset(policy: str, file: str | None, allowed_modules: str | None) -> Preset | None:
     """Return the policy's preset; ``None`` for stock."""
-    from sojourn_server.policies.preset import load_preset, preset_names, read_preset
-    from sojourn_server.policies.toml_document import did_you_mean
 
     known = (serve_command.STOCK_POLICY, *preset_names())
     if file is None and policy not in known:
@@ -234,9 +231,8 @@ def missing_vllm() -> CliError:
 
 
 def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
-    from sojourn_server.vllm.compat import UnsupportedEngine, check_vllm_version, installed_vllm
 
-    version = installed_vllm()
+    version = compat.installed_vllm()
     if version is None and not dry_run:
         raise missing_vllm()
     if version is None:
@@ -245,8 +241,8 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
     if policy == serve_command.STOCK_POLICY and role is None:
         return  # plain vLLM works with any release
     try:
-        check_vllm_version(version)
-    except UnsupportedEngine as error:
+        compat.check_vllm_version(version)
+    except compat.UnsupportedEngine as error:
         message, _, next_step = str(error).partition(". ")
         raise CliError(message, next_step) from None
 
@@ -254,8 +250,6 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
 def _check_settings(preset: Preset | None, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-    from sojourn_server.policies.retention_policies import RetentionPolicy
-    from sojourn_server.vllm.plugin_settings import PluginSettings, check_scheduling, missing_tiers
 
     if preset is None:
         return []
@@ -280,7 +274,6 @@ def _check_settings(preset: Preset | None, flags: EngineFlags, role: str | None)
 
 def make_model(name: str) -> str:
     """Return the directory of a model, which is made on first use. Raises ``CliError`` if that fails."""
-    from sojourn_server.models import LOCAL_MODELS, ModelError, is_cached, resolve_model
 
     if name in LOCAL_MODELS and not is_cached(name):
         print_line(f"making the model {name}, once")

@@ -6,13 +6,26 @@ import math
 import signal
 import sys
 from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from sojourn.errors import install_command
 
+from ..simulator.latency.latency_selection import is_engine_profile
+from ..simulator.parameter_sweep import ParameterSweep, read_sweep
+from ..simulator.report.plot import write_plot
+from ..simulator.report.results_file import SUFFIXES, Provenance, document, load_runs, made_with, save_runs
+from ..simulator.report.results_table import load_label, render
+from ..simulator.report.run_metrics import summarize_run
+from ..simulator.report.turn_phases import ledger
+from ..simulator.simulation_run import RunSpec, validate_specs
+from ..simulator.simulation_suite import SuiteResult, run_suite
+from ..simulator.workloads.arrival_processes import load_programs
+from ..simulator.workloads.synthetic_workloads import synthetic_names
 from .console import (
     CliError,
     ProgressLines,
@@ -24,12 +37,7 @@ from .console import (
     print_note,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from sojourn_server.simulator.parameter_sweep import ParameterSweep
-    from sojourn_server.simulator.report.results_file import Provenance
-    from sojourn_server.simulator.simulation_run import RunSpec
-    from sojourn_server.simulator.simulation_suite import SuiteResult
+from .explain import turn_table
 
 DEFAULT_POLICIES = "stock, lru-offload, admit, continuum, sojourn"
 CLUSTER_POLICIES = "prefix-affinity,thunderagent,saga,mori"
@@ -50,7 +58,6 @@ _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 
 
 def _workload_help() -> str:
-    from sojourn_server.simulator.workloads.synthetic_workloads import synthetic_names
 
     return f"A .jsonl or .jsonl.gz trace, or synthetic:NAME with NAME one of {', '.join(synthetic_names())}"
 
@@ -120,8 +127,6 @@ def simulate(
     explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
     """Compare policies on a trace in virtual time, with vLLM's own scheduler."""
-    from sojourn_server.simulator.latency.latency_selection import is_engine_profile
-    from sojourn_server.simulator.report.results_file import made_with
 
     _check_outputs(plot, save)
     swept: ParameterSweep | None = None
@@ -188,7 +193,6 @@ def _until_s(hours: float | None, spec: RunSpec) -> float | None:
 
 
 def _specs(policies: str, programs: str, rate: str | None, settings: dict[str, Any]) -> list[RunSpec]:
-    from sojourn_server.simulator.simulation_run import RunSpec
 
     names = dict.fromkeys(name.strip() for name in policies.split(",") if name.strip())
     if not names:
@@ -219,7 +223,6 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
-    from sojourn_server.simulator.parameter_sweep import read_sweep
 
     sweep = read_sweep(text)
     option = "rate" if sweep.field == "rate_per_s" else sweep.field
@@ -235,7 +238,6 @@ def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
 def _check_program(name: str, spec: RunSpec) -> None:
     """Raise ``CliError`` if the workload has no program ``name``. A closed loop repeats programs as
     ``ID@N``."""
-    from sojourn_server.simulator.workloads.arrival_processes import load_programs
 
     known = [program.program_id for program in load_programs(spec.workload, spec.seed)]
     if name not in known and name.rpartition("@")[0] not in known:
@@ -259,14 +261,10 @@ def _check_warm_up(warm_up_s: float, shortest_s: float) -> None:
 
 
 def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -> SuiteResult:
-    from concurrent.futures.process import BrokenProcessPool
-    from importlib.util import find_spec
 
     if find_spec("vllm") is None:
         missing = "simulate runs vLLM's own scheduler, and vLLM is not installed here"
         raise CliError(missing, install_command("cpu"))
-    from sojourn_server.simulator.simulation_run import validate_specs
-    from sojourn_server.simulator.simulation_suite import run_suite
 
     _check_warm_up(warm_up_s, min((spec.until_s for spec in specs if spec.until_s is not None), default=0.0))
     print_note(*validate_specs(specs))
@@ -299,7 +297,6 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
 
 def _announcement(specs: Sequence[RunSpec]) -> str:
     """The line before the first run: how many runs, their loads, and how long each lasts."""
-    from sojourn_server.simulator.report.results_table import load_label
 
     runs = len(set(specs))
     loads = " | ".join(dict.fromkeys(load_label(spec) for spec in specs))
@@ -312,9 +309,6 @@ def _announcement(specs: Sequence[RunSpec]) -> str:
 
 
 def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
-    from sojourn_server.simulator.report.results_file import load_runs
-    from sojourn_server.simulator.report.run_metrics import summarize_run
-    from sojourn_server.simulator.simulation_suite import SuiteResult
 
     saved = load_runs(path)
     _check_warm_up(warm_up_s, min(log.virtual_s for log in saved.runs))
@@ -324,9 +318,6 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
 
 def _check_outputs(plot: Path | None, save: Path | None) -> None:
     """Raise ``CliError`` for a name that cannot be written, before minutes of simulation."""
-    from importlib.util import find_spec
-
-    from sojourn_server.simulator.report.results_file import SUFFIXES
 
     if save is not None and not save.name.endswith(SUFFIXES):
         raise CliError(
@@ -344,9 +335,6 @@ def _show(
 ) -> None:  # fmt: skip
     """Print the table, write the files, and explain a program. Raises ``CliError`` if a file cannot be
     written or a policy failed during a run."""
-    from sojourn_server.simulator.report.plot import write_plot
-    from sojourn_server.simulator.report.results_file import document, save_runs
-    from sojourn_server.simulator.report.results_table import render
 
     console.print(render(result.rows, swept))
     if save is not None:  # first, since the other files can be made from it
@@ -372,9 +360,6 @@ def _show(
 def _explain(result: SuiteResult, name: str) -> None:
     """Explain the program ``name`` in each run. A name of the trace means the first program that repeats
     it."""
-    from sojourn_server.simulator.report.turn_phases import ledger
-
-    from .explain import turn_table
 
     known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))
     if not any(name in (p.program_id, p.trace_id) for log in result.logs for p in log.programs):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import shutil
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
+from ..metrics.live_frame import LiveFrame
 from .console import CliError, api_key_option, json_option, print_line, url_option, write_json
+from .explain import explanation_view, turn_table
 from .live_client import AnswerError, LiveClient
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from ..metrics.live_frame import LiveFrame
+from .top_view import MIN_WIDTH, SORTABLE, as_text, page, sorted_programs
 
 _PIPED_WIDTH = 120
 """Width where stdout is no terminal. It leaves room for the programs' names."""
@@ -33,7 +33,6 @@ def top(
     ),
 ) -> None:
     """Show the programs and the KV memory of a running server, live."""
-    from .top_view import SORTABLE
 
     if sort not in SORTABLE:
         raise CliError(f"--sort {sort} is unknown", f"use one of {', '.join(SORTABLE)}")
@@ -62,7 +61,6 @@ def top(
 def frame_document(frame: LiveFrame) -> dict[str, Any]:
     """Return the frame as JSON data with named fields. The ``state``, ``for_s``, ``lease_left_s`` and
     ``kv_bytes`` of a program are those that the view displays."""
-    from .top_view import sorted_programs
 
     programs = []
     for view in sorted_programs(frame):
@@ -76,10 +74,6 @@ def frame_document(frame: LiveFrame) -> dict[str, Any]:
 def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
     """Return a view of a program: the output of ``sojourn explain`` for its newest turn, and a table of its
     latest turns."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from .explain import explanation_view, turn_table
 
     program = client.find_program(program_id)
     if program is None:
@@ -94,9 +88,6 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
 
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:
-    from rich.console import Console
-
-    from .top_view import MIN_WIDTH, as_text, page
 
     width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
     out = Console(width=width, highlight=False)

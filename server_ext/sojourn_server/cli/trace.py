@@ -6,16 +6,19 @@ import shlex
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from ..policies.toml_document import did_you_mean
+from ..simulator.report.results_file import load_runs
+from ..simulator.report.turn_phases import add_run
+from ..traces.imports import IMPORT_FORMATS
+from ..traces.perfetto_trace import PerfettoTrace, add_ledger_program, write_perfetto
+from ..traces.trace_file import write_trace
+from ..traces.trace_schema import TraceError
 from .console import CliError, api_key_option, output_file, print_line, print_note, url_option
 from .live_client import LiveClient
-
-if TYPE_CHECKING:
-    from sojourn_server.traces.perfetto_trace import PerfettoTrace
 
 _MAX_PROGRAMS = 1000
 _DECISIONS_AT_ONCE = 5000
@@ -41,9 +44,6 @@ def import_(
     ),
 ) -> None:
     """Make a trace from session files of coding agents, spans, or ledgers."""
-    from sojourn_server.traces.imports import IMPORT_FORMATS
-    from sojourn_server.traces.trace_file import write_trace
-    from sojourn_server.traces.trace_schema import TraceError
 
     read = IMPORT_FORMATS.get(source)
     if read is None:
@@ -80,7 +80,6 @@ def export(
     ),
 ) -> None:
     """Write a run of an engine or of the simulator for ui.perfetto.dev."""
-    from sojourn_server.traces.perfetto_trace import PerfettoTrace, write_perfetto
 
     if not perfetto.name.endswith((".json", ".json.gz")):
         wrong = f"--perfetto {perfetto}: expected a name ending in .json or .json.gz"
@@ -100,8 +99,6 @@ def export(
 
 
 def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
-    from sojourn_server.simulator.report.results_file import load_runs
-    from sojourn_server.simulator.report.turn_phases import add_run
 
     for path in paths:
         for log in load_runs(path).runs:
@@ -110,7 +107,6 @@ def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
 
 
 def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict[str, Any]:
-    from sojourn_server.traces.perfetto_trace import add_ledger_program
 
     listed = client.programs(_MAX_PROGRAMS)
     programs = []
