@@ -3,7 +3,7 @@
 A turn is submitted. The router's own ``PairScheduler`` gives it a pair of devices and a read side. Once its
 nodes have memory, its reads queue at the storage NICs. After the reads, the prefill device computes the rest
 of the prompt in one or more steps. The KV moves to the decode device, which decodes the output. Then the
-agent's next turn follows.
+agent's next turn follows. ``PdSimulation._live`` is this life of an agent.
 
 - Storage NICs are FIFOs of whole requests. The DRAM buffer of a prefill node limits how much KV its NIC reads
   ahead. The router admits requests to a decode device up to its memory plus its share of the node's DRAM
@@ -25,10 +25,11 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from statistics import fmean
+from typing import Any
 
 import msgspec
 from pd_cluster import PdCluster, PdModel, Trajectory, load_trajectories, sample_agents
@@ -141,26 +142,22 @@ output, so that no output is cut."""
 # -- devices -------------------------------------------------------------------------------------
 
 
-class AgentState:
-    """State of one agent and its current turn. Until the current turn sets a field, the field is missing or
-    has the previous turn's value. Times are virtual seconds."""
+class Agent:
+    """One agent, and its current turn. Until the current turn sets a field, the field is missing or has the
+    previous turn's value. Times are virtual seconds."""
 
+    life: Iterator[float | None]
+    """What the agent does, as a coroutine of the simulation."""
     request: PdRequest
+    pair: EnginePair
     output_tokens: int
     cached: int  # prompt tokens that have KV now
     todo: int  # prompt tokens that are not computed yet
-    worker: int  # index of the prefill device
-    decode: int  # index of the decode device
-    decode_reads: bool  # whether the decode device's node reads the stored blocks
-    submitted_s: float
-    first_token_s: float
     second_token_s: float
     decoded_from_s: float
 
-    def __init__(self, agent: int, trajectory: Trajectory) -> None:
-        self.agent = agent
-        self.trajectory = trajectory
-        self.turn = 0
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 class StorageNic:
@@ -193,10 +190,10 @@ class FcfsMemoryPool:
 
     def __init__(self, size: float) -> None:
         self.size = self.free = size
-        self.queue: deque[tuple[float, AgentState]] = deque()
+        self.queue: deque[tuple[float, Agent]] = deque()
         self.waiting = 0.0
 
-    def take(self, amount: float, item: AgentState) -> bool:
+    def take(self, amount: float, item: Agent) -> bool:
         """Whether ``amount`` was allocated. If not, a later ``release_memory`` allocates it and yields
         ``item``."""
         if not self.queue and (amount <= self.free or self.free == self.size):
@@ -206,7 +203,7 @@ class FcfsMemoryPool:
         self.waiting += amount
         return False
 
-    def release_memory(self, amount: float) -> Iterator[AgentState]:
+    def release_memory(self, amount: float) -> Iterator[Agent]:
         """Free ``amount``. Yields the waiting items that fit now, in order."""
         self.free += amount
         queue = self.queue
@@ -222,7 +219,7 @@ class PrefillDevice:
 
     def __init__(self, node: int) -> None:
         self.node = node
-        self.states: deque[AgentState] = deque()
+        self.states: deque[Agent] = deque()
 
 
 class PrefillGroup:
@@ -275,7 +272,7 @@ class PrefillGroup:
                 ended = [
                     state for state, chunk in zip(device.states, chunks, strict=False) if chunk == state.todo
                 ]
-                own = sum(state.request.hit_blocks for state in ended if not state.decode_reads)
+                own = sum(state.request.hit_blocks for state in ended if not state.pair.decode_reads)
                 blocks = max(2 * own, sum(state.request.hit_blocks for state in ended))
                 copy = max(
                     copy, blocks * FULL_BLOCK_TOKENS * self.token_copy_s + device_tokens * self.token_copy_s
@@ -288,9 +285,9 @@ class PrefillGroup:
         self.busy_s += step_s
         return step_s
 
-    def end(self) -> list[AgentState]:
+    def end(self) -> list[Agent]:
         """End the step. Returns the requests whose prompts are complete."""
-        done: list[AgentState] = []
+        done: list[Agent] = []
         for device, chunks in self.planned:
             for chunk in chunks:
                 state = device.states[0]
@@ -320,16 +317,16 @@ class DecodeDevice:
         self.progress = 0.0  # number of steps so far, up to ``since_s``; a fraction while a step runs
         self.since_s = 0.0
         self.step_s = model.decode_step_s
-        self.ends: list[tuple[float, int, AgentState]] = []
+        self.ends: list[tuple[float, int, Agent]] = []
         """Heap of current requests: (``progress`` at which the request ends, agent, its state)."""
-        self.queue: deque[AgentState] = deque()
+        self.queue: deque[Agent] = deque()
         self.due_s = math.inf  # time of the next event of the device
 
-    def fits(self, state: AgentState) -> bool:
+    def fits(self, state: Agent) -> bool:
         """Whether a request fits; an empty device accepts any request."""
         return state.request.kv_tokens <= self.free_kv_tokens or not self.requests
 
-    def enter(self, state: AgentState, token_copy_s: float, now: float) -> None:
+    def enter(self, state: Agent, token_copy_s: float, now: float) -> None:
         """Add a request whose prompt is computed. Its decoding starts when its KV is copied."""
         load_s = state.request.tokens * token_copy_s
         self._move_to(now)
@@ -337,12 +334,12 @@ class DecodeDevice:
         state.decoded_from_s = now + load_s
         state.second_token_s = now + load_s + self.step_s
         steps = load_s / self.step_s + state.output_tokens - 1
-        heappush(self.ends, (self.progress + steps, state.agent, state))
+        heappush(self.ends, (self.progress + steps, state.number, state))
 
-    def pop_finished(self, now: float) -> list[AgentState]:
+    def pop_finished(self, now: float) -> list[Agent]:
         """Remove and return the requests whose last token is decoded by ``now``, and free their memory."""
         self._move_to(now)
-        done: list[AgentState] = []
+        done: list[Agent] = []
         limit = self.progress + 1e-6  # tolerance for rounding errors, in steps
         while self.ends and self.ends[0][0] <= limit:
             done.append(heappop(self.ends)[2])
@@ -357,7 +354,7 @@ class DecodeDevice:
         self.progress += (now - self.since_s) / self.step_s
         self.since_s = now
 
-    def _count(self, state: AgentState, sign: int) -> None:
+    def _count(self, state: Agent, sign: int) -> None:
         model = self.model
         self.free_kv_tokens -= sign * state.request.kv_tokens
         self.tokens += sign * (state.request.tokens + state.output_tokens / 2)
@@ -382,15 +379,18 @@ class PdSimulation:
         agent that fits no decode device."""
         self.cluster = cluster
         self.system = system
-        self._states = [AgentState(agent, trajectory) for agent, trajectory in enumerate(agents)]
+        self._agents = [Agent(number) for number in range(len(agents))]
         self._queue = EventQueue()
+        self._changed = False
+        """Whether the pair scheduler may find devices for waiting turns, since it was asked."""
         self.turns = 0
         self.latencies: list[tuple[float, float, float]] = []
         """(TTFT, TTST, TPOT) in seconds of each recorded turn with more than one output token."""
         self._latencies_from_s = latencies_from_s
         times_s = arrivals_s or [0.0] * len(agents)
         for agent in sorted(range(len(agents)), key=times_s.__getitem__):
-            self._queue.schedule_at(times_s[agent], self._arrive, self._states[agent])
+            self._agents[agent].life = self._live(self._agents[agent], agents[agent])
+            self._at(times_s[agent], self._go_on, self._agents[agent])
         machine, model = cluster.machine, cluster.model
         block_bytes = FULL_BLOCK_TOKENS * model.kv_bytes_per_token
         blocks_per_s = machine.storage_nic_bytes_per_s / block_bytes
@@ -455,8 +455,9 @@ class PdSimulation:
         compute. If false, copies overlap with the compute."""
         on_device = machine.kv_tokens(model, model.prefill_weight_bytes)
         self._on_device = [FcfsMemoryPool(on_device) for _ in devices]
-        self._copying_in_s = [0.0] * len(devices)
-        self._copying_out_s = [0.0] * len(devices)
+        self._copied_in_s = [0.0] * len(devices)
+        self._copied_out_s = [0.0] * len(devices)
+        """Prefill device → end of its last copy."""
 
     def run(self, until_s: float = math.inf) -> None:
         """Run until all agents have ended, or until ``until_s``. Pauses garbage collection, which would take
@@ -472,159 +473,128 @@ class PdSimulation:
         """Virtual time of the latest event."""
         return self._queue.now_s
 
-    def _arrive(self, state: AgentState) -> None:
-        self._submit(state)
-        self._dispatch()
+    def _at(self, at_s: float, call: Callable[[Any], None], item: Any) -> None:
+        """Schedule ``call(item)``, and after it the start of the turns that it lets the pair scheduler
+        place."""
+        self._queue.schedule_at(at_s, self._run_event, call, item)
 
-    def _submit(self, state: AgentState) -> None:
-        hit_blocks, prompt_tokens, output_tokens, _ = state.trajectory[state.turn]
+    def _run_event(self, call: Callable[[Any], None], item: Any) -> None:
+        call(item)
+        if self._changed:
+            self._changed = False
+            for pair in self.pairs.dispatch(self.now):
+                agent = self._agents[pair.request.request_id]  # type: ignore[index]
+                agent.pair = pair
+                self._go_on(agent)
+
+    def _go_on(self, agent: Agent) -> None:
+        """Let an agent go on until it waits."""
+        at_s = next(agent.life, None)
+        if at_s is not None:
+            self._at(at_s, self._go_on, agent)
+
+    def _live(self, agent: Agent, trajectory: Trajectory) -> Iterator[float | None]:
+        """The turns of an agent, one after another. Yields when the agent waits: the time at which it goes
+        on, or ``None`` if what it waits for calls ``_go_on``."""
+        gap_s = 0.0
+        for hit_blocks, prompt_tokens, output_tokens, next_gap_s in trajectory:
+            if gap_s:
+                yield self.now + gap_s
+            gap_s = next_gap_s
+            submitted_s = self.now
+            self._submit(agent, hit_blocks, prompt_tokens, output_tokens)
+            yield None  # until the pair scheduler finds devices
+            request, worker, decode, decode_reads = agent.pair
+            device, blocks = self.prefill_devices[worker], request.hit_blocks
+            # Without layerwise prefill, a request's whole KV occupies the device from before its read.
+            if self._copies_first and not self._on_device[worker].take(request.tokens, agent):
+                yield None
+            if blocks and decode_reads:
+                yield self.nics[self.decode_devices[decode].node].read(blocks, self.now)
+            elif blocks:
+                nic, buffer = self.nics[device.node], self._buffers[device.node]
+                if not buffer.take(blocks, agent):
+                    yield None
+                yield nic.read(blocks, self.now)
+                if buffer.waiting:  # the scheduler does not know of reads that wait for memory
+                    queue_s = max(0.0, nic.busy_until_s - self.now) + buffer.waiting / nic.rate_blocks_per_s
+                    self.pairs.report(device.node, queue_s, self.now)
+            # All cached KV is in DRAM. With layerwise prefill, copies overlap with the compute.
+            if self._copies_first and agent.cached:
+                yield self._copy(self._copied_in_s, worker, agent.cached)
+            device.states.append(agent)
+            if not self._group_of[worker].busy:
+                self._begin(self._group_of[worker])
+            yield None  # until a step has computed the end of the prompt
+            first_token_s = self.now
+            self.pairs.prefilled(agent.number)
+            self._changed = True
+            if blocks and not decode_reads:
+                for other in buffer.release_memory(blocks):
+                    self._go_on(other)
+            if self._copies_first:
+                yield self._copy(self._copied_out_s, worker, request.tokens)
+                for other in self._on_device[worker].release_memory(request.tokens):
+                    self._go_on(other)
+            if output_tokens > 1:
+                self.decode_devices[decode].queue.append(agent)
+                self._fill(self.decode_devices[decode])
+                yield None  # until the last token is decoded
+            self.pairs.end(agent.number)
+            self._changed = True
+            self.turns += 1
+            if output_tokens > 1 and submitted_s >= self._latencies_from_s:
+                per_token_s = (self.now - agent.decoded_from_s) / (output_tokens - 1)
+                second_s = agent.second_token_s - first_token_s
+                self.latencies.append((first_token_s - submitted_s, second_s, per_token_s))
+
+    def _submit(self, agent: Agent, hit_blocks: int, prompt_tokens: int, output_tokens: int) -> None:
         most_tokens = min(prompt_tokens + self._declared_tokens, self._max_context_tokens)
         if most_tokens > self._largest_tokens:
             raise ValueError(
                 f"a turn needs KV for {most_tokens:,} tokens; expected at most {self._largest_tokens:,}"
             )
-        state.request = PdRequest(
-            state.agent, prompt_tokens, 0 if self.system.free_io else hit_blocks, most_tokens
-        )
-        state.output_tokens = output_tokens
-        state.cached = cached = hit_blocks * FULL_BLOCK_TOKENS
-        state.todo = prompt_tokens - cached
-        state.submitted_s = self.now
-        self.pairs.submit(state.request)
+        read_blocks = 0 if self.system.free_io else hit_blocks
+        agent.request = PdRequest(agent.number, prompt_tokens, read_blocks, most_tokens)
+        agent.output_tokens = output_tokens
+        agent.cached = hit_blocks * FULL_BLOCK_TOKENS
+        agent.todo = prompt_tokens - agent.cached
+        self.pairs.submit(agent.request)
+        self._changed = True
 
-    def _dispatch(self) -> None:
-        """Start the turns for which the pair scheduler finds devices now."""
-        states = self._states
-        for request, worker, decode, decode_reads in self.pairs.dispatch(self.now):
-            state = states[request.request_id]  # type: ignore[index]
-            state.worker, state.decode, state.decode_reads = worker, decode, decode_reads
-            # Without layerwise prefill, a request's whole KV occupies the device from before its read.
-            if not self._copies_first or self._on_device[worker].take(request.tokens, state):
-                self._start_read(state)
-
-    def _start_read(self, state: AgentState) -> None:
-        blocks, node = state.request.hit_blocks, self.prefill_devices[state.worker].node
-        if not blocks:
-            self._hit_in_dram(state)
-        elif state.decode_reads:
-            self._read(self.decode_devices[state.decode].node, state)
-        elif self._buffers[node].take(blocks, state):
-            self._read(node, state)
-
-    def _read(self, node: int, state: AgentState) -> None:
-        """Queue the request's read at the storage NIC of ``node``."""
-        end_s = self.nics[node].read(state.request.hit_blocks, self.now)
-        self._queue.schedule_at(end_s, self._read_done, state)
-
-    def _read_done(self, state: AgentState) -> None:
-        self._hit_in_dram(state)
-        node = self.prefill_devices[state.worker].node
-        if not state.decode_reads and (waiting := self._buffers[node].waiting):
-            # The scheduler does not know of reads that wait for memory.
-            nic = self.nics[node]
-            queue_s = max(0.0, nic.busy_until_s - self.now) + waiting / nic.rate_blocks_per_s
-            self.pairs.report(node, queue_s, self.now)
-
-    def _hit_in_dram(self, state: AgentState) -> None:
-        """All cached KV of a request is in DRAM. Copy it to the prefill device; with layerwise prefill the
-        request is ready at once, because copies overlap with compute."""
-        if self._copies_first and state.cached:
-            worker = state.worker
-            begin = max(self.now, self._copying_in_s[worker])
-            self._copying_in_s[worker] = end = begin + state.cached * self._token_copy_s
-            self._queue.schedule_at(end, self._loaded, state)
-        else:
-            self._loaded(state)
-
-    def _loaded(self, state: AgentState) -> None:
-        """Add a request to the ready queue of its prefill device. Begin a step if the group is idle."""
-        device, group = self.prefill_devices[state.worker], self._group_of[state.worker]
-        device.states.append(state)
-        if not group.busy:
-            self._begin(group)
+    def _copy(self, until_s: list[float], worker: int, tokens: int) -> float:
+        """Queue a copy to or from a prefill device behind those that end at ``until_s``. Returns its end."""
+        until_s[worker] = end_s = max(self.now, until_s[worker]) + tokens * self._token_copy_s
+        return end_s
 
     def _begin(self, group: PrefillGroup) -> None:
         """Begin a step of ``group`` if it has work."""
         step_s = group.begin()
         if step_s:
-            self._queue.schedule_at(self.now + step_s, self._prefill_step_done, group)
+            self._at(self.now + step_s, self._prefill_step_done, group)
 
     def _prefill_step_done(self, group: PrefillGroup) -> None:
-        done = group.end()
-        now = self.now
-        for state in done:
-            state.first_token_s = now
-            self.pairs.prefilled(state.agent)
-            if state.request.hit_blocks and not state.decode_reads:
-                node = self.prefill_devices[state.worker].node
-                for other in self._buffers[node].release_memory(state.request.hit_blocks):
-                    self._read(node, other)
-            if self._copies_first:
-                worker = state.worker
-                begin = max(now, self._copying_out_s[worker])
-                self._copying_out_s[worker] = end = begin + state.request.tokens * self._token_copy_s
-                self._queue.schedule_at(end, self._kv_left_prefill, state)
-            else:
-                self._kv_in_decode_dram(state)
+        for agent in group.end():
+            self._go_on(agent)
         self._begin(group)
-        if done:
-            self._dispatch()
 
-    def _kv_left_prefill(self, state: AgentState) -> None:
-        """The KV of a request has left the prefill device. Start the reads of requests that waited for its
-        memory."""
-        for other in self._on_device[state.worker].release_memory(state.request.tokens):
-            self._start_read(other)
-        self._kv_in_decode_dram(state)
-
-    def _kv_in_decode_dram(self, state: AgentState) -> None:
-        """Begin to decode a request whose KV is in the decode node's DRAM, once it fits on the device. A
-        request with one output token ends at once."""
-        device = self.decode_devices[state.decode]
-        if state.output_tokens < 2:
-            self._end([state])
-        elif device.queue or not device.fits(state):
-            device.queue.append(state)
-        else:
-            device.enter(state, self._token_copy_s, self.now)
-            due_s = device.next_s(self.now)
-            if due_s < device.due_s:
-                device.due_s = due_s
-                self._queue.schedule_at(due_s, self._decode_step_done, device)
+    def _fill(self, device: DecodeDevice) -> None:
+        """Begin to decode the waiting requests that fit on the device, whose KV is in its node's DRAM."""
+        while device.queue and device.fits(device.queue[0]):
+            device.enter(device.queue.popleft(), self._token_copy_s, self.now)
+        due_s = device.next_s(self.now)
+        if due_s < device.due_s:
+            device.due_s = due_s
+            self._at(due_s, self._decode_step_done, device)
 
     def _decode_step_done(self, device: DecodeDevice) -> None:
-        now = self.now
-        if now != device.due_s:
+        if self.now != device.due_s:
             return  # stale: an earlier event was scheduled instead of this one
-        done = device.pop_finished(now)
-        while device.queue and device.fits(device.queue[0]):
-            device.enter(device.queue.popleft(), self._token_copy_s, now)
-        device.due_s = due_s = device.next_s(now)
-        if due_s < math.inf:
-            self._queue.schedule_at(due_s, self._decode_step_done, device)
-        if done:
-            self._end(done)
-
-    def _end(self, done: list[AgentState]) -> None:
-        now = self.now
-        for state in done:
-            self.pairs.end(state.agent)
-            self.turns += 1
-            if state.output_tokens > 1 and state.submitted_s >= self._latencies_from_s:
-                first_s = state.first_token_s
-                per_token_s = (now - state.decoded_from_s) / (state.output_tokens - 1)
-                self.latencies.append(
-                    (first_s - state.submitted_s, state.second_token_s - first_s, per_token_s)
-                )
-            gap_s = state.trajectory[state.turn].gap_s
-            state.turn += 1
-            if state.turn == len(state.trajectory):
-                continue
-            if gap_s:
-                self._queue.schedule_at(now + gap_s, self._arrive, state)
-            else:
-                self._submit(state)
-        self._dispatch()
+        done = device.pop_finished(self.now)
+        device.due_s = math.inf
+        self._fill(device)
+        for agent in done:
+            self._go_on(agent)
 
 
 # -- one run and its metrics ---------------------------------------------------------------------
