@@ -1,7 +1,7 @@
 """The ``sojourn`` command, with one file per sub-command. ``main`` imports only the one that runs.
 
-``sojourn --help`` imports them all. So what needs an extra or takes a second (vLLM, Ray, the gateway's server) is
-imported inside functions.
+``sojourn --help`` imports them all. So what needs an extra or takes a second (vLLM, Ray, the gateway's
+server) is imported inside functions.
 
 Without the extra ``server`` only ``sojourn run`` works. Start reading at ``build_app``.
 """

@@ -127,7 +127,6 @@ def output_file(path: Any) -> Any:
 def check_free_port(host: str, port: int, next_step: str) -> None:
     """Raise ``CliError`` with ``next_step`` if the port is taken. The server itself would report the error
     later and without a next step. vLLM would first load the model."""
-
     try:
         free_port(host, port)
     except ServerStartError as error:
@@ -157,7 +156,6 @@ def write_json(document: Any, target: str) -> None:
 
 def write_file(path: Path, text: str, next_step: str = PLACE_STEP) -> None:
     """Write a file atomically. Raises ``CliError`` if it cannot be written."""
-
     try:
         write_atomically({path: text.encode()})
     except OSError as error:

@@ -138,7 +138,6 @@ class _DemoRun:
 
     def prepare(self, programs: int, max_num_seqs: int, resident: float, quick: bool) -> None:
         """Load what all arms need: model, libraries and tasks, and size the KV pool."""
-
         path = make_model(self.model)
         try:
             self.tokenizer = Tokenizer(path)

@@ -124,7 +124,6 @@ def environment_checks(*, import_engine: bool = True) -> Iterator[Check]:
     """Yield the checks of this environment: Python, packages, vLLM, memory, entry points and models.
 
     ``import_engine``: also import the engine's model library, which takes seconds."""
-
     yield Check("python", True, f"{platform.python_version()} at {sys.executable}")
     versions = installed_versions("sojourn", *_COMPANIONS)
     if version := versions.get("sojourn"):
@@ -207,7 +206,6 @@ def _is_checkout() -> bool:
 
 
 def _model_checks() -> Iterator[Check]:
-
     for name in LOCAL_MODELS:
         if is_cached(name):
             yield Check(f"model {name}", True, f"present in {model_directory(name)}")
@@ -313,7 +311,6 @@ def _plugin_checks(client: httpx.Client) -> Iterator[Check]:
 
 def _programs_checks(client: httpx.Client) -> Iterator[Check]:
     """Yield one check: whether agents' programs arrive. Yields nothing for a server without live frames."""
-
     answer = _ask(client, "GET", STREAM_PATH)
     if answer.status_code == 404:
         return
@@ -363,7 +360,6 @@ def _size(tier: dict[str, Any]) -> str:
 
 
 def _cached_tokens_check(client: httpx.Client, model: str) -> Check:
-
     name = "cached tokens"
     body = {"model": model, "prompt": "Hello", "max_tokens": 1}
     # vLLM makes this header part of the request's id.

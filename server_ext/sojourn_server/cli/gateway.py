@@ -253,7 +253,6 @@ def _peers(texts: list[str], own_url: str | None, host: str, port: int) -> Peers
 
 def _addresses(texts: list[str], whose: str, example: str) -> list[str]:
     """Return the addresses in ``texts``. A text has one address, or several separated by commas."""
-
     try:
         return [parse_engine_url(part) for text in texts for part in text.split(",") if part.strip()]
     except ValueError as error:
@@ -299,7 +298,6 @@ def _serve_on_ray(path: Path, others: list[str]) -> None:
 
 def _check_local_cluster(config: RayConfig, path: Path) -> None:
     """Raise ``CliError`` for settings that a cluster on this machine would reject after Ray has started."""
-
     try:
         api, _, admin = (
             read_key(getattr(config.keys, one), f"keys.{one}") for one in ("api", "engine", "admin")
@@ -313,7 +311,6 @@ def _check_local_cluster(config: RayConfig, path: Path) -> None:
 
 
 def _preset(policy: str, policy_file: Path | None, allowed_modules: str) -> ClusterPreset:
-
     try:
         if policy_file is None:
             return cluster_preset.load_cluster_preset(policy)

@@ -18,7 +18,6 @@ def parity(
     json: str | None = json_option("the report"),
 ) -> None:
     """Replay a recording of a live engine; every decision must be the same."""
-
     report = replay_recording(recording, allow_unfinished=allow_unfinished)
     console.print(report)
     if json is not None:

@@ -54,7 +54,6 @@ def plan_pd(
     json: str | None = json_option("the plan"),
 ) -> None:
     """Ratios of prefill to decode nodes for which no link but storage is the bottleneck."""
-
     links = NodeLinks(
         devices=devices,
         compute_nic_bytes_per_s=compute_nic_gbit * _GBIT,
@@ -89,7 +88,6 @@ def _division(
     """Return one division of the nodes. ``read_per_s``: turns per second that one storage NIC reads;
     ``computed_per_s``: turns per second that one prefill node computes. Load is even, nothing waits, and
     decoding is no bottleneck."""
-
     loads = link_utilisation(links, prefill, decode)
     fullest = max(loads, key=lambda link: loads[link])
     one_path, two_paths = prefill * read_per_s, (prefill + decode) * read_per_s

@@ -74,7 +74,6 @@ def profile(
     json: str | None = json_option("the profile"),
 ) -> None:
     """Measure prefill, decode and copies of a live, idle server."""
-
     given = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
     on_sample = ProgressLines(at_once=True).show
     sampling = {"repeats": repeats, "vocabulary": vocabulary, "budget_s": budget_s, "on_sample": on_sample}
@@ -115,7 +114,6 @@ async def _measure(
     sampling: dict[str, Any],
 ) -> tuple[EngineProfile, list[str]]:
     """Return the measured profile, and notes for the user. ``sampling``: arguments of ``MeasurementRun``."""
-
     async with client:
         served = await client.discover(model)
         reported, reported_block_tokens = await read_limits(client, served)
@@ -168,7 +166,6 @@ async def _measure(
 
 
 def _show(result: EngineProfile) -> None:
-
     table = Table(title=f"{result.model} on {result.hardware}", title_justify="left")
     for name in ("tokens", "measured, s", "fitted, s", "tokens / s"):
         table.add_column(name, justify="right")

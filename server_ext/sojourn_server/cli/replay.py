@@ -75,7 +75,6 @@ def replay(
     json: str | None = json_option("the result"),
 ) -> None:
     """Replay a trace of agent runs against any OpenAI-compatible server."""
-
     if dialect not in ("auto", "sojourn", "vllm"):
         raise CliError(f"--dialect {dialect} is unknown", "use auto, sojourn or vllm")
     try:
@@ -116,7 +115,6 @@ async def _run(
     dialect: str,
     api_key: str | None,
 ) -> tuple[ReplayTally, dict[str, Any]]:
-
     async with CompletionsClient(url, api_key=api_key) as client:
         served = await client.discover(model)
         if dialect == "auto":

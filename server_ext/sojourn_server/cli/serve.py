@@ -66,7 +66,6 @@ def serve(
     **options: Any,
 ) -> None:
     """Serve MODEL like [b]vllm serve[/], with a policy. All other flags go to vLLM unchanged."""
-
     own_flags = [name for option in context.command.params for name in option.opts if name.startswith("--")]
     model, engine_args = _model_and_flags(model, context.args, own_flags)
     _check_names(engine_args, own_flags)
@@ -182,7 +181,6 @@ def _model_and_flags(model: str, args: list[str], own_flags: Sequence[str]) -> t
 def _check_names(engine_args: Sequence[str], own_flags: Sequence[str]) -> None:
     """Raise ``CliError`` for a flag that neither sojourn nor vLLM has, if it is similar to one that exists.
     vLLM would refuse it only after its imports. Its flags are read from its source, without an import."""
-
     known, cutoff = set(own_flags), 0.9
     if (vllm := compat.package_directory()) is not None:
         cutoff = 0.8  # otherwise 0.9, since --moe-backend of vLLM is near to --tier-backend
@@ -206,7 +204,6 @@ def _check_names(engine_args: Sequence[str], own_flags: Sequence[str]) -> None:
 
 def _preset(policy: str, file: str | None, allowed_modules: str | None) -> Preset | None:
     """Return the policy's preset; ``None`` for stock."""
-
     known = (serve_command.STOCK_POLICY, *preset_names())
     if file is None and policy not in known:
         raise CliError(
@@ -231,7 +228,6 @@ def missing_vllm() -> CliError:
 
 
 def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
-
     version = compat.installed_vllm()
     if version is None and not dry_run:
         raise missing_vllm()
@@ -250,7 +246,6 @@ def _check_engine(policy: str, role: str | None, *, dry_run: bool) -> None:
 def _check_settings(preset: Preset | None, flags: EngineFlags, role: str | None) -> list[str]:
     """Return notes for the user about the settings. Raises ``CliError`` for settings that the engine would
     reject a minute later."""
-
     if preset is None:
         return []
     settings = PluginSettings.read(json.loads(flags.value("--additional-config") or "{}"))
@@ -274,7 +269,6 @@ def _check_settings(preset: Preset | None, flags: EngineFlags, role: str | None)
 
 def make_model(name: str) -> str:
     """Return the directory of a model, which is made on first use. Raises ``CliError`` if that fails."""
-
     if name in LOCAL_MODELS and not is_cached(name):
         print_line(f"making the model {name}, once")
     try:

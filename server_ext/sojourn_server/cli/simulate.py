@@ -58,7 +58,6 @@ _SHOWING_OPTIONS = ("load", "warm_up_s", "json", "plot", "save", "explain")
 
 
 def _workload_help() -> str:
-
     return f"A .jsonl or .jsonl.gz trace, or synthetic:NAME with NAME one of {', '.join(synthetic_names())}"
 
 
@@ -127,7 +126,6 @@ def simulate(
     explain: str | None = typer.Option(None, metavar="PROGRAM", help="Print one program turn by turn"),
 ) -> None:
     """Compare policies on a trace in virtual time, with vLLM's own scheduler."""
-
     _check_outputs(plot, save)
     swept: ParameterSweep | None = None
     if load is not None:
@@ -193,7 +191,6 @@ def _until_s(hours: float | None, spec: RunSpec) -> float | None:
 
 
 def _specs(policies: str, programs: str, rate: str | None, settings: dict[str, Any]) -> list[RunSpec]:
-
     names = dict.fromkeys(name.strip() for name in policies.split(",") if name.strip())
     if not names:
         raise CliError("--policy names no policy", "for example --policy stock,sojourn")
@@ -223,7 +220,6 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
 
 
 def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
-
     sweep = read_sweep(text)
     option = "rate" if sweep.field == "rate_per_s" else sweep.field
     if is_given(context, option):
@@ -238,7 +234,6 @@ def _parse_sweep(text: str, context: typer.Context) -> ParameterSweep:
 def _check_program(name: str, spec: RunSpec) -> None:
     """Raise ``CliError`` if the workload has no program ``name``. A closed loop repeats programs as
     ``ID@N``."""
-
     known = [program.program_id for program in load_programs(spec.workload, spec.seed)]
     if name not in known and name.rpartition("@")[0] not in known:
         raise _unknown_program(f"--explain {name}: {spec.workload} has no such program", known)
@@ -261,7 +256,6 @@ def _check_warm_up(warm_up_s: float, shortest_s: float) -> None:
 
 
 def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -> SuiteResult:
-
     if find_spec("vllm") is None:
         missing = "simulate runs vLLM's own scheduler, and vLLM is not installed here"
         raise CliError(missing, install_command("cpu"))
@@ -297,7 +291,6 @@ def _run_simulations(specs: list[RunSpec], jobs: int | None, warm_up_s: float) -
 
 def _announcement(specs: Sequence[RunSpec]) -> str:
     """The line before the first run: how many runs, their loads, and how long each lasts."""
-
     runs = len(set(specs))
     loads = " | ".join(dict.fromkeys(load_label(spec) for spec in specs))
     until_s = specs[0].until_s
@@ -309,7 +302,6 @@ def _announcement(specs: Sequence[RunSpec]) -> str:
 
 
 def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
-
     saved = load_runs(path)
     _check_warm_up(warm_up_s, min(log.virtual_s for log in saved.runs))
     rows = [summarize_run(log, since_s=warm_up_s) for log in saved.runs]
@@ -318,7 +310,6 @@ def _load_saved(path: Path, warm_up_s: float) -> tuple[SuiteResult, Provenance]:
 
 def _check_outputs(plot: Path | None, save: Path | None) -> None:
     """Raise ``CliError`` for a name that cannot be written, before minutes of simulation."""
-
     if save is not None and not save.name.endswith(SUFFIXES):
         raise CliError(
             f"--save {save}: expected a name ending in {' or '.join(SUFFIXES)}", "name it runs.json.gz"
@@ -335,7 +326,6 @@ def _show(
 ) -> None:  # fmt: skip
     """Print the table, write the files, and explain a program. Raises ``CliError`` if a file cannot be
     written or a policy failed during a run."""
-
     console.print(render(result.rows, swept))
     if save is not None:  # first, since the other files can be made from it
         save_runs(save, result.logs, made, result.missing_runs)
@@ -360,7 +350,6 @@ def _show(
 def _explain(result: SuiteResult, name: str) -> None:
     """Explain the program ``name`` in each run. A name of the trace means the first program that repeats
     it."""
-
     known = list(dict.fromkeys(p.program_id for log in result.logs for p in log.programs))
     if not any(name in (p.program_id, p.trace_id) for log in result.logs for p in log.programs):
         raise _unknown_program(f"no program {name!r} in these runs", known, exit_code=1)

@@ -33,7 +33,6 @@ def top(
     ),
 ) -> None:
     """Show the programs and the KV memory of a running server, live."""
-
     if sort not in SORTABLE:
         raise CliError(f"--sort {sort} is unknown", f"use one of {', '.join(SORTABLE)}")
     with closing(LiveClient(url, api_key)) as client:
@@ -61,7 +60,6 @@ def top(
 def frame_document(frame: LiveFrame) -> dict[str, Any]:
     """Return the frame as JSON data with named fields. The ``state``, ``for_s``, ``lease_left_s`` and
     ``kv_bytes`` of a program are those that the view displays."""
-
     programs = []
     for view in sorted_programs(frame):
         shown = view._asdict() | {"for_s": round(view.for_s, 3)}
@@ -74,7 +72,6 @@ def frame_document(frame: LiveFrame) -> dict[str, Any]:
 def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
     """Return a view of a program: the output of ``sojourn explain`` for its newest turn, and a table of its
     latest turns."""
-
     program = client.find_program(program_id)
     if program is None:
         return Text("the server does not know this program any more")
@@ -88,7 +85,6 @@ def explanation_of(client: LiveClient, program_id: str) -> RenderableType:
 
 
 def _print(frame: LiveFrame, url: str, sort: str) -> None:
-
     width = max(MIN_WIDTH, shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns)
     out = Console(width=width, highlight=False)
     for line in page(frame, width, url=url, sort=sort):

@@ -44,7 +44,6 @@ def import_(
     ),
 ) -> None:
     """Make a trace from session files of coding agents, spans, or ledgers."""
-
     read = IMPORT_FORMATS.get(source)
     if read is None:
         message = f"--from {source} is unknown{did_you_mean(source, IMPORT_FORMATS)}"
@@ -80,7 +79,6 @@ def export(
     ),
 ) -> None:
     """Write a run of an engine or of the simulator for ui.perfetto.dev."""
-
     if not perfetto.name.endswith((".json", ".json.gz")):
         wrong = f"--perfetto {perfetto}: expected a name ending in .json or .json.gz"
         raise CliError(wrong, "change the name")
@@ -99,7 +97,6 @@ def export(
 
 
 def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
-
     for path in paths:
         for log in load_runs(path).runs:
             add_run(trace, log, f"{log.policy} {log.programs_wanted} programs, seed {log.seed}, {log.trace}")
@@ -107,7 +104,6 @@ def _add_saved_runs(trace: PerfettoTrace, paths: list[Path]) -> dict[str, Any]:
 
 
 def _add_engine(trace: PerfettoTrace, client: LiveClient, last_s: float) -> dict[str, Any]:
-
     listed = client.programs(_MAX_PROGRAMS)
     programs = []
     for summary in listed["programs"]:
