@@ -8,39 +8,31 @@ import time
 from collections.abc import Callable
 
 LOG_INTERVAL_S = 10.0
-"""Default seconds between two lines with the same message."""
+"""Minimum seconds between two lines with the same message."""
 
 
 class RateLimitedLog:
-    """Logs the same message at most once per ``every_s`` seconds, with the number of suppressed repetitions.
+    """Logs the same message at most once per ``LOG_INTERVAL_S``, with the number of suppressed repetitions.
 
     Two messages are the same if their format strings are equal, whatever their arguments.
     """
 
-    def __init__(
-        self,
-        logger: logging.Logger,
-        clock: Callable[[], float] = time.monotonic,
-        every_s: float = LOG_INTERVAL_S,
-    ) -> None:
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger
         self._clock = clock
-        self._every_s = every_s
-        self._logged_s: dict[str, float] = {}
-        """Time of the last line with each message."""
-        self._suppressed: dict[str, int] = {}
-        """Number of suppressed repetitions of each message since its last line."""
+        self._lines: dict[str, tuple[float, int]] = {}
+        """Message → (time of its last line, number of suppressed repetitions since then)."""
 
     def log(
         self, level: int, message: str, *arguments: object, exc_info: bool | BaseException = False
     ) -> None:
-        """Log a message, unless the same message was logged less than ``every_s`` seconds ago. The arguments
+        """Log a message, unless the same message was logged less than ``LOG_INTERVAL_S`` ago. The arguments
         are those of ``logging.log``."""
         now = self._clock()
-        if now - self._logged_s.get(message, -math.inf) < self._every_s:
-            self._suppressed[message] = self._suppressed.get(message, 0) + 1
+        logged_s, suppressed = self._lines.get(message, (-math.inf, 0))
+        if now - logged_s < LOG_INTERVAL_S:
+            self._lines[message] = (logged_s, suppressed + 1)
             return
-        self._logged_s[message] = now
-        suppressed = self._suppressed.pop(message, 0)
+        self._lines[message] = (now, 0)
         more = f" ({suppressed} more since the last one)" if suppressed else ""
         self._logger.log(level, message + more, *arguments, exc_info=exc_info, stacklevel=2)
