@@ -359,12 +359,9 @@ def _why_it_waited(turn: _Turn) -> str:
     back = moves[-1] if moves and moves[-1]["kind"] == "to_device" else None
     at_once = back is None or back["at_s"] - record["arrived_s"] < queued_s / 2
     if at_once and (back is not None or away is None):
-        is_half = record["outcome"] == _PREFILLED
-        what = (
-            "running requests, for blocks or for KV from storage"
-            if is_half
-            else "running requests or for blocks"
-        )
+        what = "running requests or for blocks"
+        if record["outcome"] == _PREFILLED:
+            what = "running requests, for blocks or for KV from storage"
         return f"the policy did not keep it out, it waited for {what}"
     why = "the device had no place for it"
     if away is not None:
@@ -400,21 +397,21 @@ def _advice(turn: _Turn) -> list[Advice]:
     if lost.get("changed") and (recompute_s is None or changed_s >= _MIN_SHOWN_S):
         text = "Do not change earlier messages: everything after the first changed token is computed again."
         advice.append(Advice(None, text, round(changed_s, 6) or None))
-    if not avoidable:
+    if avoidable:
+        saves_s = recompute_s * avoidable / total if recompute_s else None
+        if lost.keys() & {"expired", "evicted"}:
+            advice += _advice_of_a_lease(turn, saves_s)
+        losses = [loss for cause, loss in _LOSSES.items() if cause in lost and loss.advice]
+        advice += [Advice(loss.hint, loss.advice, saves_s) for loss in losses]
+    elif not advice:
         text = (
             "The cause is unknown." if "unknown" in lost else "Nothing was lost that a hint could have kept."
         )
         if "changed" in lost:
-            text += (
-                " The changed tokens are no fault of the cache: the client sent a different beginning "
-                "(a re-tokenised answer or an edited history)."
-            )
-        return advice or [Advice(None, text)]
-    saves_s = recompute_s * avoidable / total if recompute_s else None
-    if lost.keys() & {"expired", "evicted"}:
-        advice += _advice_of_a_lease(turn, saves_s)
-    losses = [loss for cause, loss in _LOSSES.items() if cause in lost and loss.advice]
-    return [*advice, *(Advice(loss.hint, loss.advice, saves_s) for loss in losses)]
+            text += " The changed tokens are no fault of the cache: the client sent a different beginning "
+            text += "(a re-tokenised answer or an edited history)."
+        advice = [Advice(None, text)]
+    return advice
 
 
 def _advice_of_a_lease(turn: _Turn, saves_s: float | None) -> list[Advice]:
@@ -426,10 +423,8 @@ def _advice_of_a_lease(turn: _Turn, saves_s: float | None) -> list[Advice]:
     granted_s = max((float(one["ttl_s"]) for one in kept), default=0.0)
     refused = str(kept[-1]["reason"]) if kept and not granted_s else ""
     if refused == "final_turn":
-        text = (
-            "Send expected_resume false (final in the SDK) only with the last turn: the turn before this one"
-        )
-        return [Advice("expected_resume", f"{text} had it, so its KV was not kept.")]
+        text = "Send expected_resume false (final in the SDK) only with the last turn: "
+        return [Advice("expected_resume", f"{text}the turn before this one had it, so its KV was not kept.")]
     if grants_no_leases(turn.decisions):
         text = "No hint: this policy grants no leases. More memory or a host tier would have kept it."
         return [Advice(None, text, saves_s)]
@@ -437,19 +432,18 @@ def _advice_of_a_lease(turn: _Turn, saves_s: float | None) -> list[Advice]:
         return []
     was = f"the lease was {granted_s:.2f} s" if granted_s else "no lease was granted"
     was += f" ({refused})" if refused else ""
-    most_s, instead = facts["max_hinted_ttl_s"], "More memory or a host tier would have kept it."
+    most_s, no_hint = facts["max_hinted_ttl_s"], _REFUSED_WITH_A_HINT.get(refused, "")
     if most_s is None:
-        return [Advice(None, f"No hint: this policy does not use hinted TTLs; {was}. {instead}")]
-    if refused in _REFUSED_WITH_A_HINT:
-        return [Advice(None, f"No hint: {_REFUSED_WITH_A_HINT[refused]}; {was}. {instead}")]
-    if gap_s > most_s:
-        text = (
-            f"No hint: the gap of {gap_s:.2f} s is longer than any hinted TTL of this server ({most_s:g} s; "
-        )
-        return [Advice(None, f"{text}{facts['max_hinted_ttl_from']}); {was}. {instead}")]
+        no_hint = "this policy does not use hinted TTLs"
+    elif not no_hint and gap_s > most_s:
+        no_hint = f"the gap of {gap_s:.2f} s is longer than any hinted TTL of this server ({most_s:g} s; "
+        no_hint += f"{facts['max_hinted_ttl_from']})"
+    if no_hint:
+        text = f"No hint: {no_hint}; {was}. More memory or a host tier would have kept it."
+        return [Advice(None, text)]
+    ttl_s = math.ceil(10 * gap_s) / 10
     text = (
-        f"A hinted TTL of {math.ceil(10 * gap_s) / 10:.1f} s or more (kv_retention_ttl_s in the SDK) would "
+        f"A hinted TTL of {ttl_s:.1f} s or more (kv_retention_ttl_s in the SDK) would have covered the gap "
+        f"of {gap_s:.2f} s; {was}. Other requests could not have used its blocks during that time."
     )
-    text += f"have covered the gap of {gap_s:.2f} s; {was}. "
-    text += "Other requests could not have used its blocks during that time."
     return [Advice("kv_retention_ttl_seconds", text, saves_s)]
