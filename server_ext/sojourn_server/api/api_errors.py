@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 RETRY_AFTER_S = 2
 """Seconds in the ``Retry-After`` header of an error answer, if the client may send the request again."""
@@ -45,16 +45,13 @@ class ApiError(Exception):
         return Response(body, self.status, self.headers, media_type="application/json")
 
 
-_NO_WEBSOCKET = msgspec.json.encode(
-    {
-        "error": {
-            "message": "this server speaks no WebSocket; send POST /v1/responses",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "websocket_not_supported",
-        }
-    }
-)
+_NO_WEBSOCKET = {
+    "message": "this server speaks no WebSocket; send POST /v1/responses",
+    "type": "invalid_request_error",
+    "param": None,
+    "code": "websocket_not_supported",
+}
+"""In the form of OpenAI's API, which Codex reads."""
 
 
 def websocket_refusal(scope: Mapping[str, Any], path_end: str = "/v1/responses") -> Response | None:
@@ -63,12 +60,11 @@ def websocket_refusal(scope: Mapping[str, Any], path_end: str = "/v1/responses")
     Codex offers one before its first request. At 426 it sends requests over HTTP at once; at 403, 404 or 405
     it offers six times more. If no WebSocket package is installed, uvicorn passes the offer on as a GET.
     """
-    if not scope["path"].endswith(path_end):
-        return None
-    offered = scope["type"] == "websocket" or (
+    is_offer = scope["type"] == "websocket" or (
         scope["method"] == "GET" and "sec-websocket-key" in Headers(scope=dict(scope))
     )
+    if not is_offer or not scope["path"].endswith(path_end):
+        return None
     # Starlette sends it as ``websocket.http.response`` in a WebSocket scope. RFC 9110, 15.5.22: a 426 names
     # the protocol to use.
-    headers = {"Upgrade": "HTTP/1.1"}
-    return Response(_NO_WEBSOCKET, 426, headers, media_type="application/json") if offered else None
+    return JSONResponse({"error": _NO_WEBSOCKET}, 426, {"Upgrade": "HTTP/1.1"})

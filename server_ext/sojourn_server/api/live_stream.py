@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -51,8 +51,8 @@ back from their answer, which comes some time after the poll begins."""
 
 T = TypeVar("T")
 _snapshots = msgspec.json.Decoder(EngineSnapshot)
-
-
+_AT_REST = {"requests": 0, "running": False, "lease_blocks": 0, "lease_until_s": None, "lease_reason": None}
+"""Fields of a row without requests and lease."""
 _SHOWN = ("engine", "now_s", "policy", "error", "answer_s", "block_tokens", "block_bytes", "grants_leases")
 """Fields of ``EngineRow`` that are no totals over all tenants."""
 
@@ -274,7 +274,8 @@ class LiveHub:
                     total=found.total,
                 )
                 shared.body = msgspec.json.encode(shared.frame)
-                shared.busy_s = time.thread_time() - busy_s + _spent_s(found.engines)
+                slowest_s = max((engine.spent_s for engine in found.engines), default=0.0)
+                shared.busy_s = time.thread_time() - busy_s + slowest_s
                 shared.pause_s = min(MAX_INTERVAL_S, max(self._interval_s, BUSY_FACTOR * shared.busy_s))
                 shared.since_s = math.inf if since_s is None else since_s
                 shared.ended_s = self._clock()
@@ -290,22 +291,13 @@ class LiveHub:
             while len(self._last_rows) > MAX_REMEMBERED:
                 del self._last_rows[next(iter(self._last_rows))]
             return found.programs
-        at_rest = {
-            "requests": 0,
-            "running": False,
-            "lease_blocks": 0,
-            "lease_until_s": None,
-            "lease_reason": None,
+        rows |= {
+            at: msgspec.structs.replace(row, **_AT_REST)
+            for at, row in self._last_rows.items()
+            if row.engine in found.silent and at not in rows
         }
-        silent = [row for at, row in self._last_rows.items() if row.engine in found.silent and at not in rows]
-        last_known = [msgspec.structs.replace(row, **at_rest) for row in silent]
-        self._last_rows = rows | {(row.tenant, row.program_id): row for row in last_known}
-        return found.programs + last_known
-
-
-def _spent_s(engines: Sequence[EngineRow]) -> float:
-    """Return the CPU seconds that a frame took in the slowest engine."""
-    return max((engine.spent_s for engine in engines), default=0.0)
+        self._last_rows = rows
+        return list(rows.values())
 
 
 class _BoundedStream(StreamingResponse):
