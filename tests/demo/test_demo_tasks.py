@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,28 @@ import pytest
 
 pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 
+from echo_engine import ByteTokenizer, EchoEngine
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from sojourn_server.cli.demo import QUICK_TURNS
-from sojourn_server.demo.demo_tasks import DemoTask, load_tasks
-from sojourn_server.demo.scripted_tokens import model_length, pool_blocks
-from sojourn_server.models import LOCAL_MODELS, is_cached, model_directory
-from task_dry_run import CountingTokenizer, DryRun, dry_run_task
+from sojourn_server.demo.demo_agent import prepare_environment
+from sojourn_server.demo.demo_report import succeeded
+from sojourn_server.demo.demo_run import run_arm
+from sojourn_server.demo.demo_tasks import load_tasks
+from sojourn_server.demo.scripted_tokens import Tokenizer, model_length, pool_blocks
+from sojourn_server.models import CHAT_TEMPLATE, LOCAL_MODELS, is_cached, model_directory
 
 TASKS = load_tasks()
+
+
+class CountingTokenizer(Tokenizer):
+    """Also counts the tokens of a conversation as the server renders it."""
+
+    def count(self, messages: list[Any], tools: list[Any]) -> int:
+        # The same settings as transformers uses for chat templates.
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        template = environment.from_string(CHAT_TEMPLATE.read_text())
+        return len(self.encode(template.render(messages=messages, tools=tools)))
 
 
 @pytest.fixture(scope="session")
@@ -33,68 +47,40 @@ WAITING = ("courier", "crontick", "larder", "turnstile")
 """Tasks whose tests sleep."""
 
 
-@pytest.fixture(scope="module")
-def waiting_runs(tokenizer: CountingTokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, DryRun]:
-    """Runs of the tasks that sleep, all at once."""
-    folder, lock = tmp_path_factory.mktemp("waiting"), threading.Lock()
-
-    class OneAtATime(CountingTokenizer):
-        """The tokenizers of Hugging Face fail in several threads at once."""
-
-        def __init__(self) -> None:
-            pass
-
-        def count(self, *args: Any) -> int:
-            with lock:
-                return tokenizer.count(*args)
-
-    def run(task: DemoTask) -> DryRun:
-        return dry_run_task(task, folder / task.name, OneAtATime())
-
-    tasks = [task for task in TASKS if task.name in WAITING]
-    with ThreadPoolExecutor(len(tasks)) as pool:
-        return dict(zip((task.name for task in tasks), pool.map(run, tasks), strict=True))
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        pytest.param(task, id=task.name, marks=[pytest.mark.slow] if task.name in WAITING else [])
-        for task in TASKS
-    ],
-)
-def test_the_script_fixes_the_repository(
-    task: DemoTask, tokenizer: CountingTokenizer, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize("turns", [None, QUICK_TURNS])
+@pytest.mark.parametrize("waiting", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_the_scripts_fix_the_repositories(
+    waiting: bool,
+    turns: int | None,
+    tokenizer: CountingTokenizer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if task.name in WAITING:
-        done = request.getfixturevalue("waiting_runs")[task.name]
-    else:
-        done = dry_run_task(task, tmp_path, tokenizer)
-    assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
-    # One turn sees the tests fail; all other commands succeed.
-    assert sorted(done.returncodes) == [0] * (len(done.returncodes) - 1) + [1]
-    # Failing tests print paths, whose length depends on the temporary folder.
-    assert done.context_tokens == pytest.approx(task.context_tokens, rel=0.05)
-    assert 3_000 <= done.context_tokens <= 6_000
-    assert all(
-        later > earlier for earlier, later in zip(done.prompt_tokens, done.prompt_tokens[1:], strict=False)
-    )
-
-
-def test_a_shortened_script_fixes_the_repository_too(
-    tokenizer: CountingTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(
-        "PYTHONSAFEPATH", "1"
-    )  # of the user: keeps python -m unittest from importing the tests
-    for task in TASKS:
-        if task.name in WAITING:
-            continue
-        short = task.shortened(QUICK_TURNS)
-        done = dry_run_task(short, tmp_path, tokenizer)
-        assert (done.before, done.after, done.exit_status) == (False, True, "Submitted")
-        assert len(done.seconds) == QUICK_TURNS
-        assert done.context_tokens <= 1.1 * short.context_tokens
+    prepare_environment(tmp_path)
+    # Of the user: keeps ``python -m unittest`` from importing the tests.
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    tasks = [task for task in TASKS if (task.name in WAITING) == waiting]
+    tasks = [task if turns is None else task.shortened(turns) for task in tasks]
+    with EchoEngine() as engine:
+        record = run_arm(
+            "stock", tasks, engine.url, "m", ByteTokenizer(),  # type: ignore[arg-type]
+            seed=1, directory=tmp_path, watch=lambda *_: None,
+        )  # fmt: skip
+    assert succeeded([record])
+    for task in tasks:
+        bodies = [body for body in engine.forced if task.issue in body["messages"][1]["content"]]
+        assert len(bodies) == len(task.turns)
+        prompts = [tokenizer.count(body["messages"], body["tools"]) for body in bodies]
+        assert prompts == sorted(set(prompts)), "each is longer than the one before"
+        context_tokens = prompts[-1] + len(tokenizer.forced_ids(task.turns[-1]))
+        if turns is None:
+            results = [message for message in bodies[-1]["messages"] if message["role"] == "tool"]
+            failed = ["<returncode>0</returncode>" not in result["content"] for result in results]
+            assert sum(failed) == 1, "one turn sees the tests fail; all other commands succeed"
+            # Failing tests print paths, whose length depends on the temporary folder.
+            assert context_tokens == pytest.approx(task.context_tokens, rel=0.05)
+            assert 3_000 <= context_tokens <= 6_000
+        assert context_tokens <= 1.1 * task.context_tokens
 
 
 def test_eight_different_tasks_of_eight_to_twelve_turns() -> None:
@@ -105,6 +91,7 @@ def test_eight_different_tasks_of_eight_to_twelve_turns() -> None:
 def test_an_agent_that_empties_the_tests_has_fixed_nothing(tmp_path: Path) -> None:
     task = next(task for task in TASKS if task.name == "ledger")
     repository = task.copy_to(tmp_path)
+    assert not task.is_fixed(repository)
     (repository / "tests" / "test_ledger.py").write_text("")
     assert not task.is_fixed(repository)
 
