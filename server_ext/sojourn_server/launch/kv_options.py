@@ -22,7 +22,7 @@ from .launch_environment import MachineMemory, read_memory
 
 GIB = 1 << 30
 AUTO = "auto"
-"""Value of ``--kv-host-gib``: four times the device's KV, at most ``auto_host_bytes``."""
+"""Value of ``--kv-host-gib``: four times the device's KV, at most an engine's part of the memory."""
 OFFLOAD_CONNECTOR = "SojournConnector"
 PREFILL_DECODE_CONNECTOR = "PathsConnector"
 PAIR_CONNECTOR = "PairConnector"
@@ -143,26 +143,18 @@ def host_size_gib(host_gib: str | None) -> float | None:
     return gib
 
 
-def auto_host_bytes(available_bytes: int, flags: EngineFlags) -> int:
-    """Return the most host memory that each engine of a command takes under ``auto``: half of the available
-    memory, divided among the data parallel ranks. Workers of one engine share its part."""
-    local = "--data-parallel-size-local"
-    ranks = parallel_size(flags, local if flags.has(local) else "--data-parallel-size")
-    return available_bytes // 2 // max(1, ranks)
-
-
 def offload_transfer_config(
     options: KvOffloadOptions,
     *,
     cpu_build: bool,
     stock: bool,
-    block_tokens: str | None = None,
-    auto_bytes: int = 0,
+    flags: EngineFlags = EngineFlags(()),
+    available_bytes: int = 0,
 ) -> dict[str, Any]:
     """Return the value of ``--kv-transfer-config`` for ``options``, whose backend is chosen. Raises
     ``InvalidOption`` for options that are wrong, incomplete or impossible on this engine. ``cpu_build``:
-    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``. ``block_tokens``:
-    value of ``--block-size``, if given. ``auto_bytes``: result of ``auto_host_bytes``."""
+    whether the engine is vLLM's CPU build. ``stock``: whether the policy is ``stock``.
+    ``available_bytes``: memory, half of which data-parallel ranks share under ``auto``."""
     disk, disk_gib, host_gib = options.disk, options.disk_gib, host_size_gib(options.host_gib)
     by_vllm = options.backend == "vllm"
     refuse({
@@ -177,18 +169,18 @@ def offload_transfer_config(
         "--tier-backend sojourn needs our scheduler: choose a policy, for example observe":
             stock and not by_vllm,
     })  # fmt: skip
-    extra: dict[str, Any] = {"host_bytes": AUTO, "host_bytes_max": auto_bytes}
-    if host_gib is not None:
-        extra = {"host_bytes": int(host_gib * GIB)}
+    local = "--data-parallel-size-local"
+    ranks = parallel_size(flags, local if flags.has(local) else "--data-parallel-size")
+    most = {"host_bytes_max": available_bytes // 2 // max(1, ranks)}
+    host_bytes = None if host_gib is None else int(host_gib * GIB)
     if by_vllm:
-        # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
-        size = (
-            {"host_bytes_max": auto_bytes} if host_gib is None else {"cpu_bytes_to_use": extra["host_bytes"]}
-        )
+        size = most if host_bytes is None else {"cpu_bytes_to_use": host_bytes}
         spec = {"spec_name": "ProgramOffloadingSpec", "spec_module_path": _MODULES[VLLM_CONNECTOR]}
-        extra = {**size, **spec, "offload_prompt_only": False, **({} if stock else CACHE_POLICY)}
-        return _transfer_config(VLLM_CONNECTOR, extra)
-    if not cpu_build and block_tokens in UNSPLIT_BLOCK_TOKENS:
+        # By default vLLM keeps prompts only, but an agent's next prompt contains its last output.
+        outputs = {"offload_prompt_only": False}
+        return _transfer_config(VLLM_CONNECTOR, size | spec | outputs | ({} if stock else CACHE_POLICY))
+    extra: dict[str, Any] = {"host_bytes": AUTO, **most} if host_bytes is None else {"host_bytes": host_bytes}
+    if not cpu_build and flags.value("--block-size") in UNSPLIT_BLOCK_TOKENS:
         extra["kv_layout"] = CUDA_LAYOUT
     if disk_gib is not None:
         _check_size("--kv-disk-gib", disk_gib)

@@ -23,7 +23,6 @@ from .kv_options import (
     PREFILL_DECODE_CONNECTOR,
     KvOffloadOptions,
     PrefillDecodeOptions,
-    auto_host_bytes,
     host_size_gib,
     offload_transfer_config,
     prefill_decode_transfer_config,
@@ -157,7 +156,7 @@ def build_command(
     caller's environment. Raises ``InvalidOption`` for options, flags or files that cannot be used."""
     flags = EngineFlags.read(options.engine_args)
     tiers, lines = _resolve_tiers(options, flags, facts, environ)
-    pair, stock, block_tokens = options.pair, options.policy == STOCK_POLICY, flags.value("--block-size")
+    pair, stock = options.pair, options.policy == STOCK_POLICY
     _check_flags(options, tiers, flags)
     env: dict[str, str] = {}
     added: list[str] = []
@@ -176,22 +175,19 @@ def build_command(
             raise InvalidOption(f"--additional-config: {PLUGIN_NAME} is not an object")
         merged[PLUGIN_NAME] = {**_tool_parser_config(options, flags), **given, **_own_settings(options)}
         added += ["--additional-config", json.dumps(merged)]
-    if pair.any or tiers.any:
-        config: dict[str, Any] = {}
-        if tiers.any:
-            # A pair has not the layout with blocks outermost, since both engines need the same one.
-            config = offload_transfer_config(
-                tiers,
-                cpu_build=facts.cpu_build or pair.any,
-                stock=stock,
-                block_tokens=block_tokens,
-                auto_bytes=auto_host_bytes(facts.available_bytes or 0, flags),
-            )
-        if pair.any:
-            address = listen_address(flags)
-            port = None if address is None else address[1]
-            config = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port, host=config)
-        added += ["--kv-transfer-config", json.dumps(config)]
+    transfer: dict[str, Any] = {}
+    if tiers.any:
+        # A pair has not the layout with blocks outermost, since both engines need the same one.
+        no_layout, available_bytes = facts.cpu_build or pair.any, facts.available_bytes or 0
+        transfer = offload_transfer_config(
+            tiers, cpu_build=no_layout, stock=stock, flags=flags, available_bytes=available_bytes
+        )
+    if pair.any:
+        address = listen_address(flags)
+        port = None if address is None else address[1]
+        transfer = prefill_decode_transfer_config(pair, hostname=facts.hostname, port=port, host=transfer)
+    if transfer:
+        added += ["--kv-transfer-config", json.dumps(transfer)]
     stores = pair.any or tiers.disk is not None
     if stores and environ.get("PYTHONHASHSEED") in (None, "random"):
         env["PYTHONHASHSEED"] = "0"  # equal block hashes in every process, and after a restart
