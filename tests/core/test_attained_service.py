@@ -168,12 +168,10 @@ def test_a_turns_waste_is_weighed_against_the_others_that_run() -> None:
         e.admit(request)
     lease = e.finish(mine)
     context = e.program("p").context_tokens
-    assert lease is not None
     assert lease.ttl_s == pytest.approx(context * 0.1 / 2 + context * 0.1 * (80 + 20) / context)
     e.finish(other)
     e.finish(stranger)
     lease = e.leases.get("q")  # type: ignore[arg-type]
-    assert lease is not None
     assert lease.ttl_s == pytest.approx(e.program("q").context_tokens * 0.1 / 2 + 0.1 * 20)
 
 
@@ -187,7 +185,6 @@ def test_a_long_recompute_goes_in_pieces_of_a_step() -> None:
     context = e.program("p").context_tokens
     pieces = math.ceil(context / 20)
     chunked_s = pieces * 0.01 * math.ceil(context / pieces) ** 2
-    assert lease is not None
     assert lease.ttl_s == pytest.approx(0.01 * context**2 / 2 + chunked_s * 80 / context)
 
 

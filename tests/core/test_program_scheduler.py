@@ -68,7 +68,6 @@ def test_a_whole_life() -> None:
     engine.program_scheduler.first_token(request, engine.now)
     engine.now += 1.0
     lease = engine.finish(request)
-    assert lease is not None
     assert (lease.ttl_s, lease.blocks, lease.reason) == (10.0, 10, DecisionReason.FIXED)
     assert engine.program("p").status is ProgramStatus.ACTING
     assert engine.pool_state()["leased"] == 10
@@ -130,8 +129,7 @@ def test_growth_is_what_outgrows_the_longest_context_so_far() -> None:
     for tokens in (100, 200, 60, 190, 230):
         engine.turn("p", prompt(tokens), step_id="hinted")
         engine.wait(1.0)
-    program = engine.program_scheduler.state.programs.get(ProgramId("p"))
-    assert program is not None
+    program = engine.program("p")
     output = program.context_tokens - 230
     assert program.peak_tokens == 230 + output
     assert engine.program_scheduler.histories.growth_tokens.snapshot() == [100.0, 0.0, 0.0, 30.0]
@@ -244,9 +242,7 @@ def test_c4_the_mean_wait_of_evicted_programs_is_part_of_the_worth() -> None:
     engine.now += 6.0
     engine.admit(request)
     assert engine.program_scheduler.histories.evicted_waits.mean() == 6.0
-    lease = engine.finish(request)
-    assert lease is not None
-    assert lease.ttl_s == 2.0
+    assert engine.finish(request).ttl_s == 2.0
 
 
 def test_c6_preempted_then_leased_then_program_arrival() -> None:
@@ -479,7 +475,6 @@ def test_a_tools_reported_end_leaves_time_to_return() -> None:
     engine.wait(9.5)
     engine.send(stop("c1", 9.5))
     lease = engine.leases.get(P)
-    assert lease is not None
     assert lease.expires_s == engine.now + 0.5, "the other call still runs"
     engine.send(stop("c2", 9.5))
     assert seconds_until_gone(engine) == 2.0
@@ -492,7 +487,6 @@ def test_a_tool_start_after_an_output_without_a_call_gets_a_late_lease() -> None
     engine.evict(prompt(40), keep=6)
     engine.send(start())
     lease = engine.leases.get(P)
-    assert lease is not None
     assert list(lease.block_ids) == list(engine.held[P]) == chain(prompt(40))[:6]
     assert engine.reasons("late_keep") == ["fixed"]
     engine.wait(3.0)

@@ -227,7 +227,6 @@ class Life(RuleBasedStateMachine):
     def questions_have_answers(self) -> None:
         for request_id in self.scheduler.state.requests.states:
             place = self.scheduler.queue_place(request_id)
-            assert place is not None
             assert place.changes_s > self.now
             assert place.state is QueueState.OPEN or not self.is_off
         for program in self.scheduler.state.programs:

@@ -27,7 +27,6 @@ def test_the_hint_comes_before_the_header_which_alone_names_the_program_too() ->
     assert (header.program_id, header.outcome) == ("é" * 128, None)
     identity = read_identity("header", hint(program_id="hint", expected_resume=False))
     assert (identity.program_id, identity.outcome) == ("hint", Outcome.APPLIED)
-    assert identity.context is not None
     assert identity.context.expected_resume is False
 
 
@@ -98,9 +97,7 @@ def test_a_bad_field_of_our_part_leaves_the_rest() -> None:
     assert identity.outcome is Outcome.CLIPPED
     assert "sojourn.final: " in identity.reason
     assert "sojourn.node: " in identity.reason
-    assert identity.context is not None
     sojourn = identity.context.sojourn
-    assert sojourn is not None
     assert (sojourn.emitter, sojourn.tenant, sojourn.final, sojourn.node) == ("e", "t", False, None)
     assert [bytes(raw) for raw in sojourn.events] == [event]
 

@@ -260,7 +260,6 @@ class PlacedLife:
         if program is not None:
             self._forget_as_the_table_did()
             known = self.program_scheduler.state.programs.get(ProgramId(program))
-            assert known is not None
             self.newest = self.numbers
             place = self.places.setdefault(program, Place(returning=known.turns > 0))
             place.waiting.append(request)
@@ -296,7 +295,6 @@ class PlacedLife:
         self.last_released = tiers._released
         for request in self.requests.values():
             state = self.program_scheduler.request(request.name)
-            assert state is not None
             request.released = state.released
             if state is tiers._released is not before:
                 assert request.parked
@@ -493,7 +491,6 @@ class PlacedLife:
     def _who_acts_ends(self) -> None:
         for name in [name for name, place in self.places.items() if place.activity is ProgramActivity.ACTING]:
             program = self.program_scheduler.state.programs.get(ProgramId(name))
-            assert program is not None
             del self.places[name]
             self._end(program.id)
             self._carry_out()

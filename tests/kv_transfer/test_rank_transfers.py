@@ -49,7 +49,6 @@ def test_a_peer_with_another_number_of_workers_is_named(tmp_path: Path, stores: 
     p = ToyEngine("p", None, f"unix:{tmp_path / 'p'}", stores=stores)
     try:
         wrong = p.planner.arrived(Request("r", prompt(1, 100), to_prefill("t", "tcp:10.0.0.7:8500")))
-        assert wrong is not None
         assert "the decode engine has 1 worker and this engine 2" in wrong
         assert "--tensor-parallel-size" in wrong
         p.planner.finished("r", well=True)
@@ -92,16 +91,13 @@ def test_the_status_of_an_engine_is_that_of_its_workers() -> None:
         return {**status, **of_rank, "received_bytes": 7, **changed}
 
     status = combined_status([told(0), told(1, counts={"pushes": 2, "pushes_lost": 1})])
-    assert status is not None
     assert (status["peer"], status["epoch"]) == ("tcp:h:0,tcp:h:1", "e0,e1")
     assert status["counts"] == {"pushes": 2, "bytes_taken": 7, "pushes_lost": 1}
     assert status["links"] == {"storage read": {"queued_bytes": 20, "queued_s": 1.5, "moved_bytes": 200}}
     assert (status["slots"], status["received_bytes"], status["block_s"]) == (8, 14, 0.1)
     other = combined_status([told(0), told(1, kv="k9")])
-    assert other is not None
     assert status["kv"] != other["kv"]
     alone = combined_status([told(0)])
-    assert alone is not None
     assert (alone["kv"], alone["peer"], alone["epoch"]) == ("k0", "tcp:h:0", "e0")
     assert combined_status([told(0), None]) is None
     assert combined_status([]) is None

@@ -130,9 +130,7 @@ def test_who_waits_when_the_engine_closes_is_told(store: MemoryStore, tmp_path: 
     thread.join(PATIENCE_S)
     assert waited == [TransferOutcome(0, "the engine is closing")]
     assert ended(push) is not None
-    outcome = ended(prompt)
-    assert outcome is not None
-    assert outcome.why
+    assert ended(prompt).why
     prompt.end()
     assert_clean(there)
     assert there.close()
@@ -171,7 +169,6 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(store: MemoryStore, 
         stdout=subprocess.PIPE,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"listening\n"
         here = manager(store, "p")
         to = f"unix:{path}"
@@ -179,16 +176,12 @@ def test_a_process_that_is_killed_in_the_middle_of_a_stream(store: MemoryStore, 
         push = here.node.offer("u", to, [b"tail"])
         assert load.wait_layer(0, PATIENCE_S)
         os.kill(process.pid, signal.SIGKILL)
-        outcome = ended(load)
-        assert outcome is not None
-        assert outcome.good == 0
+        assert ended(load).good == 0
         assert ended(push) is not None
         load.end()
         process.wait()  # till then a listening socket of it may still take calls
         again = here.node.offer("v", to, CONTEXT)
-        outcome_again = ended(again)
-        assert outcome_again is not None
-        assert "cannot reach unix:" in outcome_again.why
+        assert "cannot reach unix:" in ended(again).why
         assert_clean(here)
         assert here.close()
     finally:
@@ -212,9 +205,7 @@ def test_addresses_that_are_none_are_said_to_be() -> None:
         manager(MemoryStore(), "d", ["unix:/" + "x" * 107])
     made = manager(MemoryStore(), "p")
     push = made.node.offer("t", "nixl:decode-0", CONTEXT)
-    outcome = ended(push)
-    assert outcome is not None
-    assert "not an address; expected unix:PATH or tcp:HOST:PORT" in outcome.why
+    assert "not an address; expected unix:PATH or tcp:HOST:PORT" in ended(push).why
     assert_clean(made)
     assert made.close()
 
@@ -251,7 +242,6 @@ class Stuck:
             self.has_stopped.set()
 
     def send(self, message: WireMessage) -> None:
-        assert self.socket is not None
         self.socket.sendall(encode(message))
 
     def _heard(self) -> WireMessage:
@@ -259,7 +249,6 @@ class Stuck:
         return decode(self._exactly(message_bytes))
 
     def _exactly(self, count: int) -> bytes:
-        assert self.socket is not None
         found = b""
         while len(found) < count:
             more = self.socket.recv(count - len(found))

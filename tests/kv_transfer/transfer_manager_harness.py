@@ -9,7 +9,7 @@ from typing import Any
 from kv_blocks import identity, payload
 from sojourn_server.kv_offload.shared_store import Buffer, KvIdentity, PutOutcome
 from sojourn_server.kv_transfer.staging_buffers import TransferLimits
-from sojourn_server.kv_transfer.transfer import Transfer, TransferOutcome
+from sojourn_server.kv_transfer.transfer import Transfer
 from sojourn_server.kv_transfer.transfer_manager import TransferManager
 from waiting import wait_until
 
@@ -63,8 +63,8 @@ def manager(store: MemoryStore, name: str, listen: Sequence[str] = (), **options
     return TransferManager(store, limits, name=name, listen=listen, **options)  # type: ignore[arg-type]
 
 
-def ended(transfer: Transfer) -> TransferOutcome | None:
-    """Wait for the end of a transfer, at most ``PATIENCE_S``."""
+def ended(transfer: Transfer) -> Any:
+    """The outcome of a transfer; ``None`` if it has not ended within ``PATIENCE_S``."""
     with transfer.node.changed:
         transfer.node.changed.wait_for(lambda: transfer.outcome is not None, PATIENCE_S)
     return transfer.outcome

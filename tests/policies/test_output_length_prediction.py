@@ -32,9 +32,7 @@ def asked(
     policy: RemainingTokensPolicy, lengths: Sequence[int], so_far: int, most: int = ENOUGH, **facts: Any
 ) -> RemainingTokens:
     """A prediction that there must be."""
-    left = policy.remaining(OutputLengthView("r", so_far, most, lengths, **facts), 0.0)
-    assert left is not None
-    return left
+    return policy.remaining(OutputLengthView("r", so_far, most, lengths, **facts), 0.0)  # type: ignore[return-value]
 
 
 def lognormal(random: Random) -> int:

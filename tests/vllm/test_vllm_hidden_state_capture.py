@@ -150,7 +150,6 @@ def test_every_few_steps_the_rows_travel_with_the_results_and_no_logit_is_anothe
     assert list(found) == [1, 1 + CAPTURE_EVERY_STEPS, 1 + 2 * CAPTURE_EVERY_STEPS]
     for number, rows in found.items():
         ids = [f"r{number % 5}", "b", "a"][: 1 + number % 3]
-        assert rows is not None
         assert rows.request_ids == tuple(ids)
         assert torch.equal(rows.states, states_of(ids, number))
 

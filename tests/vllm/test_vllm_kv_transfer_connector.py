@@ -196,7 +196,6 @@ def test_told_to_stop_the_worker_ends_its_traffic_and_tells_of_no_paths(engine: 
         worker.wait_for_save()
         assert worker.get_finished(set())[0] == {"r"}, "its blocks are free again"
         assert worker.status() is None
-        assert worker._closing is not None
         worker._closing.join(10)
         assert not worker._closing.is_alive()
         late = SaveJob(request="s", place=0, key=keys[0], parent=b"", block_ids=ids)

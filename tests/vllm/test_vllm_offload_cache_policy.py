@@ -47,7 +47,6 @@ class HostMemory:
         if is_ours:
             self.policy.request_admitted(program_id, [each[:-4] for each in keys])
         stored = self.manager.prepare_store(keys, context)
-        assert stored is not None
         self.manager.complete_store(stored.keys_to_store, context)
         self.manager.on_request_finished(context)
 
@@ -328,7 +327,6 @@ class Manager:
     def store(self, request_id: str, *numbers: int, end: bool = True) -> list[bytes]:
         context = context_of(request_id)
         stored = self.manager.prepare_store([key(number) for number in numbers], context)
-        assert stored is not None
         if end:
             self.manager.complete_store(stored.keys_to_store, context)
         return list(stored.keys_to_store)
