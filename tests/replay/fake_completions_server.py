@@ -23,7 +23,9 @@ class FakeServer(HandlerServer):
         self.forgets = False
         self.obeys_replay = True
         self.sojourn = False
-        self.facts: dict[str, str] = {}
+        self.engine: Any = {}
+        """What the plugin says of the engine, besides its block size."""
+        self.metrics = ""
         self.seconds_per_token = 0.0
         self.status: int | None = None
         self.__dict__.update(quirks)
@@ -59,9 +61,12 @@ class FakeServer(HandlerServer):
         elif handler.path == "/version":
             handler.answer({"version": "1.2"})
         elif handler.path == "/sojourn/v1/capabilities" and self.sojourn:
-            engine = {"block_size": str(self.block_size), **self.facts}
-            document = {"name": "sojourn", "wire": [1], "engine": engine}
-            handler.answer(document)
+            engine = self.engine
+            if isinstance(engine, dict):
+                engine = {"block_size": str(self.block_size), **engine}
+            handler.answer({"name": "sojourn", "wire": [1], "engine": engine})
+        elif handler.path == "/metrics" and self.metrics:
+            handler.answer(self.metrics.encode(), kind="text/plain")
         else:
             handler.answer({"error": "no such path"}, 404)
 

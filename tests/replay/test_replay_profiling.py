@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from sojourn_server.policies.costs.engine_profile import EngineLimits, EnginePro
 from sojourn_server.profiling import machine_speed
 from sojourn_server.profiling.machine_speed import measure_bandwidth
 from sojourn_server.profiling.offload_break_even import offload_break_even
-from sojourn_server.profiling.prefill_measurement import MeasurementRun, lengths_up_to, measure_prefill
-from sojourn_server.replay.completions_client import Completion
+from sojourn_server.profiling.prefill_measurement import lengths_up_to
 from typer.testing import CliRunner
 
 
@@ -78,47 +76,6 @@ def test_each_failure_says_what_to_do_next() -> None:
     assert "sojourn serve" in invoke("--url", gone).exception.next_step
 
 
-class ModelledClient:
-    """Answers in a virtual time that it owns."""
-
-    def __init__(self, *, cached: int = 0) -> None:
-        self.now = 0.0
-        self.lengths: list[int] = []
-        self.cached = cached
-
-    async def complete(self, model: str, prompt: list[int], max_tokens: int) -> Completion:
-        assert max_tokens == 1
-        self.lengths.append(len(prompt))
-        seconds = 0.5 + 1e-3 * len(prompt) + 1e-7 * len(prompt) ** 2
-        self.now += seconds
-        return Completion(
-            ttft_s=seconds,
-            latency_s=seconds,
-            prompt_tokens=len(prompt),
-            output_tokens=1,
-            cached_tokens=self.cached,
-        )
-
-
-async def measure(client: Any, budget_s: float) -> tuple[list[tuple[int, float]], list[str]]:
-    run = MeasurementRun(
-        client=client, model="m", repeats=3, budget_s=budget_s, vocabulary=1000, clock=lambda: client.now,
-        rng=random.Random(0),
-    )  # fmt: skip
-    return await measure_prefill(run, 32_000, budget_s), run.notes
-
-
-async def test_a_budget_leaves_out_the_longest_lengths_and_is_kept() -> None:
-    client = ModelledClient()
-    points, notes = await measure(client, budget_s=60.0)
-    assert client.now <= 60.0
-    assert [tokens for tokens, _ in points] == [1000, 2000, 4000, 8000]
-    assert notes == ["the time budget of 60 s left out these lengths: 16000, 32000"]
-    roomy = ModelledClient()
-    assert [tokens for tokens, _ in (await measure(roomy, 1e6))[0]][-1] == 32_000
-    assert len(roomy.lengths) == 1 + 3 * 6
-
-
 # -- Recompute or offload: what ``sojourn profile`` says of it.
 
 
@@ -158,7 +115,7 @@ def test_a_profile_tells_the_break_even_in_words_and_json() -> None:
     pytest.importorskip("torch")
     with FakeServer(
         seconds_per_token=5e-5, max_model_len=401, sojourn=True, block_size=32,
-        facts={"kv_bytes_per_token": "256"},
+        engine={"kv_bytes_per_token": "256"},
     ) as server:  # fmt: skip
         result = invoke("--url", server.url, "--repeats", "1", "--no-decode", "--json", "-")
     assert result.exception is None, result.output

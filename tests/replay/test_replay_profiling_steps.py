@@ -1,9 +1,8 @@
-"""The decode half of ``sojourn profile`` against an engine whose steps cost a known time."""
+"""What ``sojourn profile`` measures of an engine whose steps cost a known time, and reads of its limits."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ from fake_completions_server import FakeServer
 from sojourn_server.policies.costs.engine_profile import EngineLimits
 from sojourn_server.policies.costs.step_costs import StepCosts
 from sojourn_server.profiling.cost_fitting import fit_prefill_curve, fit_step_costs
-from sojourn_server.profiling.prefill_measurement import MeasurementRun, read_limits
+from sojourn_server.profiling.prefill_measurement import MeasurementRun, measure_prefill, read_limits
 from sojourn_server.profiling.step_measurement import StepMeasurement, decode_sample, prefill_sample
 from sojourn_server.replay.completions_client import Completion, CompletionsClient
 
@@ -60,14 +59,33 @@ def prefill_points() -> list[tuple[int, float]]:
     return [(n, COSTS.seconds(prefill_sample(1, n, 0, 1024))) for n in (1000, 2000, 4000, 8000)]
 
 
-async def measure(engine: Any, budget_s: float = 1e6) -> tuple[StepMeasurement, list[str]]:
-    run = MeasurementRun(
+def run_on(engine: Any, budget_s: float) -> MeasurementRun:
+    return MeasurementRun(
         client=engine, model="m", repeats=2, budget_s=budget_s, vocabulary=8000, clock=lambda: engine.now,
         rng=random.Random(1),
     )  # fmt: skip
+
+
+async def measure(engine: Any, budget_s: float = 1e6) -> tuple[StepMeasurement, list[str]]:
+    run = run_on(engine, budget_s)
     measured = StepMeasurement(run, LIMITS, BLOCK)
     await measured.measure(prefill_points(), 8000)
     return measured, run.notes
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "longest", "notes"),
+    [(1e6, 8000, []), (4.5, 4000, ["the time budget of 4 s left out these lengths: 8000"])],
+)
+async def test_a_budget_leaves_out_the_longest_prefills_and_is_kept(
+    budget_s: float, longest: int, notes: list[str]
+) -> None:
+    engine = ModelledEngine()
+    run = run_on(engine, budget_s)
+    points = await measure_prefill(run, 8000, budget_s)
+    assert points == [pytest.approx(point) for point in prefill_points() if point[0] <= longest]
+    assert engine.now <= budget_s
+    assert run.notes == notes
 
 
 async def test_the_costs_of_the_engine_are_found() -> None:
@@ -91,56 +109,30 @@ async def test_a_budget_is_kept_and_what_it_left_out_is_named() -> None:
     assert "decode of 1 × 7,967 tokens" in note
 
 
-class TellingServer(FakeServer):
-    """Also answers as vLLM and the plugin do, as far as ``metrics`` and ``capabilities`` say."""
-
-    def get(self, handler: Any) -> None:
-        if handler.path == "/metrics" and self.metrics:
-            handler.answer(self.metrics.encode(), kind="text/plain")
-        elif handler.path == "/sojourn/v1/capabilities" and self.capabilities:
-            handler.answer(self.capabilities)
-        else:
-            super().get(handler)
-
-
 METRICS = (
     "# TYPE vllm:cache_config_info gauge\n"
     'vllm:cache_config_info{block_size="128",cache_dtype="auto",engine="0",num_gpu_blocks="300"} 1.0\n'
 )
-CAPABILITIES = {
-    "name": "sojourn",
-    "wire": [1],
-    "engine": {
-        "block_size": "16",
-        "num_blocks": "1000",
-        "max_num_seqs": "64",
-        "max_num_batched_tokens": "4096",
-        "kv_bytes_per_token": "131072",
-    },
-}
+REPORTED = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "kv_bytes_per_token": 131_072}
 
 
-async def reported(url: str) -> tuple[EngineLimits, int | None]:
-    async with CompletionsClient(url) as client:
-        served = await client.discover(None)
-        return await read_limits(client, dataclasses.replace(served, max_context_tokens=8000))
-
-
-async def test_limits_come_from_capabilities_or_metrics() -> None:
-    with TellingServer(metrics=METRICS, capabilities=None) as server:
-        limits = EngineLimits(kv_pool_tokens=38_400, max_context_tokens=8000)
-        assert await reported(server.url) == (limits, 128)
-    with TellingServer(metrics=METRICS, capabilities=CAPABILITIES) as server:
-        limits = EngineLimits(
-            kv_pool_tokens=16_000,
-            max_context_tokens=8000,
-            max_num_seqs=64,
-            max_num_batched_tokens=4096,
-            kv_bytes_per_token=131_072,
-        )
-        assert await reported(server.url) == (limits, 128)
-    with TellingServer(metrics="", capabilities={**CAPABILITIES, "engine": ["odd"]}) as server:
-        assert await reported(server.url) == (EngineLimits(max_context_tokens=8000), None)
+@pytest.mark.parametrize(
+    ("metrics", "engine", "limits", "block_size"),
+    [
+        (METRICS, None, {"kv_pool_tokens": 38_400}, 128),
+        (METRICS, {"block_size": "16", "num_blocks": "1000", **REPORTED},
+         {"kv_pool_tokens": 16_000, **REPORTED}, 128),
+        ("", ["odd"], {}, None),
+    ],
+)  # fmt: skip
+async def test_limits_come_from_capabilities_or_metrics(
+    metrics: str, engine: Any, limits: dict[str, int], block_size: int | None
+) -> None:
+    sojourn = engine is not None
+    with FakeServer(metrics=metrics, sojourn=sojourn, engine=engine, max_model_len=8000) as server:
+        async with CompletionsClient(server.url) as client:
+            found = await read_limits(client, await client.discover(None))
+    assert found == (EngineLimits(max_context_tokens=8000, **limits), block_size)
 
 
 def test_the_curve_and_the_samples_tell_the_same_of_a_prefill() -> None:
