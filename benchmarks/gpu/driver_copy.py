@@ -1,7 +1,6 @@
 """Batched copies through CUDA's driver, for a machine that has torch and no vLLM.
 
-Replaces vLLM's ``swap_blocks_batch``: one call of ``cuMemcpyBatchAsync`` where the driver has it, otherwise
-one ``cuMemcpyAsync`` for each part.
+Replaces vLLM's ``swap_blocks_batch``: one call of ``cuMemcpyBatchAsync``.
 """
 
 from __future__ import annotations
@@ -31,31 +30,22 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-def driver_batch_copy() -> tuple[Callable[[Any, Any, Any, bool], None], str]:
-    """Return a function like vLLM's ``swap_blocks_batch``, and the name of the driver's call behind it.
-
-    Raises ``OSError`` without a CUDA driver.
-    """
+def driver_batch_copy() -> Callable[[Any, Any, Any, bool], None]:
+    """Return a function like vLLM's ``swap_blocks_batch``. Raises ``OSError`` without a CUDA driver, or if it
+    is older than CUDA 12.8."""
     driver = ctypes.CDLL("libcuda.so.1")
-    batch = _batch_call(driver)
-    return (_batched(batch), "cuMemcpyBatchAsync") if batch else (_one_by_one(driver), "cuMemcpyAsync")
-
-
-def _batch_call(driver: Any) -> Any:
     found, status = ctypes.c_void_p(), ctypes.c_int()
     error = driver.cuGetProcAddress_v2(
         b"cuMemcpyBatchAsync", ctypes.byref(found), BATCH_SINCE, ctypes.c_uint64(0), ctypes.byref(status)
     )
     if error or not found.value:
-        return None
+        raise OSError("the driver has no cuMemcpyBatchAsync; expected one of CUDA 12.8 or later")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     kind = ctypes.CFUNCTYPE(
         ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
     )
-    return kind(found.value)
+    call = kind(found.value)
 
-
-def _batched(call: Any) -> Callable[[Any, Any, Any, bool], None]:
     def copy(sources: Any, destinations: Any, sizes: Any, stable_sources: bool) -> None:
         attributes = _Attributes(SOURCE_AT_ANY_TIME if stable_sources else SOURCE_IN_STREAM_ORDER)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
@@ -74,19 +64,5 @@ def _batched(call: Any) -> Callable[[Any, Any, Any, bool], None]:
             raise RuntimeError(
                 f"cuMemcpyBatchAsync: CUDA error {error} at part {failed.value} of {len(sizes)}"
             )
-
-    return copy
-
-
-def _one_by_one(driver: Any) -> Callable[[Any, Any, Any, bool], None]:
-    def copy(sources: Any, destinations: Any, sizes: Any, stable_sources: bool) -> None:
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        parts = zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True)
-        for source, destination, size in parts:
-            error = driver.cuMemcpyAsync(
-                ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(size), stream
-            )
-            if error:
-                raise RuntimeError(f"cuMemcpyAsync: CUDA error {error}")
 
     return copy

@@ -105,8 +105,7 @@ class Kit:
         copy_call = "memmove"
         title = "CPU: shows that the kit runs, the figures mean nothing"
         if self.cuda:
-            batch_copy, copy_call = driver_batch_copy()
-            self.runtime = TorchCuda(self.device, batch_copy)
+            self.runtime, copy_call = TorchCuda(self.device, driver_batch_copy()), "cuMemcpyBatchAsync"
             title = torch.cuda.get_device_name(0)
         name = "small" if small else "".join(c if c.isalnum() else "_" for c in title.lower())
         self.name = f"gpu_kit_{name}"
