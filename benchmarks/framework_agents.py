@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -183,6 +183,8 @@ FRAMEWORKS = {
     "openai_agents": Framework("agents", "openai-agents", openai_agents),
 }
 
+ANSWER_S = 0.01
+"""Time that the model takes for an answer."""
 SERVER = """
 import sys
 from sojourn.testing import FakeServer, ToolUse
@@ -204,18 +206,10 @@ with FakeServer(answer) as server:
 """
 
 
-class ServerProcess:
-    """Context manager that runs a ``FakeServer`` in its own process. Yields the server's URL, which ``code``
-    prints; ``code`` ends with its standard input."""
-
-    def __init__(self, code: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def __enter__(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=10)
+@contextmanager
+def fake_server(turns: int) -> Iterator[str]:
+    """Run a server of an agent with so many turns in a process of its own. Yield its URL."""
+    code = SERVER.format(turns=turns, answer_s=ANSWER_S)
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **piped) as process:
+        yield process.stdout.readline().strip()

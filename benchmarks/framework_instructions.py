@@ -34,14 +34,12 @@ from pathlib import Path
 from typing import Any
 
 import sojourn
-from framework_agents import FRAMEWORKS, SERVER, Arm, ServerProcess
+from framework_agents import FRAMEWORKS, Arm, fake_server
 from result_pages import show as show_table
 
 TARGET_TURN_US = 100.0
 """Agreed maximum of what a turn costs more, in microseconds."""
 WARM_UP_ROUNDS = 2
-ANSWER_S = 0.01
-"""Time that the model takes for an answer."""
 TIMED_ROUNDS = 15
 """Rounds without valgrind, after the warm-up, that give the CPU time of a bare turn."""
 ARMS: tuple[Arm, ...] = ("bare", "sojourn")
@@ -96,7 +94,7 @@ def run_rounds(name: str, rounds: int, turns: int) -> None:
     the order of their start, so this tells which are the SDK's.
     """
     framework = FRAMEWORKS[name]
-    with ServerProcess(SERVER.format(turns=turns, answer_s=ANSWER_S)) as url:
+    with fake_server(turns) as url:
         before = len(os.listdir("/proc/self/task"))
         sojourn.init(url, dialect="sojourn")
         with sojourn.program("starts all threads"), sojourn.tool_call("work", "call"):
@@ -181,7 +179,7 @@ def bare_cpu_us(name: str, turns: int) -> float:
     """CPU time of the agent's thread per turn of the bare framework, in microseconds: the median."""
     framework, took_ns = FRAMEWORKS[name], []
     set_arm("bare")
-    with ServerProcess(SERVER.format(turns=turns, answer_s=ANSWER_S)) as url:
+    with fake_server(turns) as url:
         for _ in range(WARM_UP_ROUNDS + TIMED_ROUNDS):
             run = framework.prepare(f"{url}/v1", "bare")
             gc.collect()
