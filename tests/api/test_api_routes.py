@@ -33,17 +33,6 @@ from virtual_engine import VirtualEngine, prompt
 # --- what goes in and out ---------------------------------------------------
 
 
-def test_events_reach_the_engine_as_sent_and_its_outcomes_come_back(
-    client: TestClient, engine: ScriptedEngine
-) -> None:
-    text = json.dumps(BATCH, indent=1)
-    response = client.post("/sojourn/v1/events", content=text)
-    assert response.status_code == 200
-    assert response.json()["outcomes"] == outcomes("applied", "applied")["outcomes"]
-    ((operation, payload),) = engine.calls
-    assert (operation, json.loads(payload)) == ("event_batches", [BATCH])
-
-
 @pytest.mark.parametrize(
     ("path", "program_id"),
     [
