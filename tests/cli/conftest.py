@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from command_server import CommandServer
 from json_handler import HandlerServer, JsonHandler
 from live_frames import frame, row
 from test_cli_explain import FOUND
@@ -68,3 +71,17 @@ def model_server() -> Iterator[str]:
 
     with HandlerServer(Server) as server:
         yield server.url
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], CommandServer]:
+    """Let all commands of this process ask a server with these answers, whatever their ``--url``."""
+    client = httpx.Client
+
+    def use(answers: dict[str, Any]) -> CommandServer:
+        server = CommandServer(answers)
+        transport = httpx.MockTransport(server)
+        monkeypatch.setattr(httpx, "Client", lambda **more: client(**{**more, "transport": transport}))
+        return server
+
+    return use

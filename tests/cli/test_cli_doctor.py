@@ -9,85 +9,72 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
+from cli_process import invoke
+from command_server import CommandServer
 from live_frames import frame, row
 from sojourn.wire_codec import WIRE_VERSION
-from sojourn_server.cli import COMMANDS, build_app, doctor, main
+from sojourn_server.cli import COMMANDS, doctor, main
 from sojourn_server.metrics.live_frame import PROBE_ID
 from sojourn_server.vllm import compat
-from typer.testing import CliRunner
 
 CAPABILITIES = {"version": "0.1.0", "policy": "continuum", "wire": [WIRE_VERSION]}
 
 
-class Server:
-    """A server as far as the doctor looks; ``answers`` maps a path to a status and a document."""
+MODELS, PROGRAMS, COMPLETIONS = "/v1/models", "/sojourn/v1/stream", "/v1/completions"
+PLUGIN, EVENTS = "/sojourn/v1/capabilities", "/sojourn/v1/events"
+HEALTHY: dict[str, Any] = {
+    "/health": {},
+    MODELS: {"data": [{"id": "tiny"}]},
+    PLUGIN: CAPABILITIES,
+    EVENTS: {"v": WIRE_VERSION, "outcomes": []},
+    COMPLETIONS: {"usage": {"prompt_tokens_details": {"cached_tokens": 0}}},
+}
 
-    def __init__(self, **changes) -> None:
-        self.key = changes.pop("key", None)
-        self.answers = {
-            "/health": (200, {}),
-            "/v1/models": (200, {"data": [{"id": "tiny"}]}),
-            "/sojourn/v1/capabilities": (200, CAPABILITIES),
-            "/sojourn/v1/events": (200, {"v": WIRE_VERSION, "outcomes": []}),
-            "/v1/completions": (200, {"usage": {"prompt_tokens_details": {"cached_tokens": 0}}}),
-            **{path.replace("__", "/"): answer for path, answer in changes.items()},
-        }
-        self.asked: list[httpx.Request] = []
 
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        self.asked.append(request)
-        if request.url.path != "/health" and self.key and request.headers.get("Authorization") != self.key:
-            return httpx.Response(401, json={"error": "Unauthorized"})
-        status, document = self.answers.get(request.url.path, (404, {}))
-        return httpx.Response(status, json=document)
+def examine(server: CommandServer, **headers: str) -> dict[str, doctor.Check]:
+    transport = httpx.MockTransport(server)
+    with httpx.Client(base_url="http://server", transport=transport, headers=headers) as client:
+        return {check.name: check for check in doctor.server_checks(client)}
 
-    def examine(self, **headers) -> dict[str, doctor.Check]:
-        transport = httpx.MockTransport(self)
-        with httpx.Client(base_url="http://server", transport=transport, headers=headers) as client:
-            return {check.name: check for check in doctor.server_checks(client)}
+
+def checks_of(changes: dict[str, Any]) -> dict[str, doctor.Check]:
+    """The checks of a healthy server with other answers at some paths."""
+    return examine(CommandServer({**HEALTHY, **changes}))
 
 
 def test_a_healthy_server_has_nothing_to_fix():
-    server = Server()
-    checks = server.examine()
+    server = CommandServer(HEALTHY)
+    checks = examine(server)
     assert {name: check.ok for name, check in checks.items()} == dict.fromkeys(
         ["server", "API key", "models", "plugin", "events", "cached tokens"], True
     )
     assert "continuum" in checks["plugin"].detail
-    batch = next(r for r in server.asked if r.url.path == "/sojourn/v1/events")
-    assert json.loads(batch.content)["events"] == []
+    sent = {request.url.path: request for request in server.asked}
+    assert json.loads(sent[EVENTS].content)["events"] == []
+    assert PROBE_ID in sent[COMPLETIONS].headers["X-Request-Id"], "marked, so that it is not counted"
 
 
 @pytest.mark.parametrize(
-    ("changes", "name", "said", "advice"),
+    ("path", "answer", "name", "said", "advice"),
     [
-        ({"__health": (503, {})}, "server", "503", "wait"),
-        ({"__v1__models": (404, {})}, "models", "404", "OpenAI"),
-        ({"__sojourn__v1__capabilities": (404, {})}, "plugin", "404", "VLLM_PLUGINS=sojourn"),
-        ({"__sojourn__v1__capabilities": (200, {"wire": [99]})}, "plugin", "99", "the same release"),
+        ("/health", (503, {}), "server", "503", "wait"),
+        (MODELS, (404, {}), "models", "404", "OpenAI"),
+        (PLUGIN, (404, {}), "plugin", "404", "VLLM_PLUGINS=sojourn"),
+        (PLUGIN, {"wire": [99]}, "plugin", "99", "the same release"),
+        (PLUGIN, (501, {"error": {"message": "stock", "next": "serve it"}}), "plugin", "stock", "serve it"),
+        (EVENTS, (500, {"error": {"message": "boom"}}), "events", "boom", "log"),
+        (EVENTS, {"odd": 1, "outcomes": 3}, "events", "", "log"),
         (
-            {"__sojourn__v1__capabilities": (501, {"error": {"message": "stock", "next": "serve it"}})},
-            "plugin", "stock", "serve it",
-        ),
-        ({"__sojourn__v1__events": (500, {"error": {"message": "boom"}})}, "events", "boom", "log"),
-        ({"__sojourn__v1__events": (200, {"odd": 1, "outcomes": 3})}, "events", "", "log"),
-        (
-            {"__v1__completions": (200, {"usage": {"prompt_tokens_details": None}})},
+            COMPLETIONS, {"usage": {"prompt_tokens_details": None}},
             "cached tokens", "not reported", "--enable-prompt-tokens-details",
         ),
-        *(
-            (
-                {"__v1__completions": (status, {"error": {"message": "no decode engine"}})},
-                "cached tokens", "no decode engine", "log",
-            )
-            for status in (500, 503)
-        ),
+        (COMPLETIONS, (500, {"error": {"message": "no engine"}}), "cached tokens", "no engine", "log"),
+        (COMPLETIONS, (503, {"error": {"message": "no engine"}}), "cached tokens", "no engine", "log"),
     ],
 )  # fmt: skip
-def test_each_fault_is_named_with_what_to_do(changes, name, said, advice):
-    check = Server(**changes).examine()[name]
+def test_each_fault_is_named_with_what_to_do(path, answer, name, said, advice):
+    check = checks_of({path: answer})[name]
     assert check.ok is False
     assert said in check.detail
     assert advice in check.next_step
@@ -124,9 +111,9 @@ PAIR = {"peer": "tcp:10.0.0.7:8500", "node": "n7"}
 def test_what_an_engine_tells_of_itself_is_shown(
     told: dict[str, Any], name: str, ok: bool | None, said: str, advice: str
 ) -> None:
-    check = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, **told})).examine()[name]
+    check = checks_of({PLUGIN: {**CAPABILITIES, **told}})[name]
     assert (check.ok, check.detail, check.next_step) == (ok, said, advice)
-    assert name == "plugin" or name not in Server().examine()
+    assert name == "plugin" or name not in checks_of({})
 
 
 TIERS = {
@@ -141,11 +128,7 @@ TIERS = {
 @pytest.mark.parametrize(
     ("told", "ok", "said"),
     [
-        (
-            TIERS,
-            True,
-            "SojournConnector, host memory for 8 GiB or 2,048 blocks, disk for 100 GiB or 25,600 b",
-        ),
+        (TIERS, True, "SojournConnector, host memory for 8 GiB or 2,048 blocks, disk for 100 GiB or 25,600"),
         ({**TIERS, "disk": None}, True, "host memory for 8 GiB or 2,048 blocks"),
         ({**TIERS, "host": {"blocks": None, "bytes": 1 << 29}}, True, "host memory for 0.5 GiB, disk"),
         ({**TIERS, "host": {"blocks": 1, "bytes": 1 << 41}}, True, "host memory for 2,048 GiB or 1 blocks"),
@@ -154,15 +137,14 @@ TIERS = {
     ],
 )
 def test_tiers_below_the_device_are_shown(told, ok, said):
-    server = Server(__sojourn__v1__capabilities=(200, {**CAPABILITIES, "tiers": told}))
-    check = server.examine()["tiers"]
+    check = checks_of({PLUGIN: {**CAPABILITIES, "tiers": told}})["tiers"]
     assert check.ok is ok
     assert said in check.detail
     assert bool(check.next_step) == (ok is False)
 
 
 def test_a_model_without_completions_is_not_broken():
-    assert Server(__v1__completions=(400, {})).examine()["cached tokens"].ok is None
+    assert checks_of({COMPLETIONS: (400, {})})["cached tokens"].ok is None
 
 
 @pytest.mark.parametrize(
@@ -179,35 +161,19 @@ def test_a_model_without_completions_is_not_broken():
 )  # fmt: skip
 def test_a_server_tells_whether_agents_arrive(rows, ok, said, advice):
     live = frame(untracked_requests=rows) if isinstance(rows, int) else frame(*rows)
-    check = Server(__sojourn__v1__stream=(200, msgspec.to_builtins(live))).examine()["programs"]
+    check = checks_of({PROGRAMS: live})["programs"]
     assert (check.ok, check.detail) == (ok, said)
     assert advice in check.next_step
     assert bool(advice) == bool(check.next_step)
 
 
-def test_the_doctors_own_request_is_marked_so_that_it_is_not_counted():
-    server = Server()
-    server.examine()
-    [sent] = (r for r in server.asked if r.url.path == "/v1/completions")
-    assert PROBE_ID in sent.headers["X-Request-Id"]
-
-
 def test_a_server_whose_programs_are_not_understood_or_told_is_no_fault():
-    assert "programs" not in Server().examine()
-    check = Server(__sojourn__v1__stream=(503, {"error": {"message": "busy"}})).examine()["programs"]
+    assert "programs" not in checks_of({})
+    check = checks_of({PROGRAMS: (503, {"error": {"message": "busy"}})})["programs"]
     assert (check.ok, check.detail) == (None, "not known: 503 busy")
-    check = Server(__sojourn__v1__stream=(200, {"v": 1})).examine()["programs"]
+    check = checks_of({PROGRAMS: {"v": 1}})["programs"]
     assert check.ok is None
     assert "not a live frame" in check.detail
-
-
-def test_a_missing_and_a_wrong_key_are_distinguished():
-    server = Server(key="Bearer right")
-    assert "pass --api-key" in server.examine()["API key"].next_step
-    wrong = server.examine(Authorization="Bearer wrong")["API key"]
-    assert wrong.ok is False
-    assert "is not the server's key" in wrong.detail
-    assert server.examine(Authorization="Bearer right")["API key"].ok is True
 
 
 def environment(monkeypatch, version, import_error=None, devices=0) -> dict[str, doctor.Check]:
@@ -260,35 +226,30 @@ def test_no_engine_is_not_a_fault(monkeypatch):
     assert "engine imports" not in checks
 
 
-def answer_with(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-    """Let every client of this process ask ``server``."""
-    client, transport = httpx.Client, httpx.MockTransport(server)
-    monkeypatch.setattr(httpx, "Client", lambda **more: client(**{**more, "transport": transport}))
-
-
-def invoke(monkeypatch, checks, *args):
+def report(monkeypatch, checks, *args):
+    """Run ``sojourn doctor`` in an environment with these checks."""
     monkeypatch.setattr(doctor, "environment_checks", lambda *_, **__: iter(checks))
-    return CliRunner().invoke(build_app(), ["doctor", *args])
+    return invoke("doctor", *args)
 
 
 def test_the_report_is_on_stdout_and_makes_way_for_its_json(monkeypatch, tmp_path):
     fine, bad = doctor.Check("a", True, "ok"), doctor.Check("b", False, "broken [x]", "mend it")
     out = tmp_path / "out.json"
-    result = invoke(monkeypatch, [fine, bad], "--json", str(out))
+    result = report(monkeypatch, [fine, bad], "--json", str(out))
     assert (result.exit_code, result.stderr) == (1, "")
     assert "broken [x]" in result.stdout
     assert [line for line in result.stdout.splitlines() if "mend it" in line]
     assert "1 to fix" in result.stdout
     assert json.loads(out.read_text())["checks"][1]["next_step"] == "mend it"
-    result = invoke(monkeypatch, [fine, bad], "--json", "-")
+    result = report(monkeypatch, [fine, bad], "--json", "-")
     assert "1 to fix" in result.stderr
     assert json.loads(result.stdout)["ok"] is False
-    result = invoke(monkeypatch, [fine, doctor.Check("c", None, "absent")], "--json", "-")
+    result = report(monkeypatch, [fine, doctor.Check("c", None, "absent")], "--json", "-")
     assert (result.exit_code, json.loads(result.stdout)["ok"]) == (0, True)
 
 
 def test_the_key_does_not_go_to_a_proxy(monkeypatch, proxied):
-    result = invoke(monkeypatch, [], "--url", "http://127.0.0.1:9", "--api-key", "key")
+    result = report(monkeypatch, [], "--url", "http://127.0.0.1:9", "--api-key", "key")
     assert "✗ server" in result.stdout
     assert proxied == []
 
@@ -302,22 +263,28 @@ def test_the_key_does_not_go_to_a_proxy(monkeypatch, proxied):
         (["--api-key", "a"], {"SOJOURN_API_KEY": "s"}, "a", "--api-key"),
     ],
 )
-def test_the_key_is_the_engines_else_that_of_sdk_and_gateway(monkeypatch, flags, environment, shown, source):
-    server = Server(key=f"Bearer {shown}")
-    answer_with(monkeypatch, server)
+def test_the_key_is_the_engines_else_the_sdks(monkeypatch, serve, flags, environment, shown, source):
+    server = serve(HEALTHY)
+    server.key = shown
     for name in ("VLLM_API_KEY", "SOJOURN_API_KEY"):
         monkeypatch.setenv(name, environment.get(name, ""))
-    result = invoke(monkeypatch, [], "--url", "http://server", *flags)
+    result = report(monkeypatch, [], "--url", "http://server", *flags)
     assert f"API key: accepted, or none needed ({source})" in result.stdout
-    server.key = "Bearer another"
-    result = invoke(monkeypatch, [], "--url", "http://server", *flags)
-    assert f"API key: the key of {source} is not the server" in result.stdout
+    server.key = "another"
+    result = report(monkeypatch, [], "--url", "http://server", *flags)
+    assert f"API key: the key of {source} is not the server's key" in result.stdout
 
 
-def test_the_url_is_checked_first_and_needs_neither_a_scheme_nor_the_engine(monkeypatch):
-    answer_with(monkeypatch, Server())
+def test_a_missing_key_is_asked_for():
+    check = examine(CommandServer(HEALTHY, key="right"))["API key"]
+    assert (check.ok, check.detail) == (False, "the server needs one")
+    assert "pass --api-key" in check.next_step
+
+
+def test_the_url_is_checked_first_and_needs_neither_a_scheme_nor_the_engine(monkeypatch, serve):
+    serve(HEALTHY)
     monkeypatch.setattr(doctor, "_import_checks", lambda **_: pytest.fail("the engine is imported"))
-    result = CliRunner().invoke(build_app(), ["doctor", "--url", "127.0.0.1:9/v1", "--json", "-"])
+    result = invoke("doctor", "--url", "127.0.0.1:9/v1", "--json", "-")
     names = [check["name"] for check in json.loads(result.stdout)["checks"]]
     assert names[0] == "server"
     assert names.index("cached tokens") < names.index("python")
@@ -344,5 +311,4 @@ def test_help_is_printed_in_a_locale_without_utf_8(monkeypatch, command):
 def test_the_report_is_printed_in_a_locale_without_utf_8(monkeypatch):
     checks = [doctor.Check("a", True, "≥ 3"), doctor.Check("b", None, "–")]
     monkeypatch.setattr(doctor, "environment_checks", lambda *_, **__: iter(checks))
-    report = run_in_latin(monkeypatch, "doctor")
-    assert "ok a: ? 3\n- b: ?\n" in report
+    assert "ok a: ? 3\n- b: ?\n" in run_in_latin(monkeypatch, "doctor")

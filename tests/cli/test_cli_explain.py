@@ -5,19 +5,14 @@ from __future__ import annotations
 import io
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 from cli_process import invoke, refused
 from live_frames import frame, row
 from rich.console import Console
-from sojourn_server.cli import build_app
-from sojourn_server.cli import explain as command
 from sojourn_server.cli.explain import explanation_view
-from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.metrics.live_frame import ProgramRow
 from sojourn_server.metrics.turn_explanation import Explanation, decision_lines
-from typer.testing import CliRunner
 
 FOUND = {
     "program_id": "[red]a",
@@ -43,10 +38,15 @@ FOUND = {
 }
 
 
-def test_the_table_has_phases_tokens_losses_and_hints() -> None:
+def shown(**changes: Any) -> str:
+    """What a console of 100 columns prints of the explanation."""
     out = io.StringIO()
-    Console(file=out, width=100).print(explanation_view(msgspec.convert(FOUND, Explanation)))
-    text = out.getvalue()
+    Console(file=out, width=100).print(explanation_view(msgspec.convert({**FOUND, **changes}, Explanation)))
+    return out.getvalue()
+
+
+def test_the_table_has_phases_tokens_losses_and_hints() -> None:
+    text = shown()
     for part in (
         "[red]a",
         "lost: expired",
@@ -59,46 +59,18 @@ def test_the_table_has_phases_tokens_losses_and_hints() -> None:
     ):
         assert part in text
     assert "\x1b" not in text
+    assert "at the decode engine, not measured here" in shown(outcome="prefilled")
 
 
-def test_the_decoding_of_a_pair_is_not_told_as_an_end() -> None:
-    out = io.StringIO()
-    view = explanation_view(msgspec.convert({**FOUND, "outcome": "prefilled"}, Explanation))
-    Console(file=out, width=100).print(view)
-    assert "at the decode engine, not measured here" in out.getvalue()
-
-
-class Server:
-    """A server that knows ``programs``; each has the explanation ``FOUND``."""
-
-    def __init__(self, *programs: ProgramRow, **explanation: Any) -> None:
-        self.programs = programs
-        self.explanation = {**FOUND, **explanation}
-        self.untracked_requests = 0
-        self.detail: dict[str, Any] = {"placed": None, "ledger": []}
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        path = request.url.path
-        if path == "/sojourn/v1/stream":
-            live = frame(*self.programs, untracked_requests=self.untracked_requests)
-            return httpx.Response(200, content=msgspec.json.encode(live))
-        program_id = path.removeprefix("/sojourn/v1/programs/").removesuffix("/explain")
-        if all(program_id != one.program_id for one in self.programs):
-            return httpx.Response(404, json={"error": {"message": "no program has this id"}})
-        if not path.endswith("/explain"):
-            return httpx.Response(200, json={**self.detail, "program_id": program_id})
-        return httpx.Response(200, json={**self.explanation, "program_id": program_id})
-
-
-@pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let the command ask this server."""
-
-    def use(server: Server) -> None:
-        transport = httpx.MockTransport(server)
-        monkeypatch.setattr(command, "LiveClient", lambda url, key: LiveClient(url, key, transport=transport))
-
-    return use
+def answers(*programs: ProgramRow, untracked_requests: int = 0, **explanation: Any) -> dict[str, Any]:
+    """The answers of a server that knows ``programs``; each has the explanation ``FOUND``."""
+    live = frame(*programs, untracked_requests=untracked_requests)
+    found: dict[str, Any] = {"/sojourn/v1/stream": live}
+    for program_id in (program.program_id for program in programs):
+        path = f"/sojourn/v1/programs/{program_id}"
+        found[path] = {"program_id": program_id, "placed": None, "ledger": []}
+        found[f"{path}/explain"] = {**FOUND, **explanation, "program_id": program_id}
+    return found
 
 
 def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_are_listed(serve: Any) -> None:
@@ -109,7 +81,7 @@ def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_ar
         row("second", name="agent.py", since_s=60.0, status="expired"),
         row("agent.py-else", name="another", since_s=99.5),
     )
-    serve(Server(*programs))
+    serve(answers(*programs))
     result = invoke("explain", "agent.py")
     assert result.exit_code == 0, result.output
     told, explained = result.stdout.splitlines()[:2]
@@ -120,20 +92,46 @@ def test_of_several_programs_of_a_name_the_newest_is_explained_and_the_others_ar
     assert explained.startswith("third: Turn 2")
 
 
-def test_an_unknown_name_is_said_with_the_names_that_are_known(serve: Any) -> None:
-    serve(Server(row("p-1", name="first-agent"), row("p-2", name="first-agent"), row("p-3")))
-    error = refused("explain", "first-agnt")
-    assert error.message == "no program has the id or name 'first-agnt'; did you mean 'first-agent'?"
-    assert error.next_step == "sojourn top shows the programs; known: first-agent, p-3"
-    serve(Server())
-    error = refused("explain", "x")
-    assert error.next_step.endswith("known: none")
-    server = Server()
-    server.untracked_requests = 3
-    serve(server)
-    error = refused("explain", "x")
-    assert error.message == "no program has the id or name 'x'; 3 requests came without a program"
-    assert error.next_step == "start the agent with sojourn run, or open sojourn.program() in it; known: none"
+@pytest.mark.parametrize(
+    ("meant", "found"),
+    {
+        "0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end",
+        "fix 0f3a": "0f3a", "ot… -end": "b-end", "b-e…": "b-end",  # as in the table of sojourn top
+    }.items(),
+)  # fmt: skip
+def test_a_name_or_a_part_of_an_id_may_mean_one_program(serve: Any, meant: str, found: str) -> None:
+    serve(answers(row("0f3a", name="fix"), row("0f77", name="fix"), row("b-end", name="other")))
+    assert invoke("explain", meant).stdout.startswith(f"{found}: Turn 2")
+
+
+@pytest.mark.parametrize(
+    ("program", "untracked", "said", "next_step"),
+    [
+        ("0f", 0, "2 programs match '0f'", "name one by its id: 0f3a, 0f77"),
+        (
+            "first-agnt", 0, "no program has the id or name 'first-agnt'; did you mean 'first-agent'?",
+            "sojourn top shows the programs; known: first-agent, b-end",
+        ),
+        ("x", None, "no program has the id or name 'x'", "sojourn top shows the programs; known: none"),
+        (
+            "x", 3, "no program has the id or name 'x'; 3 requests came without a program",
+            "start the agent with sojourn run, or open sojourn.program() in it; known: none",
+        ),
+    ],
+)  # fmt: skip
+def test_an_unknown_name_is_said_with_the_names_that_are_known(
+    serve: Any, program: str, untracked: int | None, said: str, next_step: str
+) -> None:
+    known = (row("0f3a", name="first-agent"), row("0f77", name="first-agent"), row("b-end"))
+    serve(answers(*known) if untracked == 0 else answers(untracked_requests=untracked or 0))
+    error = refused("explain", program)
+    assert (error.message, error.next_step) == (said, next_step)
+
+
+def test_a_turn_that_is_unknown_is_an_error_though_the_program_be_known(serve: Any) -> None:
+    server = serve(answers(row("a")))
+    server.answers["/sojourn/v1/programs/a/explain"] = (404, {"error": {"message": "no such turn"}})
+    assert refused("explain", "a", "--turn", "9").message.endswith("404 no such turn")
 
 
 PLACED = {"seq": 3, "at_s": 0.5, "kind": "to_device", "reason": "free_capacity", "need_blocks": 3.0}
@@ -142,17 +140,15 @@ OFF = {"seq": 7, "at_s": 0.9, "kind": "keep", "reason": "policy_off", "ttl_s": 0
 
 def test_a_policy_without_leases_shows_the_place_and_what_each_turn_reused(serve: Any) -> None:
     decisions = [{**PLACED, "worth": 1.0}, OFF]
-    server = Server(row("a"), decisions=decisions, decision_lines=decision_lines(decisions))
+    server = serve(answers(row("a"), decisions=decisions, decision_lines=decision_lines(decisions)))
     turns = [
         {"turn": 1, "tokens": {"prompt": 40, "device": 0, "host": 0}},
         {"turn": 2, "tokens": {"prompt": 60, "device": 30, "host": 15}},
         {"turn": 3, "tokens": None},
     ]
-    server.detail = {
-        "engine": {"placed": "host", "status": "acting", "ledger": turns}
-    }  # as a gateway answers
-    serve(server)
-    text = CliRunner().invoke(build_app(), ["explain", "a"], env={"COLUMNS": "120"}).stdout
+    engine = {"placed": "host", "status": "acting", "ledger": turns}
+    server.answers["/sojourn/v1/programs/a"] = {"program_id": "a", "engine": engine}  # as a gateway answers
+    text = invoke("explain", "a", COLUMNS="120").stdout
     assert "lease" not in text
     assert "policy_off" not in text
     assert "decision 3: entered the device: there was room (to_device, free_capacity) need_blocks=3" in text

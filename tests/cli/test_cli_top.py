@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
+from cli_process import invoke, refused
 from live_frames import frame, row
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
-from sojourn_server.cli import top as command
 from sojourn_server.cli.cli_error import CliError
-from sojourn_server.cli.explain import explanation_view, find_explanation, turn_table
+from sojourn_server.cli.explain import explanation_view, turn_table
 from sojourn_server.cli.live_client import LiveClient
+from sojourn_server.cli.top import explanation_of
 from sojourn_server.cli.top_view import (
     COLUMNS,
     SORTABLE,
@@ -132,83 +133,42 @@ def test_every_column_sorts_and_the_filter_finds_tools_and_states() -> None:
 # -- the command ---------------------------------------------------------------------------
 
 
-def client(handle: Callable[[httpx.Request], httpx.Response]) -> LiveClient:
-    return LiveClient("h:8000/v1/", "key", transport=httpx.MockTransport(handle))
-
-
-def answer(request: httpx.Request) -> httpx.Response:
+def test_once_prints_and_json_names_the_fields(serve: Any) -> None:
+    server = serve({"/sojourn/v1/stream": frame(*PROGRAMS)})
+    printed = invoke("top", "--url", "h:8000/v1/", "--api-key", "key", "--once", "--sort", "lost")
+    lines = printed.stdout.splitlines()
+    assert lines[0].startswith("sojourn top  http://h:8000")
+    assert sum(line.startswith(("busy", "held", "gone")) for line in lines) == 3
+    [request] = server.asked
     assert request.headers["authorization"] == "Bearer key"
-    if request.url.path == "/sojourn/v1/stream":
-        assert request.url.params["once"] == "1"
-        return httpx.Response(200, content=msgspec.json.encode(frame(*PROGRAMS)))
-    return httpx.Response(404, json={"error": {"message": "no program has this id", "next": "list them"}})
-
-
-def test_once_prints_and_json_names_the_fields(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command, "LiveClient", lambda url, key: client(answer))
-    command.top(url="", api_key=None, once=True, json_output=None, interval_s=1.0, sort="lost")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("sojourn top  http://h:8000")
-    assert sum(line.startswith(("busy", "held", "gone")) for line in printed) == 3
-    command.top(url="", api_key=None, once=False, json_output="-", interval_s=1.0, sort="state")
-    document = json.loads(capsys.readouterr().out)
+    assert request.url.params["once"] == "1"
+    document = json.loads(invoke("top", "--json", "-").stdout)
     first = document["programs"][0]
     assert (first["program_id"], first["state"], first["for_s"]) == ("busy", "thinking", 1.0)
     assert document["engines"][0]["blocks"]["leased"] == 20
-    with pytest.raises(CliError, match="--sort colour is unknown"):
-        command.top(url="", api_key=None, once=True, json_output=None, interval_s=1.0, sort="colour")
+    assert refused("top", "--once", "--sort", "colour").message == "--sort colour is unknown"
 
 
 @pytest.mark.parametrize(
-    ("response", "message", "next_step"),
+    ("answer", "message", "next_step"),
     [
-        (httpx.Response(404, text="no"), "404", "same release"),
-        (httpx.Response(401, json={"error": {"message": "wrong key"}}), "401 wrong key", "--api-key"),
-        (httpx.Response(200, text="{}"), "something else than a live frame", "same release"),
-        (httpx.Response(503, json={"error": {"message": "busy", "next": "try again"}}), "busy", "try again"),
-        (None, "does not answer", "sojourn serve"),
+        ((404, "no"), "404", "same release"),
+        ((401, {"error": {"message": "wrong key"}}), "401 wrong key", "--api-key"),
+        ((200, {}), "something else than a live frame", "same release"),
+        ((503, {"error": {"message": "busy", "next": "try again"}}), "busy", "try again"),
+        (httpx.ConnectError("refused"), "does not answer", "sojourn serve"),
     ],
 )
 def test_a_wrong_server_is_named_with_the_next_step(
-    response: httpx.Response | None, message: str, next_step: str
+    serve: Any, answer: Any, message: str, next_step: str
 ) -> None:
-    def handle(request: httpx.Request) -> httpx.Response:
-        if response is None:
-            raise httpx.ConnectError("refused")
-        return response
-
-    with pytest.raises(CliError, match=message) as found:
-        client(handle).frame()
-    assert next_step in found.value.next_step
+    serve({"/sojourn/v1/stream": answer})
+    error = refused("top", "--once")
+    assert message in error.message
+    assert next_step in error.next_step
 
 
-def test_explain_takes_a_name_or_a_part_of_an_id_that_means_one_program() -> None:
-    programs = (row("0f3a", name="fix"), row("0f77", name="fix"), row("b-end", name="other"))
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/sojourn/v1/stream":
-            return httpx.Response(200, content=msgspec.json.encode(frame(*programs)))
-        program_id = request.url.path.split("/")[-2]
-        if any(program_id == one.program_id for one in programs) and request.url.params.get("turn") != "9":
-            return httpx.Response(200, json={**FOUND, "program_id": program_id})
-        return httpx.Response(404, json={"error": {"message": "no such program or turn"}})
-
-    as_in_the_table = {"fix 0f3a": "0f3a", "ot… -end": "b-end", "b-e…": "b-end"}
-    parts = {"0f3a": "0f3a", "3a": "0f3a", "0f7": "0f77", "other": "b-end"}
-    for meant, found in {**parts, **as_in_the_table}.items():
-        assert find_explanation(client(handle), meant).program_id == found
-    with pytest.raises(CliError, match="2 programs match '0f'") as several:
-        find_explanation(client(handle), "0f")
-    assert "0f3a, 0f77" in several.value.next_step
-    with pytest.raises(CliError, match="no program has the id or name 'nobody'"):
-        find_explanation(client(handle), "nobody")
-    with pytest.raises(CliError, match="404 no such program or turn"):
-        find_explanation(client(handle), "0f3a", 9)
-
-
-def test_a_programs_turns_are_a_table() -> None:
+def test_a_programs_turns_are_a_table(serve: Any) -> None:
     turn = {
         "turn": 4, "seconds": {"queued": 0.5, "prefilling": 2.0, "decoding": 3.0}, "evictor": "rival",
         "tokens": {"prompt": 5000, "device": 1000, "host": 0, "new": 0, "lost": {"evicted": 4000}},
@@ -216,25 +176,19 @@ def test_a_programs_turns_are_a_table() -> None:
     }  # fmt: skip
     document = {"status": "acting", "turns": 4, "context_tokens": 5000, "ledger": [turn]}
 
-    explained = dict(FOUND)
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        path = request.url.raw_path.decode()
-        if path == "/sojourn/v1/programs/a%2Fb/explain":
-            return httpx.Response(200, json=explained) if explained else httpx.Response(404)
-        assert path == "/sojourn/v1/programs/a%2Fb"
-        return httpx.Response(200, json=document)
-
-    text = shown(command.explanation_of(client(handle), "a/b"))
+    server = serve({"/sojourn/v1/programs/a/b": document, "/sojourn/v1/programs/a/b/explain": FOUND})
+    client = LiveClient("http://h")
+    text = shown(explanation_of(client, "a/b"))
+    assert server.asked[-1].url.raw_path == b"/sojourn/v1/programs/a%2Fb/explain"
     said = shown(explanation_view(msgspec.convert(FOUND, Explanation)))
     assert text.startswith(f"{said}\nacting (its tool runs, or it is idle), 4 turns"), (
         "as sojourn explain says it"
     )
-    explained.clear()
-    assert shown(command.explanation_of(client(handle), "a/b")).rstrip() == turn_table(document)
-    explained["text"] = "another release"
+    server.answers["/sojourn/v1/programs/a/b/explain"] = {"text": "another release"}
     with pytest.raises(CliError, match="something else than an explanation"):
-        command.explanation_of(client(handle), "a/b")
+        explanation_of(client, "a/b")
+    del server.answers["/sojourn/v1/programs/a/b/explain"]
+    assert shown(explanation_of(client, "a/b")).rstrip() == turn_table(document)
     assert turn_table({"program_id": "a/b", "engine": document}) == turn_table(document)
     assert turn_table({**document, "outcome": "ok"}).startswith("ended (ok), 4 turns")
     assert (

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import typer.testing
 from cli_process import invoke, refused
-from sojourn_server.cli import build_app
-from sojourn_server.cli import trace as trace_command
-from sojourn_server.cli.console import CliError
-from sojourn_server.cli.live_client import LiveClient
 from sojourn_server.traces.trace_file import read_trace
 
 LEDGER = {
@@ -64,7 +57,7 @@ def test_a_file_becomes_a_trace(tmp_path: Path, source: str, document: object, n
             "aider",
             "o.jsonl",
             "--from aider is unknown",
-            "use one of claude-code, codex, opencode, pi, ",
+            "use one of claude-code, codex, opencode, ",
         ),
         ("{}", "otel", "o.csv", "o.csv: expected a name ending in .jsonl or .jsonl.gz", "change the name"),
         ("{}", "otel", "o.jsonl", "line 1: no span", "docs/traces.md"),
@@ -86,56 +79,30 @@ def test_a_failure_is_one_line_and_writes_nothing(
 # -- sojourn trace export ------------------------------------------------------------------
 
 
-def export(
-    tmp_path: Path,
-    handle: Callable[[httpx.Request], httpx.Response],
-    *arguments: str,
-    url: str = "http://h",
-) -> dict[str, Any]:
-    """Run the command against a server; return the file."""
-    target = tmp_path / "run.json"
-    made = LiveClient(url, transport=httpx.MockTransport(handle))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace_command, "LiveClient", lambda url, key: made)
-        line = ["trace", "export", "--perfetto", str(target), *arguments]
-        done = typer.testing.CliRunner().invoke(build_app(), line, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    document: dict[str, Any] = json.loads(target.read_text("utf-8"))
-    return document
-
-
-def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path) -> None:
+def test_an_engines_programs_and_decisions_are_exported(tmp_path: Path, serve: Any) -> None:
     seconds = {"wall": 1.0, "queued": 0.25, "prefilling": 0.25, "decoding": 0.5}
     ledger = [{**LEDGER["ledger"][0], "seconds": seconds, "leased": False, "lease_ttl_s": None}]
     decisions = [
         {"seq": 0, "at_s": 5.5, "kind": "keep", "program_id": "p", "reason": "this_tool", "ttl_s": 3.0},
         {"seq": 1, "at_s": 5.6, "kind": "policy", "program_id": None, "reason": "on"},
     ]
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        path = request.url.path
-        if path == "/sojourn/v1/programs":
-            return httpx.Response(
-                200, json={"programs": [{"program_id": "p"}, {"program_id": "gone"}], "total": 2}
-            )
-        if path == "/sojourn/v1/programs/p":
-            return httpx.Response(200, json={"program_id": "p", "tenant": "t", "ledger": ledger})
-        if path == "/sojourn/v1/decisions":
-            return httpx.Response(200, json={"decisions": decisions, "next": 2})
-        return httpx.Response(404, json={"error": {"message": "no program has this id"}})
-
-    document = export(tmp_path, handle)
+    listed = {"programs": [{"program_id": "p"}, {"program_id": "gone"}], "total": 2}
+    server = serve(
+        {
+            "/sojourn/v1/programs": listed,
+            "/sojourn/v1/programs/p": {"program_id": "p", "tenant": "t", "ledger": ledger},
+            "/sojourn/v1/decisions": {"decisions": decisions, "next": 2},
+        }
+    )
+    export = ("trace", "export", "--perfetto", str(tmp_path / "run.json"))
+    result = invoke(*export)
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "run.json").read_text("utf-8"))
     events = {event["name"]: event for event in document["traceEvents"] if event["ph"] != "M"}
     assert {"turn 1", "queued", "prefill", "decode", "keep", "policy"} <= {*events}
     assert events["keep"]["pid"] == events["turn 1"]["pid"]
     assert events["keep"]["tid"] == events["turn 1"]["tid"]
     assert events["policy"]["pid"] != events["keep"]["pid"]
     assert (document["otherData"]["programs"], document["otherData"]["programs_known"]) == (1, 2)
-
-    def gateway(request: httpx.Request) -> httpx.Response:
-        if request.url.path == "/sojourn/v1/programs":
-            return httpx.Response(200, json={"programs": [{"program_id": "p"}]})
-        return httpx.Response(200, json={"program_id": "p"})
-
-    with pytest.raises(CliError, match="is a gateway"):
-        export(tmp_path, gateway)
+    server.answers["/sojourn/v1/programs/p"] = {"program_id": "p"}  # as a gateway answers
+    assert "is a gateway" in refused(*export).message

@@ -37,9 +37,9 @@ def run_sojourn(*arguments: str, cwd: Path | None = None) -> subprocess.Complete
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
-def invoke(*arguments: str) -> Result:
+def invoke(*arguments: str, **environment: str) -> Result:
     """Run ``sojourn`` up to its exception, which ``main`` would print."""
-    return CliRunner().invoke(build_app(), arguments)
+    return CliRunner().invoke(build_app(), arguments, env=environment)
 
 
 def refused(*arguments: str) -> CliError:

@@ -32,9 +32,7 @@ class AnswerError(CliError):
         self.status = status
 
 
-def http_client(
-    url: str, api_key: str | None, timeout_s: float, transport: httpx.BaseTransport | None = None
-) -> httpx.Client:
+def http_client(url: str, api_key: str | None, timeout_s: float) -> httpx.Client:
     """Return a client for the server at ``url``, with or without ``http://`` and ``/v1``. Raises
     ``ValueError`` for an invalid URL."""
     try:
@@ -42,7 +40,6 @@ def http_client(
             base_url=with_scheme(url).rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=timeout_s,
-            transport=transport,
             trust_env=False,  # a proxy would see the key, and answer for a server on this machine
             verify=httpx.create_ssl_context(),  # still reads SSL_CERT_FILE of the environment
         )
@@ -83,11 +80,10 @@ def connection_advice(error: httpx.HTTPError, url: str) -> tuple[str, str]:
 class LiveClient:
     """Asks one server. Every method raises ``CliError`` with the next step if the server does not answer."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, transport: Any = None) -> None:
-        """``url``: the server's address, with or without ``http://`` and ``/v1``. ``transport``: an httpx
-        transport, for tests."""
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """``url``: the server's address, with or without ``http://`` and ``/v1``."""
         try:
-            self._client = http_client(url, api_key, TIMEOUT_S, transport)
+            self._client = http_client(url, api_key, TIMEOUT_S)
         except ValueError as error:
             raise CliError(f"--url {url}: {error}", f"give a URL like {DEFAULT_URL}") from None
         self.url = str(self._client.base_url).rstrip("/")
