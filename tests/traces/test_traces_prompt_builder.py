@@ -1,4 +1,4 @@
-"""Synthetic prompts keep the lengths and common prefixes of the recorded ones."""
+"""Synthetic prompts keep the lengths, common prefixes and blocks of the recorded ones."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sojourn_server.traces.prompt_builder import PromptBuilder, PromptPlan, plan_turns
-from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator
+from sojourn_server.traces.prompt_builder import (
+    PromptBuilder,
+    PromptPlan,
+    block_runs,
+    common_blocks,
+    plan_turns,
+    run_ids,
+    system_blocks,
+)
+from sojourn_server.traces.token_ids import FIRST_ID, TokenIdGenerator, seed_from_text, splitmix64
 from sojourn_server.traces.trace_schema import TraceProgram, TraceTurn
 
 
@@ -104,6 +112,85 @@ def test_shared_prefixes_are_shared(group: tuple[str, str], source: tuple[str, s
     assert expected <= shared < expected + 3
 
 
+# -- recorded block ids --------------------------------------------------------------------
+
+SIZE = 16
+
+
+def blocks_of(*turns: TraceTurn, **fields: Any) -> TraceProgram:
+    """A program whose prompts are recorded as block ids."""
+    return program(*turns, **{"block_size": SIZE, "hash_scope": "global", **fields})
+
+
+def prompts_of(trace: TraceProgram, **options: Any) -> list[list[int]]:
+    builder = PromptBuilder(trace, **options)
+    return [builder.prompt(i) for i in range(len(builder.plans))]
+
+
+FIRST = TraceTurn(prompt_tokens=5 * SIZE + 3, output_tokens=20, hash_runs=((1, 2), (50, 3)))
+GOES_ON = TraceTurn(
+    prompt_tokens=8 * SIZE + 1, output_tokens=9, append_tokens=25, hash_lcp=5, hash_runs=((53, 2), (90, 1))
+)
+GOES_BACK = TraceTurn(prompt_tokens=4 * SIZE + 5, output_tokens=7, reset=1, hash_lcp=3, hash_runs=((200, 1),))
+A = blocks_of(FIRST, GOES_ON, GOES_BACK)
+
+
+def test_sessions_share_exactly_the_blocks_of_the_same_ids() -> None:
+    turn = TraceTurn(prompt_tokens=4 * SIZE, output_tokens=1, hash_runs=((1, 2), (50, 1), (7, 1)))
+    shared = common_prefix(prompts_of(A)[0], prompts_of(blocks_of(turn, program_id="other"))[0])
+    assert 3 * SIZE <= shared < 3 * SIZE + 3
+    alone = blocks_of(turn, program_id="other", hash_scope="program")
+    assert common_prefix(prompts_of(A)[0], prompts_of(alone)[0]) < 3
+
+
+def test_copies_share_system_prompts_and_nothing_else() -> None:
+    trace = blocks_of(FIRST, GOES_ON, shared_prefix_tokens=2 * SIZE + 5)
+    system = system_blocks([trace])
+    assert system == {1, 2}
+    as_recorded = prompts_of(trace, system_blocks=system)
+    copies = [prompts_of(trace, copy=copy, system_blocks=system) for copy in (1, 2)]
+    assert as_recorded == prompts_of(trace)
+    for one, other in ((as_recorded, copies[0]), (copies[0], copies[1])):
+        assert 2 * SIZE <= common_prefix(one[1], other[1]) < 2 * SIZE + 3
+    assert copies[0][1][:83] == copies[0][0]
+    assert common_prefix(prompts_of(trace, copy=1)[0], as_recorded[0]) < 3
+
+
+def test_thinking_that_is_taken_out_is_not_in_the_next_prompt() -> None:
+    after = TraceTurn(
+        prompt_tokens=6 * SIZE, output_tokens=9, hash_lcp=5, hash_runs=((53, 1),), out_dropped=8
+    )
+    trace = blocks_of(FIRST, after)
+    first, second = prompts_of(trace)
+    output = PromptBuilder(trace).planned_output(0)
+    assert len(output) == 20
+    assert second[:95] == first + output[8:]
+    plan = PromptPlan(trace).plans[1]
+    assert (plan.reused_tokens, plan.dropped_tokens, plan.base) == (83, 8, 0)
+
+
+@st.composite
+def traces_with_blocks(draw: st.DrawFn) -> TraceProgram:
+    """Any program whose blocks add up; few ids, so that they meet again."""
+    turns: list[TraceTurn] = []
+    blocks = 0
+    for index in range(draw(st.integers(1, 8))):
+        kept = draw(st.integers(0, blocks)) if index else 0
+        runs = draw(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), max_size=3))
+        blocks = kept + sum(count for _, count in runs)
+        tail = draw(st.integers(0 if blocks else 1, 3))
+        turns.append(
+            TraceTurn(
+                prompt_tokens=blocks * 4 + tail,
+                output_tokens=draw(st.integers(0, 12)),
+                out_dropped=draw(st.integers(0, 14)),
+                hash_lcp=kept,
+                hash_runs=tuple(runs),
+            )
+        )
+    return blocks_of(*turns, block_size=4)
+
+
 TURNS = st.builds(
     TraceTurn,
     prompt_tokens=st.integers(1, 400),
@@ -116,17 +203,61 @@ TURNS = st.builds(
 )
 
 
-@given(st.lists(TURNS, min_size=1, max_size=16), st.sampled_from([0.05, 0.5, 1.0, 2.0]))
-def test_any_trace_gives_prompts_of_the_planned_lengths(turns: list[TraceTurn], scale: float) -> None:
-    trace = program(*turns)
-    builder = PromptBuilder(trace, outline=PromptPlan(trace, scale), ids=TokenIdGenerator(500))
+ANY_TRACE = st.tuples(
+    st.lists(TURNS, min_size=1, max_size=16).map(lambda turns: program(*turns)),
+    st.sampled_from([0.05, 0.5, 1.0, 2.0]),
+)
+
+
+@given(ANY_TRACE | st.tuples(traces_with_blocks(), st.just(1.0)), st.integers(0, 2))
+def test_any_trace_gives_prompts_of_the_planned_lengths(drawn: tuple[TraceProgram, float], copy: int) -> None:
+    trace, scale = drawn
+    outline = PromptPlan(trace, scale)
+    builder = PromptBuilder(trace, copy=copy, outline=outline, ids=TokenIdGenerator(500))
     contexts: list[list[int]] = []
+    by_block: dict[int, list[int]] = {}
     for index, plan in enumerate(builder.plans):
-        prompt = builder.prompt(index)
-        assert len(prompt) == plan.prompt_tokens == max(1, round(turns[index].prompt_tokens * scale))
-        assert plan.output_tokens >= 1
+        prompt, output = builder.prompt(index), builder.planned_output(index)
+        assert len(prompt) == plan.prompt_tokens == max(1, round(trace.turns[index].prompt_tokens * scale))
+        assert len(output) == plan.output_tokens >= 1
         assert all(FIRST_ID <= token < 500 for token in prompt)
         base = [] if plan.base is None else contexts[plan.base]
         assert prompt[: plan.reused_tokens] == base[: plan.reused_tokens]
         assert 0 <= plan.reused_tokens <= len(base)
-        contexts.append(prompt + builder.planned_output(index))
+        contexts.append(prompt + output)
+        for place, block in enumerate(run_ids(outline.runs[index], 0, 2**31) if outline.runs else ()):
+            content = prompt[place * 4 : place * 4 + 4]
+            assert by_block.setdefault(block, content) == content
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=5).map(tuple)
+
+
+@given(RUNS, RUNS)
+def test_common_blocks_are_counted_as_ids_would_be(a: Any, b: Any) -> None:
+    def joined(runs: Any) -> Any:
+        tokens = sum(count for _, count in runs) * SIZE
+        return block_runs(blocks_of(TraceTurn(prompt_tokens=tokens or 1, output_tokens=1, hash_runs=runs)))[0]
+
+    ids_a, ids_b = ([i for start, n in runs for i in range(start, start + n)] for runs in (a, b))
+    assert list(run_ids(joined(a), 0, len(ids_a))) == ids_a
+    assert list(run_ids(joined(a), 1, len(ids_a) - 1)) == ids_a[1:-1]
+    assert common_blocks(joined(a), joined(b)) == common_prefix(ids_a, ids_b)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 9000), st.sampled_from([400, 8000, 32_000]))
+def test_a_draw_is_a_prefix_of_a_longer_one_and_names_its_seed(
+    seed: int, count: int, vocabulary: int
+) -> None:
+    ids = TokenIdGenerator(vocabulary)
+    drawn = ids.draw(seed, count)
+    assert len(drawn) == count
+    assert ids.draw(seed, count + 5)[:count] == drawn
+    assert all(FIRST_ID <= token < vocabulary for token in drawn)
+    assert ids.draw(seed ^ 1, 12) != ids.draw(seed, 12)
+
+
+def test_seeds_are_the_same_in_every_process() -> None:
+    assert splitmix64(0) == 0xE220A8397B1DCDAF, "the first number of splitmix64"
+    drawn = TokenIdGenerator(8000).draw(seed_from_text("shared/x"), 7)
+    assert drawn == [5182, 7602, 4334, 727, 2988, 5182, 5183]

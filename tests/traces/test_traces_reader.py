@@ -20,6 +20,12 @@ def program(program_id: str = "p", **fields: Any) -> dict[str, Any]:
     return {"program_id": program_id, "turns": [turn(), turn(prompt_tokens=150)], **fields}
 
 
+def with_blocks(*turns: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A program whose turns have five full blocks and the first of a sixth."""
+    made = [turn(prompt_tokens=83, **one) for one in turns]
+    return program(**{"block_size": 16, "hash_scope": "global", "turns": made, **fields})
+
+
 def write(path: Path, *programs: Any) -> Path:
     path.write_text("".join(json.dumps(p) + "\n" for p in programs))
     return path
@@ -65,6 +71,14 @@ def test_lines_are_read_when_they_are_needed(tmp_path: Path) -> None:
         (program(arrival_s=1e30), r"`float` <= 1000000000.0 - at `\$.arrival_s`"),
         ([1], "Expected `object`, got `array`"),
         (program("good"), "'good' is already on line 1"),
+        (with_blocks({"hash_runs": [[1, 5]]}, block_size=None), "hash_runs without block_size"),
+        (with_blocks({"hash_runs": [[1, 5]]}, block_size=0), r"`int` >= 1 - at `\$.block_size`"),
+        (with_blocks({"hash_runs": [[1, 5]]}, hash_scope="galaxy"), "Invalid enum value 'galaxy'"),
+        (with_blocks({"hash_runs": [[1, 5]]}, {}), "turn 1: hash_runs is missing"),
+        (with_blocks({"hash_runs": [[1, 5]], "hash_lcp": 1}), "turn 0: hash_lcp is 1; expected 0 to 0"),
+        (with_blocks({"hash_runs": [[1, 4]]}), "make 4 blocks; expected 5 full ones in 83 tokens"),
+        (with_blocks({"hash_runs": [[1, 2, 3]]}), "Expected `array` of length 2"),
+        (with_blocks({"hash_runs": 7}), r"Expected `array \| null`, got `int`"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, bad: Any, reason: str) -> None:
