@@ -97,6 +97,9 @@ async def test_what_the_engine_has_counted_is_on_the_page() -> None:
     assert value(series, "sojourn_prompt_tokens_total", result="lost") == 0
     assert value(series, "sojourn_programs", state="ended") == 4
     assert value(series, "sojourn_programs", state="acting") == 0, "a row that is gone"
+    engine.gauges = {}
+    await drain_once(engine, bridge)
+    assert value(scrape(registry), "sojourn_programs", state="ended") == 0, "no row is left"
     bucket = "sojourn_tool_gap_seconds_bucket"
     assert value(series, bucket, tool="bash", le="0.05") == 1
     assert value(series, bucket, tool="bash", le="0.1") == 2

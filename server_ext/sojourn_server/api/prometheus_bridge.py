@@ -42,14 +42,13 @@ class PrometheusBridge:
         self._metrics: dict[str, Any] = {
             spec.name: _create_metric(spec, registry) for spec in METRIC_CATALOG.values()
         }
-        self._engines: set[str] = set()
-        self._gauges_set: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+        self._gauges_set: dict[str, set[tuple[str, ...]]] = {}
+        """Engine → (name, label values) of its gauges in its last answer."""
 
     def apply(self, drained: Mapping[str, Any], engine: str) -> None:
         """Add the values of ``drained`` to the metrics. ``drained`` is what ``MetricsRecorder.drain``
         returned in one engine. ``engine``: value of the label ``engine``."""
-        if engine not in self._engines:
-            self._engines.add(engine)
+        if engine not in self._gauges_set:
             self._start_at_zero(engine)
         for name, rows in drained.get("counters", {}).items():
             for labels, increment in rows:
@@ -57,15 +56,15 @@ class PrometheusBridge:
         for name, rows in drained.get("histograms", {}).items():
             for labels, counts in rows:
                 _add_observations(self._child(name, labels, engine), counts["buckets"], counts["sum"])
+        now_set = set()
         for name, rows in drained.get("gauges", {}).items():
-            now_set = {tuple(labels[label] for label in METRIC_CATALOG[name].labels) for labels, _ in rows}
             for labels, value in rows:
                 self._child(name, labels, engine).set(value)
-            # A row that the engine no longer reports becomes 0, because several API servers cannot remove a
-            # series.
-            for values in self._gauges_set.get((name, engine), set()) - now_set:
-                self._metrics[name].labels(*values, engine).set(0)
-            self._gauges_set[name, engine] = now_set
+                now_set.add((name, *(labels[label] for label in METRIC_CATALOG[name].labels)))
+        # A row that the engine no longer reports becomes 0. Several API servers cannot remove a series.
+        for name, *values in self._gauges_set.get(engine, set()) - now_set:
+            self._metrics[name].labels(*values, engine).set(0)
+        self._gauges_set[engine] = now_set
 
     def _child(self, name: str, labels: Labels, engine: str) -> Any:
         """Return a metric with its label values. The engine's recorder has checked them."""
