@@ -80,57 +80,48 @@ def test_the_store_of_a_pair_is_there(tmp_path: Path) -> None:
 MIB = 1 << 20
 
 
-def machine(root: Path, member: str, groups: dict[str, tuple[int | str, int, int]]) -> tuple[int, int, bool]:
-    """MiB in all and available on a machine of 1000 MiB, 800 of them available, and whether a control group
-    has set the total. ``groups``: folder → limit, use and cached files in MiB."""
-    files = {
-        "proc/meminfo": "MemTotal: 1024000 kB\nMemFree: 1 kB\nMemAvailable: 819200 kB\n",
-        "proc/self/cgroup": f"9:cpu:/a\n0::{member}\n",
-    }
-    for name, (limit, used, cached) in groups.items():
-        folder = f"sys/fs/cgroup{name}"
-        files[f"{folder}/memory.max"] = f"{limit if isinstance(limit, str) else limit * MIB}\n"
-        files[f"{folder}/memory.current"] = f"{used * MIB}\n"
-        files[f"{folder}/memory.stat"] = f"anon 5\ninactive_file {cached * MIB}\n"
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    memory = read_memory(root)
-    return memory.total_bytes // MIB, memory.available_bytes // MIB, "control group" in memory.owner
+V1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 @pytest.mark.parametrize(
     ("member", "groups", "expected"),
     [
-        ("/", {}, (1000, 800, False)),
-        ("/a/b", {"/a/b": (500, 300, 100)}, (500, 300, True)),
-        ("/a/b", {"/a/b": (500, 100, 0), "/a": (600, 550, 0)}, (500, 50, True)),
-        ("/a/b", {"/a/b": ("max", 100, 0), "/a": (300, 0, 0)}, (300, 300, True)),
-        ("/a", {"/a": (2000, 100, 0)}, (1000, 800, False)),
-        ("/a", {"/a": (100, 200, 0)}, (100, 0, True)),
-        ("/on/the/host", {"": (400, 100, 0)}, (400, 300, True)),
+        ("0::/", {}, (1000, 800, False)),
+        ("0::/a/b", {"/a/b": (500, 300, 100)}, (500, 300, True)),
+        ("0::/a/b", {"/a/b": (500, 100, 0), "/a": (600, 550, 0)}, (500, 50, True)),
+        ("0::/a/b", {"/a/b": ("max", 100, 0), "/a": (300, 0, 0)}, (300, 300, True)),
+        ("0::/a", {"/a": (2000, 100, 0)}, (1000, 800, False)),
+        ("0::/a", {"/a": (100, 200, 0)}, (100, 0, True)),
+        ("0::/on/the/host", {"": (400, 100, 0)}, (400, 300, True)),
+        ("9:cpu:/b\n4:blkio,memory:/a\n0::/", {"/a": (500, 300, 100)}, (500, 300, True)),
     ],
-    ids=["no groups", "cached", "parent is full", "the parent's", "above machine's", "all used", "container"],
-)
+    ids=[
+        "no groups", "cached", "parent is full", "the parent's", "above machine's", "all used", "container",
+        "cgroup v1",
+    ],
+)  # fmt: skip
 def test_memory_is_the_machines_or_its_control_groups(
-    tmp_path: Path, member: str, groups: Any, expected: Any
+    tmp_path: Path, member: str, groups: dict[str, Any], expected: tuple[int, int, bool]
 ) -> None:
-    assert machine(tmp_path, member, groups) == expected
-
-
-def test_memory_limits_of_cgroup_v1_count_too(tmp_path: Path) -> None:
-    folder = tmp_path / "sys/fs/cgroup/memory/a"
-    folder.mkdir(parents=True)
-    assert machine(tmp_path, "/", {}) == (1000, 800, False)
-    (tmp_path / "proc/self/cgroup").write_text("9:cpu:/b\n4:blkio,memory:/a\n0::/\n")
-    for name, text in {
-        "memory.limit_in_bytes": f"{500 * MIB}\n",
-        "memory.usage_in_bytes": f"{300 * MIB}\n",
-        "memory.stat": f"inactive_file 1\ntotal_inactive_file {100 * MIB}\n",
-    }.items():
-        (folder / name).write_text(text)
+    """On a machine of 1000 MiB, 800 of them available. ``groups``: folder → limit, use and cached files in
+    MiB. ``expected``: MiB in all and available, and whether a control group has set the total."""
+    files = {
+        "proc/meminfo": "MemTotal: 1024000 kB\nMemFree: 1 kB\nMemAvailable: 819200 kB\n",
+        "proc/self/cgroup": f"{member}\n",
+    }
+    top, limit_file, used_file, cached_name = V1 if "memory:" in member else V2
+    for name, (limit, used, cached) in groups.items():
+        folder = top + name
+        files[f"{folder}/{limit_file}"] = f"{limit if isinstance(limit, str) else limit * MIB}\n"
+        files[f"{folder}/{used_file}"] = f"{used * MIB}\n"
+        files[f"{folder}/memory.stat"] = f"inactive_anon 5\n{cached_name} {cached * MIB}\n"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     memory = read_memory(tmp_path)
-    assert (memory.total_bytes // MIB, memory.available_bytes // MIB) == (500, 300)
+    found = memory.total_bytes // MIB, memory.available_bytes // MIB, "control group" in memory.owner
+    assert found == expected
 
 
 @pytest.mark.parametrize(
