@@ -211,13 +211,13 @@ def play_on_engine(
 ) -> dict[str, float]:
     """Run the programs once on a new server, and return the figures. The first stock server is profiled
     after its run. Raises ``BenchmarkError`` if a program does not finish as planned."""
-    from sojourn_server.demo.demo_run import read_counts
+    from sojourn_server.demo.demo_run import PREEMPTIONS, read_counts
 
     with server_of(scenario, policy) as server:
-        before = read_counts(server.url)
+        before = read_counts(server.url)[PREEMPTIONS]
         asyncio.run(warm_up(server.url))
         tally = asyncio.run(replay(server.url, programs, replay_options(scenario, at_once)))
-        preemptions = round(read_counts(server.url).since(before).preemptions)
+        preemptions = round(read_counts(server.url)[PREEMPTIONS] - before)
         if policy == "stock" and not profile_file.exists():
             profile(scenario, server.url, profile_file)
     if len(tally.finished) < len(programs) or tally.notes():

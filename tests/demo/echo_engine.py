@@ -78,12 +78,15 @@ class EchoEngine(HandlerServer):
         return [body for body in self.bodies if "replay_ids" in body.get("vllm_xargs", {})]
 
     def metrics(self) -> str:
+        """A page of two engines: a request takes half a second and preempts two others."""
         count = len(self.bodies)
         return (
             "# HELP vllm:time_to_first_token_seconds …\n"
-            f'vllm:time_to_first_token_seconds_sum{{engine="0"}} {0.5 * count}\n'
-            f'vllm:time_to_first_token_seconds_count{{engine="0"}} {count}\n'
-            f'vllm:num_preemptions_total{{engine="0"}} {2 * count}\n'
+            'vllm:time_to_first_token_seconds_bucket{le="0.1"} 7.0\n'
+            f'vllm:time_to_first_token_seconds_sum{{engine="0",model_name="a b"}} {0.5 * count}\n'
+            f'vllm:time_to_first_token_seconds_count{{engine="0",model_name="a b"}} {count}\n'
+            f'vllm:num_preemptions_total{{engine="0"}} {count}\n'
+            f'vllm:num_preemptions_total{{engine="1"}} {count}\n'
         )
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ pytest.importorskip("minisweagent", reason="mini-swe-agent is not installed")
 from rich.console import Console
 from sojourn_server.demo.demo_agent import DemoProgramRecord, DemoTurnRecord
 from sojourn_server.demo.demo_report import arm_figures, document, recomputed_prompt_tokens, table
-from sojourn_server.demo.demo_run import ArmRecord, EngineCounters, parse_counts
+from sojourn_server.demo.demo_run import ArmRecord
 
 FACTS = {"pool": "KV for 100 tokens", "pool_blocks": 4, "seed": 0}
 
@@ -37,7 +37,7 @@ def program(*turns: DemoTurnRecord, ended_s: float = 10.0, **fields: Any) -> Dem
 
 def arm(name: str, *programs: DemoProgramRecord, ttft_s: float = 1.0) -> ArmRecord:
     return ArmRecord(
-        name=name, programs=programs, engine=EngineCounters(ttft_s * 4, 4, 3), wall_s=20.0, decisions={}
+        name=name, programs=programs, ttft_mean_s=ttft_s, preemptions=3, wall_s=20.0, decisions={}
     )
 
 
@@ -113,18 +113,3 @@ def test_the_table_shows_both_arms() -> None:
     assert "3.00" in text
     assert "1/1" in text
     assert "KV for 100 tokens" in text
-
-
-def test_reading_the_exposition() -> None:
-    text = (
-        "# TYPE vllm:num_preemptions_total counter\n"
-        'vllm:num_preemptions_total{engine="0",model_name="a b"} 2.0\n'
-        'vllm:num_preemptions_total{engine="1",model_name="a b"} 3.0\n'
-        'vllm:time_to_first_token_seconds_bucket{le="0.1"} 7.0\n'
-        'vllm:time_to_first_token_seconds_sum{engine="0"} 1.5\n'
-        'vllm:time_to_first_token_seconds_count{engine="0"} 3.0\n'
-    )
-    counts = parse_counts(text)
-    assert counts == EngineCounters(1.5, 3.0, 5.0)
-    assert counts.since(EngineCounters(0.5, 1.0, 5.0)) == EngineCounters(1.0, 2.0, 0.0)
-    assert counts.since(counts).ttft_mean_s is None

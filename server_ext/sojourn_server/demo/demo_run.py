@@ -11,14 +11,14 @@ import random
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
@@ -34,6 +34,8 @@ BLOCK_TOKENS = 32
 KV_BYTES = 1 << 30
 """KV memory of the server in bytes. It is more than the demo's default pool needs, so the number of blocks
 alone limits the pool."""
+TTFT_SUM, TTFT_COUNT = (f"vllm:time_to_first_token_seconds_{what}" for what in ("sum", "count"))
+PREEMPTIONS = "vllm:num_preemptions_total"
 STOCK = "stock"
 """Name of the arm with plain vLLM; the other arm is ``sojourn``."""
 
@@ -48,8 +50,9 @@ class ArmRecord:
     name: str
     programs: tuple[DemoProgramRecord, ...]
     """Programs that ended, failed ones included."""
-    engine: EngineCounters
-    """Growth of the engine's counters during this arm."""
+    ttft_mean_s: float | None
+    """Mean time to first token, in seconds, as the engine measures it; ``None`` without a request."""
+    preemptions: int
     wall_s: float
     """Seconds from the first arrival to the last agent's end."""
     decisions: Mapping[str, int]
@@ -136,7 +139,8 @@ def run_arm(
     ended = [record for record in records if record is not None]
     if len(ended) < len(tasks):
         raise RuntimeError(f"{len(tasks) - len(ended)} programs ended without a record")
-    engine = read_counts(url, headers).since(before)
+    after = read_counts(url, headers)
+    requests = after[TTFT_COUNT] - before[TTFT_COUNT]
     tiers = _get(f"{url}/sojourn/v1/stats", headers).json().get("tiers", {}) if name != STOCK else {}
     decisions = _decisions(url, headers) if name != STOCK else {}
     announce("testing the agents' work")
@@ -144,7 +148,8 @@ def run_arm(
     return ArmRecord(
         name=name,
         programs=tuple(replace(record, fixed=good) for record, good in zip(ended, fixed, strict=True)),
-        engine=engine,
+        ttft_mean_s=(after[TTFT_SUM] - before[TTFT_SUM]) / requests if requests else None,
+        preemptions=round(after[PREEMPTIONS] - before[PREEMPTIONS]),
         wall_s=max(record.ended_s for record in ended) - min(record.arrived_s for record in ended),
         decisions=decisions,
         tiers=tiers,
@@ -212,42 +217,12 @@ def _sdk(name: str, url: str) -> Iterator[Callable[[Any], Any]]:
         sojourn.shutdown()
 
 
-class EngineCounters(NamedTuple):
-    """Counters of a server since its start, or their growth between two readings (``since``)."""
-
-    ttft_sum_s: float = 0.0
-    """Sum over requests of the seconds from arrival to first token."""
-    ttft_count: float = 0.0
-    preemptions: float = 0.0
-
-    def since(self, before: EngineCounters) -> EngineCounters:
-        """Return the growth since ``before``, an earlier reading of the same server."""
-        return EngineCounters(*(now - then for now, then in zip(self, before, strict=True)))
-
-    @property
-    def ttft_mean_s(self) -> float | None:
-        """Mean time to first token; ``None`` if there was no request."""
-        return self.ttft_sum_s / self.ttft_count if self.ttft_count else None
-
-
-_SERIES = (
-    "vllm:time_to_first_token_seconds_sum",
-    "vllm:time_to_first_token_seconds_count",
-    "vllm:num_preemptions_total",
-)
-"""Names of the counters, in the order of ``EngineCounters``."""
-
-
-def read_counts(url: str, headers: dict[str, str] | None = None) -> EngineCounters:
-    """Return the counters of the server at ``url``, summed over its engines. Raises ``httpx.HTTPError``."""
-    return parse_counts(_get(f"{url}/metrics", headers).text)
-
-
-def parse_counts(text: str) -> EngineCounters:
-    """Return the counters in the text of a Prometheus page, summed over labels. Ignores other lines."""
-    sums = dict.fromkeys(_SERIES, 0.0)
-    for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name in sums:
+def read_counts(url: str, headers: dict[str, str] | None = None) -> Mapping[str, float]:
+    """Return the values of the metrics of the server at ``url`` by name, summed over labels; 0 for a missing
+    one. Raises ``httpx.HTTPError``."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for line in _get(f"{url}/metrics", headers).text.splitlines():
+        if line and not line.startswith("#"):
+            name = line.partition("{")[0].partition(" ")[0]
             sums[name] += float(line.rpartition(" ")[2])
-    return EngineCounters(*sums.values())
+    return sums
