@@ -151,10 +151,7 @@ async def test_parent_and_agent_type_are_reported_once() -> None:
                 await http.post("/v1/responses", headers=headers, json={})
         await wait_until_known(engine, "c-1/a7", "t-2")
     found = [engine.program(name) for name in ("c-1/a7", "t-2")]
-    assert [(one.parent_id, one.agent_type) for one in found] == [
-        ("c-1", None),
-        ("t-1", "collab_spawn"),
-    ]
+    assert [(one.parent_id, one.agent_type) for one in found] == [("c-1", None), ("t-1", "collab_spawn")]
     counted = engine.counter("sojourn_events_total", type="program_start", outcome="applied")
     assert counted == 2
 

@@ -126,13 +126,7 @@ def test_every_answer_is_as_the_document_says(document: dict[str, Any]) -> None:
     service._missing = MissingTiers(["prefetch"], "x")
     ask(contract, client_of(rpc), "/capabilities")
     both = client_of(VirtualRpc(engine, VirtualEngine()))
-    for url in (
-        "/programs",
-        "/programs/a",
-        "/programs/a/explain",
-        "/stats",
-        "/decisions?engine=1",
-    ):
+    for url in ("/programs", "/programs/a", "/programs/a/explain", "/stats", "/decisions?engine=1"):
         ask(contract, both, url)
     for name in ("capabilities", "stats"):
         rpc.instead[name] = json.loads(stock_answer(name, service_paths(), {"vllm": "0"}, MetricsRecorder()))

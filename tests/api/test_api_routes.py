@@ -30,6 +30,17 @@ from sojourn_server.api.engine_rpc import EngineError, EngineUnavailableError, S
 from sojourn_server.api.routes import build_router
 from virtual_engine import VirtualEngine, prompt
 
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(engine_answers())
+
+
+@pytest.fixture
+def client(engine: ScriptedEngine) -> TestClient:
+    return client_of(engine)
+
+
 # --- what goes in and out ---------------------------------------------------
 
 

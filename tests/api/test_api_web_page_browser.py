@@ -51,10 +51,7 @@ class Scene:
         self.virtual.evict(prompt(40), by=HOSTILE)
         self.virtual.turn("agent-1", prompt(60))
         self.engine = ScriptedEngine(
-            engine_answers(
-                snapshot=self.snapshot,
-                program=lambda asked: self.virtual.ask("program", **asked),
-            )
+            engine_answers(snapshot=self.snapshot, program=lambda asked: self.virtual.ask("program", **asked))
         )
 
     def snapshot(self, asked: dict[str, Any]) -> Any:
@@ -178,10 +175,7 @@ def test_hostile_names_stay_text(browser: Any) -> None:
 def test_two_thousand_programs_are_sorted_filtered_and_paged(browser: Any) -> None:
     rows = [row(f"p{n:04}", context_tokens=n, device_blocks=n % 7) for n in range(2_000)]
     scene = Scene(rows)
-    with (
-        served(scene) as url,
-        opened(browser, url, color_scheme="dark", reduced_motion="reduce") as page,
-    ):
+    with served(scene) as url, opened(browser, url, color_scheme="dark", reduced_motion="reduce") as page:
         page.get_by_text("1 to 50 of 2000").wait_for()
         assert len(cells(page)) == 50
         head = page.get_by_role("columnheader", name=re.compile("^context"))

@@ -92,12 +92,6 @@ def test_asking_a_server_reads_no_certificates(server, monkeypatch):
         assert running.is_healthy()
 
 
-def test_a_named_log_stays(server, tmp_path):
-    with server(log_path=tmp_path / "logs" / "serve.log"):
-        pass
-    assert "Starting to load" in (tmp_path / "logs" / "serve.log").read_text()
-
-
 def test_a_server_that_dies_is_reported_with_its_log(server):
     with pytest.raises(ServerStartError, match="no such model") as error, server("crash"):
         pass
@@ -119,10 +113,12 @@ def test_another_server_on_the_port_is_not_taken_for_the_engine(server):
         server(port=other.getsockname()[1]).start()
 
 
-def test_the_api_key_is_used_and_not_on_the_command_line(server):
-    with server(api_key="s3cret") as running:
+def test_a_named_log_stays_and_the_api_key_is_used_and_not_on_the_command_line(server, tmp_path):
+    log = tmp_path / "logs" / "serve.log"
+    with server(api_key="s3cret", log_path=log) as running:
         assert running.headers == {"Authorization": "Bearer s3cret"}
         assert b"s3cret" not in Path(f"/proc/{running.pid}/cmdline").read_bytes()
+    assert "Starting to load" in log.read_text()
 
 
 def test_the_whole_group_ends_also_when_the_server_ignores_the_request(server, monkeypatch):

@@ -86,8 +86,7 @@ def test_where_several_groups_are_not_supported_vllm_makes_one(args, options, ex
 
 @pytest.mark.parametrize("cpu", [False, True])
 @pytest.mark.parametrize(
-    ("size", "expected"),
-    [("2", {"cpu_bytes_to_use": 2 * GIB}), ("auto", {"host_bytes_max": 50 * GIB})],
+    ("size", "expected"), [("2", {"cpu_bytes_to_use": 2 * GIB}), ("auto", {"host_bytes_max": 50 * GIB})]
 )
 def test_vllms_own_connector_keeps_outputs_too(cpu, size, expected):
     told = config(build(host_gib=size, backend="vllm", cpu=cpu, facts=HAS))
@@ -275,10 +274,7 @@ def test_each_engine_of_a_node_has_a_name(node, args, expected):
         ({**PAIR, **HOST_1, "policy": "stock"}, "needs our scheduler"),
         # which would refuse to start, minutes later
         ({**PAIR, "args": ["--kv-transfer-config", "{}"]}, "give one of the two"),
-        (
-            {**PAIR, "args": ["--data-parallel-size", "2"]},
-            "an engine of a pair needs a server of its own",
-        ),
+        ({**PAIR, "args": ["--data-parallel-size", "2"]}, "an engine of a pair needs a server of its own"),
         ({**PAIR, "args": ["--speculative-config", "{}"]}, f"--speculative-config: .*; {NOT_IN_A_PAIR}"),
         ({**PAIR, "args": ["-sc", "{}"]}, f"--speculative-config: .*; {NOT_IN_A_PAIR}"),
         ({**PAIR, "args": ["-sc.method=ngram"]}, f"--speculative-config: .*; {NOT_IN_A_PAIR}"),
