@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 
 import msgspec
 from kept_runs import row_of, run_arguments, run_kept
-from result_pages import less, marked, write_paper
+from result_pages import Result, less, marked
 from sojourn_server.routing.routing_records import RoutedProgram
 from sojourn_server.simulator.report.run_metrics import summarize_run
 from sojourn_server.simulator.report.run_row import OVERALL, RunRow
@@ -168,19 +167,19 @@ def scale_spec(options: argparse.Namespace) -> RunSpec:
 
 def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
-    began = time.monotonic()
 
     def run(specs: Sequence[RunSpec], work: Callable[[RunSpec], RunRow] = row_of) -> list[RunRow]:
         return run_kept(specs, options.cache, options.jobs, work)
 
     if {"mori", "scale"} & set(options.only):
-        write_cluster(options, run, began)
+        write_cluster(options, run)
     if "tenants" in options.only:
-        write_tenants(options, partial(run, work=tenant_row), began)
+        write_tenants(options, partial(run, work=tenant_row))
 
 
-def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
+def write_cluster(options: argparse.Namespace, run: Run) -> None:
     """Run the parts ``mori`` and ``scale``, and write their page."""
+    result = Result("cluster_simulation", "Several replicas in the simulator")
     sections: list[str] = []
     found: dict[str, Any] = {}
     if "mori" in options.only:
@@ -191,13 +190,12 @@ def write_cluster(options: argparse.Namespace, run: Run, began: float) -> None:
         rows = run([scale_spec(options)])
         found["scale"] = msgspec.to_builtins(rows)
         sections += scale_section(rows[0])
-    parts = [*sections, "## Summary", "{by hand}"]
-    title = "Several replicas in the simulator"
-    write_paper(options.out, "cluster_simulation", title, began, found, parts)
+    result.write_paper(options.out, found, [*sections, "## Summary", "{by hand}"])
 
 
-def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
+def write_tenants(options: argparse.Namespace, run: Run) -> None:
     """Run the part ``tenants``, and write its page."""
+    result = Result("cluster_tenants", "SAGA's ten tenants in the simulator")
     at_once = run([tenant_spec(options, policy, AT_ONCE_PER_S) for policy in AT_MOST_POLICIES])
 
     def under(load: float, policies: Sequence[str]) -> list[RunRow]:
@@ -220,9 +218,7 @@ def write_tenants(options: argparse.Namespace, run: Run, began: float) -> None:
     sections += tenant_section(rows, LOAD, rate_per_s)
     sections += seed_section([*(row for row in rows if row.policy in SEED_POLICIES), *seed_rows])
     sections += tenant_section(less_rows, LESS_LOAD, rate_of(at_once, LESS_LOAD))
-    parts = [*sections, "## Summary", "{by hand}"]
-    title = "SAGA's ten tenants in the simulator"
-    write_paper(options.out, "cluster_tenants", title, began, found, parts)
+    result.write_paper(options.out, found, [*sections, "## Summary", "{by hand}"])
 
 
 def seed_section(rows: Sequence[RunRow]) -> list[str]:

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from result_pages import made_by, marked, show, write_result
+from result_pages import Result, marked, show
 from sojourn_server.launch.engine_server import EngineServer
-from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 CLIENTS_FOLDER = Path(__file__).parents[1] / "tests" / "clients"
 sys.path.insert(0, str(CLIENTS_FOLDER))
@@ -107,23 +106,16 @@ def lines(rounds: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def page(rounds: list[dict[str, Any]], version: str, made: Provenance, wall_s: float) -> str:
-    """Return the result page in Markdown."""
+def about(rounds: list[dict[str, Any]], version: str) -> str:
+    """Return what the page says of its table."""
     told = [each["sojourn"] for each in rounds if "sojourn" in each] or [{"context_tokens": 0, "ledger": 0}]
     context, found = (statistics.fmean(run[name] for run in told) for name in ("context_tokens", "ledger"))
-    return f"""# Sessions of an unchanged coding agent
-
-{made_by(made, wall_s)}
-
-{SESSIONS} sessions of {CLIENT.name} {version} at once on `{MODEL}` (CPU), KV for {POOL_TOKENS:,} tokens,
-final contexts of {context:,.0f} tokens, no host memory. Answers are scripted; prompts, KV and scheduling
-are real. A completion is the time from the start of the client's process to its end. With `sojourn` the
-engine's ledger finds {found:.0%} of the prompts' tokens.
-
-{marked(HEAD, lines(rounds))}
-
-{{by hand}}
-"""
+    return (
+        f"{SESSIONS} sessions of {CLIENT.name} {version} at once on `{MODEL}` (CPU), KV for {POOL_TOKENS:,} "
+        f"tokens, final contexts of {context:,.0f} tokens, no host memory. Answers are scripted; prompts, KV "
+        "and scheduling are real. A completion is the time from the start of the client's process to its "
+        f"end. With `sojourn` the engine's ledger finds {found:.0%} of the prompts' tokens."
+    )
 
 
 def main() -> None:
@@ -133,14 +125,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for coding_agents.json and .md")
     options = parser.parse_args()
     version, rounds = CLIENT.install(), []
-    made, started = made_with(sys.argv), time.monotonic()
+    result = Result("coding_agents", "Sessions of an unchanged coding agent")
     for seed in range(options.rounds):
         rounds.append({})
         for arm in ARMS[::-1] if seed % 2 else ARMS:
             rounds[-1][arm] = run_arm(arm, seed)
-            wall_s = time.monotonic() - started
-            result = {"version": version, "rounds": rounds, "wall_s": round(wall_s)}
-            write_result(options.out, "coding_agents", made, result, page(rounds, version, made, wall_s))
+            document = {"version": version, "rounds": rounds, "wall_s": round(result.wall_s)}
+            words, table = about(rounds, version), marked(HEAD, lines(rounds))
+            result.write(options.out, document, words, table, "{by hand}")
     show(HEAD, lines(rounds))
 
 

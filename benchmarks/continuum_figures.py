@@ -11,14 +11,12 @@ hand and kept.
 from __future__ import annotations
 
 import math
-import sys
-import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from kept_runs import row_and_log, run_arguments, run_kept
-from result_pages import marked, write_paper
-from sojourn_server.simulator.report.results_file import document, made_with
+from result_pages import Result, marked
+from sojourn_server.simulator.report.results_file import document
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.report.turn_phases import PHASE_KINDS, totals
 from sojourn_server.simulator.run_log import RunLog
@@ -46,7 +44,7 @@ Cell = tuple[str, float]
 
 def main() -> None:
     options = run_arguments(__doc__).parse_args()
-    began = time.monotonic()
+    result = Result("continuum_figures", "Continuum's figures in the simulator")
     specs = [
         RunSpec(
             policy=policy, workload=workload, programs=PROGRAMS[workload], rate_per_s=rate, until_s=None
@@ -57,7 +55,7 @@ def main() -> None:
     ]  # fmt: skip
     found = run_kept(specs, options.cache, options.jobs, row_and_log)
     rows, logs = [row for row, _ in found], [log for _, log in found]
-    plain = document(rows, made_with(sys.argv))
+    plain = document(rows, result.made)
     plain["published"] = {"least": PUBLISHED[0], "most": PUBLISHED[1], "where": "Continuum §1"}
     plain["seconds_by"] = [{"policy": log.policy, "trace": log.trace, "rate_per_s": log.rate_per_s,
                             **seconds_by(log)} for log in logs]  # fmt: skip
@@ -65,8 +63,7 @@ def main() -> None:
         {"trace": trace, "rate_per_s": rate, **{policy: factor(rows, policy) for policy in rows}}
         for (trace, rate), rows in cells(rows).items()
     ]
-    title = "Continuum's figures in the simulator"
-    write_paper(options.out, "continuum_figures", title, began, plain, page(rows, logs))
+    result.write_paper(options.out, plain, page(rows, logs))
 
 
 def cells(rows: Iterable[RunRow]) -> dict[Cell, dict[str, RunRow]]:

@@ -16,14 +16,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from result_pages import made_by, marked, show, write_result
-from sojourn_server.simulator.report.results_file import Provenance, made_with
+from result_pages import Result, marked, show
 
 PROGRAMS = 8
 HOST = ("--kv-host-gib", "1")
@@ -108,21 +106,14 @@ def lines(runs: list[dict[str, Any]]) -> list[list[str]]:
     return found
 
 
-def page(runs: list[dict[str, Any]], made: Provenance, wall_s: float) -> str:
-    """Return the result page in Markdown."""
+def about(runs: list[dict[str, Any]]) -> str:
+    """Return what the page says of its table."""
     seeds = ", ".join(str(run["seed"]) for run in runs)
-    return f"""# The demo's agents under several policies
-
-{made_by(made, wall_s)}
-
-{PROGRAMS} coding agents at once on a real engine (CPU). {runs[0]["pool"]}. Seeds {seeds}, one a round. Host
-memory is 1 GiB; the arms without it have none. *{UNLIMITED}*: the KV pool holds all contexts. *Overlap*: the
-share of the copies' time in which no forward pass waited for them.
-
-{marked(HEAD, lines(runs))}
-
-{{by hand}}
-"""
+    return (
+        f"{PROGRAMS} coding agents at once on a real engine (CPU). {runs[0]['pool']}. Seeds {seeds}, one a "
+        f"round. Host memory is 1 GiB; the arms without it have none. *{UNLIMITED}*: the KV pool holds all "
+        "contexts. *Overlap*: the share of the copies' time in which no forward pass waited for them."
+    )
 
 
 def main() -> None:
@@ -136,7 +127,8 @@ def main() -> None:
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}; expected at least 1")
     others = list(dict.fromkeys(options.others))
-    made, wall_s = made_with(sys.argv), 0.0
+    result = Result("demo", "The demo's agents under several policies")
+    made = result.made
     runs: list[dict[str, Any]] = []
     if options.add:
         kept = options.out / "demo.json"
@@ -146,21 +138,16 @@ def main() -> None:
             parser.error(f"--add: {kept} cannot be read: {error}")
         if (before["machine"], before["versions"]) != (made.machine, made.versions):
             parser.error(f"--add: {kept} was made with another machine or other versions")
-        runs, wall_s = before["runs"], before["wall_s"]
+        runs, result.earlier_s = before["runs"], before["wall_s"]
         earlier = before["command"].removeprefix("python benchmarks/")
-        made = msgspec.structs.replace(made, command=f"{earlier}\npython benchmarks/{made.command}")
+        result.made = msgspec.structs.replace(made, command=f"{earlier}\npython benchmarks/{made.command}")
     first = 1 + max((run["seed"] for run in runs), default=-1)
     for seed in range(first, first + options.rounds):
-        started, kept_runs = time.monotonic(), list(runs)
+        kept_runs = list(runs)
         for document in run_round(seed, others):
             runs = [*kept_runs, document]
-            result = {
-                "median": medians(runs),
-                "runs": runs,
-                "wall_s": round(wall_s + time.monotonic() - started),
-            }
-            write_result(options.out, "demo", made, result, page(runs, made, result["wall_s"]))
-        wall_s += time.monotonic() - started
+            found = {"median": medians(runs), "runs": runs, "wall_s": round(result.wall_s)}
+            result.write(options.out, found, about(runs), marked(HEAD, lines(runs)), "{by hand}")
     show(HEAD, lines(runs))
 
 

@@ -30,12 +30,11 @@ from pathlib import Path
 from statistics import median
 
 from gateway_processes import child, content_length, gateway
-from result_pages import made_by, marked, show, write_result
+from result_pages import Result, marked, show
 from rich.progress import track
 from sojourn_server.gateway.http.peers import owner_of
 from sojourn_server.gateway.http.tenant_keys import DEFAULT_TENANT
 from sojourn_server.launch.engine_server import free_port
-from sojourn_server.simulator.report.results_file import Provenance, made_with
 
 HOST = "127.0.0.1"
 PERIOD_S = 0.010
@@ -189,7 +188,7 @@ def summary(paths: dict[str, Way]) -> dict[str, dict[str, float]]:
     return found
 
 
-# -- the page -------------------------------------------------------------------------
+# -- the result -----------------------------------------------------------------------
 
 
 def lines(found: dict[str, dict[str, float]]) -> list[list[str]]:
@@ -206,24 +205,18 @@ def lines(found: dict[str, dict[str, float]]) -> list[list[str]]:
     return rows
 
 
-def page(found: dict[str, dict[str, float]], made: Provenance, rounds: int, wall_s: float) -> str:
-    """Return the result page in Markdown."""
+def about(found: dict[str, dict[str, float]], rounds: int) -> str:
+    """Return what the page says of its table."""
     direct = found["direct"]
-    return f"""# What a request costs the gateway
-
-{made_by(made, wall_s)}
-
-Requests of 64 tokens of prompt over an engine that answers at once. *Hot*: {rounds // 10} blocks of
-{HOT_BLOCK} requests, one after the other. *Cold*: {rounds} requests, one every {1000 * PERIOD_S:.0f} ms, the
-CPU caches full of other data. *Busy*: {rounds // 10} blocks of {BUSY_BLOCK} times {AT_ONCE} requests at once;
-a core's requests/s are one second ÷ its CPU time. CPU time is that of the processes in front, user and
-system, in µs a request; medians. "Added" is the median latency less that of direct requests,
-{direct["p50_ms_hot"]:.2f} ms hot and {direct["p50_ms_cold"]:.2f} ms cold.
-
-{marked(HEAD, lines(found))}
-
-{{by hand}}
-"""
+    return (
+        f"Requests of 64 tokens of prompt over an engine that answers at once. *Hot*: {rounds // 10} blocks "
+        f"of {HOT_BLOCK} requests, one after the other. *Cold*: {rounds} requests, one every "
+        f"{1000 * PERIOD_S:.0f} ms, the CPU caches full of other data. *Busy*: {rounds // 10} blocks of "
+        f"{BUSY_BLOCK} times {AT_ONCE} requests at once; a core's requests/s are one second ÷ its CPU time. "
+        'CPU time is that of the processes in front, user and system, in µs a request; medians. "Added" is '
+        f"the median latency less that of direct requests, {direct['p50_ms_hot']:.2f} ms hot and "
+        f"{direct['p50_ms_cold']:.2f} ms cold."
+    )
 
 
 def main() -> None:
@@ -233,7 +226,7 @@ def main() -> None:
     parser.add_argument("--gateways", type=int, help="a number of gateways with peers, measured as well")
     parser.add_argument("--out", type=Path, help="folder to write gateway_own_cost.json and .md into")
     options = parser.parse_args()
-    began = time.monotonic()
+    result = Result("gateway_own_cost", "What a request costs the gateway")
     with ExitStack() as stack:
         engine = free_port(HOST)
         stack.enter_context(child("--engine", str(engine), port=engine))
@@ -272,9 +265,9 @@ def main() -> None:
         found = summary(paths)
     show(HEAD, lines(found))
     if options.out is not None:
-        made = made_with(sys.argv)
-        text = page(found, made, options.rounds, time.monotonic() - began)
-        write_result(options.out, "gateway_own_cost", made, {"rounds": options.rounds, **found}, text)
+        document = {"rounds": options.rounds, **found}
+        words = about(found, options.rounds)
+        result.write(options.out, document, words, marked(HEAD, lines(found)), "{by hand}")
 
 
 if __name__ == "__main__":

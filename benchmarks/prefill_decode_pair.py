@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,13 +28,12 @@ from typing import Any, NamedTuple
 
 import httpx
 from gateway_processes import gateway
-from result_pages import marked, opening, show, write_result
+from result_pages import Result, marked, show
 from rich.console import Console
 from slow_link_connector import MEGABYTES_S
 from sojourn_server.launch.engine_server import EngineServer, free_port
 from sojourn_server.models import resolve_model
 from sojourn_server.policies.prefill_decode.engine_pair_scheduler import FULL_BLOCK_TOKENS
-from sojourn_server.simulator.report.results_file import made_with
 
 ARMS = {"prefill": "prefill side", "shorter": "shorter queue"}
 """``--read-side`` of a gateway → who reads."""
@@ -254,22 +252,23 @@ def cells(row: dict[str, Any], options: argparse.Namespace) -> list[str]:
     return [what, row["read by"], *(f"{row[name]:.2f}" for name in names)]
 
 
-def page(rows: Sequence[dict[str, Any]], options: argparse.Namespace, made: Any, wall_s: float) -> str:
-    """Return the result as Markdown."""
+def about(options: argparse.Namespace) -> str:
+    """Return what the page says of its table."""
     engines = "a prefill and a decode engine" if options.pairs == 1 else f"{options.pairs} of each"
     return (
-        f"{opening('Pairs of real engines on slow links', made, wall_s)}\n\n"
         f"Of vLLM's CPU engines {engines}, a model of the shape of `tiny` in 32-bit floats, each engine with "
         f"a storage link of {MEGABYTES_S:g} MB/s of its own, behind a gateway. {options.requests} requests "
         f"at once, of {STORED_TOKENS['burst']:,} stored tokens each and {APPEND_TOKENS} new ones, and one "
         f"alone of {STORED_TOKENS['alone']:,}; {OUTPUT_TOKENS} tokens of output. Medians of {options.rounds} "
         f"rounds, each with {RUNS['alone']} of the one alone, seed {SEED}. All arms say the tokens that were "
-        "said before anything was stored.\n\n"
-        f"{marked(HEAD, (cells(row, options) for row in rows))}\n\n"
-        "*First token* is the median of the requests, at the client; *max / mean* is what the busiest "
-        "storage link has read over the mean of all.\n\n"
-        "{by hand}\n"
+        "said before anything was stored."
     )
+
+
+COLUMNS_ABOUT = (
+    "*First token* is the median of the requests, at the client; *max / mean* is what the busiest storage "
+    "link has read over the mean of all."
+)
 
 
 def main() -> None:
@@ -280,7 +279,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder to write prefill_decode_pair.json and .md into")
     options = parser.parse_args()
-    began_s, made, console = time.monotonic(), made_with(sys.argv), Console(stderr=True)
+    file_name = "prefill_decode_pair" + (f"_{options.pairs}" if options.pairs > 1 else "")
+    result, console = Result(file_name, "Pairs of real engines on slow links"), Console(stderr=True)
     # All requests together fit one engine, since reading is measured.
     stored = max(options.requests * STORED_TOKENS["burst"], STORED_TOKENS["alone"])
     pool_tokens = stored + 2 * FULL_BLOCK_TOKENS * options.requests
@@ -306,12 +306,12 @@ def main() -> None:
                 flags += [f"--{role}", ",".join(engine.url for engine in of_role)]
             stack.enter_context(gateway(flags, port, len(engines)))
         rows = rows_of(asyncio.run(measure(engines, gateways, options, console)))
-    show(HEAD, [cells(row, options) for row in rows], title=f"{options.pairs} and {options.pairs} engines")
+    table = [cells(row, options) for row in rows]
+    show(HEAD, table, title=f"{options.pairs} and {options.pairs} engines")
     if options.out is not None:
         made_of = {"pairs": options.pairs, "requests": options.requests, "rounds": options.rounds}
-        text = page(rows, options, made, time.monotonic() - began_s)
-        file_name = "prefill_decode_pair" + (f"_{options.pairs}" if options.pairs > 1 else "")
-        write_result(options.out, file_name, made, {"options": made_of, "rows": rows}, text)
+        document = {"options": made_of, "rows": rows}
+        result.write(options.out, document, about(options), marked(HEAD, table), COLUMNS_ABOUT, "{by hand}")
 
 
 if __name__ == "__main__":

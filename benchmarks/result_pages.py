@@ -56,28 +56,49 @@ def write_page(path: Path, generated: str, first_words: str) -> None:
     partial.replace(path)
 
 
+def provenance(made: Any) -> dict[str, Any]:
+    """Return what made a result, as the first fields of its JSON."""
+    command = f"python benchmarks/{made.command}"
+    return {"command": command, "machine": made.machine, "versions": made.versions}
+
+
 def write_result(folder: Path, name: str, made: Any, document: Mapping[str, Any], page: str) -> None:
     """Write ``NAME.json`` (command, machine and versions, then ``document``) and ``NAME.md``."""
-    told = {
-        "command": f"python benchmarks/{made.command}",
-        "machine": made.machine,
-        "versions": made.versions,
-    }
-    write_json({**told, **document}, str(folder / f"{name}.json"))
+    write_json({**provenance(made), **document}, str(folder / f"{name}.json"))
     write_page(folder / f"{name}.md", page, FIRST_WORDS)
 
 
-def write_paper(
-    folder: Path, name: str, title: str, began_s: float, document: Mapping[str, Any], parts: Iterable[str]
-) -> None:
-    """Write ``NAME.json`` with ``document``, and ``NAME.md`` with the title, what made it, and ``parts``;
-    print the page. ``began_s`` is the value of ``time.monotonic()`` at the begin of the run."""
-    made = made_with(sys.argv)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json({"made_with": msgspec.to_builtins(made), **document}, str(folder / f"{name}.json"))
-    page = "\n\n".join([opening(title, made, time.monotonic() - began_s), *parts]) + "\n"
-    write_page(folder / f"{name}.md", page, FIRST_WORDS)
-    Console().print(page, highlight=False, markup=False)
+class Result:
+    """What a benchmark finds: a page and a JSON file. Made when the benchmark begins."""
+
+    def __init__(self, name: str, title: str) -> None:
+        self._name, self._title = name, title
+        self.made = made_with(sys.argv)
+        self._began_s = time.monotonic()
+        self.earlier_s = 0.0
+        """Seconds of earlier runs whose results are part of this one."""
+
+    @property
+    def wall_s(self) -> float:
+        return self.earlier_s + time.monotonic() - self._began_s
+
+    def write(self, folder: Path, document: Mapping[str, Any], *parts: str) -> None:
+        """Write ``NAME.json`` with ``document``, and ``NAME.md`` with the paragraphs ``parts``, both after
+        what made them; ``{by hand}`` in a part marks the place of hand-written text."""
+        write_result(folder, self._name, self.made, document, self._page(parts))
+
+    def write_paper(self, folder: Path, document: Mapping[str, Any], parts: Iterable[str]) -> None:
+        """Do the same for the figures of a paper, whose JSON has the form of ``sojourn simulate --json``.
+        Print the page."""
+        page = self._page(parts)
+        folder.mkdir(parents=True, exist_ok=True)
+        made = {"made_with": msgspec.to_builtins(self.made)}
+        write_json({**made, **document}, str(folder / f"{self._name}.json"))
+        write_page(folder / f"{self._name}.md", page, FIRST_WORDS)
+        Console().print(page, highlight=False, markup=False)
+
+    def _page(self, parts: Iterable[str]) -> str:
+        return "\n\n".join([opening(self._title, self.made, self.wall_s), *parts]) + "\n"
 
 
 def made_by(made: Any, wall_s: float) -> str:

@@ -11,13 +11,11 @@ under stock and both. Writes saga_ablation.json and .md into benchmarks/results.
 
 from __future__ import annotations
 
-import sys
-import time
 from pathlib import Path
 
 from kept_runs import run_arguments, run_kept
-from result_pages import marked, write_paper
-from sojourn_server.simulator.report.results_file import document, made_with
+from result_pages import Result, marked
+from sojourn_server.simulator.report.results_file import document
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
 
@@ -54,7 +52,7 @@ PROGRAMS, RATE = 40, 0.07
 
 def main() -> None:
     options = run_arguments(__doc__).parse_args()
-    began = time.monotonic()
+    result = Result("saga_ablation", "SAGA's ablation and its sweep of tool times")
 
     def spec(policy: str, cv: float) -> RunSpec:
         workload = WORKLOAD.format(cv=cv)
@@ -64,9 +62,7 @@ def main() -> None:
     wanted = {(policy, cv): spec(policy, cv) for cv in SWEEP for policy in SWEPT}
     wanted |= {(policy, BASE_CV): spec(policy, BASE_CV) for policy in ablated}
     rows = dict(zip(wanted, run_kept(list(wanted.values()), options.cache, options.jobs), strict=True))
-    title = "SAGA's ablation and its sweep of tool times"
-    found = document(rows.values(), made_with(sys.argv))
-    write_paper(options.out, "saga_ablation", title, began, found, page(rows))
+    result.write_paper(options.out, document(rows.values(), result.made), page(rows))
 
 
 Rows = dict[tuple[str, float], RunRow]

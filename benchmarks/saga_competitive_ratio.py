@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from belady import AccessRecorder, recomputed_tokens
 from kept_runs import chosen, row_and_log, row_of, run_arguments, run_kept
-from result_pages import marked, write_paper
+from result_pages import Result, marked
 from rich.console import Console
-from sojourn_server.simulator.report.results_file import document, made_with
+from sojourn_server.simulator.report.results_file import document
 from sojourn_server.simulator.report.run_metrics import summarize_run, trace_name
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.run_log import RunLog
@@ -96,7 +95,7 @@ def main() -> None:
     parser = run_arguments(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="folder of .jsonl and .jsonl.gz traces")
     options = parser.parse_args()
-    began = time.monotonic()
+    result = Result("saga_competitive_ratio", "Competitive ratio")
     console = Console(stderr=True)
     names = [find_policy(policy).name for policy in POLICIES]
 
@@ -151,9 +150,7 @@ def main() -> None:
         rows += compared
         for row in compared:
             next(s for s in worth if s.stock.pool_blocks == row.pool_blocks).rows[row.policy] = row
-    plain = document(rows, made_with(sys.argv))
-    parts = page(found, names)
-    write_paper(options.out, "saga_competitive_ratio", "Competitive ratio", began, plain, parts)
+    result.write_paper(options.out, document(rows, result.made), page(found, names))
 
 
 def scale(log: RunLog, live: float) -> tuple[float, int]:

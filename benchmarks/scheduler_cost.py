@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from result_pages import show
+from result_pages import provenance, show
 from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import made_with
 
@@ -107,9 +107,7 @@ def main() -> None:
         gc.collect()
     gc.enable()
     result: dict[str, Any] = {
-        "command": f"python benchmarks/{made.command}",
-        "machine": made.machine,
-        "versions": made.versions,
+        **provenance(made),
         "running": RUNNING,
         "context_tokens": CONTEXT_TOKENS,
         "known_programs": len(ours.scheduler.sojourn.program_scheduler.state.programs),

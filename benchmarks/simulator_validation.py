@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_and_simulator import replay, simulate
-from result_pages import show
+from result_pages import provenance, show
 from rich.console import Console
 from sojourn_server.replay.completions_client import CompletionsClient
 from sojourn_server.replay.replay_driver import ReplayOptions
@@ -414,12 +414,10 @@ def document(scenario: Scenario, profile_file: Path, results: list[dict[str, Any
     from sojourn_server.simulator.report.results_file import made_with
 
     measured = EngineProfile.from_toml(profile_file.read_text(encoding="utf-8"))
-    made = made_with(sys.argv)
-    steps = measured.steps
+    told, steps = provenance(made_with(sys.argv)), measured.steps
     return {
-        "command": f"python benchmarks/{made.command}",
-        "versions": {**made.versions, "engine": measured.engine},
-        "machine": made.machine,
+        **told,
+        "versions": {**told["versions"], "engine": measured.engine},
         "scenario": dataclasses.asdict(scenario),
         "within": JUDGED,
         "profile": {

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+from result_pages import Result
 from rich.console import Console
 from soak_report import Record, problems, write
 from soak_stack import TENANT_KEYS, Engine, Gateway, Server, ServerState
-from sojourn_server.simulator.report.results_file import made_with
 
 CLIENTS = Path(__file__).with_name("soak_clients.py")
 CLIENTS_END_S = 150.0
@@ -300,7 +300,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace, console: Console) -> Record:
     """Run all rounds and return their record."""
-    made, began = made_with(sys.argv), time.monotonic()
+    result = Result("soak", "Soak: agents, floods, kills and restarts")
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         folder = options.logs or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -309,15 +309,13 @@ def run(options: argparse.Namespace, console: Console) -> Record:
         try:
             soak.start(0)
             number, longest_s = 0, options.load + 30.0
-            while (
-                number < max(1, options.rounds) or time.monotonic() - began + longest_s < 3600 * options.hours
-            ):
+            while number < max(1, options.rounds) or result.wall_s + longest_s < 3600 * options.hours:
                 soak.round(number)
                 number += 1
         finally:
             soak.stop()
             if options.out is not None:
-                write(soak.record, options.out, made, time.monotonic() - began, options.policy)
+                write(soak.record, options.out, result, options.policy)
     return soak.record
 
 

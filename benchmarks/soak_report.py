@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
-from result_pages import made_by, marked, write_result
+from result_pages import Result, marked
 from soak_stack import ServerState
 
 MOST_GROWTH = 0.02
@@ -115,8 +115,8 @@ def percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def page(record: Record, made: Any, wall_s: float, policy: str) -> str:
-    """Return the result as Markdown."""
+def page(record: Record, policy: str) -> list[str]:
+    """Return the paragraphs of the page."""
     verdict = record.verdict()
     loads = [row["load_average"] for row in record.rounds] or [0.0]
     silences = [row["silence_s"] for row in record.rounds if "silence_s" in row] or [0.0]
@@ -135,9 +135,7 @@ def page(record: Record, made: Any, wall_s: float, policy: str) -> str:
     begin = f"MiB at minute {record.settle_min:g}"
     head = ("process", "minutes", begin, "MiB at the end", "growth", "of the line")
     others = sum(life.growth(record.settle_min) is None for life in record.lives.values())
-    parts = [
-        "# Soak: agents, floods, kills and restarts",
-        made_by(made, wall_s),
+    return [
         f"Two engines (model `tiny`, policy `{policy}`, host memory and disk) behind two gateways. "
         f"{verdict['rounds']} rounds of load and silence, seed {record.seed}; load average "
         f"{min(loads):.1f} to {max(loads):.1f}. "
@@ -158,14 +156,13 @@ def page(record: Record, made: Any, wall_s: float, policy: str) -> str:
         "\n".join(f"- {failure}" for failure in record.failures) or "None.",
         "{by hand}",
     ]
-    return "\n\n".join(parts) + "\n"
 
 
-def write(record: Record, out: Path, made: Any, wall_s: float, policy: str) -> None:
+def write(record: Record, out: Path, result: Result, policy: str) -> None:
     """Write ``soak.json`` and ``soak.md`` into the folder ``out``."""
     document = {
         "seed": record.seed,
-        "wall_s": round(wall_s, 1),
+        "wall_s": round(result.wall_s, 1),
         "verdict": record.verdict(),
         "totals": dict(sorted(record.totals.items())),
         "failures": record.failures,
@@ -173,4 +170,4 @@ def write(record: Record, out: Path, made: Any, wall_s: float, policy: str) -> N
         "rounds": [{key: row[key] for key in row if key != "states"} for row in record.rounds],
         "last_states": record.rounds[-1].get("states", []) if record.rounds else [],
     }
-    write_result(out, "soak", made, document, page(record, made, wall_s, policy))
+    result.write(out, document, *page(record, policy))

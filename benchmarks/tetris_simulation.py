@@ -14,16 +14,13 @@ of waiting requests like ``survival``.
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kept_runs import run_kept
 from oracle_policies import oracle_row
-from result_pages import less, marked, opening, show, write_result
-from sojourn_server.simulator.report.results_file import Provenance, made_with
+from result_pages import Result, less, marked, show
 from sojourn_server.simulator.report.run_row import RunRow
 from sojourn_server.simulator.simulation_run import RunSpec
 
@@ -105,19 +102,6 @@ def lines(found: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     return made
 
 
-def page(result: dict[str, Any], made: Provenance, wall_s: float) -> str:
-    """Return the result page in Markdown, without hand-written text."""
-    return f"""{opening("Tetris in the simulator", made, wall_s)}
-
-{" + ".join(DEVICE.values())} in virtual time, {result["hours"]} hours, seed 0.
-Percentages and factors are against `stock`.
-
-{marked(HEAD, lines(result["loads"]))}
-
-{{by hand}}
-"""
-
-
 def main() -> None:
     """Run, print, and write the results after each load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -125,17 +109,19 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=0.5)
     parser.add_argument("--out", type=Path, help="folder to write tetris_simulation.json and .md into")
     options = parser.parse_args()
-    began_s = time.monotonic()
+    result = Result("tetris_simulation", "Tetris in the simulator")
     found: dict[str, dict[str, Any]] = {}
-    made = made_with(sys.argv)
+    about = (
+        f"{' + '.join(DEVICE.values())} in virtual time, {options.hours} hours, seed 0. Percentages and "
+        "factors are against `stock`."
+    )
     for load in LOADS:
         found[load] = {policy: figures(row) for policy, row in simulate(load, options).items()}
-        result = {
+        document = {
             "hours": options.hours, "seed": 0, "error": ERROR, "device": DEVICE, "loads": found,
         }  # fmt: skip
         if options.out is not None:
-            text = page(result, made, time.monotonic() - began_s)
-            write_result(options.out, "tetris_simulation", made, result, text)
+            result.write(options.out, document, about, marked(HEAD, lines(found)), "{by hand}")
     show(HEAD, lines(found))
 
 

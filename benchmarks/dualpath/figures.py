@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 from kept_runs import run_arguments, run_kept  # noqa: E402
 from pd_cluster import CALIBRATION_JCT_S, PD_MODELS, PdCluster  # noqa: E402
 from pd_simulation import PD_SYSTEMS, PdOutcome, PdSpec, run_prefill_decode  # noqa: E402
-from result_pages import marked, write_paper  # noqa: E402
+from result_pages import Result, marked  # noqa: E402
 
 TTFT_SLO_S, TPOT_SLO_S = 4.0, 0.05
 """DualPath's SLO (§7.4): maximum of the mean TTFT, and of the mean TPOT."""
@@ -307,7 +306,7 @@ def main(given: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(given)
-    began_s = time.monotonic()
+    result = Result("prefill_decode_cluster", "Two paths to storage, simulated")
     bench = Bench(options)
     sections = [line for part, make in PARTS.items() if part in options.only for line in make(bench)]
     found = {part: msgspec.to_builtins(outcomes) for part, outcomes in bench.found.items()}
@@ -315,9 +314,7 @@ def main(given: Sequence[str] | None = None) -> None:
         "What is simulated and what not: [the page](../../docs/prefill-decode.md#measured). "
         f"Seed {options.seed}."
     )
-    parts = [about, *sections, "## Summary", "{by hand}"]
-    title = "Two paths to storage, simulated"
-    write_paper(options.out, "prefill_decode_cluster", title, began_s, found, parts)
+    result.write_paper(options.out, found, [about, *sections, "## Summary", "{by hand}"])
 
 
 if __name__ == "__main__":
