@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +93,9 @@ def test_the_measured_curve_crosses_where_both_take_the_same_time() -> None:
     found = offload_break_even(profile(b_s=5e-4, c_s=1e-6))
     assert found.copy_s_per_token == pytest.approx(2e-3)
     assert found.tokens == pytest.approx(1500.0)  # 5e-4 S + 1e-6 S² = 2e-3 S
-    assert offload_break_even(profile(b_s=3e-3)).tokens == 0.0
-    assert offload_break_even(profile(b_s=1e-3, c_s=0.0)).tokens == math.inf
+    assert offload_break_even(profile(b_s=3e-3))[:2] == ("always", 0.0)
+    assert offload_break_even(profile(b_s=1e-3, c_s=0.0))[:2] == ("never", None)
+    assert offload_break_even(profile(b_s=1e-3, c_s=0.0)).words(4000) == "never"
     assert "sojourn serve does" in offload_break_even(profile(kv_bytes=None)).why
     assert offload_break_even(profile(bytes_per_s=None)).words(4000) == "not known, no copies were measured"
 

@@ -98,7 +98,7 @@ def profile(
             raise
         console.print(f"written to {output}; use it with: sojourn serve MODEL --sojourn-profile {output}")
     if json is not None:
-        found = {"break_even": break_even.as_json(), "residual_s": result.prefill.residual(result.points)}
+        found = {"break_even": break_even._asdict(), "residual_s": result.prefill.residual(result.points)}
         write_json({**dataclasses.asdict(result), **found, "notes": notes}, json)
     if output is None and json is None:
         print(result.to_toml(), end="")
