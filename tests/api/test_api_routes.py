@@ -145,6 +145,16 @@ def test_several_engines_answer_as_one() -> None:
     check_error(client.get("/sojourn/v1/decisions?engine=2"), 404)
 
 
+def test_of_several_engines_each_shows_its_newest_programs() -> None:
+    def listed(*names: str) -> dict[str, Any]:
+        return {"programs": [{"program_id": name, "turns": 1} for name in names], "total": 2, "shown": 2}
+
+    ranks = [engine_answers(programs=listed(*names)) for names in ("ab", "cd")]
+    answer = client_of(ScriptedEngine(*ranks)).get("/sojourn/v1/programs?limit=3").json()
+    assert [one["program_id"] for one in answer["programs"]] == ["a", "c", "b"]
+    assert (answer["total"], answer["shown"]) == (4, 3)
+
+
 # --- keys -------------------------------------------------------------------
 
 REFUSED = [

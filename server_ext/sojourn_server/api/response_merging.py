@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
@@ -38,16 +39,16 @@ def merge_event_answers(answers: Sequence[str]) -> tuple[list[list[EventOutcome]
 
 
 def merge_programs(answers: Sequence[Any], limit: int) -> dict[str, Any]:
-    """Return one answer with at most ``limit`` programs. If several engines list a program, the entry with
-    the most turns is kept. ``total`` is a lower bound."""
+    """Return one answer with at most ``limit`` programs: of each engine the newest, which it lists first. If
+    several engines list a program, the entry with the most turns is kept. ``total`` is a lower bound."""
     if len(answers) == 1:
         return dict(answers[0])
     best: dict[str, dict[str, Any]] = {}
-    for answer in answers:
-        for program in answer["programs"]:
-            known = best.get(program["program_id"])
-            if known is None or program.get("turns", 0) > known.get("turns", 0):
-                best[program["program_id"]] = program
+    in_turn = zip_longest(*(answer["programs"] for answer in answers))
+    for program in filter(None, chain.from_iterable(in_turn)):
+        known = best.get(program["program_id"])
+        if known is None or program.get("turns", 0) > known.get("turns", 0):
+            best[program["program_id"]] = program
     shown = list(best.values())[:limit]
     # Engines list only some programs, so duplicates among the others stay unknown. The largest count is a
     # safe lower bound.
