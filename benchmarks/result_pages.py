@@ -15,6 +15,7 @@ from rich.table import Table
 from sojourn_server.cli.console import write_json
 from sojourn_server.simulator.report.results_file import made_with
 
+HERE = Path(__file__).resolve().parent
 FIRST_WORDS = "Nothing has been written yet."
 BEGIN, END = "<!-- by hand -->", "<!-- /by hand -->"
 
@@ -73,7 +74,9 @@ class Result:
 
     def __init__(self, name: str, title: str) -> None:
         self._name, self._title = name, title
-        self.made = made_with(sys.argv)
+        made, folder = made_with(sys.argv), Path(sys.argv[0]).resolve().parent
+        inside = f"{folder.relative_to(HERE)}/" if HERE in folder.parents else ""
+        self.made = msgspec.structs.replace(made, command=inside + made.command)
         self._began_s = time.monotonic()
         self.earlier_s = 0.0
         """Seconds of earlier runs whose results are part of this one."""
